@@ -129,8 +129,10 @@ def measure(config: RunConfig, ranks: int) -> int:
             for _ in range(STEPS):
                 with recording.phase("step"):
                     for i in range(MICRO_BATCHES):
-                        sums = engine.accumulate(batch, valid, last=i == MICRO_BATCHES - 1)
-                    engine.update(1e-4, 1.0, sums.values[0])
+                        sums = engine.accumulate_gradients(
+                            batch, valid, is_last_micro_batch=i == MICRO_BATCHES - 1
+                        )
+                    engine.take_optimizer_step(1e-4, 1.0, sums.values[0])
         del engine
     return max(phase.peak for phase in recording.phases.values())
 

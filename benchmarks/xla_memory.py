@@ -100,11 +100,11 @@ def measure(config: RunConfig) -> Step:
         losses = []
 
         def passes() -> None:
-            losses.append(engine.accumulate(batch, valid, last=False).values[0])
+            losses.append(engine.accumulate_gradients(batch, valid, is_last_micro_batch=False).values[0])
             xla.wait([])
 
         def update() -> None:
-            engine.update(1e-4, 1.0, losses[-1])
+            engine.take_optimizer_step(1e-4, 1.0, losses[-1])
             xla.wait([])
 
         in_passes, in_update = graph_of(passes), graph_of(update)

@@ -1,9 +1,9 @@
 """Read training checkpoints of many formats through one logical view, and convert them.
 
-from portable.converters import open_checkpoint
-
-checkpoint = open_checkpoint("runs/quickstart")
-checkpoint.tensors["model.embed_tokens.weight"].read((slice(0, 16),))
+Example:
+    >>> from portable.converters import open_checkpoint
+    >>> checkpoint = open_checkpoint("runs/quickstart")
+    >>> rows = checkpoint.tensors["model.embed_tokens.weight"].read((slice(0, 16),))
 """
 
 from __future__ import annotations

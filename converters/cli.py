@@ -1,4 +1,4 @@
-"""`portable-convert`: sharded checkpoints in, plain safetensors out."""
+"""Command `portable-convert`, which converts sharded checkpoints to plain safetensors and other formats."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from portable.converters.convert_checkpoint import Conversion
 
-# Commands of their own; a folder of that name is given as ./inspect.
+# First arguments that are subcommands. A folder with such a name must be written as ./inspect.
 _SUBCOMMANDS = ("inspect", "diff")
 
 # Seconds after SIGTERM within which clean-up must finish.
@@ -85,7 +85,10 @@ then:
 
 
 class _ConvertParser(argparse.ArgumentParser):
+    """Argument parser that raises CommandError for an invalid command line."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise CommandError."""
         raise CommandError(f"{message} (see portable-convert --help)")
 
 
@@ -199,6 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _parse_byte_size(text: str) -> int:
+    """Parse a size such as `5GB`, `500MB`, `2GiB`, or a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?", text.strip().upper())
     if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
@@ -208,7 +212,14 @@ def _parse_byte_size(text: str) -> int:
 
 @exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `portable-convert`; returns an exit code of `portable.converters.commands.EXIT_CODES`."""
+    """Run `portable-convert`.
+
+    Args:
+        argv: Command-line arguments. None for the arguments of the process.
+
+    Returns:
+        The exit code, see `portable.converters.commands.EXIT_CODES`.
+    """
     previous = None
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
@@ -236,7 +247,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_error(error: CheckpointError, *, as_json: bool) -> int:
-    """Print an error on standard error and, with `--json`, also as JSON on standard output."""
+    """Print an error on standard error and, with `--json`, also as JSON on standard output.
+
+    Returns:
+        The exit code.
+    """
     message = to_printable(error)
     if as_json:
         print_line(json.dumps({"error": message, "exit_code": error.exit_code}, indent=1))
@@ -261,8 +276,8 @@ def _exit_on_sigterm(signum: int, frame: object) -> NoReturn:
 
 
 def _run_conversion(options: argparse.Namespace) -> int:
-    """Convert, and print what was written."""
-    # Imported here, so that --help and a wrong option answer at once.
+    """Run a conversion, and print a summary of the output."""
+    # Imported here, so that --help and errors in the options are printed without a delay.
     from portable.converters.convert_checkpoint import convert
 
     printed = {"src", "out", "json", "quiet"}
@@ -349,7 +364,12 @@ def _format_summary(conversion: Conversion, *, verified: bool) -> str:
 
 
 def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> str | None:
-    """How to load what was written, if a library does; from an object store, after a copy."""
+    """Format the code that loads the output in Python.
+
+    Returns:
+        The code. If the output is in an object store, the command that copies it precedes the code. None if
+        no library loads the output.
+    """
     from portable.converters.storage.path_or_url import is_url
 
     plan, out = conversion.plan, conversion.out

@@ -1,4 +1,4 @@
-"""Shared by all commands: exit codes, `--version`, and exiting without a traceback."""
+"""Functions of all commands: exit codes, `--version`, and errors without a traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DONE, FAILED, NOT_EXPORTED, STOPPED = 0, 1, 74, 75
 REFUSED, DAMAGED = CommandError.exit_code, CheckpointError.exit_code
 BY_SIGNAL = 128
 _OUT_OF_MEMORY_MESSAGE = re.compile("failed to map segment|annot allocate memory")
-"""Of the system, where the libraries of a package do not fit into memory."""
+"""Messages of the operating system if there is too little memory to load the libraries of a package."""
 _BROKEN_PIPE = BY_SIGNAL + 13
 
 EXIT_CODES = {
@@ -35,7 +35,7 @@ EXIT_CODES = {
     STOPPED: "stopped by a signal after saving; rerun the same command to resume",
     BY_SIGNAL: "terminated by signal N without saving; the code is 128 + N (Ctrl-C: 130)",
 }
-"""The meaning of each exit code, as `--help` shows it."""
+"""Meaning of each exit code, as `--help` shows it."""
 
 
 def format_exit_codes(*codes: int) -> str:
@@ -86,11 +86,11 @@ class ShowVersion(argparse.Action):
 def exit_without_traceback(main: MainFunction) -> Callable[..., int]:
     """Wrap the main function of a command so that it exits without a traceback.
 
-    This covers Ctrl-C, a closed pipe (`... | head`), standard output that cannot be written, and running out
-    of memory or threads.
+    The wrapped function handles Ctrl-C, a closed pipe (`... | head`), standard output that cannot be written,
+    and too little memory or too few threads.
 
     Args:
-        main: Main function of the command.
+        main: Main function of the command. It takes the command-line arguments and returns the exit code.
 
     Returns:
         The wrapped function.
@@ -105,6 +105,7 @@ def exit_without_traceback(main: MainFunction) -> Callable[..., int]:
 
 
 def _run_main_with_exit_codes(main: MainFunction, argv: Sequence[str] | None) -> int:
+    """Call a main function, and convert its exceptions to an error line and an exit code."""
     try:
         try:
             return main(argv)
@@ -137,9 +138,10 @@ def _run_main_with_exit_codes(main: MainFunction, argv: Sequence[str] | None) ->
 
 
 def _is_closed_pipe(stream: IO[str]) -> bool:
+    """Return whether a stream is a pipe whose reader has exited."""
     try:
         watch = select.poll()
         watch.register(stream.fileno(), select.POLLOUT)
         return any(event & select.POLLERR for _, event in watch.poll(0))
-    except (AttributeError, OSError, ValueError):  # no poll here, or no file behind it
+    except (AttributeError, OSError, ValueError):  # the system has no poll, or the stream is not a file
         return False

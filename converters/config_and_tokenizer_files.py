@@ -80,7 +80,7 @@ _EXCLUSION_REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (CUSTOM_CODE, re.compile(r".+\.(py|so|sh|ipynb)")),
 )
 OTHER_WEIGHTS = "weights that do not belong to the tensors of the model"
-# Names of the model's own files, of copies in other formats, and of training state.
+# Names of the files of the model, of copies in other formats, and of training state.
 _OWN_WEIGHTS = re.compile(
     r".*(model|adapter|consolidated|weights|shard|rank|states?|optim|ckpt|checkpoint|step|layer|zero|scheduler"
     r"|scaler|training_args|metric).*"
@@ -162,7 +162,7 @@ def find_excluded_files(root: AnyPath) -> dict[str, str]:
     """
     excluded = _classify_files(_get_checkpoint_folder(root)).excluded
     if excluded.get(root.name) == OTHER_WEIGHTS and not root.is_dir():
-        excluded[root.name] = _WEIGHTS  # the model itself
+        excluded[root.name] = _WEIGHTS  # the weights of the model
     return excluded
 
 
@@ -202,8 +202,8 @@ class _ClassifiedFiles(NamedTuple):
 
     Attributes:
         companions: Paths of the companion files, keyed by file name.
-        excluded: Reason why a file is not a companion, for each other file, keyed by file name. The name of a
-            folder ends with a slash.
+        excluded: Reasons why the other files are not companions, keyed by file name. The name of a folder
+            ends with a slash.
     """
 
     companions: dict[str, AnyPath]
@@ -336,7 +336,7 @@ def check_single_model(folder: AnyPath, first_file: str) -> None:
 
 
 def find_or_download_companions(name_or_path: str) -> dict[str, AnyPath]:
-    """Find the companion files of the model in `--config-from`.
+    """Find the companion files of the model in `--config-from`. Files of a model on the Hub are downloaded.
 
     Args:
         name_or_path: Folder, path of the `config.json`, or Hub ID of a model.

@@ -1,4 +1,4 @@
-"""Printing from a command, also to a closed pipe or a full disk."""
+"""Output of a command to the terminal, to a closed pipe, or to a full disk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ class OutputError(Exception):
 
 
 def escape_control_characters(text: str) -> str:
-    """`text` with its control characters written out, but for ends of lines and tabs.
+    r"""Escape the control characters of a text, except line feeds and tabs.
 
-    What is printed may come from anybody's file, and could clear the terminal or change its title.
+    The text may come from an untrusted file. Its control characters could clear the terminal or change its
+    title.
+
+    Args:
+        text: Text to print.
+
+    Returns:
+        The text with escape sequences such as `\x1b`.
     """
     if text.isprintable():
         return text
@@ -30,14 +37,16 @@ def escape_control_characters(text: str) -> str:
 
 
 def print_line(text: str, *, is_colored: bool = False) -> None:
-    """Print `text` and flush.
+    """Print a text to standard output, and flush it.
 
     Args:
-        colored: it has colors of ours, and nothing else that is not `escape_control_characters`.
+        text: Text to print. Its control characters are escaped.
+        is_colored: Whether the text contains color codes, so that it is printed unchanged. Untrusted parts
+            must already be escaped.
 
     Raises:
-        BrokenPipeError: the reader has exited (`| head`).
-        OutputError: writing fails for any other reason.
+        BrokenPipeError: If the reader of the pipe has exited, as in `| head`.
+        OutputError: If standard output cannot be written for any other reason.
     """
     with _raise_output_errors():
         print(text if is_colored else escape_control_characters(text))
@@ -45,20 +54,36 @@ def print_line(text: str, *, is_colored: bool = False) -> None:
 
 
 def flush_stdout() -> None:
-    """Flush standard output; raises what `print_line` does."""
+    """Flush standard output.
+
+    Raises:
+        BrokenPipeError: If the reader of the pipe has exited, as in `| head`.
+        OutputError: If standard output cannot be written for any other reason.
+    """
     if sys.stdout is not None:  # None if it was closed at start-up
         with _raise_output_errors():
             sys.stdout.flush()
 
 
 def print_error(line: str) -> None:
-    """Print `line` on standard error; ignored if that is closed."""
+    """Print a line to standard error. Do nothing if standard error cannot be written.
+
+    Args:
+        line: Line to print. A leading `error:` or `warning:` is colored on a terminal.
+    """
     with suppress(OSError):
         print(color_error_label(wrap_lines(escape_control_characters(line), sys.stderr)), file=sys.stderr)
 
 
 def get_terminal_width(stream: TextIO | None) -> int | None:
-    """The width of the terminal that `stream` is, as COLUMNS or the terminal has it; None if it is none."""
+    """Return the width of a terminal in columns.
+
+    Args:
+        stream: Standard output or standard error. None if it is closed.
+
+    Returns:
+        The value of `COLUMNS`, the width of the terminal, or 80. None if the stream is not a terminal.
+    """
     if stream is None or not stream.isatty():
         return None
     if (value := os.environ.get("COLUMNS", "")).isdecimal() and int(value) > 0:
@@ -70,7 +95,15 @@ def get_terminal_width(stream: TextIO | None) -> int | None:
 
 
 def wrap_lines(text: str, stream: TextIO | None) -> str:
-    """`text` for `stream`: on a terminal, long lines go on below, indented, with whole words."""
+    """Wrap the long lines of a text at word boundaries, if the text is printed to a terminal.
+
+    Args:
+        text: Text to wrap.
+        stream: Stream to which the text is printed. If it is not a terminal, the text is returned unchanged.
+
+    Returns:
+        The text. Continuation lines are indented by two more columns.
+    """
     width = get_terminal_width(stream)
     if width is None:
         return text
@@ -89,7 +122,10 @@ def wrap_lines(text: str, stream: TextIO | None) -> str:
 
 
 def color_error_label(line: str) -> str:
-    """`line` with the first word of an error or warning in color on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    """Color the `error:` or `warning:` at the start of a line if standard error is a terminal.
+
+    The environment variable NO_COLOR disables colors, see https://no-color.org.
+    """
     first = line.split(" ", 1)[0]
     if first not in _LABEL_COLORS or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return line
@@ -100,13 +136,13 @@ def color_error_label(line: str) -> str:
 
 @contextmanager
 def _raise_output_errors() -> Iterator[None]:
-    """Turn a failure to write into an `OutputError`."""
+    """Convert OSError to OutputError within this context, except for a closed pipe."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        # The interpreter flushes standard output again at exit: let that succeed silently.
+        # Redirect standard output, because otherwise the interpreter's flush at exit fails as well.
         with suppress(OSError, ValueError):
             descriptor = os.open(os.devnull, os.O_WRONLY)
             os.dup2(descriptor, sys.stdout.fileno())

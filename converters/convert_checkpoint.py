@@ -1,8 +1,8 @@
 """Conversion of a checkpoint as one function, which `portable-convert` calls.
 
-from portable import convert
-
-convert("runs/quickstart", "model", dtype="bfloat16")
+Example:
+    >>> from portable import convert
+    >>> conversion = convert("runs/quickstart", "model", dtype="bfloat16")
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Conversion:
             `plan.names` are the names of all files.
         tag: The step or tag that was chosen below the source, or None if the source is the checkpoint itself.
         notes: Facts that the user should know, for example which files were not copied.
-        warning: What prevents other programs from loading the output, or None.
+        warning: Reason why other programs cannot load the output, or None.
     """
 
     source: AnyPath
@@ -225,12 +225,12 @@ class _PlannedConversion(NamedTuple):
 
 
 class _AdapterOutcome(NamedTuple):
-    """What is written of a source that may contain an adapter.
+    """Checkpoint to write, after an adapter in the source has been merged or extracted.
 
     Attributes:
         checkpoint: Checkpoint to write.
-        adapter: The adapter, if it is written on its own. None for a model.
-        stored: Checkpoint with the stored values of the experts, see `find_problems`.
+        adapter: Adapter, if it is written without a base model. None for a model.
+        stored: Checkpoint with the stored values of the experts, see `find_model_problems`.
     """
 
     checkpoint: Checkpoint

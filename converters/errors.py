@@ -1,4 +1,4 @@
-"""The exception of this package, and text that is safe to print."""
+"""Exceptions of the converters, and functions that make text safe to print."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# A name in a file may be as long as the file.
+# Maximum length of a printed text, because a name in an untrusted file may have any length.
 _MAX_SHOWN = 2000
 
 
 def to_printable(text: object) -> str:
-    """`text` on one line without control characters, for a terminal: names in files are untrusted."""
+    """Convert a text to one line without control characters.
+
+    Names in files are untrusted, so error messages pass them through this function.
+
+    Args:
+        text: Text, or an object such as a path.
+
+    Returns:
+        The line, which is truncated if it is very long.
+    """
     line = " ".join(str(text).split())
     if len(line) > _MAX_SHOWN:
         line = f"{line[:_MAX_SHOWN]}... ({len(line):,} characters)"
@@ -40,10 +49,14 @@ class CommandError(CheckpointError):
 
 
 class OptimizerStateError(CheckpointError):
-    """The optimizer state cannot be read, but the weights can. The argument is the reason."""
+    """The optimizer state cannot be read, but the weights can be.
+
+    The only argument of the exception is the reason.
+    """
 
     @property
     def reason(self) -> str:
+        """Reason without the advice that the message adds."""
         return str(self.args[0])
 
     def __str__(self) -> str:
@@ -52,7 +65,11 @@ class OptimizerStateError(CheckpointError):
 
 @contextmanager
 def prefix_checkpoint_errors(prefix: object) -> Iterator[None]:
-    """Prefix the message of a `CheckpointError` raised within by `prefix`."""
+    """Add a prefix to the message of each `CheckpointError` that is raised within this context.
+
+    Args:
+        prefix: Path or option that caused the error.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -60,9 +77,13 @@ def prefix_checkpoint_errors(prefix: object) -> Iterator[None]:
 
 
 def raise_unless_panic(error: BaseException) -> None:
-    """Re-raise an exception unless it is a panic of a library in Rust.
+    """Raise an exception again, unless it is a panic of a library that is written in Rust.
 
-    PyO3 turns a panic, which mostly follows from invalid input, into an exception that is not an `Exception`.
+    PyO3 converts a panic, which is usually caused by invalid input, to an exception that is not an
+    `Exception`.
+
+    Args:
+        error: Exception that was caught.
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
@@ -82,7 +103,7 @@ _KNOWN_TOKENS = re.compile(
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"  # JSON Web Tokens
     r")"
 )
-"""Tokens that programs recognize by their first letters."""
+"""Tokens that are recognized by their first characters."""
 _PARAMETER = re.compile(
     r"(?P<name>\b[\w-]*(?:secret|password|passwd|signature|credential|api_?key|access_?key)[\w-]*"
     r"['\"]?\s*[=:]\s*['\"]?)(?P<value>[^\s'\",;&)}]+)",
@@ -116,7 +137,7 @@ def redact_credentials(text: str) -> str:
 
 
 def _list_secret_values() -> list[str]:
-    """Values of the environment to redact, longest first."""
+    """Return the values of environment variables to redact, longest first."""
     secrets = {
         value
         for name, value in os.environ.items()
@@ -126,5 +147,5 @@ def _list_secret_values() -> list[str]:
 
 
 def _is_existing_path(value: str) -> bool:
-    """Whether a variable such as GOOGLE_APPLICATION_CREDENTIALS names a file, which may be shown."""
+    """Return whether the value of a variable such as GOOGLE_APPLICATION_CREDENTIALS is the path of a file."""
     return value.startswith(("/", "~", "./")) and Path(value).expanduser().exists()

@@ -1,4 +1,4 @@
-"""A digest of a model's weights that is quick to compute and does not depend on how its files are divided."""
+"""Fingerprint of a model's weights, which is independent of how the weights are divided into files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ if TYPE_CHECKING:
     from portable.converters.checkpoint import Checkpoint
     from portable.converters.tensors.tensor import Tensor
 
-# The most tensors that are looked into, and elements of each.
+# Maximum number of tensors whose values are read, and of elements that are read from each of them.
 _MAX_SAMPLED_TENSORS, _MAX_SAMPLED_ELEMENTS = 2048, 1 << 14
 
 
 def compute_fingerprint(checkpoint: Checkpoint) -> str:
-    """The digest of names, dtypes, shapes and a few values of each tensor; reads kilobytes of each.
+    """Compute a digest of a model's weights, reading only a few values of some tensors.
+
+    Args:
+        checkpoint: Checkpoint of a model.
+
+    Returns:
+        The digest of the names, dtypes and shapes of all tensors and of a few values of some tensors, as a
+        hexadecimal string.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: If a file is damaged.
     """
     digest = hashlib.blake2b(digest_size=16)
     tensors = checkpoint.tensors
@@ -31,7 +38,7 @@ def compute_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _build_sample_index(tensor: Tensor) -> tuple[slice, ...]:
-    """An index of a few elements in the middle of the tensor, in a row where it is long enough."""
+    """Build the index of consecutive elements in the middle of a tensor."""
     sizes = list(tensor.shape)
     index = [slice(size // 2, size // 2 + 1) if size else slice(0, 0) for size in sizes]
     if sizes:

@@ -1,4 +1,7 @@
-"""`portable-convert inspect SRC` and `diff A B`: what a checkpoint holds, and how two of them differ."""
+"""Commands that print the contents of a checkpoint, or the differences between two checkpoints.
+
+They are `portable-convert inspect SRC` and `portable-convert diff A B`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,20 @@ _LONG = 500
 
 @dataclass
 class TensorStatistics:
-    """Of the elements of one tensor; NaN and infinities are counted and left out of the others."""
+    """Statistics of the elements of one tensor.
+
+    NaN and infinite elements are counted and excluded from the other statistics. The statistics of complex
+    elements are computed from their absolute values.
+
+    Attributes:
+        count: Number of elements.
+        least: Smallest finite element.
+        largest: Largest finite element.
+        mean: Mean of the finite elements.
+        rms: Root mean square of the finite elements.
+        zeros: Number of elements that are zero.
+        not_finite: Number of elements that are NaN or infinite.
+    """
 
     count: int = 0
     least: float = inf
@@ -49,6 +65,7 @@ class TensorStatistics:
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add_block(self, block: Array) -> None:
+        """Add the elements of a block of the tensor."""
         values = _convert_to_float64(block)
         values = np.abs(values) if values.dtype.kind == "c" else values
         finite = values[np.isfinite(values)]
@@ -64,19 +81,19 @@ class TensorStatistics:
             self.mean, self.rms = self._sums[0] / left, sqrt(self._sums[1] / left)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values: None where there is no finite element."""
+        """Convert the statistics to JSON values. The extremes are None if no element is finite."""
         values = {key: value for key, value in asdict(self).items() if key != "_sums"}
         return {key: None if value in (inf, -inf) else value for key, value in values.items()}
 
 
 @dataclass
 class TensorDifference:
-    """How two tensors of one shape differ.
+    """Difference between two tensors of the same shape.
 
     Attributes:
-        elements: how many differ; NaN equals NaN.
-        not_finite: of these, how many are NaN or infinite on one side at least.
-        largest: the largest distance of two finite elements.
+        elements: Number of elements that differ. Two NaN elements are equal.
+        not_finite: Number of differing elements that are NaN or infinite in at least one tensor.
+        largest: Largest absolute difference between two finite elements.
     """
 
     elements: int = 0
@@ -85,13 +102,14 @@ class TensorDifference:
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add_blocks(self, left: Array, right: Array) -> None:
+        """Add the elements of corresponding blocks of both tensors."""
         left_values = _convert_to_float64(left)
         with np.errstate(all="ignore"):
             self._sums[1] += float(np.square(np.abs(left_values[np.isfinite(left_values)])).sum())
             if left.dtype == right.dtype and left.tobytes() == right.tobytes():
                 return
             right_values = _convert_to_float64(right)
-            # Integers of 64 bits do not fit a float.
+            # Compare integers directly, because not all 64-bit integers can be represented as float64.
             unequal = (
                 left_values != right_values
                 if left.dtype != right.dtype or left.dtype.kind == "c"
@@ -106,18 +124,32 @@ class TensorDifference:
             self._sums[0] += float(np.square(finite).sum())
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `relative` is the rms of the distances, divided by that of the first tensor."""
+        """Convert the difference to JSON values.
+
+        Returns:
+            The attributes, and `relative`: the RMS of the differences divided by the RMS of the first tensor.
+            None if the first tensor is zero.
+        """
         values = {key: value for key, value in asdict(self).items() if key != "_sums"}
         return {**values, "relative": sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else None}
 
 
 def _convert_to_float64(block: Array) -> Array:
-    """The elements as float64, or as complex128."""
+    """Convert the elements to float64, or to complex128 if they are complex."""
     return block.astype(np.complex128 if block.dtype.kind == "c" else np.float64)
 
 
 def list_inspected_tensors(checkpoint: Checkpoint, *, includes_optimizer: bool) -> dict[str, Tensor]:
-    """The model's tensors; with `includes_optimizer` those of its state too, as `<parameter>.<state>`."""
+    """Return the tensors of a checkpoint.
+
+    Args:
+        checkpoint: Checkpoint to inspect.
+        includes_optimizer: Whether to also return the tensors of the optimizer state, as
+            `<parameter>.<state>`.
+
+    Returns:
+        The tensors, keyed by name.
+    """
     tensors = dict(checkpoint.tensors)
     state = checkpoint.optimizer if includes_optimizer else None
     for name, values in state.state.items() if state is not None else ():
@@ -128,7 +160,15 @@ def list_inspected_tensors(checkpoint: Checkpoint, *, includes_optimizer: bool) 
 
 
 def run_inspect(make_parser: ParserFactory, argv: Sequence[str]) -> int:
-    """Run `portable-convert inspect`; returns the exit code."""
+    """Run `portable-convert inspect`.
+
+    Args:
+        make_parser: Function that creates an argument parser.
+        argv: Arguments after `inspect`.
+
+    Returns:
+        The exit code: 0 if the checkpoint has no problems, otherwise 1.
+    """
     arguments = make_parser(
         prog="portable-convert inspect",
         description="Show what a checkpoint contains, and whether it is a complete model. Only headers and a "
@@ -158,7 +198,13 @@ def run_inspect(make_parser: ParserFactory, argv: Sequence[str]) -> int:
 def build_inspection(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], tensor_statistics: Mapping[str, TensorStatistics]
 ) -> dict[str, Any]:
-    """What a checkpoint holds, as JSON values."""
+    """Describe the contents of a checkpoint as JSON values.
+
+    Args:
+        checkpoint: Checkpoint to describe.
+        tensors: Tensors to list, keyed by name.
+        tensor_statistics: Statistics of the tensors, keyed by name. Empty without `--stats`.
+    """
     tensor_entries: dict[str, dict[str, Any]] = {
         name: {
             "dtype": tensor.dtype,
@@ -190,6 +236,7 @@ def build_inspection(
 
 
 def _describe_adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Describe the adapter in a checkpoint as JSON values, or return None if there is no adapter."""
     try:
         adapter = find_adapter(checkpoint)
     except CheckpointError as error:
@@ -201,7 +248,11 @@ def _describe_adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def format_inspection(document: Mapping[str, Any]) -> str:
-    """The same for a terminal."""
+    """Format the result of `build_inspection` for a terminal.
+
+    Args:
+        document: Description of the checkpoint.
+    """
     metadata = [f"{key} {document[key]}" for key in ("step", "world_size") if key in document]
     lines = [", ".join([f"{document['path']} ({document['format']})", *metadata])]
     if "adapter" in document:
@@ -239,7 +290,14 @@ def _format_statistics(entry: Mapping[str, Any]) -> str:
 
 
 def compute_tensor_statistics(tensors: Mapping[str, Tensor]) -> dict[str, TensorStatistics]:
-    """Of every tensor; each is read once, in blocks, by a few threads."""
+    """Compute the statistics of tensors. Each tensor is read once, in blocks, and several in parallel.
+
+    Args:
+        tensors: Tensors, keyed by name.
+
+    Returns:
+        The statistics, keyed by name.
+    """
     statistics_by_name = {name: TensorStatistics() for name in tensors}
 
     def add_tensor(name: str, progress: ReportBytes) -> None:
@@ -253,7 +311,16 @@ def compute_tensor_statistics(tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
-    """Run `portable-convert diff`; returns 0 where the checkpoints hold the same, else 1."""
+    """Run `portable-convert diff`.
+
+    Args:
+        make_parser: Function that creates an argument parser.
+        argv: Arguments after `diff`.
+
+    Returns:
+        The exit code: 0 if the tensors of both checkpoints have the same names, shapes and values, otherwise
+        1.
+    """
     arguments = make_parser(
         prog="portable-convert diff",
         description="Compare the tensors of two checkpoints of any formats, value by value.",
@@ -296,7 +363,18 @@ def _rename_to_common_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
 def compare_tensors(
     left: Mapping[str, Tensor], right: Mapping[str, Tensor], *, tolerance: float = 0.0
 ) -> dict[str, Any]:
-    """How two sets of tensors differ, as JSON values; a dtype alone is no difference of values."""
+    """Compare two sets of tensors element by element.
+
+    Tensors of different dtypes are equal if their values are equal.
+
+    Args:
+        left: Tensors of the first checkpoint, keyed by name.
+        right: Tensors of the second checkpoint, keyed by name.
+        tolerance: Largest absolute difference at which two elements count as equal.
+
+    Returns:
+        The differences as JSON values. `same` is True if there are none.
+    """
     common_names = [name for name in left if name in right]
     comparable_names = [name for name in common_names if left[name].shape == right[name].shape]
     differences = {name: TensorDifference() for name in comparable_names}
@@ -342,6 +420,7 @@ def compare_tensors(
 
 
 def _format_differences(document: Mapping[str, Any]) -> str:
+    """Format the result of `compare_tensors` for a terminal."""
     lines = [f"only in A: {to_printable(name)}" for name in document["only_in_a"]]
     lines += [f"only in B: {to_printable(name)}" for name in document["only_in_b"]]
     lines += [

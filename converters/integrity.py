@@ -134,8 +134,8 @@ def find_model_problems(
         read_values: Whether to compare the values of experts. For most experts, this reads a few bytes. In an
             object store, only one weight of each expert is compared.
         expert_source: Checkpoint whose experts are compared. By default, `checkpoint`. If an adapter is
-        merged, the
-            base model, because reading a part of a merged weight may compute the complete weight.
+            merged, this must be the base model, because reading a part of a merged weight may compute the
+            complete weight.
 
     Returns:
         The problems. Empty if the checkpoint is complete, or if nothing certain is known about the model.
@@ -181,11 +181,16 @@ def find_model_problems(
 
 
 def _affects_only_experts(problem: CheckpointProblem) -> bool:
+    """Return whether all tensors of a problem belong to experts."""
     return bool(problem.names) and all(".experts." in name or ".expert" in name for name in problem.names)
 
 
 def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
-    """Find LoRA factors that do not fit each other."""
+    """Find LoRA factors that are empty, or whose shapes do not fit each other.
+
+    Args:
+        tensors: Tensors of an adapter, keyed by name.
+    """
     empty = tuple(name for name, tensor in tensors.items() if tensor.numel == 0)
     if empty:
         return [
@@ -218,6 +223,7 @@ def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointPr
 
 
 def _find_empty_tensors(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
+    """Find weights and biases without elements."""
     empty = tuple(
         name
         for name, tensor in tensors.items()
@@ -321,6 +327,7 @@ def _rename_shapes_to_live(
 
 
 def _is_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
+    """Return whether weights are quantized. A `quantization_config` without quantized tensors is ignored."""
     quantized = config.get("quantization_config") is not None or any(
         tensor.dtype in QUANTIZED_DTYPES and len(tensor.shape) > 1 for tensor in tensors.values()
     )
@@ -365,6 +372,7 @@ def _find_missing_layers(
     config: Mapping[str, Any],
     required: Iterable[str],
 ) -> list[CheckpointProblem]:
+    """Find layers that are missing completely, and layers beyond the number in the config."""
     key, depth = layers.depth, collect_integer_settings(config).get(layers.depth or "")
     if depth is None:
         key, depth = _find_tower_depth(stack, config)
@@ -402,7 +410,7 @@ class _TowerDepth(NamedTuple):
 
     Attributes:
         key: Config key of the number, such as `vision_config.depth`. Empty if the number is unknown.
-        num_layers: The number. None if it is unknown.
+        num_layers: Number of layers. None if it is unknown.
     """
 
     key: str
@@ -674,6 +682,7 @@ def _find_missing_embeddings(
 
 
 def _replace_expert_numbers(rests: Iterable[str]) -> set[str]:
+    """Replace the number of the expert in each tensor name by `*`."""
     return {
         f"{match['module']}.*.{match['rest']}" if (match := _EXPERT_NAME.fullmatch(rest)) else rest
         for rest in rests
@@ -869,6 +878,7 @@ class _ExpertWeight:
         return self._read_rows(slice(row, row + 1), slice(0, _SAMPLE_ELEMENTS))
 
     def _list_row_blocks(self) -> list[slice]:
+        """Divide the rows of the weight into blocks of about 1 MiB."""
         rows = self._shape[0]
         row_bytes = max(1, self.tensor.nbytes // max(1, self.tensor.shape[0]))
         if self.index is not None:

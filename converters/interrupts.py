@@ -1,4 +1,4 @@
-"""Ctrl-C in a command and in the processes that it starts. Imports only fast modules."""
+"""Handling of Ctrl-C in a command and in the processes that it starts. Imports only fast modules."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MESSAGE = b"error: interrupted\n"
 
 
 def install_exit_on_interrupt() -> None:
-    """Exit at once on SIGINT, without a traceback.
+    """Install a signal handler that exits immediately on SIGINT, without a traceback.
 
-    For the start and the end of a process, where nothing has to be cleaned up. Handlers other than Python's
-    own are left unchanged.
+    Use this handler at the start and the end of a process, when nothing has to be cleaned up. Handlers other
+    than Python's default handler are left unchanged.
     """
     if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_interrupted)
@@ -29,11 +29,11 @@ def install_exit_on_interrupt() -> None:
 
 @contextmanager
 def raise_first_interrupt() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` at the first SIGINT and exit at the second.
+    """Raise `KeyboardInterrupt` at the first SIGINT within this context, and exit at the second.
 
-    A second `KeyboardInterrupt` would interrupt the cleanup after the first one, which then ends in a
-    traceback. Python discards a `KeyboardInterrupt` that it raises in a destructor or a callback, so this
-    exits as well.
+    A second `KeyboardInterrupt` would interrupt the cleanup after the first one, which would then end in a
+    traceback. Python discards a `KeyboardInterrupt` that is raised in a destructor or a callback, so the
+    process exits in this case too.
     """
     previous_handler = signal.getsignal(signal.SIGINT)
     if not _is_main_thread() or previous_handler not in (signal.default_int_handler, _exit_interrupted):
@@ -66,10 +66,10 @@ def raise_first_interrupt() -> Iterator[None]:
 
 @contextmanager
 def block_interrupts_in_children() -> Iterator[None]:
-    """Start child processes that never receive SIGINT.
+    """Block SIGINT in the child processes that are started within this context.
 
-    Ctrl-C in a terminal signals every process of the command. Children inherit the mask of this thread, so
-    only this process handles the signal, and then ends its children.
+    Ctrl-C in a terminal signals every process of the command. Children inherit the signal mask of this
+    thread, so only this process handles the signal, and then ends its children.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

@@ -1,4 +1,4 @@
-"""Names of a package (PEP 562) and whole modules that are imported at their first use."""
+"""Lazy imports: names of a package (PEP 562), and modules that are imported when they are first used."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ if TYPE_CHECKING:
 
 
 def build_lazy_getattr(package: str) -> Callable[[str], Any]:
-    """A `__getattr__` for `package`: a name of its `__all__` comes from where `if TYPE_CHECKING` imports it.
+    """Build the `__getattr__` of a package that imports the names in its `__all__` when they are first used.
 
-    Every module of a package passes its `__init__`, and few need all that it offers: importing numpy takes
-    longer than converting a small checkpoint.
+    The module of each name is read from the imports below `if TYPE_CHECKING` in the source of the package.
+    Every import of a submodule runs the `__init__` of its package. Without lazy imports, it would import
+    numpy, which takes longer than the conversion of a small checkpoint.
+
+    Args:
+        package: Name of the package.
+
+    Returns:
+        The function to assign to `__getattr__`.
     """
 
     def get_attribute(name: str) -> Any:
@@ -31,10 +38,10 @@ def build_lazy_getattr(package: str) -> Callable[[str], Any]:
 
 @cache
 def _find_modules_of_names(package: str) -> dict[str, str]:
-    """The modules that the source of a package imports names from, by name."""
-    import ast  # only where a name is asked for
+    """Return the module of each name that the source of a package imports."""
+    import ast  # not at the top, because only the first use of a name needs it
 
-    loader: Any = sys.modules[package].__loader__  # which reads archives, too
+    loader: Any = sys.modules[package].__loader__  # also reads the source of a package in a zip archive
     imports = [
         node for node in ast.walk(ast.parse(loader.get_source(package))) if isinstance(node, ast.ImportFrom)
     ]
@@ -42,12 +49,13 @@ def _find_modules_of_names(package: str) -> dict[str, str]:
 
 
 class DeferredModule(ModuleType):
-    """A module that is imported when one of its attributes is first read.
+    """Module that is imported when one of its attributes is first read.
 
-    `importlib.util.LazyLoader` is not safe in several threads before Python 3.12.
+    `importlib.util.LazyLoader` is not thread-safe before Python 3.12.
     """
 
     def __getattr__(self, name: str) -> Any:
-        # Later reads of the attribute find it here and do not call this method.
+        """Import the module and return its attribute."""
+        # Store the attribute, so that later reads of it do not call this method.
         value = self.__dict__[name] = getattr(import_module(self.__name__), name)
         return value

@@ -1,61 +1,85 @@
-"""What the files of a checkpoint may claim at most. Nothing that programs write comes near.
+"""Upper limits of the numbers and sizes in the files of a checkpoint, far above the values of real files.
 
-Bounds that follow from a file's size, and those of formats (torch's dimensions), are where they are checked.
+Files are untrusted. Without these limits, a small file could declare numbers that make a reader use all
+memory or run for hours. Other modules define the limits that depend on the size of a file, and the limits of
+a format, such as the number of dimensions in torch.
 """
 
 from __future__ import annotations
 
-# Ranks, rows and layers of a model, its sizes, an adapter's rank, a block in KiB: what is counted out or
-# multiplied, whatever the size of the file.
 MAX_COUNT = 1 << 20
+"""Number of ranks or rows, size of a model's dimension, rank of an adapter, or a block size in KiB."""
 MAX_LAYERS = 1 << 17
-# Experts of a layer, each of which becomes a tensor.
+"""Number of layers of a model."""
 MAX_EXPERTS = 1 << 16
+"""Number of experts in a layer. Each expert becomes a tensor."""
 
-# Names: of modules, classes and storages in a pickle; of tensors and patterns (work on a name is quadratic in
-# its length); of paths in a database.
 MAX_NAME = 1024
+"""Length of the name of a module, class or storage in a pickle."""
 MAX_TENSOR_NAME = MAX_PATTERN = 4096
+"""Length of a tensor name, and of a pattern of names. The time to match a name is quadratic in its length."""
 MAX_PATH_NAME = 8192
+"""Length of a path in an OCDBT database."""
 MAX_PATTERNS = 10_000
+"""Number of patterns in the config of an adapter."""
 
-# Nesting: of a pickle's containers; of the keys of a state dict, and of it in another program's.
 MAX_DEPTH = 200
+"""Nesting depth of the containers in a pickle."""
 MAX_PATH = 64
+"""Number of nested keys from which a key of a DCP state dict was flattened."""
 MAX_CONTAINER_DEPTH = 16
+"""Number of containers around a state dict in the checkpoint of another program."""
 
-# Numbers in a pickle, in bytes: no size, step or seed is longer; it keeps conversions of integers cheap.
 MAX_INT_BYTES = 32
-# Python does not randomize the hash of numbers: larger ones, and tuples of numbers, can be chosen to collide,
-# and a dict of n colliding keys takes n * n comparisons.
+"""Size of an integer in a pickle in bytes. No size, step or seed is longer, and long integers are slow."""
 MAX_KEY = 1 << 60
+"""Absolute value of an integer that is a dict key in a pickle.
+
+Python does not randomize the hashes of numbers, so larger integers can be chosen to collide. Building a dict
+of n colliding keys takes n * n comparisons.
+"""
 MAX_TUPLE_KEYS = 10_000
+"""Number of dict keys in a pickle that are tuples, which can be chosen to collide as well."""
 MAX_KEY_IN_PATH = 1 << 31
+"""Absolute value of an integer key on the path to a state dict in the checkpoint of another program."""
 
-# Values: in the groups of an optimizer, and in one tensor of them; in a file's own settings; in a tree of
-# other programs' states; of optimizers in a run, of their states, of pairs of tied names.
 MAX_GROUP_VALUES = 10_000_000
+"""Number of values in the parameter groups of an optimizer."""
 MAX_GROUP_TENSOR = 16
+"""Number of elements of a tensor in the parameter groups of an optimizer."""
 MAX_SETTINGS = 50_000_000
+"""Number of values in the settings that a DeepSpeed checkpoint with tensor parallelism contains."""
 MAX_VALUES = 5_000_000
+"""Number of values that are searched for state dicts in the checkpoint of another program."""
 MAX_OPTIMIZERS = 64
+"""Number of optimizers in a checkpoint."""
 MAX_STATES = 100_000
+"""Number of search states while optimizer states are assigned to parameters in order."""
 MAX_TIED_PAIRS = 1000
+"""Number of pairs of names that may be tied."""
 
-# Comparisons: of shapes with orders of parameters, of pieces with flat parameters. A few seconds.
 MAX_ORDER_WORK = 10_000_000
+"""Number of comparisons of shapes with orders of parameters, which take a few seconds."""
 MAX_FLAT_WORK = 2_000_000
+"""Number of comparisons of pieces with flat parameters, which take a few seconds."""
 
-# Bytes: of headers (safetensors' own limit; zarr's), of a tree's list, of JSON in a tensor, of a tokenizer's
-# file (a larger `.model` is something else), of a decompressed node (Orbax's own limit is 100 MB).
 MAX_HEADER = 100_000_000
+"""Size of the header of a safetensors file in bytes. The library safetensors has the same limit."""
 MAX_ARRAY_HEADER = 1 << 20
+"""Size of the metadata of a zarr array in bytes."""
 MAX_TREE_LIST = 64 << 20
+"""Size of the file that lists the tree of an Orbax checkpoint in bytes."""
 MAX_JSON_TENSOR = 1 << 16
+"""Size of a tensor that contains JSON in bytes."""
 MAX_TOKENIZER_FILE = 1 << 30
+"""Size of a tokenizer file in bytes. A larger `.model` file is not a tokenizer."""
 MAX_NODE = 128 << 20
-# What a tree of nodes may cost in memory.
+"""Size of a decompressed node of an OCDBT tree in bytes. The limit of Orbax is 100 MB."""
 MAX_TREE = 4 << 30
+"""Memory that the nodes of an OCDBT tree may use, in bytes."""
 
-# Chunks of an array that are files; chunks of all arrays that lie within others, or are not stored.
 MAX_CHUNKS, MAX_CHUNKS_BEYOND = 1 << 22, 1 << 18
+"""Number of chunks of a zarr array that are files.
+
+The second limit is the number of chunks of all arrays that are stored inside other chunks, or are not stored.
+"""

@@ -1,13 +1,14 @@
-"""The manifest of a checkpoint of this project: every file with its size and a checksum.
+"""Manifest of a checkpoint of this project: every file with its size and a checksum.
 
     {"version": 1, "step": 100, "run": "1f0c...", "files": {"config.json": {"bytes": 654, "crc32": 123},
      "__0_0.distcp": {"bytes": 9876}, "mp_rank_00_model_states.pt": {"bytes": 8765, "directory": 456}},
      "crc32": 789}
 
-It holds a CRC32 of itself. Writing it reads no tensor data: the checksums of `.distcp` and `.metadata` files
-are in a file that the manifest names (:mod:`portable.converters.formats.dcp.checksums`), and the zip
-directory of a torch.save file holds the CRC32s that torch computed while writing. Reading a tensor checks
-those.
+The last CRC32 is the checksum of the manifest. Writing a manifest reads no tensor data. The checksums of
+`.distcp` and `.metadata` files are in a separate file that the manifest lists, see
+:mod:`portable.converters.formats.dcp.checksums`. For a torch.save file, `directory` is the checksum of the
+zip directory, which contains the CRC32s that torch computed while writing. These checksums are verified when
+a tensor is read.
 """
 
 from __future__ import annotations
@@ -34,20 +35,29 @@ if TYPE_CHECKING:
 
 MANIFEST = "checkpoint_manifest.json"
 _VERSION = 1
-# Files of DCP, whose checksums are in a file of their own. `Path(".metadata")` has no suffix.
+# Endings of DCP files, whose checksums are in a separate file. `Path(".metadata")` has no suffix, so the
+# endings are compared with the name.
 _SUFFIXES_CHECKED_ELSEWHERE = (".distcp", ".metadata")
 _NUM_PARALLEL_READS = 16
-"""Files that are read at a time."""
+"""Number of files that are read in parallel."""
 _ZIP_SIGNATURE = b"PK\x03\x04"
 
 ManifestEntries = dict[str, dict[str, int]]
 
-# What DCP and DeepSpeed's universal format are recognized by: either would be opened instead of ZeRO's files.
+# Files by which DCP and the universal format of DeepSpeed are recognized. If such a file were added to a ZeRO
+# checkpoint, the checkpoint would be opened as the other format.
 _OTHER_FORMAT_NAMES = re.compile(r"(.*/)?(\w*\.metadata|\w+\.distcp|latest_universal|zero/.*/fp32\.pt)")
 
 
 def compute_manifest_entries(folder: Path) -> ManifestEntries:
-    """The manifest entries of the files below a local ``folder``."""
+    """Compute the manifest entries of the files that this process has written.
+
+    Args:
+        folder: Local folder of the checkpoint. Its subfolders are included.
+
+    Returns:
+        The size of each file and, for most files, a checksum, keyed by the path relative to the folder.
+    """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries: ManifestEntries = {}
     opened = CheckpointFolder(folder)
@@ -63,18 +73,31 @@ def compute_manifest_entries(folder: Path) -> ManifestEntries:
 
 
 def format_manifest(entries: Mapping[str, Mapping[str, int]], **about: Any) -> str:
-    """The text of a manifest.
+    """Format the text of a manifest.
 
     Args:
-        entries: from :func:`compute_manifest_entries`, of all ranks.
-        about: other fields: the step, the run.
+        entries: Results of :func:`compute_manifest_entries`, merged from all ranks.
+        about: Other fields, such as the step and the id of the run.
+
+    Returns:
+        The manifest as one line of JSON.
     """
     document = {"version": _VERSION, **about, "files": dict(sorted(entries.items()))}
     return json.dumps({**document, "crc32": _compute_own_crc32(document)}) + "\n"
 
 
 def read_manifest(folder: AnyPath) -> dict[str, Any] | None:
-    """The manifest of a checkpoint; None where there is none; CheckpointError where it is damaged."""
+    """Read the manifest of a checkpoint, and check that it is intact.
+
+    Args:
+        folder: Folder or URL of the checkpoint.
+
+    Returns:
+        The manifest. None if the checkpoint does not have one.
+
+    Raises:
+        CheckpointError: If the manifest is damaged, or a newer version of this program has written it.
+    """
     path = folder / MANIFEST
     try:
         manifest = json.loads(read_small_text_file(path, folder))
@@ -95,18 +118,22 @@ def check_manifest(
     *,
     reads: Callable[[str], bool] = lambda _: True,
 ) -> dict[str, Any] | None:
-    """Check the files of a checkpoint against its manifest; None where it has none.
+    """Check the files of a checkpoint against its manifest.
 
-    Other files are ignored, except those that would make the folder look like another format.
+    Files that are not in the manifest are ignored, unless they would make the folder look like another
+    format.
 
     Args:
-        folder: of the checkpoint.
-        only: whether to check the file of that name; by default all are checked.
-        reads: whether to read the file of that name and compare its checksum; of others, only the size is
-            compared. By default, all files that are checked are read.
+        folder: Folder or URL of the checkpoint.
+        only: Function that returns whether to check the file with a name. None to check all files.
+        reads: Function that returns whether to read the file with a name and compare its checksum. Otherwise,
+            only the size is compared. By default, all checked files are read.
+
+    Returns:
+        The manifest. None if the checkpoint does not have one, so that nothing was checked.
 
     Raises:
-        CheckpointError: a file is missing, differs from what was written, or was put in.
+        CheckpointError: If a file is missing or has changed, or if a file of another format was added.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -134,7 +161,7 @@ def check_manifest(
             if kind in checked[name]
         )
 
-    # Each rank has written files, so there may be thousands, and a read takes as long as a request.
+    # Read files in parallel, because there may be thousands of them and a read from a store is a request.
     names = list(filter(reads, checked))
     with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
         for name, intact in zip(names, pool.map(is_intact, names), strict=True):
@@ -144,18 +171,26 @@ def check_manifest(
 
 
 def is_listed_in_manifest(folder: AnyPath, name: str) -> bool:
-    """Whether a checkpoint has a manifest that names this file."""
+    """Return whether a checkpoint has a manifest that lists a file.
+
+    Args:
+        folder: Folder or URL of the checkpoint.
+        name: Path of the file, relative to the folder.
+
+    Raises:
+        CheckpointError: If the manifest is damaged.
+    """
     manifest = read_manifest(folder)
     return manifest is not None and name in manifest["files"]
 
 
 def _is_valid_manifest(manifest: dict[str, Any]) -> bool:
-    """Whether a manifest matches its own CRC32 and all its entries are well formed."""
+    """Return whether the manifest matches its CRC32 and all of its entries are well formed."""
     rest = {key: value for key, value in manifest.items() if key != "crc32"}
     try:
         if manifest.get("crc32") != _compute_own_crc32(rest):
             return False
-    except RecursionError:  # nested just within what json.loads accepts
+    except RecursionError:  # nested almost as deeply as json.loads accepts
         return False
     files = manifest.get("files")
     return isinstance(files, dict) and all(
@@ -176,16 +211,17 @@ def _compute_crc32(file: CheckpointFile) -> int:
     buffer = memoryview(bytearray(min(CRC_CHUNK_BYTES, file.nbytes)))
     for offset in range(0, file.nbytes, CRC_CHUNK_BYTES):
         part = buffer[: file.nbytes - offset]
-        file.read_into(part, offset, file.nbytes, file.nbytes)  # all of it, so an object is read ahead
+        # Announce that the complete file will be read, so that an object in a store is read ahead.
+        file.read_into(part, offset, file.nbytes, file.nbytes)
         crc = isal_zlib.crc32(part, crc)
     return crc
 
 
 def _compute_directory_crc32(file: CheckpointFile) -> int:
-    from portable.converters.containers.torchzip import TorchZip  # not at the top: slow to import
+    from portable.converters.containers.torchzip import TorchZip  # not at the top, because the import is slow
 
     return TorchZip(file).checksum
 
 
 _CHECKSUMS = {"crc32": _compute_crc32, "directory": _compute_directory_crc32}
-"""Of a file, by their keys in an entry."""
+"""Functions that compute a checksum of a file, by the key of the checksum in an entry."""

@@ -53,8 +53,7 @@ def find_name_rules(
         checkpoint: Checkpoint with a `config.json`. If a training run recorded the rules of its base
             checkpoint in the same folder, these rules are returned.
         published_names: Names of the tensors in the published files from which the model was loaded, if they
-        are known.
-            The names in old files may differ from the default names of the model type.
+            are known. The names in old files may differ from the default names of the model type.
         read_shapes: Function that reads the shapes of these tensors. It is called only if the layout of the
             files depends on them.
 

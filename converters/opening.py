@@ -1,4 +1,4 @@
-"""Find the checkpoint that a path means, and open it."""
+"""Opening of a checkpoint: find the checkpoint that a path refers to, and detect its format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from portable.converters.checkpoint import Checkpoint
     from portable.converters.storage.path_or_url import AnyPath
 
-# step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100, 100
-# (Orbax) ...
+# Names of step folders: step-000100 (this project, torchtitan), checkpoint-500 (Trainer of transformers),
+# global_step7 (DeepSpeed), epoch_3-step-100, and 100 (Orbax).
 _STEP_NAME = re.compile(r"(?:(?:.*[^0-9])?(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?(\d+)")
 
 _DIGITS = re.compile(r"\d+")
@@ -45,20 +45,20 @@ def open_checkpoint(
         (2, 48)
 
     Args:
-        path: Run folder (its newest complete step is opened), folder of a step, folder of shards, or file. A
-            local path or a URL (`s3://bucket/run`), of which only the required byte ranges are fetched.
+        path: Run folder (its newest complete step is opened), folder of a step, folder of shards, or file, as
+            a local path or a URL (`s3://bucket/run`). Only the required byte ranges of objects are fetched.
         tag: Step to open in a folder of several steps: a folder name (`step-000100`) or a number (`100`).
         order: Names of the model's parameters in the order of its modules, if the caller has the model. They
             name optimizer state that is keyed by index, if the files do not record the order.
-        companions: Paths of files, keyed by name, that replace the files beside the shards. For example the
+        companions: Paths of files, keyed by name, that replace the files next to the shards. For example the
             `config.json` of the model, which determines the tensor names in some formats.
-        rank: Rank and world size of this process, if each rank of a job opens the checkpoint to read its own
+        rank: Rank and world size of this process, if each rank of a job opens the checkpoint to read only its
             slices. The files of other ranks are then only opened if a slice needs them, so missing or damaged
             files are only noticed then.
         build_once: Function that writes a file in one process of each node, if several processes of a node
             open the checkpoint. It takes a key and a function that writes the file at a path, and returns the
-            path of the file, or None if the processes cannot share files. One process then parses metadata
-            that would take the others as long, and the others map what it has written.
+            path of the file, or None if the processes cannot share files. Only one process of a node then
+            parses large metadata, and the other processes memory-map the file with the result.
 
     Returns:
         The checkpoint. Tensors are read when they are used.
@@ -87,12 +87,17 @@ def open_checkpoint(
 
 
 def read_pickled(path: str | AnyPath) -> Any:
-    """The content of one small `torch.save` file as dicts, lists, strings and numbers; no code is run.
+    """Read the content of a small `torch.save` file without running code.
 
-    Tensors and objects become the names of their classes.
+    Args:
+        path: Path or URL of the file.
+
+    Returns:
+        The content as dicts, lists, strings and numbers. Tensors and objects are replaced by the names of
+        their classes.
 
     Raises:
-        CheckpointError: damaged, or it holds a class that torch itself does not write.
+        CheckpointError: If the file is damaged, or contains a class that torch does not write.
     """
     from portable.converters.containers.pickle_reader import to_json_value
     from portable.converters.containers.torchzip import TorchZip
@@ -106,6 +111,11 @@ def read_pickled(path: str | AnyPath) -> Any:
 
 
 def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
+    """Find the checkpoint that a path and a tag refer to, and detect its format.
+
+    Raises:
+        CheckpointError: If there is no checkpoint of a known format, or if the path is ambiguous.
+    """
     if not _is_finished_write(root):
         raise CheckpointError(_describe_unfinished_write(root))
     source = CheckpointPath(root, tag)
@@ -150,13 +160,17 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
 
 
 def _validate_inside(root: AnyPath, step: AnyPath) -> AnyPath:
-    """`step`; LinkError if a link in it leaves the run folder."""
+    """Return a step folder after checking that no symlink in its path points outside the run folder.
+
+    Raises:
+        LinkError: If a symlink points outside the run folder.
+    """
     resolve_path_inside(step, root)
     return step
 
 
 def _is_finished_write(path: AnyPath) -> bool:
-    """Whether no unfinished write is marked here, in a store or in a copy of it."""
+    """Return whether a path is not marked as being written, in an object store or in a copy of one."""
     return not is_incomplete_folder(path.parent if path.is_file() else path)
 
 
@@ -168,18 +182,21 @@ def _describe_unfinished_write(path: AnyPath) -> str:
 
 
 class _StepFolder(NamedTuple):
-    """Folder of a checkpoint, and the number in its name."""
+    """Folder of a step, and the number in its name."""
 
     number: int
     path: AnyPath
 
 
 def _list_step_folders(root: AnyPath) -> list[_StepFolder]:
-    """Step folders in `root` and in its `checkpoints/` (torchtitan: `checkpoint/`), newest first."""
+    """List the step folders of a run, newest first.
+
+    The folders are in `root`, or in its subfolder `checkpoints/` (torchtitan: `checkpoint/`).
+    """
     steps = []
     for folder in (root / "checkpoints", root / "checkpoint", root):
         try:
-            resolve_path_inside(folder, root)  # a link that leaves the folder is not listed
+            resolve_path_inside(folder, root)  # raises if the folder is a symlink that points outside
             children = [child for child in folder.iterdir() if child.is_dir()]
         except OSError:
             continue

@@ -1,8 +1,12 @@
-"""The choices of `portable-convert`, apart from the code behind them, which is slow to import."""
+"""Values that the options of `portable-convert` accept.
+
+They are in a separate module, because `--help` needs them and the modules that implement them are slow to
+import.
+"""
 
 from __future__ import annotations
 
-# --dtype -> the element type by its safetensors name; None keeps each tensor's own.
+# Safetensors dtype for each value of --dtype. None keeps the dtype of each tensor.
 DTYPES: dict[str, str | None] = {
     "keep": None,
     "float32": "F32",
@@ -11,16 +15,16 @@ DTYPES: dict[str, str | None] = {
     "fp32": "F32",
     "bf16": "BF16",
     "fp16": "F16",
-    "q8_0": "Q8_0",  # these three: --to gguf only
+    "q8_0": "Q8_0",  # this and the following dtypes require --to gguf
     "q4_0": "Q4_0",
     "mxfp4": "MXFP4",
 }
-# --quantize: see portable.converters.quantization.quantize.
+# Values of --quantize, see portable.converters.quantization.quantize.
 QUANTIZATION_FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")
-# A conversion writes at most this many times the bytes of SRC's files, unless --expand is given. A cast to a
-# wider dtype writes up to four times as many.
+# Maximum ratio of the size of the output to the size of the source, unless --expand is given. A cast to a
+# wider dtype multiplies the size by up to four.
 MAX_EXPANSION = 8
-# --to -> a module, and the function in it that plans the files.
+# Module and function that plan the output files, for each value of --to.
 WRITERS = {
     "safetensors": "portable.converters.writers.safetensors_writer:plan_safetensors",
     "dcp": "portable.converters.writers.dcp_writer:plan_dcp",
@@ -29,14 +33,14 @@ WRITERS = {
     "deepspeed-universal": "portable.converters.writers.universal_writer:plan_universal",
     "gguf": "portable.converters.writers.gguf_writer:plan_gguf",
 }
-# --names: see portable.converters.naming.
+# Values of --names, see portable.converters.naming.
 NAME_KINDS = ("published", "live")
-# The formats that are written with published names by default. The others are read by programs that know the
-# names of the model in memory.
+# Formats that have published tensor names by default. The programs that read the other formats use the names
+# of the model in memory.
 FORMATS_WITH_PUBLISHED_NAMES = ("safetensors", "torch", "gguf")
-# The settings of a peft adapter.
+# File with the settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"
-# The r, lora_alpha, and task_type of a LoRA checkpoint of verl.
+# File with the r, lora_alpha, and task_type of a LoRA checkpoint of verl.
 VERL_CONFIG = "lora_train_meta.json"
 
 

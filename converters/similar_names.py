@@ -1,4 +1,4 @@
-"""Suggestions for misspelled names: keys, words, files, tensors."""
+"""Suggestions for misspelled names of keys, words, files, and tensors in error messages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 SIMILARITY = 0.72
 """Lowest ratio of matching characters at which a name counts as similar, as in `difflib`."""
 _MAX_LENGTH = 120
-"""Characters of a misspelled name that are compared. A longer name is not a misspelling."""
+"""Number of characters of a misspelled name that are compared. Longer names are not misspellings."""
 _LAST_PART_PENALTY = 0.05
-"""Disadvantage of a name if only its last part is similar."""
+"""Amount by which the similarity is reduced if only the last part of a candidate is similar."""
 
 
 def find_similar_names(
@@ -20,20 +20,20 @@ def find_similar_names(
 ) -> list[str]:
     """Find the candidates that are most similar to a misspelled name.
 
-    Upper and lower case are the same, and so are dashes and underscores.
+    Upper and lower case are equal, and so are dashes and underscores.
 
     Args:
-        name: The misspelled name.
-        candidates: The valid names.
-        max_results: Largest number of names to return.
-        compare_last_parts: Whether a dotted candidate is also similar if only its last part is:
-            `learning_rat` is like `train.learning_rate`.
+        name: Misspelled name.
+        candidates: Valid names.
+        max_results: Maximum number of names to return.
+        compare_last_parts: Whether a dotted candidate is also similar if only its last part is similar. For
+            example, `learning_rat` is then similar to `train.learning_rate`.
 
     Returns:
-        Similar names, the most similar first, and equally similar names in the order of the candidates. Empty
-        if no candidate is similar.
+        Similar names, the most similar name first. Equally similar names have the order of the candidates.
+        Empty if no candidate is similar.
     """
-    from difflib import SequenceMatcher  # only for an error, because it takes milliseconds
+    from difflib import SequenceMatcher  # not at the top, because the import takes milliseconds
 
     full_matcher, last_part_matcher = SequenceMatcher(), SequenceMatcher()
     folded_name = _normalize_name(name)
@@ -63,13 +63,17 @@ def find_similar_names(
 def format_name_suggestion(
     name: str, candidates: Iterable[str], prefix: str = "", *, compare_last_parts: bool = False
 ) -> str:
-    """Return `"; did you mean X?"`, the end of an error message, or an empty string.
+    """Format the end of an error message that suggests a similar name.
 
     Args:
-        name: The misspelled name.
-        candidates: The valid names.
-        prefix: Text in front of the suggested name, such as `--`.
-        compare_last_parts: See `find_similar_names`.
+        name: Misspelled name.
+        candidates: Valid names.
+        prefix: Text before the suggested name, such as `--`.
+        compare_last_parts: Whether only the last part of a dotted candidate has to be similar, see
+            `find_similar_names`.
+
+    Returns:
+        A text such as `"; did you mean X?"`, or an empty string if no candidate is similar.
     """
     similar = find_similar_names(name, candidates, compare_last_parts=compare_last_parts)
     return f"; did you mean {prefix}{similar[0]}?" if similar else ""

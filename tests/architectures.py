@@ -207,7 +207,7 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
         loader.close()
         saved = folder / "saved"
         saved.mkdir(parents=True)
-        trial.engine.save(saved, background=False)
+        trial.engine.save_shards(saved, background=False)
         write_model_files(run, saved)
         write_safetensors(open_checkpoint(saved), folder / "final")
         torch.save(trial.engine.model.state_dict(), folder / "live.pt")

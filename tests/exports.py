@@ -219,7 +219,7 @@ def check_adapter(folder: Path, source: Path, corpus: Path, task: str) -> None:
     if run_rank("cpu", config) != 0:
         raise ExportError("the run failed")
     with opened(config) as trial:
-        trial.engine.load(open_checkpoint(folder / "checkpoints" / f"step-{_STEPS:06d}"))
+        trial.engine.load_checkpoint(open_checkpoint(folder / "checkpoints" / f"step-{_STEPS:06d}"))
         ours = _compute_logits(trial.engine.model.eval())
     torch.save(ours, folder / "logits.pt")
     model = _load_published(source)

@@ -77,7 +77,7 @@ class Opened:
     def read_metrics(self, result: StepResult) -> dict[str, float]:
         """Read the values that a step logs in addition to its loss."""
         values = zip(result.metric_names, self.backend.read_to_host([result.metrics]), strict=True)
-        metrics: dict[str, float] = self.engine.objective.name_metrics(dict(values))
+        metrics: dict[str, float] = self.engine.objective.compute_logged_values(dict(values))
         return metrics
 
 

@@ -367,7 +367,7 @@ def test_adapter_of_composite_model_loads_into_published_class(
         after = adapted(input_ids=ids).logits
         assert float((after - before).abs().max()) > 1e-2
         with opened(config) as trial:
-            trial.engine.load(open_checkpoint(tmp_path / "run" / "checkpoints" / "step-000004"))
+            trial.engine.load_checkpoint(open_checkpoint(tmp_path / "run" / "checkpoints" / "step-000004"))
             ours = trial.engine.model.eval()(input_ids=ids).logits
     assert float((after - ours).abs().max()) < 1e-5
 

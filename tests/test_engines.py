@@ -92,17 +92,21 @@ def _exercise(
         for index in range(run.batch_plan.accumulation_steps):
             last = index == run.batch_plan.accumulation_steps - 1
             parts.append(
-                engine.accumulate(backend.copy_to_device(next(trial.batches)), valid, last=last).values[0]
+                engine.accumulate_gradients(
+                    backend.copy_to_device(next(trial.batches)), valid, is_last_micro_batch=last
+                ).values[0]
             )
-        engine.update(run.schedule(1), 1.0, backend.sum_tensor_over_ranks(torch.stack(parts).sum()))
-        skipped = engine.read_health().skipped_updates
+        engine.take_optimizer_step(
+            run.schedule(1), 1.0, backend.sum_tensor_over_ranks(torch.stack(parts).sum())
+        )
+        skipped = engine.read_update_health().skipped_updates
         save(engine, folder / "masked")
         return losses, norms, evaluated, continued, skipped
 
 
 def save(engine: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    engine.save(folder, background=False).wait()
+    engine.save_shards(folder, background=False).wait()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The adapter in a checkpoint of any format, and its tensors grouped by module."""
+"""The adapter in a checkpoint of any format, with its tensors grouped by the module that they change."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class LoraPair(NamedTuple):
     """The two factors of LoRA: the update of the weight is `up @ down`, scaled.
 
     Attributes:
-        down: `lora_A`, shape [rank, inputs], or [rank, inputs, ...] of a convolution.
-        up: `lora_B`, shape [outputs, rank].
-        is_embedding: Whether the factors are those of an embedding.
+        down: `lora_A`, `[rank, inputs]`; `[rank, inputs, ...]` for a convolution.
+        up: `lora_B`, `[outputs, rank]`.
+        is_embedding: Whether the factors belong to an embedding (`lora_embedding_A` and `lora_embedding_B`).
     """
 
     down: Tensor
@@ -57,9 +57,10 @@ class AdapterModule:
     """The tensors of an adapter that change one module of the model.
 
     Attributes:
-        path: the module in the live model.
-        num_wrappers: the number of wrappers inside this one, where an adapter targets several of its
-        parameters. tensors: (kind, leaf) -> tensor; the kinds are in `portable.converters.adapters.names`.
+        path: Name of the module in the live model.
+        num_wrappers: Number of peft's wrappers inside this wrapper. It is not 0 if an adapter targets several
+            parameters of the module.
+        tensors: Tensors, keyed by kind and leaf. The kinds are in `portable.converters.adapters.names`.
     """
 
     path: str
@@ -67,11 +68,15 @@ class AdapterModule:
     tensors: Mapping[tuple[str, str], Tensor]
 
     def find_tensor(self, kind: str) -> Tensor | None:
-        """The tensor of a kind: a module's weight, or a bare parameter."""
+        """Return the tensor of a kind, a module's weight or a bare parameter; None if there is none."""
         return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
 
     def get_lora_pair(self) -> LoraPair | None:
-        """The two factors of LoRA, and whether they are an embedding's."""
+        """Return the two factors of LoRA, or None if the module has none.
+
+        Raises:
+            CheckpointError: If one of the factors is missing.
+        """
         for first, second, embedding in (
             ("lora_A", "lora_B", False),
             ("lora_embedding_A", "lora_embedding_B", True),
@@ -88,12 +93,19 @@ class AdapterModule:
 class StoredAdapter:
     """One adapter of a checkpoint.
 
+    Use `find_adapter` to create one.
+
     Attributes:
-        checkpoint: the tensors under the names of peft's file, their optimizer state, and the tokenizer.
-        config: its settings.
-        names_by_saved_name: saved name -> what it means.
-        base_tensors: the tensors of the base model that the same checkpoint holds, by their plain names.
-        trained_config: the `config.json` of the model that was trained, where it lies beside the adapter.
+        checkpoint: Tensors with the names of peft's file, their optimizer state, and the tokenizer.
+        config: Settings of the adapter.
+        names_by_saved_name: Meaning of each tensor, keyed by its name in peft's file.
+        base_tensors: Tensors of the base model in the same checkpoint, keyed by their names in the plain
+            model.
+        trained_config: `config.json` of the model that was trained, if the folder of the adapter contains
+            one.
+
+    Raises:
+        CheckpointError: If the tensors contradict the settings.
     """
 
     def __init__(
@@ -113,26 +125,26 @@ class StoredAdapter:
 
     @property
     def root(self) -> AnyPath:
-        """The folder or file that was opened."""
+        """Folder or file that was opened."""
         return self.checkpoint.root
 
     @property
     def has_complete_base(self) -> bool:
-        """Whether the same checkpoint holds the base's layers, and not only what a tied name kept in it."""
+        """Whether the checkpoint contains the base model's layers, and not only some tied tensors."""
         modules = {name.rpartition(".")[0] for name in self.base_tensors}
         return bool(modules) and all(module.path in modules for module in self.modules)
 
     def build_included_base(self) -> Checkpoint:
-        """The base model that the same checkpoint holds.
+        """Build a checkpoint of the base model from the tensors in the same files.
 
         Raises:
-            CheckpointError: it holds none.
+            CheckpointError: If the files do not contain a base model.
         """
         if not self.base_tensors:
             raise CheckpointError(f"{self.root}: holds the adapter alone; give its base model")
         config = self.trained_config
         companions = {} if config is None else {"config.json": config}
-        # Trained biases are the base's own parameters; a module that is trained whole is a copy.
+        # Trained biases are parameters of the base model itself. A module in modules_to_save is a copy.
         trained = {
             part.replaced_name: self.checkpoint.tensors[name]
             for name, part in self.names_by_saved_name.items()
@@ -145,7 +157,7 @@ class StoredAdapter:
 
     @property
     def base_fingerprint(self) -> str | None:
-        """The fingerprint of the weights that it was trained on, where the checkpoint records it."""
+        """Fingerprint of the weights that the adapter was trained on, or None if it is not recorded."""
         metadata = self.checkpoint.metadata
         state, header = metadata.get("trainer_state"), metadata.get("header")
         saved_metadata = state.get("metadata") if isinstance(state, dict) else None
@@ -157,7 +169,7 @@ class StoredAdapter:
 
     @cached_property
     def modules(self) -> list[AdapterModule]:
-        """The modules that it changes, in the order of the file."""
+        """Modules that the adapter changes, in the order of the file."""
         grouped: dict[str, dict[tuple[str, str], Tensor]] = {}
         for name, part in self.names_by_saved_name.items():
             if part.kind:
@@ -170,7 +182,7 @@ class StoredAdapter:
 
     @cached_property
     def replacements(self) -> dict[tuple[str, str], Tensor]:
-        """(module, leaf) -> the tensor that replaces one of the base."""
+        """Tensors that replace tensors of the base model, keyed by module and leaf."""
         return {
             (part.module, part.leaf): self.checkpoint.tensors[name]
             for name, part in self.names_by_saved_name.items()
@@ -192,10 +204,10 @@ class StoredAdapter:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of its tensors and of the settings that give them meaning; reads them all.
+        """SHA-256 of the tensors and of the settings that affect their meaning. Reads all tensors.
 
         Raises:
-            CheckpointError: a tensor holds NaN or infinity.
+            CheckpointError: If a tensor contains NaN or infinity.
         """
         config = self.config
         about = [config.type, config.r, config.alpha, config.rslora, config.dora]
@@ -214,10 +226,16 @@ class StoredAdapter:
         return digest.hexdigest()
 
     def _check_lora_tensors(self) -> None:
-        """Refuse factors without each other, of another rank than the settings, or without a magnitude."""
+        """Check that each LoRA module has both factors, the configured rank, and a magnitude with DoRA.
+
+        Other types of adapters are not checked, because they cannot be merged.
+
+        Raises:
+            CheckpointError: If a module contradicts the settings.
+        """
         config = self.config
         if config.type != "LORA" or config.unsupported_setting is not None:
-            return  # its tensors may have any shapes; it is not merged
+            return  # the adapter is not merged, so its tensors may have any shapes
         for module in self.modules:
             with prefix_checkpoint_errors(self.root):
                 pair = module.get_lora_pair()
@@ -239,7 +257,8 @@ class StoredAdapter:
                 )
             rank = config.get_rank(module.path)
             stacked = bool(config.target_parameters)
-            # With ensure_weight_tying a table has the factors of the other, and the scaling of its own rank.
+            # With ensure_weight_tying, the embedding and the head share their factors, but the scaling
+            # depends on the rank in the settings of each module.
             tied = config.ties_weights and down.shape[0] in (config.r, *config.rank_pattern.values())
             if down.shape[0] != rank and not stacked and not tied:
                 raise CheckpointError(
@@ -256,18 +275,23 @@ class StoredAdapter:
 def find_adapter(
     checkpoint: Checkpoint, *, config: AnyPath | None = None, name: str | None = None
 ) -> StoredAdapter | None:
-    """The adapter that a checkpoint holds; None where it is a model without one.
+    """Find the adapter in a checkpoint.
 
-    A checkpoint holds an adapter if its tensors have peft's names, and an `adapter_config.json` lies beside
-    it or the names begin as those of a `PeftModel` do. Tensors of the base model beside it are left out.
+    A checkpoint contains an adapter if its tensors have peft's names, and if an `adapter_config.json` is in
+    the same folder or the names have the prefix of a `PeftModel`. Tensors of the base model in the same
+    checkpoint become `StoredAdapter.base_tensors`.
 
     Args:
-        config: the `adapter_config.json`, if it does not lie beside the checkpoint.
-        name: the adapter's name, where the checkpoint holds several.
+        checkpoint: Checkpoint of any format.
+        config: Path of the `adapter_config.json`, if it is not in the folder of the checkpoint.
+        name: Name of the adapter, if the checkpoint contains several.
+
+    Returns:
+        The adapter, or None if the checkpoint is a model without an adapter.
 
     Raises:
-        CheckpointError: the settings are missing, damaged or of an unsupported type; or a tensor is missing
-            or has another rank than they say.
+        CheckpointError: If the settings are missing, damaged or of an unsupported type, or if a tensor is
+            missing or does not have the rank in the settings.
     """
     names = [*checkpoint.tensors, *checkpoint.aliases]
     has_peft_prefix = any(key.startswith(PEFT_PREFIX) for key in names)
@@ -297,10 +321,10 @@ def find_adapter(
         modules = sorted({part.module.rpartition(".")[2] for part in parts.values() if part.kind})
         text = json.dumps({**settings.values, "target_modules": modules}, indent=2)
         documents = {ADAPTER_CONFIG: f"{text}\n".encode()}
-    # Tied parameters are one tensor; peft saves each name.
+    # Tied parameters are one tensor in the checkpoint, but peft's file contains each name.
     tensors = {**checkpoint.tensors, **{a: checkpoint.tensors[o] for a, o in checkpoint.aliases.items()}}
     saved_names = {key: part.saved_name for key, part in parts.items()}
-    # A folder that has a config.json would be taken for a whole model.
+    # Leave out config.json. Otherwise a folder with it would be opened as a complete model.
     companions = {name: path for name, path in checkpoint.companions.items() if name != "config.json"}
 
     def open_optimizer(_: Aliases) -> OptimizerState | None:

@@ -1,4 +1,4 @@
-"""What an adapter does to each tensor of the base that it is merged into."""
+"""Changes of an adapter to each tensor of the base model that it is merged into."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from portable.converters.tensors.edited_rows import RowEdit
     from portable.converters.tensors.tensor import Array, Shape, Tensor
 
-# Modules of transformers whose weights have inputs as rows (`Conv1D`), and parameters of stacked experts that
-# have (`is_transposed`), by model type. It matters where a matrix is square.
 INPUTS_FIRST = {
     **dict.fromkeys(
         ("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"),
@@ -37,17 +35,26 @@ INPUTS_FIRST = {
         ("gate_up_proj", "down_proj"),
     ),
 }
-# Modules whose factors are kept, for a few threads: those that are written now, and those that come next.
+"""Modules and parameters whose weights have inputs as rows, by model type.
+
+These are modules of transformers' class `Conv1D`, and parameters of stacked experts with `is_transposed`. The
+table is used only for square matrices, because other shapes show the layout.
+"""
 MAX_CACHED_FACTORS = 16
+"""Number of modules whose factors are cached.
+
+A few threads write these modules, and the factors of the next modules are loaded in advance.
+"""
 
 
 @dataclass
 class TensorChange:
-    """What happens to one tensor of the base.
+    """Changes to one tensor of the base model.
 
     Attributes:
-        num_row_dims: how many of its dimensions are rows.
-        source: the tensor to start from where it is not the base's own.
+        num_row_dims: Number of leading dimensions that are flattened to rows.
+        edits: Edits of rows, in order.
+        source: Tensor to start from instead of the base model's tensor, or None.
     """
 
     num_row_dims: int = 1
@@ -55,7 +62,7 @@ class TensorChange:
     source: Tensor | None = None
 
     def has_same_effect(self, other: TensorChange) -> bool:
-        """Whether equal tensors are equal after both."""
+        """Return whether this change and another change turn equal tensors into equal tensors."""
         own_source, other_source = self.source, other.source
         if own_source is None or other_source is None or own_source is other_source:
             sources = own_source is other_source
@@ -83,13 +90,22 @@ class ChangedRegion(NamedTuple):
 
 
 class BaseChanges:
-    """The base, and what happens to each of its tensors.
+    """The base model, and the changes to each of its tensors.
+
+    `portable.converters.adapters.merging` adds the changes.
+
+    Args:
+        adapter: Adapter to merge.
+        base: Checkpoint of the base model.
+        dtype: Dtype of the changed tensors, as in `merge`.
 
     Attributes:
-        ties: names that are one tensor in the live model: alias -> owner.
-        changes: by the name of a tensor.
-        added_tensors: tensors that the base lacks.
-        config_changes: keys of config.json that change with the tensors.
+        ties: Names that are one tensor in the live model, as a mapping from alias to owner.
+        base_names: Lookup of the base model's tensors by their names in memory.
+        changes: Changes, keyed by the name of the tensor in the files.
+        added_tensors: Tensors that the base model lacks.
+        config_changes: New values in `config.json`, keyed by name.
+        load_vector: Cached function that loads a tensor as a vector and multiplies it by a scaling.
     """
 
     def __init__(self, adapter: StoredAdapter, base: Checkpoint, dtype: str) -> None:
@@ -106,10 +122,24 @@ class BaseChanges:
         self.load_vector = lru_cache(MAX_CACHED_FACTORS)(_load_scaled_vector)
 
     def _find_implied_ties(self) -> dict[str, str]:
-        """Names that the files lack, of modules that share the only embedding's weights: alias -> owner."""
+        """Find names that the files lack because the module shares the weights of the only embedding.
+
+        Returns:
+            Owner of each alias.
+        """
         return find_implied_ties(self.base_checkpoint.tensors, self.base_checkpoint.aliases, self.base_config)
 
     def locate_parameter(self, live_name: str) -> ParameterLocation:
+        """Locate a parameter of the live model in the files of the base model.
+
+        If a replacement has resized the parameter, the location has the new shape.
+
+        Args:
+            live_name: Name of the parameter in the live model.
+
+        Raises:
+            CheckpointError: If the base model does not have the parameter, or if it cannot be changed.
+        """
         with prefix_checkpoint_errors(self.base_checkpoint.root):
             match = self.base_names.find_parameter(live_name)
         if match is None:
@@ -118,7 +148,7 @@ class BaseChanges:
             if similar_name not in (None, live_name) and re.sub(r"\d+", "0", similar_name) == re.sub(
                 r"\d+", "0", live_name
             ):
-                # Zamba's layers share one block. Adapters of its layers differ, so no merged block has them.
+                # Zamba's layers share one block, but each layer has a separate adapter.
                 raise CheckpointError(
                     f"{self.base_checkpoint.root}: holds no {live_name!r}, which {self.adapter.root} "
                     f"changes, but {similar_name!r}; if the layers share this weight, their adapters cannot "
@@ -138,7 +168,7 @@ class BaseChanges:
         return match
 
     def get_base_shape(self, name: str) -> Shape:
-        """Return the shape of a tensor in the base."""
+        """Return the shape of a tensor in the base model."""
         return self.base_checkpoint.tensors[self.ties.get(name, name)].shape
 
     def get_new_row_count(self, name: str) -> int | None:
@@ -155,6 +185,7 @@ class BaseChanges:
     def build_shape_error(
         self, live_name: str, base_shape: Sequence[int], *adapter_tensors: Tensor
     ) -> CheckpointError:
+        """Build the error for tensors of the adapter that do not fit the shape of a parameter."""
         shapes = " and ".join(str(list(tensor.shape)) for tensor in adapter_tensors)
         return CheckpointError(
             f"{self.base_checkpoint.root}: {live_name!r} has shape {list(base_shape)}, which {shapes} in "
@@ -162,13 +193,18 @@ class BaseChanges:
         )
 
     def get_or_add_change(self, name: str, num_row_dims: int) -> TensorChange:
+        """Return the change of a tensor, after adding an empty change if there is none.
+
+        Raises:
+            CheckpointError: If an earlier change has another number of row dimensions.
+        """
         change = self.changes.setdefault(name, TensorChange(num_row_dims))
         if change.num_row_dims != num_row_dims:
             raise CheckpointError(f"{self.adapter.root}: changes {name!r} in two ways; this cannot be merged")
         return change
 
     def has_inputs_first(self, live_name: str) -> bool:
-        """Whether a square weight has its inputs as rows."""
+        """Return whether a square weight has its inputs as rows."""
         kind = self.base_config.get("model_type")
         leaf = live_name.removesuffix(".weight").rpartition(".")[2]
         if isinstance(kind, str):
@@ -176,7 +212,7 @@ class BaseChanges:
         return self.adapter_config.fan_in_fan_out
 
     def build_tensor_after_edits(self, name: str, num_edits: int) -> Tensor:
-        """A tensor after the first edits of its change."""
+        """Build a tensor after the first `num_edits` edits of its change."""
         change = self.changes[name]
         tensor = (
             self.base_checkpoint.tensors[self.ties.get(name, name)]
@@ -190,7 +226,13 @@ class BaseChanges:
     def iter_changed_regions(
         self, parameter: ParameterLocation, num_row_dims: int = 0
     ) -> Iterator[ChangedRegion]:
-        """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
+        """Yield the rows that a parameter changes in each tensor, and add missing changes.
+
+        Args:
+            parameter: Location of the parameter.
+            num_row_dims: Number of leading dimensions that are flattened to rows; 0 to choose 2 for a stack
+                of experts and 1 otherwise.
+        """
         for region in parameter.regions:
             is_stack = (
                 len(self.base_checkpoint.tensors[self.ties.get(region.tensor_name, region.tensor_name)].shape)
@@ -200,7 +242,10 @@ class BaseChanges:
             yield ChangedRegion(change, region, region.stop_row - region.start_row)
 
     def add_zero_bias_edit(self, module: str) -> None:
-        """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""
+        """Set the bias of a module to zero, if the base model has one.
+
+        peft's head has no bias if it has trained tokens or is tied to a saved embedding.
+        """
         parameter = self.base_names.find_parameter(f"{module}.bias")
         if parameter is not None and parameter.identical_tensor is not None:
             zeros = partial(np.zeros, parameter.shape, np.float32)
@@ -209,6 +254,16 @@ class BaseChanges:
             )
 
     def add_bias_edit(self, module: str, edit: RowEdit, vector: Tensor) -> None:
+        """Add an edit of the bias of a module.
+
+        Args:
+            module: Name of the module in the live model.
+            edit: Edit of the bias.
+            vector: Tensor of the adapter that the edit uses, whose size must be the size of the bias.
+
+        Raises:
+            CheckpointError: If the base model has no such bias.
+        """
         live = f"{module}.bias"
         weight = self.base_names.find_parameter(f"{module}.weight")
         if weight is not None and self.base_names.find_parameter(live) is None:
@@ -222,10 +277,16 @@ class BaseChanges:
         self.get_or_add_change(parameter.identical_tensor, 0).edits.append(edit)
 
     def untie_changed_names(self) -> list[str]:
-        """The tied names that need tensors of their own; all, or none.
+        """Return the tied names if they need separate tensors, and set `tie_word_embeddings` to false then.
 
-        An adapter on an embedding does not change the head that shares its weights, nor the other way round,
-        unless the files hold the same change of both.
+        An adapter on an embedding does not change the head that shares its weights, nor the reverse, unless
+        the files contain the same change of both.
+
+        Returns:
+            All tied names, or an empty list if they stay tied.
+
+        Raises:
+            CheckpointError: If the architecture does not support separate tensors.
         """
         untied_alias = next(
             (alias for alias, owner in self.ties.items() if not self._has_same_changes(alias, owner)), ""
@@ -242,16 +303,25 @@ class BaseChanges:
         return list(self.ties)
 
     def _has_same_changes(self, alias: str, owner: str) -> bool:
+        """Return whether an alias and its owner change in the same way.
+
+        A resized owner also resizes the alias.
+        """
         owner_change = self.changes.get(owner, TensorChange())
         resized = (
             owner_change.source is not None
             and owner_change.source.shape[0] != self.base_checkpoint.tensors[owner].shape[0]
         )
         if resized and self.changes.setdefault(alias, TensorChange(owner_change.num_row_dims)).source is None:
-            self.changes[alias].source = owner_change.source  # both have a row for each token
+            self.changes[alias].source = owner_change.source  # both tables have a row for each token
         return self.changes.get(alias, TensorChange()).has_same_effect(owner_change)
 
     def build_merged_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Build the merged tensor of a name in the files, which is computed when it is read.
+
+        Raises:
+            CheckpointError: If the tensor is quantized or has another shape than its replacement.
+        """
         change = self.changes.get(name)
         if change is None:
             return tensor
@@ -270,17 +340,29 @@ class BaseChanges:
     def cast_with_edits(
         self, tensor: Tensor, dtype: str, num_row_dims: int = 1, edits: Sequence[RowEdit] = ()
     ) -> Tensor:
+        """Apply edits to a tensor and cast the result.
+
+        Args:
+            tensor: Tensor to change.
+            dtype: Safetensors dtype of the result.
+            num_row_dims: Number of leading dimensions that are flattened to rows.
+            edits: Edits of the rows, in order.
+
+        Returns:
+            A tensor that is computed when it is read, or `tensor` itself if nothing changes.
+        """
         if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE_DTYPES):
             return tensor
         return apply_edits(tensor, dtype, min(num_row_dims, len(tensor.shape)), edits)
 
 
 def read_as_float32(tensor: Tensor) -> Array:
-    """The values of a tensor, in float32."""
+    """Read a tensor and convert it to float32."""
     values: Array = tensor.read().astype(np.float32)
     return values
 
 
 def _load_scaled_vector(tensor: Tensor, scaling: float) -> Array:
+    """Read a tensor as a float32 vector and multiply it by a scaling."""
     values: Array = read_as_float32(tensor).reshape(-1) * np.float32(scaling)
     return values

@@ -148,6 +148,7 @@ class BaseNameLookup:
 
     @cached_property
     def _uncomputed_parameters(self) -> Iterator[_LiveParameters]:
+        """Generator of the parameters for the classes that were not needed before."""
         for rules in iter_possible_rules(self._config):
             # If the base has names in memory, convert them to published names, which the adapter may have.
             if are_memory_names(self._shapes, rules):

@@ -1,4 +1,4 @@
-"""`adapter_config.json`: the settings of a peft adapter that say what its tensors mean."""
+"""Settings of a peft adapter, `adapter_config.json`, that affect the meaning of its tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 TYPES = ("LORA", "IA3", "TRAINABLE_TOKENS")
 _BIASES = ("none", "all", "lora_only")
-# Settings that are read here, and those that do not change what is added to a weight. An adapter with others
-# set is not merged: aLoRA, Arrow, KaSA, QALoRA, VeLoRA, BD-LoRA, MonteCLoRA, replicated layers, and those of
-# later versions.
 _USED_SETTINGS = (
     *(
         "peft_type",
@@ -39,6 +36,7 @@ _USED_SETTINGS = (
     *("feedforward_modules", "ensure_weight_tying", "modules_to_save", "init_lora_weights", "lora_bias"),
     "target_modules",
 )
+"""Settings that this module reads."""
 _HARMLESS_SETTINGS = (
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
     *(
@@ -52,19 +50,38 @@ _HARMLESS_SETTINGS = (
     *("corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"),
     *("init_ia3_weights", "init_weights", "megatron_core"),
 )
+"""Settings that do not change the update of a weight.
+
+An adapter with any other setting is not merged. Examples are aLoRA, Arrow, KaSA, QALoRA, VeLoRA, BD-LoRA,
+MonteCLoRA, replicated layers, and settings of later versions of peft.
+"""
 SUPPORTED_SETTINGS = frozenset((*_USED_SETTINGS, *_HARMLESS_SETTINGS))
-# Initializations that subtract from the base's weights, which the adapter then needs instead of the base.
 BASE_CHANGING_INITS = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
+"""Initializations that subtract from the base model's weights. The adapter then needs the changed weights."""
 
 
 @dataclass(frozen=True)
 class StoredAdapterConfig:
-    """The settings that the arithmetic of an adapter needs.
+    """Settings that the arithmetic of an adapter needs.
 
     Attributes:
-        path: of the file.
-        type: LORA, IA3 or TRAINABLE_TOKENS.
-        values: the whole file.
+        path: Path of the file.
+        type: `LORA`, `IA3` or `TRAINABLE_TOKENS`.
+        r: Default rank.
+        alpha: Default alpha.
+        rank_pattern: Ranks of some modules, keyed by regular expressions of their names.
+        alpha_pattern: Alphas of some modules, keyed by regular expressions of their names.
+        rslora: Whether the scaling is alpha / sqrt(rank).
+        dora: Whether the adapter has DoRA's magnitudes.
+        bias: Biases that were trained: `none`, `all` or `lora_only`.
+        fan_in_fan_out: Whether the weights have inputs as rows.
+        target_parameters: Parameters that have LoRA factors.
+        token_indices: Trained token ids, keyed by module; the key `""` means the input embedding.
+        feedforward_modules: Modules whose inputs (IA)^3 scales, as names or one regular expression; None if
+            the file does not list them.
+        ties_weights: Whether tied tables share their factors (`ensure_weight_tying`).
+        values: Content of the file.
+        matcher: Matcher of the regular expressions in the file.
     """
 
     path: AnyPath
@@ -86,13 +103,13 @@ class StoredAdapterConfig:
 
     @property
     def base_model(self) -> str | None:
-        """The name or path of the base model, where the file records it."""
+        """Name or path of the base model, or None if the file does not record it."""
         name = self.values.get("base_model_name_or_path")
         return name if isinstance(name, str) and name else None
 
     @property
     def peft_version(self) -> tuple[int, int] | None:
-        """The major and minor version of peft that wrote the adapter, or None if it is not known."""
+        """Major and minor version of peft that wrote the adapter, or None if it is not known."""
         version = self.values.get("peft_version")
         match = (
             re.match(r"(\d{1,4})\.(\d{1,4})(?:\.\d{1,6})?(\.dev)?", version)
@@ -106,15 +123,16 @@ class StoredAdapterConfig:
 
     @property
     def unsupported_setting(self) -> str | None:
-        """A setting that may change what is added to a weight in a way that is not known here."""
+        """First setting that may change the update of a weight in an unknown way, or None."""
         return next(
             (key for key, value in self.values.items() if value and key not in SUPPORTED_SETTINGS), None
         )
 
     def may_target_module(self, module: str) -> bool:
-        """Whether `target_modules` may mean this module; lists are compared by the last part of a name.
+        """Return whether `target_modules` may include a module.
 
-        The parts above it differ between versions of transformers.
+        The names of a list are compared by their last component, because the preceding components differ
+        between versions of transformers.
         """
         names = self.values.get("target_modules")
         if not isinstance(names, list) or not names or self.target_parameters or self.ties_weights:
@@ -122,17 +140,20 @@ class StoredAdapterConfig:
         return module.rpartition(".")[2] in {str(name).rpartition(".")[2] for name in names}
 
     def get_rank(self, name: str) -> int:
-        """The rank of the module or parameter `name`."""
+        """Return the rank of a module or parameter."""
         return self.rank_pattern.get(self._find_pattern_key(self.rank_pattern, name), self.r)
 
     def compute_scaling(self, name: str) -> float:
-        """The factor of its product."""
+        """Compute the factor by which the product of the LoRA factors is multiplied."""
         alpha = self.alpha_pattern.get(self._find_pattern_key(self.alpha_pattern, name), self.alpha)
         rank = self.get_rank(name)
         return float(alpha / rank**0.5 if self.rslora else alpha / rank)
 
     def is_feedforward(self, module: str) -> bool | None:
-        """Whether (IA)^3 scales the inputs of this module, not its outputs; None if the file does not say."""
+        """Return whether (IA)^3 scales the inputs of a module instead of its outputs.
+
+        Returns None if the file does not list such modules.
+        """
         if self.feedforward_modules is None:
             return None
         if isinstance(self.feedforward_modules, str):
@@ -141,7 +162,7 @@ class StoredAdapterConfig:
         return any(module == name or module.endswith("." + name) for name in self.feedforward_modules)
 
     def _find_pattern_key(self, values_by_pattern: Mapping[str, Any], name: str) -> str:
-        """The first pattern that matches the end of `name`."""
+        """Return the first pattern that matches the end of `name`, or `name` itself if none does."""
         with self._prefix_pattern_errors(
             "rank_pattern" if values_by_pattern is self.rank_pattern else "alpha_pattern"
         ):
@@ -152,6 +173,7 @@ class StoredAdapterConfig:
 
     @contextmanager
     def _prefix_pattern_errors(self, key: str) -> Iterator[None]:
+        """Convert a `PatternError` to a `CheckpointError` that names the file and the setting."""
         try:
             yield
         except PatternError as error:
@@ -159,12 +181,16 @@ class StoredAdapterConfig:
 
 
 def _anchor_pattern_at_end(pattern: str) -> str:
-    """The pattern with which peft's `get_pattern_key` looks for a name that ends in one."""
+    """Return the regular expression with which peft's `get_pattern_key` matches the end of a name."""
     return rf"(.*\.)?({pattern})$"
 
 
 def find_adapter_config_file(name_or_path: str) -> AnyPath:
-    """The file that `--adapter-config` names, or that lies in the folder that it names."""
+    """Return the path of the file that `--adapter-config` names, directly or by its folder.
+
+    Raises:
+        CommandError: If there is no such file.
+    """
     path = parse_path_or_url(name_or_path)
     path = path / ADAPTER_CONFIG if path.is_dir() else path
     if not path.is_file():
@@ -175,8 +201,12 @@ def find_adapter_config_file(name_or_path: str) -> AnyPath:
 def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     """Read and check an `adapter_config.json`.
 
+    Args:
+        path: Path of the file. The name of verl's file implies the type `LORA`.
+
     Raises:
-        CheckpointError: damaged, of an unsupported type, or a setting has an impossible value.
+        CheckpointError: If the file is damaged, if the type is not supported, or if a setting has an invalid
+            value.
     """
     try:
         values = json.loads(read_small_text_file(path))
@@ -231,7 +261,14 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
 
 
 class _ConfigReader:
-    """Typed access to the settings of one file."""
+    """Typed access to the settings of one file.
+
+    Each method raises CheckpointError if a value has another type.
+
+    Args:
+        path: Path of the file, used in error messages.
+        values: Content of the file.
+    """
 
     def __init__(self, path: AnyPath, values: Mapping[str, Any]) -> None:
         self.path = path
@@ -239,21 +276,37 @@ class _ConfigReader:
         self.matcher = PatternMatcher()
 
     def build_value_error(self, key: str, value: object, expected: str) -> CheckpointError:
+        """Build the error for an invalid value.
+
+        Args:
+            key: Name of the setting.
+            value: Its value.
+            expected: Description of a valid value.
+        """
         return CheckpointError(f"{self.path}: {key} is {to_printable(repr(value))[:60]}, not {expected}")
 
     def read_flag(self, key: str) -> bool:
+        """Return a boolean setting, or False if it is not set."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.build_value_error(key, value, "true or false")
         return bool(value)
 
     def read_number(self, key: str, value: Any, *, integer_only: bool = False) -> float:
+        """Check and return a number.
+
+        Args:
+            key: Name of the setting, used in error messages.
+            value: Its value.
+            integer_only: Whether the value must be a positive integer.
+        """
         kinds = (int,) if integer_only else (int, float)
         if type(value) not in kinds or not abs(value) < MAX_COUNT or (integer_only and value < 1):
             raise self.build_value_error(key, value, "a positive integer" if integer_only else "a number")
         return float(value)
 
     def read_names(self, key: str) -> tuple[str, ...]:
+        """Return a list of names, which may also be a single name; an empty tuple if it is not set."""
         value = self.values.get(key)
         value = [value] if isinstance(value, str) else value if value is not None else []
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -261,13 +314,14 @@ class _ConfigReader:
         return tuple(value)
 
     def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
+        """Return a list of names, or a string that is a regular expression; None if it is not set."""
         value = self.values.get(key)
         if value is None:
             return None
         return self.validate_pattern(key, value) if isinstance(value, str) else self.read_names(key)
 
     def validate_pattern(self, key: str, text: str) -> str:
-        """`text`, a regular expression."""
+        """Check that a text is a regular expression, and return it."""
         try:
             self.matcher.check_pattern(_anchor_pattern_at_end(text))
         except PatternError:
@@ -275,6 +329,7 @@ class _ConfigReader:
         return text
 
     def read_patterns(self, key: str, *, integer_only: bool = False) -> dict[str, float]:
+        """Return a table of numbers, keyed by regular expressions."""
         value = self.values.get(key)
         if value is None:
             return {}
@@ -288,6 +343,7 @@ class _ConfigReader:
         }
 
     def read_indices(self, key: str, value: Any) -> tuple[int, ...]:
+        """Check and return a list of distinct token ids."""
         if not isinstance(value, list) or not all(
             type(index) is int and 0 <= index < 1 << 40 for index in value
         ):
@@ -297,7 +353,7 @@ class _ConfigReader:
         return tuple(value)
 
     def read_token_indices(self, key: str) -> dict[str, tuple[int, ...]]:
-        """Module name -> its trainable tokens; `""` for the input embedding."""
+        """Return the trained token ids, keyed by module; the key `""` means the input embedding."""
         value = self.values.get(key)
         if value is None:
             return {}

@@ -1,9 +1,10 @@
-"""What an adapter does to the rows of a weight, in numpy.
+"""Edits of an adapter to the rows of a weight, in NumPy.
 
-A weight is seen as a matrix of rows. A stack of experts is the rows of all its matrices; a convolution has
-one row for each output channel.
+A weight is handled as a matrix of rows. A stack of experts consists of the rows of all its matrices. A
+convolution has one row for each output channel. Each edit has a method `apply(block, first_row)`, which
+changes a block of rows in place. `first_row` is the number of the block's first row in the tensor.
 
-Source: peft/tuners/lora/layer.py (`get_delta_weight`), peft/tuners/lora/variants.py (DoRA's merging),
+Source: `get_delta_weight` in peft/tuners/lora/layer.py, the merging of DoRA in peft/tuners/lora/variants.py,
 peft/tuners/ia3/layer.py, peft/tuners/trainable_tokens/layer.py.
 """
 
@@ -23,16 +24,19 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Array, Tensor
 
 
-# Multiplications below which OpenBLAS stays on one thread. Its threads would wait for each other, since every
-# thread of a conversion multiplies: forty times slower, as measured on two busy cores.
 _MAX_MULTIPLICATIONS = 1 << 18
-_BLOCK_BYTES = 1 << 20  # bytes that are read at once
-# Each thread reuses one buffer for its products: with new memory, the block leaves the core's cache.
+"""Number of multiplications up to which OpenBLAS uses one thread.
+
+Every thread of a conversion multiplies, and the threads of OpenBLAS would wait for each other. On two busy
+cores, larger products were 40 times slower.
+"""
+_BLOCK_BYTES = 1 << 20  # size of the blocks in which a weight is read
+# Each thread reuses one buffer for its products. Otherwise, new memory would displace the block in the cache.
 _products = local()
 
 
 def _get_product_buffer(count: int) -> Array:
-    """Return this thread's buffer of at least `count` float32 elements, with any content."""
+    """Return this thread's buffer of at least `count` float32 elements, with arbitrary content."""
     buffer: Array | None = getattr(_products, "buffer", None)
     if buffer is None or buffer.size < count:
         buffer = _products.buffer = np.empty(count, np.float32)
@@ -40,7 +44,7 @@ def _get_product_buffer(count: int) -> Array:
 
 
 def _add_product(rows: Array, up: Array, down: Array) -> None:
-    """Add left @ right to rows, in tiles that fit into the cache."""
+    """Add `up @ down` to `rows` in place, in tiles that fit into the cache."""
     rank, columns = down.shape
     width = max(32, min(1024, columns, _MAX_MULTIPLICATIONS // (16 * rank)))
     height = max(1, _MAX_MULTIPLICATIONS // (width * rank))
@@ -65,8 +69,8 @@ class LoraFactors(NamedTuple):
     """The factors of a low-rank update, whose product `up @ down` has the rows of the weight.
 
     Attributes:
-        up: Scaled, float32 [rows, rank].
-        down: Float32 [rank, columns].
+        up: Scaled, float32 `[rows, rank]`.
+        down: Float32 `[rank, columns]`.
     """
 
     up: Array
@@ -86,7 +90,14 @@ class _RowOverlap(NamedTuple):
 
 
 def _find_row_overlap(block: Array, block_start: int, first_row: int, num_rows: int) -> _RowOverlap | None:
-    """Find the rows of a block, which begins at row `block_start`, in [row, row + count); None without any."""
+    """Return the rows of a block that an edit changes, or None if there are none.
+
+    Args:
+        block: Block of rows.
+        block_start: Number of the block's first row in the tensor.
+        first_row: First row that the edit changes.
+        num_rows: Number of rows that the edit changes.
+    """
     low, high = max(block_start, first_row), min(block_start + len(block), first_row + num_rows)
     if low >= high:
         return None
@@ -95,11 +106,15 @@ def _find_row_overlap(block: Array, block_start: int, first_row: int, num_rows: 
 
 @dataclass
 class LowRankEdit:
-    """Adds rows [start, start + count) of left @ right to the rows from `first_row` on.
+    """Edit that adds rows of the product `up @ down` to a range of rows.
 
     Attributes:
-        load_factors: gives left (rows, rank), scaled, and right (rank, columns).
-        load_magnitude: DoRA: gives the norms that the rows have in the end.
+        load_factors: Function that returns the factors.
+        first_row: First row to change.
+        first_product_row: Row of the product that is added to `first_row`.
+        num_rows: Number of rows.
+        load_magnitude: Function that returns DoRA's magnitudes, to which each row is scaled afterward; None
+            without DoRA.
     """
 
     load_factors: Callable[[], LoraFactors]
@@ -109,6 +124,7 @@ class LowRankEdit:
     load_magnitude: Callable[[], Array] | None = None
 
     def apply(self, block: Array, first_row: int) -> None:
+        """Add the product to the rows of a block, in place."""
         overlap = _find_row_overlap(block, first_row, self.first_row, self.num_rows)
         if overlap is None:
             return
@@ -125,10 +141,12 @@ class LowRankEdit:
 
 @dataclass
 class ColumnMagnitudeEdit:
-    """DoRA where a weight's outputs are its columns: gives each column its norm.
+    """Edit that scales each column to DoRA's magnitude, for weights whose outputs are columns.
 
     Attributes:
-        build_unscaled: gives the weight before this change, a matrix that is read once.
+        load_magnitude: Function that returns the magnitudes.
+        build_unscaled: Function that builds the weight before this edit. The weight is a matrix, which is
+            read once.
     """
 
     load_magnitude: Callable[[], Array]
@@ -137,15 +155,17 @@ class ColumnMagnitudeEdit:
 
     @cached_property
     def _column_factors(self) -> Array:
+        """Factor of each column: its magnitude divided by its norm before this edit."""
         before = self.build_unscaled()
         rows, columns = before.shape
-        # float64: the sum runs over all rows, one block after the other.
+        # Use float64, because the sum is over all rows, block by block.
         total = np.zeros(columns)
         for block in before.iter_blocks_then_verify(max(_BLOCK_BYTES, before.nbytes // rows)):
             total += np.square(block.reshape(-1, columns)).sum(axis=0, dtype=np.float64)
         return (self.load_magnitude() / np.sqrt(total)).astype(np.float32)
 
     def apply(self, block: Array, first_row: int) -> None:
+        """Scale the columns of a block, in place."""
         with self._lock:
             factor = self._column_factors
         block *= factor
@@ -153,7 +173,15 @@ class ColumnMagnitudeEdit:
 
 @dataclass
 class ScaleEdit:
-    """Multiplies by a vector: one factor for each row from `first_row` on, or for each column."""
+    """Edit that multiplies rows by a vector.
+
+    Attributes:
+        load_vector: Function that returns the vector.
+        first_row: First row to change.
+        first_factor: Element of the vector for `first_row`, unless `scales_columns` is set.
+        num_rows: Number of rows.
+        scales_columns: Whether the vector has one factor for each column instead of each row.
+    """
 
     load_vector: Callable[[], Array]
     first_row: int
@@ -162,6 +190,7 @@ class ScaleEdit:
     scales_columns: bool
 
     def apply(self, block: Array, first_row: int) -> None:
+        """Scale the rows of a block, in place."""
         overlap = _find_row_overlap(block, first_row, self.first_row, self.num_rows)
         if overlap is None:
             return
@@ -176,29 +205,40 @@ class ScaleEdit:
 
 @dataclass
 class AddVectorEdit:
-    """Adds a vector, scaled, to a bias: a tensor of one row."""
+    """Edit that adds a scaled vector to a bias, which is a tensor of one row.
+
+    Attributes:
+        load_vector: Function that returns the vector.
+    """
 
     load_vector: Callable[[], Array]
 
     def apply(self, block: Array, first_row: int) -> None:
+        """Add the vector to a block, in place."""
         block += self.load_vector()
 
 
 @dataclass
 class ReplaceRowsEdit:
-    """Replaces single rows: trained tokens of an embedding."""
+    """Edit that replaces single rows: the trained tokens of an embedding.
+
+    Attributes:
+        rows: Numbers of the rows.
+        values: Function that returns the new rows, in the same order.
+    """
 
     rows: tuple[int, ...]
     values: Callable[[], Array]
 
     def apply(self, block: Array, first_row: int) -> None:
+        """Replace the rows in a block, in place."""
         indices = [index for index, row in enumerate(self.rows) if first_row <= row < first_row + len(block)]
         if indices:
             block[[self.rows[index] - first_row for index in indices]] = self.values()[indices]
 
 
 def are_equal_edits(first: RowEdit, second: RowEdit) -> bool:
-    """Whether two edits do the same: their fields are equal, or give equal arrays."""
+    """Return whether two edits have the same effect: their fields are equal or return equal arrays."""
     if type(first) is not type(second):
         return False
     names = [each.name for each in fields(first) if each.compare]  # type: ignore[arg-type]
@@ -206,6 +246,7 @@ def are_equal_edits(first: RowEdit, second: RowEdit) -> bool:
 
 
 def _are_equal_values(first: Any, second: Any) -> bool:
+    """Return whether two fields of edits are equal. Functions are equal if they return equal values."""
     if callable(first) and callable(second):
         return first is second or _are_equal_values(first(), second())
     if isinstance(first, tuple) and isinstance(second, tuple):

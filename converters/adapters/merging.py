@@ -1,8 +1,8 @@
-"""Merge an adapter into a base model: the merged model as a checkpoint that is computed while it is read.
+"""Merging of an adapter into a base model: the result is a checkpoint that is computed while it is read.
 
-The tensors that the adapter does not change stay spans of the base's files. The others are computed block by
-block (`portable.converters.tensors.edited_rows`), so memory holds one module's factors and a few rows for
-each thread.
+The tensors that the adapter does not change remain spans of the base model's files. The other tensors are
+computed block by block (`portable.converters.tensors.edited_rows`), so memory contains only the factors of a
+few modules and a few rows for each thread.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
         base: Checkpoint of any format that is not quantized. Its tensors may have published names or names in
             memory.
         dtype: Dtype of the changed tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype of the
-            base's tensor. Write the result with the same dtype.
+            base model's tensor. Write the result with the same dtype.
 
     Returns:
         A checkpoint whose changed tensors are computed when they are read. Its documents include a record of
@@ -72,12 +72,12 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
 
     Raises:
         CheckpointError: If this type of adapter cannot be merged, or if the adapter was already merged or
-            belongs to another base.
+            belongs to another base model.
     """
     check_mergeable_settings(adapter)
     changes = BaseChanges(adapter, base, dtype)
     _check_base_model(changes)
-    with ThreadPoolExecutor(1) as pool:  # hashing releases the GIL, so the two run in parallel
+    with ThreadPoolExecutor(1) as pool:  # hashing releases the GIL, so it runs in parallel
         digest_future = pool.submit(lambda: adapter.digest)
         _collect_changes(changes)
         digest = digest_future.result()
@@ -112,19 +112,19 @@ def check_mergeable_into(adapter: StoredAdapter, base: Checkpoint) -> None:
         base: Base model.
 
     Raises:
-        CheckpointError: If the adapter cannot be merged into the base, see `merge`.
+        CheckpointError: If the adapter cannot be merged into the base model, see `merge`.
     """
     check_mergeable_settings(adapter)
     _collect_changes(BaseChanges(adapter, base, "keep"))
 
 
 def _collect_changes(changes: BaseChanges) -> None:
-    """Collect the changes of the adapter to all tensors."""
+    """Add the changes of the adapter to `changes`, for all tensors."""
     if changes.adapter_config.type == "IA3":
         for module in changes.adapter.modules:
             _add_ia3_edits(changes, module)
     else:
-        _add_token_edits(changes)  # first: LoRA's layer has the one with the tokens inside it
+        _add_token_edits(changes)  # first, because LoRA wraps the layer with the trained tokens
     # Before LoRA, because peft saves the resized table inside the layer that LoRA wraps.
     for (module_name, leaf), tensor in changes.adapter.replacements.items():
         _add_replacement(changes, module_name, leaf, tensor)
@@ -134,7 +134,11 @@ def _collect_changes(changes: BaseChanges) -> None:
 
 
 def check_mergeable_settings(adapter: StoredAdapter) -> None:
-    """Refuse an adapter whose settings change what is added to a weight in ways not supported here."""
+    """Check that the adapter has only settings whose effect on the weights is supported.
+
+    Raises:
+        CheckpointError: If a setting is not supported, or if the initialization changed the base model.
+    """
     config = adapter.config
     if (key := config.unsupported_setting) is not None:
         raise CheckpointError(f"{config.path}: {to_printable(key)[:60]} is set, which cannot be merged here")
@@ -147,7 +151,7 @@ def check_mergeable_settings(adapter: StoredAdapter) -> None:
 
 
 def _list_companions(adapter: StoredAdapter, base: Checkpoint) -> dict[str, AnyPath]:
-    """The base's files beside its weights, with the adapter's tokenizer, and what ends an answer."""
+    """List the base model's other files, with the tokenizer and generation config of the adapter."""
     tokenizer_files = {
         name: path for name, path in adapter.checkpoint.companions.items() if TOKENIZER_NAMES.fullmatch(name)
     }
@@ -161,6 +165,11 @@ def _list_companions(adapter: StoredAdapter, base: Checkpoint) -> dict[str, AnyP
 
 
 def _check_base_model(changes: BaseChanges) -> None:
+    """Check that the base model is a plain, unquantized model with the weights that were adapted.
+
+    Raises:
+        CommandError: If the base model cannot be used.
+    """
     base, adapter = changes.base_checkpoint, changes.adapter
     if any(name.startswith(PEFT_PREFIX) or parse_adapter_name(name) is not None for name in base.tensors):
         raise CommandError(f"{base.root}: contains an adapter; give only the base model")
@@ -178,12 +187,13 @@ def _check_base_model(changes: BaseChanges) -> None:
 
 
 def _read_merge_records(base: Checkpoint) -> list[dict[str, Any]]:
-    """Return the records of the adapters that were merged into the base earlier."""
+    """Read the records of the adapters that were merged into the base model earlier."""
     records = read_json_object_or_empty(base.companions.get(MERGED_ADAPTERS_FILE)).get("merged")
     return [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
 
 
 def _build_merge_document(changes: BaseChanges, earlier: list[dict[str, Any]], digest: str) -> bytes:
+    """Build the JSON document that records the merged adapters, for the file `MERGED`."""
     about = {
         "adapter": digest,
         "name": changes.adapter.root.name,
@@ -195,6 +205,10 @@ def _build_merge_document(changes: BaseChanges, earlier: list[dict[str, Any]], d
 
 
 def _add_token_edits(changes: BaseChanges) -> None:
+    """Add the edits of all modules with trained tokens.
+
+    peft gives a tied module the trained rows of its owner.
+    """
     token_modules = {
         _add_token_edit_of_module(changes, module): module
         for module in changes.adapter.modules
@@ -202,7 +216,7 @@ def _add_token_edits(changes: BaseChanges) -> None:
     }
     paths = [module.path for module in token_modules.values()]
     for alias, owner in changes.ties.items():
-        if owner in token_modules and alias not in token_modules:  # peft gives it the owner's
+        if owner in token_modules and alias not in token_modules:  # peft gives it the owner's rows
             changes.get_or_add_change(alias, 1).edits.extend(changes.changes[owner].edits)
             paths.append(alias.removesuffix(".weight"))
     for path in paths:
@@ -210,12 +224,19 @@ def _add_token_edits(changes: BaseChanges) -> None:
 
 
 def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> str:
-    """The trained tokens of a module; returns the name of its weight."""
+    """Add the edit that replaces the trained rows of one module.
+
+    Returns:
+        Name of the module's weight in the files.
+
+    Raises:
+        CheckpointError: If the settings do not list the tokens, or if the rows do not fit the weight.
+    """
     values = module.find_tensor(TOKENS)
     assert values is not None
     live = f"{module.path}.weight"
     parameter = changes.locate_parameter(live)
-    # Of modules that share a weight, the settings may name one.
+    # The settings may name only one of the modules that share a weight.
     owner = changes.ties.get(parameter.identical_tensor or "", parameter.identical_tensor)
     tied_names = [name for name in (owner, *changes.ties) if name and changes.ties.get(name, name) == owner]
     paths = [module.path, *(name.removesuffix(".weight") for name in tied_names)]
@@ -232,7 +253,7 @@ def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> st
     weight, num_base_rows = parameter.identical_tensor, parameter.shape[0]
     new_tokens = sorted(
         row for row in token_indices if row >= num_base_rows
-    )  # of tokens that the base does not have
+    )  # rows of tokens that the base model does not have
     is_valid = values.shape == (len(token_indices), *parameter.shape[1:]) and new_tokens == list(
         range(num_base_rows, num_base_rows + len(new_tokens))
     )
@@ -249,16 +270,18 @@ def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> st
 
 
 def _find_token_indices(changes: BaseChanges, path: str) -> tuple[int, ...] | None:
-    """The tokens that the settings name for a module."""
+    """Find the token ids that the settings list for a module, or None."""
     token_settings = changes.adapter_config.token_indices.items()
     return next((rows for name, rows in token_settings if not name or f".{path}".endswith(f".{name}")), None)
 
 
 def _load_token_matrix(changes: BaseChanges, tensor: Tensor) -> Array:
+    """Load the trained rows `[tokens, hidden]` in float32."""
     return changes.load_vector(tensor, 1.0).reshape(tensor.shape)
 
 
 def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
+    """Add the edits of an (IA)^3 vector, which scales the inputs or the outputs of a linear layer."""
     values = module.find_tensor("ia3_l")
     if values is None or len(values.shape) != 2:
         raise CheckpointError(
@@ -268,11 +291,11 @@ def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
     parameter = changes.locate_parameter(live)
     length = values.numel
     scales_inputs = changes.adapter_config.is_feedforward(module.path)
-    if scales_inputs is None:  # peft then knows them by the type of the model; their vectors are rows
+    if scales_inputs is None:  # peft uses its defaults for the model type; vectors of inputs are rows
         scales_inputs = values.shape[0] == 1
     if len(parameter.shape) != 2 or values.shape != ((1, length) if scales_inputs else (length, 1)):
         raise changes.build_shape_error(live, parameter.shape, values)
-    # Rows are outputs, unless only the columns fit.
+    # The rows of a weight are its outputs, unless only the number of columns fits the vector.
     fits = [parameter.shape[1] == length, parameter.shape[0] == length]
     inputs_first = changes.has_inputs_first(live) if all(fits) else not fits[0 if scales_inputs else 1]
     if not any(fits):
@@ -287,12 +310,16 @@ def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
 
 
 def _add_replacement(changes: BaseChanges, module: str, leaf: str, tensor: Tensor) -> None:
+    """Replace a tensor of the base model by a tensor of the adapter, or add it if the base model lacks it.
+
+    A replaced embedding or head may have another number of rows.
+    """
     live = f"{module}.{leaf}" if module else leaf
     with prefix_checkpoint_errors(changes.base_checkpoint.root):
         parameter = changes.base_names.find_parameter(live)
     if parameter is None:
         if not _is_module_to_save(changes, module):
-            changes.locate_parameter(live)  # says so
+            changes.locate_parameter(live)  # raises the error
         _add_new_tensor(changes, live, tensor)
         return
     name = parameter.identical_tensor
@@ -315,7 +342,7 @@ def _check_resized_tables(changes: BaseChanges) -> None:
     """Refuse an adapter that contains one of the tables of a resized vocabulary, but not the other.
 
     Raises:
-        CheckpointError: If the embedding or the head keeps the number of rows of the base.
+        CheckpointError: If the embedding or the head keeps the number of rows of the base model.
     """
     names = [*changes.base_checkpoint.tensors, *(alias for alias in changes.ties if alias != UNNAMED_HEAD)]
     tables = [name for name in names if ends_with_name(name, (*EMBEDDING_NAMES, *HEAD_NAMES))]
@@ -337,14 +364,17 @@ def _check_resized_tables(changes: BaseChanges) -> None:
 
 
 def _is_module_to_save(changes: BaseChanges, module: str) -> bool:
-    """Whether `modules_to_save` names this module, or one that it is in."""
+    """Return whether `modules_to_save` contains a module or a module around it."""
     saved = changes.adapter_config.values.get("modules_to_save")
     names = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
     return any(f".{name}." in f".{module}." for name in names)
 
 
 def _add_new_tensor(changes: BaseChanges, live_name: str, tensor: Tensor) -> None:
-    """A tensor that the base lacks: a head for another task."""
+    """Add a tensor that the base model lacks, such as a head for another task.
+
+    Also changes the labels in `config.json` if the head is a classifier.
+    """
     sizes: dict[str, int] = {}
     for base_tensor in changes.base_checkpoint.tensors.values():
         if base_tensor.dtype in CASTABLE_DTYPES:
@@ -368,16 +398,20 @@ def _add_new_tensor(changes: BaseChanges, live_name: str, tensor: Tensor) -> Non
 
 
 class _LoraEditBuilder:
-    """Adds the products of factors to what happens to the base."""
+    """Builder of the LoRA edits of all modules.
+
+    Args:
+        changes: Changes to which the edits are added.
+    """
 
     def __init__(self, changes: BaseChanges) -> None:
         self.changes = changes
-        # A stack of experts has one pair of factors for all of them, from which each takes its own.
+        # A stack has one pair of factors for all experts, so cache the pair for the other experts.
         self._read_cached_stack = lru_cache(_MAX_CACHED_STACKS)(read_as_float32)
         self._load_cached_factors = lru_cache(MAX_CACHED_FACTORS)(self._load_factors)
 
     def add_all_edits(self) -> None:
-        """Add those of all modules."""
+        """Add the edits of all modules."""
         changes = self.changes
         nested: dict[str, list[tuple[AdapterModule, LoraPair]]] = {}
         for module in changes.adapter.modules:
@@ -392,6 +426,7 @@ class _LoraEditBuilder:
             self._add_parameter_edits(path, modules)
 
     def _add_module_edits(self, module: AdapterModule, pair: LoraPair) -> None:
+        """Add the edits of one linear layer, embedding or convolution."""
         down, up, embedding = pair
         live = f"{module.path}.weight"
         parameter = self.changes.locate_parameter(live)
@@ -430,7 +465,7 @@ class _LoraEditBuilder:
             )
 
     def _list_target_parameters(self, path: str) -> list[str]:
-        """The parameters of a module that `target_parameters` names, in the order that peft wraps them."""
+        """List the parameters of a module in `target_parameters`, in the order in which peft wraps them."""
         parameters = []
         for target in self.changes.adapter_config.target_parameters:
             leaf = target.rpartition(".")[2]
@@ -442,7 +477,12 @@ class _LoraEditBuilder:
         return sorted(dict.fromkeys(parameters), key=lambda leaf: ("down" in leaf, leaf))
 
     def _add_parameter_edits(self, path: str, modules: list[tuple[AdapterModule, LoraPair]]) -> None:
-        """LoRA on parameters of one module: the innermost wrapper is that of the first."""
+        """Add the edits of LoRA on parameters of one module.
+
+        peft nests one wrapper per parameter, and the innermost wrapper belongs to the first parameter. The
+        names do not show the parameter, so this function chooses the first order of parameters whose shapes
+        fit.
+        """
         pairs = [pair for _, pair in sorted(modules, key=lambda each: -each[0].num_wrappers)]
         leaves = self._list_target_parameters(path)
         if len(leaves) > _MAX_NESTED or len(leaves) < len(pairs):
@@ -468,7 +508,7 @@ class _LoraEditBuilder:
     def _find_stack_orientation(
         self, path: str, leaf: str, parameter: ParameterLocation, pair: LoraPair
     ) -> bool | None:
-        """Whether the factors fit with the parameter's inputs as rows; None if they do not fit at all."""
+        """Return whether the factors have the parameter's inputs as rows, or None if they do not fit."""
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
         if (
@@ -485,10 +525,10 @@ class _LoraEditBuilder:
     def _has_inputs_first_in_stack(self, live_name: str) -> bool:
         """Return whether the factors of a stack of square matrices have the inputs as rows.
 
-        peft before 0.19 takes the second dimension of a stack as the inputs, in all models.
+        peft before 0.19 uses the second dimension of a stack as the inputs, in all models.
 
         Raises:
-            CheckpointError: If the factors could be of either layout.
+            CheckpointError: If the factors could have either layout.
         """
         inputs_first = self.changes.has_inputs_first(live_name.rpartition(".")[2])
         version = self.changes.adapter_config.peft_version
@@ -505,6 +545,7 @@ class _LoraEditBuilder:
     def _add_stack_edits(
         self, live_name: str, parameter: ParameterLocation, pair: LoraPair, *, transposed: bool
     ) -> None:
+        """Add the edits of a stack of experts, one for each expert and region."""
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
         height = parameter.shape[-2]
@@ -522,10 +563,19 @@ class _LoraEditBuilder:
     def _load_factors(
         self, down: Tensor, up: Tensor, scaling: float, num_experts: int, expert: int, transposed: bool
     ) -> LoraFactors:
-        """The factors of one expert's product, whose rows are the weight's: scaled left, and right."""
+        """Load the factors of one expert's update, whose product has the rows of the weight.
+
+        Args:
+            down: `lora_A`, with the ranks of all experts along dim 0.
+            up: `lora_B`, whose columns alternate between the experts.
+            scaling: Factor of the product.
+            num_experts: Number of experts in the stack; 1 for a plain layer.
+            expert: Index of the expert.
+            transposed: Whether the weight has inputs as rows.
+        """
         read = self._read_cached_stack if num_experts > 1 else read_as_float32
         down_factor = read(down).reshape(num_experts, -1, prod(down.shape[1:]))[expert]
-        # The ranks of all experts take turns along the columns.
+        # The columns alternate between the experts: rank 0 of each expert, then rank 1 of each expert.
         up_factor = read(up).reshape(up.shape[0], -1, num_experts)[:, :, expert]
         if transposed:
             down_factor, up_factor = up_factor.T, down_factor.T

@@ -1,9 +1,10 @@
-"""peft's names of an adapter's tensors: in a live model, and in the file that peft saves.
+"""peft's names of an adapter's tensors, in a live model and in the file that peft saves.
 
-A live parameter holds the adapter's name, `model.layers.0.self_attn.q_proj.lora_A.default.weight`; the saved
-one does not, and begins with `base_model.model.`. A module in `modules_to_save` is saved under its own name.
+The name of a live parameter contains the name of the adapter:
+`model.layers.0.self_attn.q_proj.lora_A.default.weight`. The saved name does not, and it has the prefix
+`base_model.model.`. A module in `modules_to_save` is saved under its own name.
 
-Source: peft/utils/save_and_load.py (`get_peft_model_state_dict`), peft/tuners/lora/model.py.
+Source: `get_peft_model_state_dict` in peft/utils/save_and_load.py, peft/tuners/lora/model.py.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ _MODULES_TO_SAVE, _ORIGINAL, _TOKEN_ADAPTER = "modules_to_save", "original_modul
 _LEAVES = ("weight", "bias")
 _ADAPTER_MARK = re.compile("|".join([*sorted(TENSOR_KINDS), _MODULES_TO_SAVE]))
 FINGERPRINT_KEY = "base_fingerprint"
-"""The key in the header of a safetensors file."""
-# What peft saves whole where the adapter targets it, since its rows may have been resized.
+"""Key of the base model's fingerprint in the header of a safetensors file."""
 _RESIZABLE_TABLES = ("embed_tokens", "lm_head")
+"""Modules that peft saves completely if the adapter targets them, because they may have been resized."""
 
 
 @dataclass(frozen=True)
 class AdapterTensorName:
-    """One tensor of an adapter.
+    """The parsed name of one tensor of an adapter.
 
     Attributes:
-        module: the module in the live model, without what peft wraps around it.
-        num_wrappers: how many wrappers of peft lie between the module and this tensor.
-        kind: one of `TENSOR_KINDS`; or `""` for a tensor that replaces one of the base, called `leaf`.
-        leaf: `weight`, `bias`, or for a replaced tensor its name in the module; `""` for a bare parameter.
-        saved_name: its name in peft's file.
-        adapter_name: the adapter's name; None in a saved file.
+        module: Name of the module in the live model, without peft's wrappers.
+        num_wrappers: Number of peft's wrappers between the module and this tensor.
+        kind: One of `TENSOR_KINDS`, or `""` for a tensor that replaces the base tensor `leaf`.
+        leaf: `weight` or `bias`. For a replaced tensor, its name in the module; for a bare parameter, `""`.
+        saved_name: Name in peft's file.
+        adapter_name: Name of the adapter, or None if the name is from a saved file.
     """
 
     module: str
@@ -54,13 +55,17 @@ class AdapterTensorName:
 
     @property
     def replaced_name(self) -> str:
-        """The name in the live model of the tensor that this one replaces."""
+        """Name in the live model of the tensor that this tensor replaces."""
         return f"{self.module}.{self.leaf}" if self.module else self.leaf
 
 
 def parse_adapter_name(name: str) -> AdapterTensorName | None:
-    """The adapter's tensor that a live or saved name means; None for a name that only a model has."""
-    if _ADAPTER_MARK.search(name) is None:  # most names of a model: it may have 100,000
+    """Parse a live or saved name of an adapter's tensor.
+
+    Returns:
+        The parsed name, or None if only a model without an adapter has such a name.
+    """
+    if _ADAPTER_MARK.search(name) is None:  # fast path, because a model may have 100,000 names
         return None
     path = name.removeprefix(PEFT_PREFIX).split(".")
     for index, kind in enumerate(path):
@@ -76,7 +81,7 @@ def parse_adapter_name(name: str) -> AdapterTensorName | None:
             if adapter == "":
                 return None
             module, wraps = _strip_wrappers(path[:index])
-            # Saved as it was when the magnitude was a parameter and not a module.
+            # peft saves the name from the time when the magnitude was a parameter and not a module.
             end = [leaf] if leaf and kind != MAGNITUDE else []
             return AdapterTensorName(
                 module, wraps, kind, leaf, _to_saved_name([*path[: index + 1], *end]), adapter
@@ -85,11 +90,17 @@ def parse_adapter_name(name: str) -> AdapterTensorName | None:
 
 
 def _to_saved_name(path: list[str]) -> str:
+    """Join the components of a saved name, with peft's prefix."""
     return PEFT_PREFIX + ".".join(path)
 
 
 def _split_adapter_and_leaf(tail: list[str]) -> tuple[str | None, str]:
-    """(adapter's name or None, leaf) of what follows a kind; `""` as the name where it is neither."""
+    """Split the components after a kind into the adapter's name and the leaf.
+
+    Returns:
+        The adapter's name and the leaf. The adapter's name is None if there is none, and `""` if the
+        components are not valid.
+    """
     if not tail:
         return None, ""
     if len(tail) == 1:
@@ -98,12 +109,19 @@ def _split_adapter_and_leaf(tail: list[str]) -> tuple[str | None, str]:
 
 
 class _WrappedModule(NamedTuple):
+    """A module's name without wrappers, and the number of wrappers that contain a base layer.
+
+    Attributes:
+        module: Name of the module.
+        num_wrappers: Number of wrappers with a base layer.
+    """
+
     module: str
     num_wrappers: int
 
 
 def _strip_wrappers(path: list[str]) -> _WrappedModule:
-    """Remove the wrappers at the end of a module's path, and count those that change a weight."""
+    """Remove peft's wrappers from the end of a module's path."""
     wraps = 0
     while path and path[-1] in (BASE_LAYER, _TOKEN_ADAPTER):
         wraps += path[-1] == BASE_LAYER
@@ -112,18 +130,18 @@ def _strip_wrappers(path: list[str]) -> _WrappedModule:
 
 
 def parse_replaced_name(name: str) -> AdapterTensorName:
-    """The tensor of the base that a name in peft's file replaces."""
+    """Parse a name in peft's file of a tensor that replaces a tensor of the base model."""
     module, _, leaf = name.removeprefix(PEFT_PREFIX).rpartition(".")
     module, wraps = _strip_wrappers(module.split("."))
     return AdapterTensorName(module, wraps, "", leaf, _to_saved_name([name.removeprefix(PEFT_PREFIX)]))
 
 
 class SplitNames(NamedTuple):
-    """The tensor names of a checkpoint.
+    """The tensor names of a checkpoint, split by owner.
 
     Attributes:
-        adapter: Names of the adapter's tensors, with their meaning.
-        base: Names of the base model's tensors.
+        adapter: Parsed names of the adapter's tensors, keyed by their names in the checkpoint.
+        base: Names of the base model's tensors in the checkpoint.
     """
 
     adapter: dict[str, AdapterTensorName]
@@ -133,14 +151,17 @@ class SplitNames(NamedTuple):
 def split_tensor_names(
     names: Iterable[str], *, bias: str, adapter_name: str | None, location: object
 ) -> SplitNames:
-    """Sort the tensors of a checkpoint into those of an adapter, and those of its base.
+    """Split the tensor names of a checkpoint into names of an adapter and names of its base model.
 
     Args:
-        bias: the setting `bias` of the adapter.
-        adapter_name: the adapter's name where the checkpoint holds several.
+        names: Names in the checkpoint.
+        bias: Setting `bias` of the adapter.
+        adapter_name: Name of the adapter, if the checkpoint contains several.
+        location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: several adapters, and none was named; or none of that name.
+        CheckpointError: If there are several adapters and `adapter_name` is None, or if no adapter has this
+            name.
     """
     names = list(names)
     parts = {name: part for name in names if (part := parse_adapter_name(name)) is not None}
@@ -149,8 +170,8 @@ def split_tensor_names(
         {part.adapter_name for part in parts.values() if part.adapter_name is not None and part.kind}
     )
     if not adapters:
-        # peft's own file: what is no part of the adapter replaces a tensor of the base. With `bias: all`,
-        # peft also saves the biases of a replaced module under the names that it has in the live model.
+        # In peft's file, every other tensor replaces a tensor of the base model. With `bias: all`, peft also
+        # saves the biases of a replaced module under their names in the live model.
         if all(name.startswith(PEFT_PREFIX) for name in names):
             parts = {name: part for name, part in parts.items() if part.kind}
             other_names = [name for name in names if not {_MODULES_TO_SAVE, _ORIGINAL} & set(name.split("."))]
@@ -189,7 +210,7 @@ def split_tensor_names(
 
 
 def strip_adapter_wrappers(name: str) -> str:
-    """The name in the plain model of a tensor of the base in a live adapter model."""
+    """Return the name in the plain model of a base tensor in a live model with an adapter."""
     return ".".join(
         part
         for part in name.removeprefix(PEFT_PREFIX).split(".")

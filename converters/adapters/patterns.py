@@ -1,7 +1,7 @@
 """Regular expressions from a file, matched in bounded time.
 
-peft matches its own with Python's `re`, which takes years over some. The package `regex` has the same
-language, and ends a match after a given time.
+peft matches its regular expressions with Python's `re`, which takes years for some of them. The package
+`regex` has the same syntax, and can stop after a given time.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ if TYPE_CHECKING:
 else:
     from portable.converters.lazy_imports import DeferredModule
 
-    regex = DeferredModule("regex")  # a megabyte, which an adapter with a list of modules does not need
+    regex = DeferredModule("regex")  # imported late: adapters with a list of modules do not need it
 
-# For all patterns of a file and all names: a thousand of each take one.
 _TIMEOUT_SECONDS = 10.0
+"""Time for all patterns of a file and all names, in seconds.
+
+A thousand names and a thousand patterns take 1 s.
+"""
 
 
 class PatternError(ValueError):
-    """A pattern is no regular expression, or takes too long to match."""
+    """A pattern is not a regular expression, or takes too long to match."""
 
 
 class PatternMatcher:
-    """Matches the patterns of one file, which share a few seconds of computing."""
+    """Matcher of the patterns of one file, which share a time limit."""
 
     def __init__(self) -> None:
         self._remaining_seconds = _TIMEOUT_SECONDS
         self._compiled: dict[str, Any] = {}
 
     def check_pattern(self, pattern: str) -> None:
-        """Raise PatternError if `pattern` is no regular expression."""
+        """Raise PatternError if `pattern` is not a regular expression."""
         if pattern in self._compiled:
             return
         try:
@@ -47,14 +50,23 @@ class PatternMatcher:
             raise PatternError(f"{pattern[:60]!r} is not a regular expression ({error})") from None
 
     def match(self, pattern: str, text: str) -> Any:
-        """As `re.match`; PatternError where the time is used up."""
+        """Match the beginning of `text` like `re.match`.
+
+        Raises:
+            PatternError: If the pattern is invalid, or if the time limit of the file is exceeded.
+        """
         return self._match_with_timeout(pattern, text, "match")
 
     def fullmatch(self, pattern: str, text: str) -> Any:
-        """As `re.fullmatch`; PatternError where the time is used up."""
+        """Match all of `text` like `re.fullmatch`.
+
+        Raises:
+            PatternError: If the pattern is invalid, or if the time limit of the file is exceeded.
+        """
         return self._match_with_timeout(pattern, text, "fullmatch")
 
     def _match_with_timeout(self, pattern: str, text: str, method: str) -> Any:
+        """Match with `regex`'s `match` or `fullmatch`, and subtract the CPU time from the time limit."""
         self.check_pattern(pattern)
         began = time.process_time()
         try:

@@ -1,1 +1,4 @@
-"""Files that hold tensors: pickles, torch.save archives and shard indexes. No code in them is run."""
+"""Readers of files that contain tensors: pickles, torch.save archives, zarr arrays, and shard indexes.
+
+No reader executes code from a file.
+"""

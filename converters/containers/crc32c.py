@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli), which zlib lacks: many stretches of the data at once, in numpy."""
+"""CRC-32C (Castagnoli), which zlib lacks, computed in NumPy for many parts of the data at the same time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 from portable.converters.lazy_numpy import np
 
 _POLYNOMIAL = 0x82F63B78
-# Stretches that are summed side by side; less data than this is not worth joining their sums.
+# Number of parts ("lanes") whose CRCs are computed in parallel, and minimum size of the data in bytes for
+# which combining their CRCs pays off.
 _LANES, _MIN_BYTES_FOR_LANES = 1024, 1 << 16
 
 
 @cache
 def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Return the CRC of each byte value."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> np.uint32(1)) ^ np.where(table & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
@@ -22,15 +24,16 @@ def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 @cache
 def _build_byte_table_list() -> list[int]:
+    """Return the CRC of each byte value as a list, which is faster to index than an array."""
     listed: list[int] = _build_byte_table().tolist()
     return listed
 
 
 def compute_crc32c(data: bytes | memoryview) -> int:
-    """The CRC-32C of `data`, as RFC 3720 defines it."""
+    """Compute the CRC-32C of data, as defined in RFC 3720."""
     values = np.frombuffer(data, np.uint8)
     length = len(values) // _LANES if len(values) >= _MIN_BYTES_FOR_LANES else 0
-    # What the stretches leave over comes first, byte by byte.
+    # The lanes have equal lengths. The remaining bytes come first and are processed one by one.
     remainder = len(values) - length * _LANES
     crc, plain = 0xFFFFFFFF, _build_byte_table_list()
     for byte in values[:remainder].tolist():
@@ -49,7 +52,10 @@ def compute_crc32c(data: bytes | memoryview) -> int:
 
 @cache
 def _build_zero_bytes_matrix(count: int) -> tuple[int, ...]:
-    """The effect of `count` zero bytes on a CRC, as a matrix over GF(2): what each of its bits becomes."""
+    """Return the effect of `count` zero bytes on a CRC as a matrix over GF(2).
+
+    Element i is the result for a CRC in which only bit i is set.
+    """
     power = tuple(int(_build_byte_table()[bit & 0xFF]) ^ (bit >> 8) for bit in (1 << i for i in range(32)))
     result = tuple(1 << i for i in range(32))
     while count:
@@ -61,6 +67,7 @@ def _build_zero_bytes_matrix(count: int) -> tuple[int, ...]:
 
 
 def _multiply_gf2_matrix(matrix: tuple[int, ...], value: int) -> int:
+    """Multiply a matrix over GF(2) by a vector. The bits of an integer are the elements of a vector."""
     product = 0
     while value:
         low = value & -value

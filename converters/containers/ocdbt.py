@@ -1,8 +1,9 @@
-"""OCDBT, the key-value store of TensorStore in which Orbax keeps its arrays.
+"""Reader for OCDBT, the key-value store of TensorStore in which Orbax stores its arrays.
 
-`manifest.ocdbt` names the root of a B+ tree for each version; the newest is read. Its nodes lie in data files
-(`d/...`, also below `ocdbt.process_<n>/`), each with its length and a CRC-32C. A leaf holds the keys and
-small values; larger ones lie in the data files, without a checksum. Integers are little-endian base-128.
+The file `manifest.ocdbt` contains the root of a B+ tree for each version of the database. Only the newest
+version is read. The nodes of the tree are stored in data files (`d/...`, also below `ocdbt.process_<n>/`),
+each with its length and a CRC-32C. A leaf contains keys and small values. Larger values are stored in the
+data files without a checksum. Integers are base-128 varints in little-endian order.
 
 Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html ("Storage format"),
 tensorstore/kvstore/ocdbt/format/.
@@ -27,14 +28,21 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.ocdbt"
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
-# What a tree may cost in memory: so much in any case, so much for each stored byte of it.
+# Memory that a tree may require in bytes: a fixed amount, and an amount for each stored byte.
 _BASE_MEMORY_BYTES, _MEMORY_PER_STORED_BYTE = 256 << 20, 256
 _ENTRY_BYTES = 512
 
 
 @dataclass(frozen=True)
 class _NodeLocation:
-    """Bytes [offset, offset + length) of a data file; names in it begin with `base`."""
+    """Location of a node in a data file.
+
+    Attributes:
+        base: Start of the names of data files in the node.
+        name: Path of the data file.
+        offset: Offset of the node in the data file, in bytes.
+        length: Size of the node in bytes.
+    """
 
     base: str
     name: str
@@ -43,18 +51,18 @@ class _NodeLocation:
 
 
 class _Root(NamedTuple):
-    """The root node of a version of the database, and the height of its tree."""
+    """Root node of a version of the database, and the height of its tree."""
 
     height: int
     location: _NodeLocation
 
 
 class _NodeKeys(NamedTuple):
-    """The keys of a node.
+    """Keys of a node.
 
     Attributes:
         keys: Keys without the prefix of the node.
-        shared_lengths: Length of the prefix of each key that the keys of its child share. Empty for a leaf.
+        shared_lengths: Length of the prefix of each key that all keys of the child share. Empty for a leaf.
     """
 
     keys: list[bytes]
@@ -62,10 +70,10 @@ class _NodeKeys(NamedTuple):
 
 
 class _DataFileName(NamedTuple):
-    """The name of a data file.
+    """Name of a data file.
 
     Attributes:
-        base: Start of `name`, with which the names in nodes of this file begin.
+        base: Start of `name`, which is also the start of the names in nodes of this file.
         name: Path of the file in the folder of the database.
     """
 
@@ -74,10 +82,17 @@ class _DataFileName(NamedTuple):
 
 
 def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
-    """The newest version of the database in `folder`: key -> value, which is not read yet.
+    """Read the keys of the newest version of a database.
+
+    Args:
+        folder: Folder that contains `manifest.ocdbt`.
+
+    Returns:
+        Byte source of each value, keyed by the key. The values are not read.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the database is of a kind that Orbax does not write.
+        CheckpointError: If a file is missing or damaged, or if the database uses features that Orbax does not
+            use.
     """
     cost = _MemoryCost()
     file = folder.get_file(MANIFEST)
@@ -99,7 +114,7 @@ def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
         keys, shared = _read_keys(fields, interior=height > 0)
         if height:
             child_locations = _read_node_locations(fields, names, len(keys))
-            fields.read_varints(3 * len(keys))  # statistics
+            fields.read_varints(3 * len(keys))  # Statistics
             children = zip(child_locations, keys, shared, strict=True)
             pending += [(child, height - 1, prefix + key[:length]) for child, key, length in children]
         else:
@@ -109,21 +124,21 @@ def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
 
 
 def _read_newest_root(fields: _FieldReader) -> _Root:
-    """The height and the place of the newest root."""
-    fields.read_bytes(16)  # uuid
+    """Read the root of the newest version from the manifest."""
+    fields.read_bytes(16)  # UUID of the database
     if fields.read_varint() != 0:
         raise CheckpointError(
             f"{fields.location}: an OCDBT database with numbered manifests is not supported"
         )
-    fields.read_varints(2)  # limits of the writer
-    fields.read_byte()  # arity of the tree of versions
+    fields.read_varints(2)  # Limits for the sizes of values and nodes
+    fields.read_byte()  # Arity of the version tree
     if fields.read_varint():
-        fields.read_bytes(4)  # level of the compression
+        fields.read_bytes(4)  # Compression level
     names = _read_data_file_names(fields, "")
     count = fields.read_entry_count("versions")
     if count == 0:
         raise CheckpointError(f"{fields.location}: the database is empty")
-    fields.read_varints(count)  # generations
+    fields.read_varints(count)  # Generation numbers
     heights = fields.read_bytes(count)
     return _Root(heights[-1], _read_node_locations(fields, names, count)[-1])
 
@@ -135,6 +150,15 @@ def _add_leaf_values(
     keys: Sequence[bytes],
     values: dict[str, ByteSource],
 ) -> None:
+    """Add the values of a leaf to `values`.
+
+    Args:
+        folder: Folder of the database.
+        fields: Fields of the leaf after the keys.
+        names: Data files of the node.
+        keys: Keys of the leaf.
+        values: Dict that receives the byte source of each value, keyed by the key.
+    """
     lengths = fields.read_varints(len(keys))
     kinds = fields.read_varints(len(keys))
     num_indirect = kinds.count(1)
@@ -156,7 +180,12 @@ def _add_leaf_values(
 
 
 def _read_keys(fields: _FieldReader, *, interior: bool) -> _NodeKeys:
-    """The keys of a node, and how long a prefix the keys below each share."""
+    """Read the keys of a node.
+
+    Args:
+        fields: Fields of the node.
+        interior: Whether the node is not a leaf.
+    """
     count = fields.read_entry_count("entries")
     if count == 0:
         raise fields.build_damage_error("a node has no entries")
@@ -181,7 +210,12 @@ def _read_keys(fields: _FieldReader, *, interior: bool) -> _NodeKeys:
 
 
 def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName]:
-    """The table of data files: (what precedes the names in nodes of this file, the file)."""
+    """Read the table of data files to which a node or a manifest refers.
+
+    Args:
+        fields: Fields of the node or the manifest.
+        base: Start of all names in the table.
+    """
     count = fields.read_entry_count("data files")
     prefixes = [0, *fields.read_varints(count - 1)] if count else []
     suffixes, bases = fields.read_varints(count), fields.read_varints(count)
@@ -202,6 +236,7 @@ def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName
 def _read_node_locations(
     fields: _FieldReader, names: Sequence[_DataFileName], count: int
 ) -> list[_NodeLocation]:
+    """Read the locations of `count` child nodes."""
     files, offsets, lengths = (fields.read_varints(count) for _ in range(3))
     return [
         _NodeLocation(*fields.select_data_file(names, file), offset, length)
@@ -212,7 +247,20 @@ def _read_node_locations(
 def _read_checked_body(
     file: CheckpointFile, offset: int, length: int, magic: int, cost: _MemoryCost
 ) -> _FieldReader:
-    """What follows the header of a manifest or node, decompressed; its length and checksum are checked."""
+    """Read a manifest or a node, and return the fields after its header.
+
+    Checks the length and the checksum, and decompresses the body.
+
+    Args:
+        file: File that contains the manifest or the node.
+        offset: Offset in the file, in bytes.
+        length: Size in bytes.
+        magic: Expected magic number, `_MANIFEST_MAGIC` or `_NODE_MAGIC`.
+        cost: Memory cost of the complete tree, which is updated.
+
+    Raises:
+        CheckpointError: If the manifest or the node is damaged or too large.
+    """
     location = str(file.path)
     kind = "node" if magic == _NODE_MAGIC else "manifest"
     if length > MAX_NODE:
@@ -238,7 +286,8 @@ def _read_checked_body(
 
 
 def _decompress(data: bytes, location: str) -> bytes:
-    import pyarrow  # not at the top: slow to import
+    """Decompress zstd data of at most `MAX_NODE` bytes."""
+    import pyarrow  # Imported here because the import is slow.
 
     try:
         body: bytes = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(MAX_NODE + 1)
@@ -250,7 +299,12 @@ def _decompress(data: bytes, location: str) -> bytes:
 
 
 class _MemoryCost:
-    """What a tree takes in memory, beside the bytes that it is stored in: these may be compressed zeros."""
+    """Stored size and required memory of a tree. Compressed zeros may require much memory.
+
+    Attributes:
+        stored_bytes: Number of bytes that have been read from the files.
+        spent_bytes: Estimated number of bytes in memory.
+    """
 
     def __init__(self) -> None:
         self.stored_bytes = 0
@@ -258,7 +312,13 @@ class _MemoryCost:
 
 
 class _FieldReader:
-    """The fields of a manifest or node, read one after another."""
+    """Reader for the fields of a manifest or a node, which must be read in order.
+
+    Args:
+        data: Decompressed bytes of the manifest or the node.
+        location: File that contains the bytes, used in error messages.
+        cost: Memory cost of the complete tree.
+    """
 
     def __init__(self, data: bytes, location: str, cost: _MemoryCost) -> None:
         self.data = data
@@ -267,9 +327,15 @@ class _FieldReader:
         self._cost = cost
 
     def build_damage_error(self, reason: str) -> CheckpointError:
+        """Return an error that describes damage in this file. The caller raises the error."""
         return CheckpointError(f"{self.location}: damaged, {reason}")
 
     def reserve_memory(self, nbytes: int) -> None:
+        """Add to the memory cost of the tree.
+
+        Raises:
+            CheckpointError: If the tree requires too much memory for its stored size.
+        """
         cost = self._cost
         cost.spent_bytes += nbytes
         if cost.spent_bytes > min(_BASE_MEMORY_BYTES + _MEMORY_PER_STORED_BYTE * cost.stored_bytes, MAX_TREE):
@@ -278,7 +344,11 @@ class _FieldReader:
             )
 
     def read_entry_count(self, unit: str) -> int:
-        """How many of these follow, at a byte each or more."""
+        """Read the number of entries that follow, and reserve memory for them.
+
+        Args:
+            unit: Plural noun for the entries, used in error messages. An entry has at least one byte.
+        """
         count = self.read_varint()
         if count > len(self.data):
             raise self.build_damage_error(f"holds {count:,} {unit}")
@@ -286,19 +356,25 @@ class _FieldReader:
         return count
 
     def read_bytes(self, count: int) -> bytes:
+        """Read the next `count` bytes."""
         if count > len(self.data) - self.position:
             raise self.build_damage_error("the OCDBT tree ends early")
         self.position += count
         return self.data[self.position - count : self.position]
 
     def read_byte(self) -> int:
+        """Read the next byte as an integer."""
         return self.read_bytes(1)[0]
 
     def read_varint(self) -> int:
+        """Read the next varint."""
         return self.read_varints(1)[0]
 
     def read_varints(self, count: int) -> list[int]:
-        """`count` integers, each of up to ten bytes with seven bits, the lowest first."""
+        """Read the next `count` varints.
+
+        A varint has up to ten bytes with seven bits each, and the lowest bits come first.
+        """
         if count == 0:
             return []
         window = np.frombuffer(self.data, np.uint8, offset=self.position)[: 10 * count]
@@ -307,7 +383,7 @@ class _FieldReader:
             raise self.build_damage_error("the OCDBT tree ends early")
         starts = np.concatenate(([0], ends[:-1] + 1))
         sizes = ends - starts + 1
-        # 64 bits: all of them are set where an empty version has no root.
+        # The largest value has 64 bits, because all of them are set if an empty version has no root.
         if sizes.max() > 10 or (sizes.max() == 10 and window[ends[sizes == 10]].max() > 1):
             raise self.build_damage_error("a number is too large")
         values = np.zeros(count, np.uint64)
@@ -320,11 +396,13 @@ class _FieldReader:
         return numbers
 
     def select_data_file(self, names: Sequence[_DataFileName], index: int) -> _DataFileName:
+        """Return the data file with an index in the table of data files."""
         if index >= len(names):
             raise self.build_damage_error(f"names data file {index}, of {len(names)}")
         return names[index]
 
     def check_fully_read(self) -> None:
+        """Raise an error if there are bytes after the last field."""
         if self.position != len(self.data):
             raise self.build_damage_error(
                 f"a node has {len(self.data) - self.position:,} bytes more than its entries"

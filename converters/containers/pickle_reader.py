@@ -1,13 +1,14 @@
-"""A pickle reader that runs no code.
+"""Pickle reader that does not execute code.
 
-It interprets the opcodes itself and builds plain containers. Globals are looked up in an allow-list of
-stand-ins: functions of this package that turn the arguments into inert data. Any other global is an error
-that names it. Nothing is imported, no attribute is set, no constructor runs.
+The reader interprets the opcodes itself and builds plain containers. Globals are looked up in an allow-list
+of stand-ins, which are functions of this package that convert the arguments to plain data. Any other global
+raises an error that contains its name. Nothing is imported, no attribute is set, and no constructor is
+called.
 
-A pickle can reference one object many times, so a small file can describe a huge value. Work and size are
-therefore bounded by the length of the pickle: the items that opcodes copy out of existing containers
-(`_WORK`), and the size of the value with shared parts counted at every reference (`_NODES`). Comparing,
-showing or walking a value from here thus takes time bounded by the size of the file.
+A pickle can reference one object many times, so a small file can describe a huge value. Therefore, the length
+of the pickle limits two quantities: the number of items that opcodes copy out of existing containers
+(`_WORK`), and the size of the value if shared parts are counted at every reference (`_NODES`). As a result,
+comparing, formatting, or traversing a value from this reader takes time proportional to the size of the file.
 
 Source: Lib/pickletools.py and PEP 3154 (protocol 4), PEP 574 (protocol 5).
 """
@@ -24,18 +25,24 @@ from portable.converters.limits import MAX_DEPTH, MAX_INT_BYTES, MAX_KEY, MAX_NA
 
 Standin = Callable[..., Any]
 _SCALARS = (str, int, float, bool, bytes, type(None))
-# Items copied out of containers (arguments, keys) per byte of the pickle, and allowed for any pickle. Pickles
-# written by libraries copy less than one per byte.
+# Number of items (arguments and keys) that may be copied out of containers per byte of the pickle, and in
+# addition for any pickle. Pickles written by libraries copy less than one item per byte.
 _WORK, _FREE_WORK = 8, 100_000
-# Values per byte of the pickle, shared ones counted each time. Without sharing there is less than one.
+# Number of values per byte of the pickle, and in addition for any pickle. Shared values are counted at every
+# reference. A pickle without sharing has less than one value per byte.
 _NODES, _FREE_NODES = 4, 20_000
 _ELEMENT = re.compile(r"torch\.(b?float|complex|q?u?int|bits)\w*")
-# Protocols below 3 write these modules under their Python 2 names.
+# Protocols below 3 write the Python 2 names of these modules.
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class PickledGlobal:
-    """A global named by the pickle, as data. `key` is `module.qualified.name`."""
+    """Global to which the pickle refers, as data.
+
+    Args:
+        key: Name of the global, `module.qualified.name`.
+        standin: Function to call instead of the global. None if calls create a `PickledInstance`.
+    """
 
     __slots__ = ("key", "standin")
 
@@ -44,11 +51,22 @@ class PickledGlobal:
         self.standin = standin
 
     def __call__(self, *args: Any) -> Any:
+        """Call the stand-in, or create a `PickledInstance` if there is none."""
         return PickledInstance(self.key, args) if self.standin is None else self.standin(*args)
 
 
 class PickledInstance:
-    """An object of a class known by name only: constructor arguments, state, list and dict items."""
+    """Object whose class is only known by name.
+
+    Args:
+        key: Name of the class, `module.qualified.name`.
+        args: Arguments of the constructor.
+
+    Attributes:
+        state: State of the object, usually a dict of its attributes. None if the pickle sets no state.
+        items: Dict items that the pickle sets.
+        elements: List elements that the pickle appends.
+    """
 
     __slots__ = ("args", "elements", "items", "key", "state")
 
@@ -60,21 +78,24 @@ class PickledInstance:
         self.elements: list[Any] = []
 
     def get_contained_values(self) -> tuple[Any, ...]:
-        """The values that it holds."""
+        """Return all values that the object contains."""
         return self.args, self.state, self.items, self.elements
 
 
-# Types that a stand-in may copy.
+# Types that a stand-in may copy
 _SIZED = (str, bytes, tuple, list, dict, set, frozenset)
-# Types that nest values; sets hold only scalars.
+# Types that nest values. Sets only contain scalars.
 _NESTING = (tuple, list, dict)
-# Types that count as one value each.
+# Types that count as one value each
 _SINGLE = frozenset({int, float, bool, type(None), PickledGlobal})
 _TOO_MUCH_WORK = "copies more data than any valid pickle of its length; no code was run"
 
 
 class PickleRefusedError(Exception):
-    """The pickle is refused, by a stand-in too; `unpickle_without_code` adds the file to the message."""
+    """Error for a pickle that is not accepted. `unpickle_without_code` adds the file to the message.
+
+    Stand-ins raise this error, too.
+    """
 
 
 def unpickle_without_code(
@@ -85,17 +106,25 @@ def unpickle_without_code(
     allowed_prefixes: tuple[str, ...] = (),
     resolve_persistent_id: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Read one pickle into dicts, lists, tuples, sets, scalars, `PickledGlobal`s and `PickledInstance`s.
+    """Read a pickle without executing code from it.
 
     Args:
-        location: the file or record, for errors.
-        standins: the allow-list: `module.name` -> a function of the pickled arguments; None: an
-        `PickledInstance`. allowed_prefixes: modules (ending in a dot) whose every class may come as an
-        `PickledInstance`. resolve_persistent_id: resolves persistent ids (torch.save's storages); without it
-        they are refused.
+        data: Bytes of the pickle.
+        location: File or record that contains the pickle, used in error messages.
+        standins: Allow-list of globals, keyed by `module.name`. The value is a function that is called with
+            the pickled arguments, or None to create a `PickledInstance`.
+        allowed_prefixes: Prefixes of modules, ending in a dot. All classes in these modules are accepted and
+            become a `PickledInstance`.
+        resolve_persistent_id: Function that returns the value of a persistent ID, such as a storage of
+            torch.save. If None, persistent IDs raise an error.
+
+    Returns:
+        A value of dicts, lists, tuples, sets, scalars, `PickledGlobal`s, `PickledInstance`s, and results of
+        stand-ins.
 
     Raises:
-        CheckpointError: a global is not on the allow-list, an opcode is unknown, or the data is damaged.
+        CheckpointError: If a global is not on the allow-list, an opcode is not supported, or the data is
+            damaged.
     """
     try:
         value = _PickleMachine(data, standins, allowed_prefixes, resolve_persistent_id).run()
@@ -116,6 +145,8 @@ def unpickle_without_code(
 
 
 class _PickleMachine:
+    """Interpreter of a pickle's opcodes. See `unpickle_without_code` for the arguments."""
+
     def __init__(
         self,
         data: bytes,
@@ -132,7 +163,7 @@ class _PickleMachine:
         self.tuple_keys = MAX_TUPLE_KEYS
 
     def call_standin(self, replacement: Any, args: Any) -> Any:
-        """Call a stand-in; it may copy its arguments, so their lengths count as work."""
+        """Call a stand-in. The lengths of its arguments count as work, because it may copy them."""
         if type(replacement) is not PickledGlobal or type(args) is not tuple:
             raise PickleRefusedError("calls something that is not a known class")
         self.work -= len(args)
@@ -144,13 +175,13 @@ class _PickleMachine:
         return replacement(*args)
 
     def validate_key(self, key: Any) -> Any:
-        """A dict key or set item that is cheap to hash and to find."""
+        """Return a dict key or set item if it is a plain value that can be hashed and compared quickly."""
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:
             raise PickleRefusedError("a dict key or set item is too large a number")
         if kind in _SCALARS or kind is PickledInstance or kind is PickledGlobal:
             return key
-        if kind is tuple:  # hashing nested tuples can take exponential time
+        if kind is tuple:  # Hashing nested tuples can take exponential time.
             self.work -= len(key)
             self.tuple_keys -= 1
             if self.work < 0 or self.tuple_keys < 0:
@@ -160,6 +191,12 @@ class _PickleMachine:
         raise PickleRefusedError("a dict key or set item is not a plain value")
 
     def set_dict_items(self, target: Any, flat: list[Any]) -> None:
+        """Set items of a dict or an instance.
+
+        Args:
+            target: Dict or `PickledInstance`.
+            flat: Keys and values in alternating order.
+        """
         if type(target) is PickledInstance:
             target = target.items
         if type(target) is not dict or len(flat) % 2:
@@ -169,6 +206,7 @@ class _PickleMachine:
             target[key if type(key) is str else self.validate_key(key)] = flat[i + 1]
 
     def load_global(self, module: Any, name: Any) -> PickledGlobal:
+        """Return a global on the allow-list. The same object is returned for the same name."""
         if type(module) is not str or type(name) is not str:
             raise PickleRefusedError("a global has no name")
         if len(module) > MAX_NAME or len(name) > MAX_NAME:
@@ -188,7 +226,8 @@ class _PickleMachine:
             loaded = self.globals[key] = PickledGlobal(key, self.standins.get(key))
         return loaded
 
-    def run(self) -> Any:  # one loop; the most frequent opcodes come first
+    def run(self) -> Any:  # This is one loop for speed, with the most frequent opcodes first.
+        """Interpret the opcodes, and return the value."""
         data, end = self.data, len(self.data)
         stack: list[Any] = []
         push, pop = stack.append, stack.pop
@@ -226,7 +265,7 @@ class _PickleMachine:
                 state, target = pop(), stack[-1]
                 if type(target) is PickledInstance:
                     target.state = state
-                elif type(target) is not dict:  # attributes of an OrderedDict (`_metadata`) are not needed
+                elif type(target) is not dict:  # attributes of an OrderedDict are not needed
                     raise PickleRefusedError("sets the state of something that is not a known class")
             elif op == 0x8C or op == 0x58 or op == 0x8D:  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
                 width = 1 if op == 0x8C else 4 if op == 0x58 else 8
@@ -329,7 +368,7 @@ class _PickleMachine:
                 if data[pos] > 5:
                     raise PickleRefusedError(f"pickle protocol {data[pos]} is not known")
                 pos += 1
-            elif op == 0x95:  # FRAME: a hint for streaming readers
+            elif op == 0x95:  # FRAME, a hint for streaming readers
                 pos += 8
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
@@ -342,6 +381,7 @@ class _PickleMachine:
 
 
 def _extend_list(target: Any, values: list[Any]) -> None:
+    """Append values to a list or to the elements of an instance."""
     if type(target) is PickledInstance:
         target = target.elements
     if type(target) is not list:
@@ -350,15 +390,24 @@ def _extend_list(target: Any, values: list[Any]) -> None:
 
 
 def _check_value_size(root: Any, limit: int) -> None:
-    """Refuse a value that nests too deeply, or exceeds `limit` with shared parts counted at every reference.
+    """Raise an error if a value is nested too deeply or is too large.
 
-    The content of an `PickledInstance` is checked on its own: instances are not compared or shown by content.
+    Shared parts are counted at every reference.
+
+    The content of each `PickledInstance` is checked separately, because instances are not compared or
+    formatted by their content.
+
+    Args:
+        root: Value to check.
+        limit: Maximum number of values.
     """
-    # id of a container -> (values within it, itself included; depth). All live as long as the root does.
+    # Number of values in a container, including the container itself, and its depth, keyed by its ID. IDs are
+    # unique because all containers exist until the root is deleted.
     measured: dict[int, tuple[int, int]] = {}
     roots = [root]
     while roots:
-        # Containers with unmeasured parts; meeting one of them again means that it contains itself.
+        # Containers with parts that have not been measured yet. If one of them occurs again, it contains
+        # itself.
         waiting: set[int] = set()
         stack = [roots.pop()]
         while stack:
@@ -368,14 +417,15 @@ def _check_value_size(root: Any, limit: int) -> None:
                 stack.pop()
                 if kind is PickledInstance and value_id not in measured:
                     measured[value_id] = 1, 0
-                    roots += [part for part in value.get_parts() if part]
+                    roots += [part for part in value.get_contained_values() if part]
                 continue
             size, depth, pending = 1, 0, []
             if kind is dict:
                 size += len(value) + sum(len(key) for key in value if type(key) is tuple)
             for part in value.values() if kind is dict else value:
                 kind = type(part)
-                if kind is tuple and _SINGLE.issuperset(map(type, part)):  # most are sizes and offsets
+                # most of these are sizes and offsets
+                if kind is tuple and _SINGLE.issuperset(map(type, part)):
                     size += 1 + len(part)
                     depth = depth or 1
                 elif kind in _NESTING:
@@ -391,7 +441,7 @@ def _check_value_size(root: Any, limit: int) -> None:
                     size += 1
                     if kind is PickledInstance and id(part) not in measured:
                         measured[id(part)] = 1, 0
-                        roots += [inner for inner in part.get_parts() if inner]
+                        roots += [inner for inner in part.get_contained_values() if inner]
             if pending:
                 if value_id in waiting:
                     raise PickleRefusedError("holds a container that contains itself")
@@ -408,11 +458,13 @@ def _check_value_size(root: Any, limit: int) -> None:
 
 
 def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
-    """A stand-in for `builtins.getattr`, by which Python pickles a class within a class, and an early 3.11
-    (Debian 12 has 3.11.2) an enumeration's member. No attribute is read: what comes is looked up.
+    """Build a stand-in for `builtins.getattr` that only looks up its result and does not read attributes.
+
+    Python pickles a nested class as a call to `getattr`, and early versions of Python 3.11 (such as 3.11.2 in
+    Debian 12) also pickle the members of enumerations this way.
 
     Args:
-        members: (the key of a global on the allow-list, a name within it) -> what it stands for.
+        members: Result for each pair of a global on the allow-list and the name of an attribute.
     """
 
     def look_up_member(*args: Any) -> Any:
@@ -426,7 +478,11 @@ def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
 
 
 def build_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], PickledGlobal]:
-    """For `build_getattr_standin`: names by the class that they are within, as data known by name only."""
+    """Build the members for `build_getattr_standin` as plain data that is only known by name.
+
+    Args:
+        members: Names of the attributes, keyed by the class that contains them.
+    """
     return {
         (owner, name): PickledGlobal(f"{owner}.{name}", None)
         for owner, names in members.items()
@@ -435,21 +491,30 @@ def build_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[st
 
 
 def is_safe_index(value: Any) -> bool:
-    """Whether a value is an index that is safe as a dict key: see `MAX_KEY`."""
+    """Return whether a value is an index that can be used as a dict key, see `MAX_KEY`."""
     return type(value) is int and 0 <= value < MAX_KEY
 
 
 def format_untrusted_value(value: Any) -> str:
-    """A value from a file, for a message: a number, a short string, or the type of anything else."""
+    """Format a value from a file for an error message.
+
+    Returns:
+        The representation of a number or a short string, or the type of any other value.
+    """
     if type(value) is str:
         return repr(value if len(value) <= 80 else value[:77] + "...")
     return repr(value) if type(value) in (int, float, bool, type(None)) else f"a {type(value).__name__}"
 
 
 def to_json_value(value: Any, *, limit: int = 100_000) -> Any:
-    """`value` reduced to dicts, lists, strings and numbers, for JSON; objects become class names.
+    """Convert a value from a pickle to dicts, lists, strings, and numbers that can be written as JSON.
 
-    Shared and cyclic references can make a small pickle large: beyond `limit` nodes, values become "...".
+    Objects are replaced by their class names. A small pickle can describe a large or infinite value by shared
+    references. Therefore, values beyond the limit are replaced by `"..."`.
+
+    Args:
+        value: Value to convert.
+        limit: Maximum number of values.
     """
     remaining = [limit]
 

@@ -1,4 +1,4 @@
-"""The names of safetensors files, and which belong together: numbered shards and the index beside them."""
+"""Names of safetensors files, and the index that lists the numbered shards of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ SINGLE_FILE_NAME, INDEX_FILE_NAME = "model.safetensors", "model.safetensors.inde
 ADAPTER_FILE_NAME = "adapter_model.safetensors"
 OPTIMIZER_FILE_NAME, OPTIMIZER_GROUPS_FILE_NAME = "optimizer.safetensors", "optimizer.json"
 DCP_INFO_KEY, DCP_OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
-"""DCP's key in the header of a safetensors file, and in its value the key of where a part begins."""
+"""Key of DCP in the header of a safetensors file, and the key of the offsets of a part in its value."""
 
 
 def read_indexed_shards(
     folder: CheckpointFolder, index_name: str, read_shard: Callable[[CheckpointFile], dict[str, V]]
 ) -> dict[str, V]:
-    """The content of all shards, in the order of the shards and of the tensors within each.
+    """Read all shards that an index lists.
 
     Args:
-        index_name: the index, `<stem>.index.json`.
-        read_shard: one shard's content by tensor name.
+        folder: Folder that contains the files.
+        index_name: Name of the index, `<stem>.index.json`.
+        read_shard: Function that reads one shard and returns its content, keyed by tensor name.
+
+    Returns:
+        Content of all shards, keyed by tensor name, in the order of the shards and of the tensors in each
+        shard.
 
     Raises:
-        CheckpointError: not an index, a shard is missing, or its content differs from the index.
+        CheckpointError: If the file is not an index, a shard is missing, or a shard contains other tensors
+            than the index lists.
     """
     file = folder.get_file(index_name)
     weight_map = read_json_object(file).get("weight_map")
@@ -61,16 +67,21 @@ def read_indexed_shards(
 def check_rank_files_complete(
     path: AnyPath, files_by_rank: Mapping[int, str], world_size: int, description: str
 ) -> None:
-    """CheckpointError unless there is exactly one file for every rank of `world_size`.
+    """Check that there is exactly one file for each rank.
 
     Args:
-        description: the files are of, for messages ("optimizer").
+        path: Folder that contains the files, used in error messages.
+        files_by_rank: Names of the files, keyed by rank.
+        world_size: Expected number of ranks.
+        description: Noun for the content of the files, used in error messages, such as `"optimizer"`.
+
+    Raises:
+        CheckpointError: If the file of a rank is missing, or if there are files of more ranks.
     """
     missing = world_size - sum(rank < world_size for rank in files_by_rank)
     if missing:
-        first = next(
-            rank for rank in range(len(files_by_rank) + 1) if rank not in files_by_rank
-        )  # `world_size` is untrusted
+        # Do not iterate over the world size, because it is untrusted and may be huge.
+        first = next(rank for rank in range(len(files_by_rank) + 1) if rank not in files_by_rank)
         raise CheckpointError(
             f"{path}: the {description} states of rank {first} are missing ({missing} of {world_size})"
         )
@@ -80,7 +91,10 @@ def check_rank_files_complete(
 
 
 def _check_distinct_files(folder: CheckpointFolder, name: str, files: Mapping[str, CheckpointFile]) -> None:
-    """Refuse one file under two names (a link, `a//b`), which would be read several times."""
+    """Raise an error if two names refer to the same file, such as a link or `a//b`.
+
+    Otherwise, the file would be read several times.
+    """
     names_by_path: dict[object, str] = {}
     for shard, file in files.items():
         other = names_by_path.setdefault(file.get_file_identity(), shard)

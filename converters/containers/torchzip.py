@@ -1,7 +1,8 @@
-"""torch.save files: an uncompressed zip of one pickle and one member per storage.
+"""Reader for torch.save files, which are uncompressed zip archives of a pickle and one member per storage.
 
-Source: torch/serialization.py, caffe2/serialize/inline_container.cc, and APPNOTE.TXT for the zip.
-A whole `.pt` file is one zip; each item of a `.distcp` file is a complete zip at an offset.
+A `.pt` file is one zip archive. In a `.distcp` file, each item is a complete zip archive at an offset.
+
+Source: torch/serialization.py, caffe2/serialize/inline_container.cc, and APPNOTE.TXT for the zip format.
 """
 
 from __future__ import annotations
@@ -39,13 +40,20 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _ENCRYPTED = 1
-# torch.save names a zip after its file, unless it writes into a stream.
+# torch.save names the archive after the file. This is the name if it writes to a stream.
 _UNNAMED = "archive"
 
 
 @dataclass(frozen=True)
 class ZipMember:
-    """One member, from the central directory; offsets count from the start of the zip."""
+    """Member of a zip archive, from the central directory.
+
+    Attributes:
+        name: Name of the member.
+        header_offset: Offset of the local header from the start of the archive, in bytes.
+        nbytes: Size of the content in bytes.
+        crc32: CRC32 of the content, or None if the archive has no checksums.
+    """
 
     name: str
     header_offset: int
@@ -54,11 +62,11 @@ class ZipMember:
 
 
 class _Directory(NamedTuple):
-    """The central directory of a zip.
+    """Central directory of a zip archive.
 
     Attributes:
-        members: Members, by name.
-        start: Offset of the directory in the zip, in bytes.
+        members: Members, keyed by name.
+        start: Offset of the directory from the start of the archive, in bytes.
         checksum: CRC32 of the directory.
     """
 
@@ -68,7 +76,7 @@ class _Directory(NamedTuple):
 
 
 class _MemberSizes(NamedTuple):
-    """The sizes and the offset of a member, in bytes."""
+    """Sizes and offset of a member, in bytes."""
 
     packed_bytes: int
     nbytes: int
@@ -76,13 +84,22 @@ class _MemberSizes(NamedTuple):
 
 
 class TorchZip:
-    """The directory of one torch.save zip at [offset, offset + length) of `file`.
+    """Zip archive written by torch.save. Creating the object reads the directory.
+
+    Args:
+        file: File that contains the archive.
+        offset: Offset of the archive in the file, in bytes.
+        length: Size of the archive in bytes. By default, the archive extends to the end of the file.
+        description: Description of the archive, used in error messages. Empty for a file with one archive.
 
     Attributes:
-        checksum: CRC32 of the directory, which holds the CRC32s of all members.
+        members: Members, keyed by name.
+        archive: Name of the archive, which is the first folder in the name of each member.
+        checksum: CRC32 of the directory, which contains the CRC32 of each member.
 
     Raises:
-        CheckpointError: not a zip, compressed, encrypted, truncated, or members overlap or repeat.
+        CheckpointError: If the file is not a zip archive of torch.save, is truncated, compressed, or
+            encrypted, or if members overlap or have the same name.
     """
 
     def __init__(
@@ -97,7 +114,7 @@ class TorchZip:
             raise CheckpointError(
                 f"{self.location}: would end at byte {offset + self.length} of {file.nbytes}"
             )
-        # One read fetches the end records and, for small zips, the whole directory.
+        # A single read fetches the end records and, for a small archive, the complete directory.
         self._tail_offset = max(0, self.length - 4096)
         self._tail = file.read_bytes(offset + self._tail_offset, self.length - self._tail_offset)
         self.members, self._directory_start, self.checksum = self._read_directory()
@@ -111,7 +128,13 @@ class TorchZip:
             raise CheckpointError(f"{self.location}: written on a big-endian machine, which is not supported")
 
     def check_not_renamed(self) -> None:
-        """CheckpointError if the file was saved under another name than it has now."""
+        """Raise an error if the file was saved with a different name than it has now.
+
+        A renamed file may belong to another rank or parameter.
+
+        Raises:
+            CheckpointError: If the names differ.
+        """
         if self.archive not in (PurePosixPath(str(self.file.path)).stem, _UNNAMED):
             raise self._build_error(
                 f"was saved as {format_untrusted_value(self.archive)}, so it is the file of another rank or "
@@ -122,6 +145,7 @@ class TorchZip:
         return CheckpointError(f"{self.location}: {reason}")
 
     def _read_bytes(self, start: int, count: int) -> bytes:
+        """Read bytes of the archive, using the bytes that were read at its end if possible."""
         if start < 0 or count < 0 or start + count > self.length:
             raise self._build_error("truncated or damaged zip")
         if start >= self._tail_offset:
@@ -129,6 +153,7 @@ class TorchZip:
         return self.file.read_bytes(self.offset + start, count)
 
     def _read_directory(self) -> _Directory:
+        """Read and check the end records and the central directory."""
         end_offset = self.length - _END.size
         if end_offset < 0 or self._read_bytes(end_offset, 4) != b"PK\5\6":
             raise self._build_not_a_zip_error()
@@ -186,7 +211,7 @@ class TorchZip:
         ):
             if header + _LOCAL.size + len(name) + nbytes > limit:
                 raise self._build_error(f"the zip record {name!r} overlaps the next one")
-        # torch.serialization.set_crc32_options(False) stores 0 for every record: no checksum to check.
+        # torch.serialization.set_crc32_options(False) stores 0 for every member, so there are no checksums.
         recorded = any(crc for _, _, _, crc in records)
         members = {
             name: ZipMember(name, position, n, crc if recorded else None)
@@ -197,7 +222,7 @@ class TorchZip:
         return _Directory(members, start, isal_zlib.crc32(raw))
 
     def _parse_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> _MemberSizes:
-        """The sizes and offset, with 64-bit values from the zip64 extra field where they exceed 32 bits."""
+        """Replace sizes and an offset that exceed 32 bits by the values in the zip64 extra field."""
         values = [nbytes, packed, header]
         position = 0
         while position + 4 <= len(extra):
@@ -211,6 +236,7 @@ class TorchZip:
         return _MemberSizes(packed_bytes=values[1], nbytes=values[0], header=values[2])
 
     def _build_not_a_zip_error(self) -> CheckpointError:
+        """Return an error for a file without the end record of a zip archive."""
         start = self.file.read_bytes(self.offset, min(16, self.length))
         if start.startswith(b"PK\3\4"):
             return self._build_error("truncated: the end of the zip is missing")
@@ -219,7 +245,11 @@ class TorchZip:
         return self._build_error("not written by torch.save")
 
     def get_member_span(self, name: str) -> FileSpan:
-        """The bytes of the member `<archive>/<name>`, with its CRC32."""
+        """Return the content of the member `<archive>/<name>` as a file span with its CRC32.
+
+        Raises:
+            CheckpointError: If the member does not exist, or if its header does not match the directory.
+        """
         member = self.members.get(f"{self.archive}/{name}")
         if member is None:
             raise self._build_error(f"the record {name!r} is missing")
@@ -241,7 +271,11 @@ class TorchZip:
         )
 
     def read_member(self, name: str) -> bytes:
-        """The whole member, with its CRC32 checked."""
+        """Read the content of the member `<archive>/<name>`, and verify its CRC32.
+
+        Raises:
+            CheckpointError: If the member does not exist or is damaged.
+        """
         span = self.get_member_span(name)
         data = bytearray(span.nbytes)
         span.read_into(memoryview(data), 0, set())
@@ -251,11 +285,15 @@ class TorchZip:
     def load_object(
         self, standins: Mapping[str, Standin | None] | None = None, allowed_prefixes: tuple[str, ...] = ()
     ) -> Any:
-        """The pickled object: plain containers, with `StoredTensor` for tensors. No code in it is run.
+        """Load the pickled object without executing code from it. Tensors become `StoredTensor`s.
 
         Args:
-            standins: additions to the allow-list, beside what torch itself writes (`TORCH_STANDINS`).
-            allowed_prefixes: modules whose classes are allowed as inert `PickledInstance`s.
+            standins: Entries of the allow-list in addition to `TORCH_STANDINS`, see `unpickle_without_code`.
+            allowed_prefixes: Prefixes of modules whose classes become `PickledInstance`s.
+
+        Raises:
+            CheckpointError: If the pickle contains an object that is not on the allow-list, or if it is
+                damaged.
         """
         table = {**TORCH_STANDINS, **standins} if standins else TORCH_STANDINS
         location = f"{self.location}: data.pkl"
@@ -268,6 +306,7 @@ class TorchZip:
         )
 
     def _resolve_storage(self, persistent_id: Any) -> ZipStorage:
+        """Return the storage of a persistent ID in the pickle."""
         if not (
             type(persistent_id) is tuple
             and len(persistent_id) == 5
@@ -292,7 +331,14 @@ class TorchZip:
 
 
 class ZipStorage:
-    """A storage referenced by data.pkl; several tensors may be views of it."""
+    """Storage to which data.pkl refers. Several tensors may be views of the same storage.
+
+    Args:
+        zip: Archive that contains the storage.
+        key: Name of the storage in the archive.
+        dtype: Safetensors dtype of the elements, or None for an untyped storage.
+        nbytes: Size of the storage in bytes.
+    """
 
     __slots__ = ("_span", "dtype", "key", "nbytes", "zip")
 
@@ -305,7 +351,8 @@ class ZipStorage:
 
     @property
     def span(self) -> FileSpan:
-        # One span for all its tensors and threads: it records which bytes have been read.
+        """File span with the content of the storage."""
+        # All tensors and threads share one span, because the span records which bytes have been read.
         with self.zip.lock:
             if self._span is None:
                 self._span = self.zip.get_member_span(f"data/{self.key}")
@@ -313,7 +360,19 @@ class ZipStorage:
 
 
 class StoredTensor:
-    """A pickled tensor: a strided view of a storage; offset and strides in elements."""
+    """Pickled tensor, which is a strided view of a storage.
+
+    Args:
+        storage: Storage that contains the elements.
+        offset: Index of the first element in the storage.
+        size: Shape of the tensor.
+        stride: Strides of the tensor, in elements.
+        dtype: Safetensors dtype. By default, this is the dtype of the storage.
+
+    Raises:
+        TypeError: If the arguments in the pickle have other types.
+        ValueError: If the tensor extends beyond its storage.
+    """
 
     __slots__ = ("dtype", "offset", "shape", "storage", "strides")
 
@@ -335,7 +394,7 @@ class StoredTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie in the storage in row-major order."""
+        """Whether the elements are stored in row-major order without gaps."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -344,7 +403,7 @@ class StoredTensor:
         return True
 
     def to_view(self) -> View:
-        """The tensor as a view in bytes."""
+        """Convert the tensor to a view whose offset and strides are in bytes."""
         width = get_itemsize(self.dtype)
         return View(self.storage.span, self.offset * width, tuple(step * width for step in self.strides))
 
@@ -352,6 +411,7 @@ class StoredTensor:
 def _rebuild_tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> StoredTensor:
+    """Rebuild a tensor whose dtype is the dtype of its storage."""
     _check_math_bits(bits)
     return StoredTensor(storage, offset, size, stride)
 
@@ -366,6 +426,7 @@ def _rebuild_tensor_v3(
     dtype: Any,
     bits: Any = None,
 ) -> Any:
+    """Rebuild a tensor whose storage is untyped, so the dtype is an argument."""
     _check_math_bits(bits)
     kind = (
         dtype.key.removeprefix("torch.")
@@ -379,7 +440,7 @@ def _rebuild_tensor_v3(
 
 
 def _check_math_bits(bits: Any) -> None:
-    """Refuse a lazily conjugated or negated tensor, whose stored data is not its value."""
+    """Raise an error for a lazily conjugated or negated tensor, whose stored data differs from its values."""
     if bits and (not isinstance(bits, dict) or any(bits.values())):
         raise PickleRefusedError(
             "holds a lazily conjugated or negated tensor; save it after resolve_conj() and resolve_neg()"
@@ -387,6 +448,7 @@ def _check_math_bits(bits: Any) -> None:
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
+    """Return the CPU copy of a tensor on a device without storages."""
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, PickledGlobal) else None
     if not isinstance(data, StoredTensor) or name != data.dtype:
         raise ValueError("a device tensor of another type than its copy")
@@ -394,10 +456,12 @@ def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
 
 
 def _return_first(value: Any, *rest: Any) -> Any:
+    """Return the tensor of a parameter, without its other attributes."""
     return value
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Rebuild a tensor of a subclass as a plain tensor."""
     if not isinstance(function, PickledGlobal) or function.key not in _REBUILD:
         raise TypeError("not a tensor")
     return function(*args)
@@ -432,12 +496,13 @@ def _rebuild_list(items: Any = ()) -> list[Any]:
 
 
 def _rebuild_instance(*args: Any) -> PickledInstance:
+    """Return an instance of the class that a call to `copyreg._reconstructor` would create."""
     kind = args[0] if args and isinstance(args[0], PickledGlobal) else None
     return PickledInstance(kind.key if kind else "object", args)
 
 
 MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
-"""The members of torch's enumerations of memory formats."""
+"""Names of the members of torch's enumerations of memory formats."""
 
 _REBUILD: dict[str, Standin | None] = {
     "torch._utils._rebuild_tensor": _rebuild_tensor_v2,
@@ -447,6 +512,7 @@ _REBUILD: dict[str, Standin | None] = {
     "torch._utils._rebuild_parameter": _return_first,
     "torch._utils._rebuild_parameter_with_state": _return_first,
 }
+"""Stand-ins for the functions of torch that rebuild tensors, keyed by `module.name`."""
 
 TORCH_STANDINS: dict[str, Standin | None] = {
     **_REBUILD,
@@ -486,3 +552,4 @@ TORCH_STANDINS: dict[str, Standin | None] = {
     "numpy._core.multiarray._reconstruct": None,
     **{f"torch.{name}": None for name in (*FROM_TORCH, *FROM_STORAGE, "complex128", "strided")},
 }
+"""Stand-ins for all globals that torch writes into pickles, keyed by `module.name`."""

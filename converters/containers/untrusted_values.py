@@ -74,7 +74,7 @@ def get_list_or_empty(value: Any) -> list[Any]:
 def get_attributes_or_empty(value: Any) -> dict[Any, Any]:
     """Return the attributes of an unpickled instance, else an empty dict."""
     state = value.state if isinstance(value, PickledInstance) else None
-    if type(state) is tuple and len(state) == 2:  # of a class with slots
+    if type(state) is tuple and len(state) == 2:  # The class has slots.
         state = state[1]
     return get_mapping_or_empty(state)
 

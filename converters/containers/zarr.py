@@ -1,9 +1,11 @@
-"""Zarr arrays of versions 2 and 3, as Orbax writes them: a JSON header, and a value for each chunk.
+"""Reader for zarr arrays of versions 2 and 3, as Orbax writes them.
 
-A chunk of version 3 may be a shard, which holds smaller chunks and, at its end, where each lies. Chunks at
-the upper edges are stored whole. What is not here (filters, Fortran order, other codecs) is refused by name.
+An array has a JSON header and one stored value per chunk. In version 3, a chunk may be a shard, which
+contains smaller chunks followed by an index of their locations. Chunks at the upper edges of an array are
+stored with the full chunk shape. Features that Orbax does not use, such as filters, Fortran order, and other
+codecs, raise an error that names the feature.
 
-Source: https://zarr-specs.readthedocs.io (v2; v3 with the codecs bytes, zstd, gzip, crc32c,
+Source: https://zarr-specs.readthedocs.io (version 2; version 3 with the codecs bytes, zstd, gzip, crc32c,
 sharding_indexed).
 """
 
@@ -38,16 +40,18 @@ _ABSENT = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class _ArrayHeader:
-    """What the JSON of an array says.
+    """Parsed header of an array.
 
     Attributes:
-        fill_value: each element of a chunk that is not stored.
-        chunk_shape: shape of a stored value.
-        inner_chunk_shape: shape of the chunks within it, which is `chunk_shape` where they are not sharded.
-        codec: of the inner chunks, None for plain bytes.
-        is_sharded: whether an index ends each value.
-        has_index_crc: whether a CRC-32C ends each index.
-        format_chunk_key: position in the grid -> the name of the value.
+        dtype: Safetensors dtype of the elements.
+        shape: Shape of the array.
+        chunk_shape: Shape of the chunk in a stored value.
+        inner_chunk_shape: Shape of the chunks in a shard, or `chunk_shape` if the array is not sharded.
+        codec: Compression format of the inner chunks, or None.
+        is_sharded: Whether each stored value ends with an index.
+        has_index_crc: Whether each index ends with a CRC-32C.
+        fill_value: Value of all elements of a chunk that is not stored.
+        format_chunk_key: Function that returns the key of the stored value at a position in the chunk grid.
     """
 
     dtype: str
@@ -62,26 +66,37 @@ class _ArrayHeader:
 
 
 class _Codec(NamedTuple):
-    """A codec of a header of version 3."""
+    """Codec in a header of version 3."""
 
     name: str
     settings: dict[str, Any]
 
 
 class _IndexEntry(NamedTuple):
-    """Location of a chunk in its shard, in bytes. Both values are `_ABSENT` if the chunk is not stored."""
+    """Location of a chunk in its shard, in bytes. Both numbers are `_ABSENT` if the chunk is not stored."""
 
     offset: int
     length: int
 
 
 class ChunkBudget:
-    """How many chunks an array may have beyond its values: a few bytes of a header can claim any number."""
+    """Limit for the number of chunks of all arrays of a checkpoint that are not stored as separate values.
+
+    Without the limit, a header of a few bytes could describe any number of chunks.
+
+    Args:
+        chunks: Maximum number of chunks.
+    """
 
     def __init__(self, chunks: int) -> None:
         self._num_remaining = chunks
 
     def reserve_chunks(self, chunks: int, location: str) -> None:
+        """Reserve a number of chunks.
+
+        Raises:
+            CheckpointError: If the limit is exceeded.
+        """
         self._num_remaining -= chunks
         if self._num_remaining < 0:
             raise CheckpointError(
@@ -98,26 +113,27 @@ def build_zarr_tensor(
     max_chunks: int,
     budget: ChunkBudget,
 ) -> Tensor:
-    """One array.
+    """Build the tensor of an array, without reading its elements.
+
+    The indexes of shards are read at the first access to a chunk.
 
     Args:
-        name: of the tensor, for messages.
-        header: the `.zarray` (version 2) or `zarr.json` (version 3).
-        find_value: key of a chunk (`0.1`, `c/0/1`) -> its bytes; None for the fill value; CheckpointError
-        where
-            it is missing.
-        location: the checkpoint, for messages.
-        max_chunks: the array has at most so many chunks.
-        budget: of all arrays of the checkpoint.
+        name: Name of the tensor, used in error messages.
+        header: Content of the file `.zarray` (version 2) or `zarr.json` (version 3).
+        version: Version of the zarr format, 2 or 3.
+        find_value: Function that returns the stored value for the key of a chunk, such as `0.1` or `c/0/1`.
+            It returns None if all elements have the fill value, and raises a CheckpointError if the value is
+            missing.
+        location: Path of the checkpoint, used in error messages.
+        max_chunks: Maximum number of stored values of the array.
+        budget: Limit for all arrays of the checkpoint.
 
     Raises:
-        CheckpointError: the header is damaged, or holds something that is not read; a chunk is missing.
+        CheckpointError: If the header is damaged or uses an unsupported feature, or if a chunk is missing.
     """
     try:
         parsed = _parse_header(header, version)
-    except (
-        CheckpointError
-    ) as error:  # not `prefix_checkpoint_errors`, which takes its time for 100,000 arrays
+    except CheckpointError as error:  # `prefix_checkpoint_errors` is too slow for 100,000 arrays.
         raise type(error)(f"{location}: {name}: {error.args[0]}") from None
     shape = parsed.shape
     grid = [-(-size // step) for size, step in zip(shape, parsed.chunk_shape, strict=True)]
@@ -127,9 +143,8 @@ def build_zarr_tensor(
     for position in product(*map(range, grid)):
         key = parsed.format_chunk_key(position)
         value = find_value(key)
-        if (
-            value is not None and parsed.inner_chunk_shape == shape and not parsed.is_sharded
-        ):  # the only chunk
+        # If the array has a single chunk, the tensor is contiguous.
+        if value is not None and parsed.inner_chunk_shape == shape and not parsed.is_sharded:
             used = prod(shape) * get_itemsize(parsed.dtype)
             view = _build_chunk_view(parsed, value, None, 0, used, f"{location}: {name}/{key}")
             return Tensor.from_source(name, parsed.dtype, shape, view.source)
@@ -142,7 +157,15 @@ def build_zarr_tensor(
 def _build_boxes(
     header: _ArrayHeader, value: ByteSource | None, offsets: Shape, location: str, budget: ChunkBudget
 ) -> list[Box]:
-    """The chunks within one stored value, which begins at `offsets`."""
+    """Build the boxes of the chunks in a stored value.
+
+    Args:
+        header: Header of the array.
+        value: Stored value, or None if all elements have the fill value.
+        offsets: Index of the value's first element in the array.
+        location: Array and key of the value, used in error messages.
+        budget: Limit for all arrays of the checkpoint.
+    """
     if value is None:
         budget.reserve_chunks(1, location)
         with prefix_checkpoint_errors(location):
@@ -170,14 +193,14 @@ def _build_boxes(
             for start, place, step in zip(offsets, chunk_index, header.inner_chunk_shape, strict=True)
         )
         sizes = _clip_chunk_shape(header.inner_chunk_shape, header.shape, offset)
-        if min(sizes, default=1) > 0:  # else beyond the upper edge
+        if min(sizes, default=1) > 0:  # Skip chunks beyond the upper edge of the array.
             view = partial(_build_chunk_view, header, value, index, number, prod(sizes) * width, location)
             boxes.append(Box(offset, sizes, view if index else view()))
     return boxes
 
 
 def _clip_chunk_shape(chunk: Shape, shape: Shape, offset: Shape) -> Shape:
-    """Of a chunk at `offset`, which may reach beyond the upper edge of the array."""
+    """Return the shape of the part of a chunk at `offset` that is inside the array."""
     return tuple(min(step, size - start) for step, size, start in zip(chunk, shape, offset, strict=True))
 
 
@@ -189,7 +212,16 @@ def _build_chunk_view(
     used_bytes: int,
     location: str,
 ) -> View:
-    """The chunk `chunk_number` of a stored value; reads the index of a shard."""
+    """Build the view of a chunk in a stored value. For a shard, this reads the index.
+
+    Args:
+        header: Header of the array.
+        value: Stored value.
+        index: Index of the shard, or None if the value is not a shard.
+        chunk_number: Number of the chunk in the shard.
+        used_bytes: Number of bytes of the chunk that are inside the array.
+        location: Array and key of the value, used in error messages.
+    """
     width = get_itemsize(header.dtype)
     source, nbytes = (
         value if index is None else index.get_chunk(chunk_number),
@@ -203,7 +235,17 @@ def _build_chunk_view(
 
 
 class _ShardIndex:
-    """Where the chunks of a shard lie: two integers for each at its end, read once."""
+    """Index at the end of a shard, with the offset and length of each chunk. It is read at the first access.
+
+    Args:
+        value: Stored value of the shard.
+        num_chunks: Number of chunks in the shard.
+        has_crc: Whether a CRC-32C follows the index.
+        location: Array and key of the value, used in error messages.
+
+    Raises:
+        CheckpointError: If the shard is too small for an index.
+    """
 
     def __init__(self, value: ByteSource, num_chunks: int, *, has_crc: bool, location: str) -> None:
         if 16 * num_chunks + 4 * has_crc > value.nbytes:
@@ -215,7 +257,11 @@ class _ShardIndex:
         self._entries: list[_IndexEntry] | None = None
 
     def get_chunk(self, number: int) -> ByteSource:
-        """The bytes of one chunk."""
+        """Return the bytes of a chunk as a byte source.
+
+        Raises:
+            CheckpointError: If the chunk is not stored, or if the index is damaged.
+        """
         if self._entries is None:
             self._entries = self._read_entries()
         offset, length = self._entries[number]
@@ -226,6 +272,7 @@ class _ShardIndex:
         return SourceSlice(self._value, offset, length)
 
     def _read_entries(self) -> list[_IndexEntry]:
+        """Read the index, and verify its checksum."""
         raw = bytearray(16 * self._num_chunks + 4 * self._has_crc)
         self._value.read_into(memoryview(raw), self._value.nbytes - len(raw), set())
         if self._has_crc and compute_crc32c(memoryview(raw)[:-4]) != struct.unpack("<I", raw[-4:])[0]:
@@ -237,7 +284,7 @@ class _ShardIndex:
         )
 
 
-@lru_cache(1024)  # a model has few shapes
+@lru_cache(1024)  # The arrays of a model have few different headers.
 def _parse_header(header: bytes, version: int) -> _ArrayHeader:
     values = parse_json("its header", header)
     parsed = _parse_version2(values) if version == 2 else _parse_version3(values)
@@ -246,6 +293,7 @@ def _parse_header(header: bytes, version: int) -> _ArrayHeader:
 
 
 def _parse_version2(header: Any) -> _ArrayHeader:
+    """Parse a header of version 2."""
     fields = _validate_header(header, 2)
     shape, chunk = require_shape(fields.get("shape"), "shape"), require_shape(fields.get("chunks"), "chunks")
     _check_chunk_shape(shape, chunk)
@@ -280,6 +328,7 @@ def _parse_version2(header: Any) -> _ArrayHeader:
 
 
 def _parse_version3(header: Any) -> _ArrayHeader:
+    """Parse a header of version 3."""
     fields = _validate_header(header, 3)
     shape = require_shape(fields.get("shape"), "shape")
     chunk = require_shape(
@@ -332,13 +381,18 @@ def _parse_version3(header: Any) -> _ArrayHeader:
 
 
 def _validate_header(header: Any, version: int) -> dict[str, Any]:
+    """Return a header if it is a JSON object of the expected zarr version."""
     if not isinstance(header, dict) or header.get("zarr_format") != version:
         raise CheckpointError(f"damaged, no header of zarr version {version}")
     return header
 
 
 def _get_extension_settings(value: Any, name: str) -> dict[str, Any]:
-    """The settings of a named extension of version 3; refused under another name."""
+    """Return the settings of a named extension of version 3.
+
+    Raises:
+        CheckpointError: If the extension has another name, which is not supported.
+    """
     if not isinstance(value, dict) or value.get("name") != name:
         raise CheckpointError(
             f"{format_untrusted_value(value)} where zarr's {name!r} is expected is not supported"
@@ -358,7 +412,10 @@ def _parse_codecs(value: Any) -> list[_Codec]:
 
 
 def _check_chunk_shape(shape: Shape, chunk: Shape) -> None:
-    """Refuse chunks that do not fit the array: a few bytes could then stand for any number of them."""
+    """Raise an error if a chunk shape does not fit the array.
+
+    Otherwise, a few bytes of a header could describe any number of chunks.
+    """
     if len(chunk) != len(shape) or any(
         not 0 < n <= max(1, size) for n, size in zip(chunk, shape, strict=True)
     ):
@@ -366,23 +423,28 @@ def _check_chunk_shape(shape: Shape, chunk: Shape) -> None:
 
 
 def parse_zarr_dtype(name: Any) -> str:
-    """The safetensors name of an element type."""
+    """Convert the name of a zarr element type to a safetensors dtype.
+
+    Raises:
+        CheckpointError: If the element type is not supported.
+    """
     if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"the element type {format_untrusted_value(name)} is not supported")
     return _DTYPES[name]
 
 
 def _encode_fill_value(fill: Any, dtype: str) -> bytes:
-    """One element with the fill value of a header; TensorStore takes null for zero."""
+    """Encode one element with the fill value of a header. A fill value of null is zero, as in TensorStore."""
     try:
-        value = float(fill) if isinstance(fill, str) else fill or 0  # NaN, Infinity
+        # JSON has no NaN or Infinity, so they are strings.
+        value = float(fill) if isinstance(fill, str) else fill or 0
         with np.errstate(all="ignore"):
             return np.array(value).astype(to_numpy_dtype(dtype)).reshape(()).tobytes()
     except (TypeError, ValueError, OverflowError):
         raise CheckpointError(f"the fill value {format_untrusted_value(fill)} is not supported") from None
 
 
-# Version 2 has numpy's codes (`<f4`) for the types that numpy knows.
+# Version 2 uses NumPy's codes, such as `<f4`, for the types that NumPy itself supports.
 _DTYPES = {
     name: ours
     for kind, ours in get_numpy_dtype_names().items()

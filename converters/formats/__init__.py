@@ -1,8 +1,11 @@
-"""Checkpoint formats, one module each: a name, what finds its files at a path, and what opens them.
+"""Checkpoint formats, one module for each.
 
-To add one: write `converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and list the
-module in `_MODULES`, or `module:NAME` for a second one. Formats are tried in that order, so one that holds
-more (fp32 masters, optimizer state) comes before one that may lie beside it.
+A format finds its files at a path and opens them as a logical checkpoint. To add a format, write
+`converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and list the module in `_MODULES`.
+List a second format of a module as `module:NAME`.
+
+Formats are tried in the order of `_MODULES`. Therefore, a format with more content (fp32 masters, optimizer
+state) precedes a format whose files may be in the same folder.
 """
 
 from __future__ import annotations
@@ -36,18 +39,18 @@ _MODULES = (
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """A path to open, and how.
+    """A path to open, with the options for opening it.
 
     Attributes:
-        path: the folder or file.
-        tag: the step folder to open, where the format has several under `path` (DeepSpeed's
-            `latest`); None for the newest.
-        parameter_order: the names of the model's parameters in module order, where the caller knows them.
-        config_file: the model's config.json, where the caller names it; else formats look beside the files.
-        rank: Rank and world size of a process that reads its own slices, if each rank of a job opens the
-            checkpoint. Formats may then read the metadata of other ranks only when it is needed.
-        build_once: Function that writes a file in one process of each node, if the processes of a node share
-            what one of them has parsed.
+        path: Folder or file.
+        tag: Name of the step folder to open, for formats that select it themselves; None for the folder that
+            the file `latest` names (DeepSpeed), or `path` itself.
+        parameter_order: Names of the model's parameters in module order; empty if the order is not known.
+        config_file: The model's `config.json`; None to look for it in the folder of the files.
+        rank: Rank and world size of the reader, if each rank of a job opens the checkpoint and reads its
+            slices. Formats may then read the metadata of other ranks only when it is needed.
+        build_once: Function that writes a file in one process of each node, so that the processes of a node
+            parse metadata only once.
     """
 
     path: AnyPath
@@ -63,13 +66,15 @@ class Format:
     """A checkpoint format.
 
     Attributes:
-        name: the value of `Checkpoint.format`.
-        find_files: what `open` needs (the folder or the file), None where the path is not of this format or
-        not
-            complete; looks at file names and reads almost nothing.
-        open: the logical checkpoint of what `find_files` found; CheckpointError for anything damaged.
-        explain_incomplete: why a path that looks like this format cannot be opened, for the error message;
-        else None. selects_tag: whether `open` handles `CheckpointPath.tag` itself.
+        name: Value of `Checkpoint.format`.
+        find_files: Function that looks for the files of this format at a path. It returns the argument for
+            `open`, such as the folder, or None if the path has another format or is not complete. It uses
+            file names and reads almost nothing.
+        open: Function that opens the files that `find_files` returned. It raises CheckpointError if the files
+            are damaged.
+        explain_incomplete: Function that explains why a path that looks like this format cannot be opened,
+            for the error message. It returns None for other paths.
+        selects_tag: Whether `open` itself uses `CheckpointPath.tag`.
     """
 
     name: str
@@ -80,13 +85,22 @@ class Format:
 
 
 def iter_formats() -> Iterator[Format]:
-    """Every format, in the order they are tried. The module of each is imported when it is its turn."""
+    """Yield every format in the order in which they are tried.
+
+    The module of a format is imported when it is reached.
+    """
     entries = (name.partition(":") for name in _MODULES)
     return (getattr(import_module(module), name or "FORMAT") for module, _, name in entries)
 
 
 class DetectedFormat(NamedTuple):
-    """A path whose format is known; `files` is what its `find_files` returned."""
+    """A path whose format is known.
+
+    Attributes:
+        format: The format.
+        source: The path.
+        files: Result of `Format.find_files`, the argument for `Format.open`.
+    """
 
     format: Format
     source: CheckpointPath
@@ -94,7 +108,7 @@ class DetectedFormat(NamedTuple):
 
 
 def detect_format(source: CheckpointPath) -> DetectedFormat | None:
-    """The path with the first format that recognizes it, or None."""
+    """Return the first format that recognizes a path, or None."""
     for format in iter_formats():
         if (found_files := format.find_files(source)) is not None:
             return DetectedFormat(format, source, found_files)

@@ -1,9 +1,10 @@
-"""DCP's sharded safetensors, from torch's `HuggingFaceStorageWriter(save_distributed=True)`.
+"""Sharded safetensors of DCP, written by torch's `HuggingFaceStorageWriter(save_distributed=True)`.
 
-`shard-<rank + 1>-model-<k>-of-<n>.safetensors` holds one rank's parts, and in its header where each begins in
-its tensor (`DCP_SHARDING_INFO`). With consolidation, the shards lie in `sharded/` and whole files above. The
-shards are read, since torch's consolidation writes zeros for a part that it does not find. No record holds
-the number of ranks or the shapes: a missing last shard shows only where consolidated files lie above.
+`shard-<rank + 1>-model-<k>-of-<n>.safetensors` contains the parts of one rank. `DCP_SHARDING_INFO` in its
+header records the offsets of each part in its tensor. With consolidation, the shards are in `sharded/` and
+complete files are in its parent folder. This reader uses the shards, because torch's consolidation writes
+zeros for a missing part. No file records the number of ranks or the shapes, so a missing last shard is found
+only if there are consolidated files.
 
 Source: torch/distributed/checkpoint/hf_storage.py, _hf_utils.py.
 """
@@ -47,11 +48,12 @@ _EMPTY_VIEW = View(InMemorySource(b""), 0, ())
 
 
 def _list_shard_names(path: AnyPath) -> list[str]:
+    """List the names of the shards in a folder."""
     return [name for name in list_entry_names(path) if _SHARD.fullmatch(name)]
 
 
 def _find_shard_folder(path: AnyPath) -> AnyPath | None:
-    """The folder of the shards for a path: of one of them, of all, or above it."""
+    """Find the folder of the shards. The path may be a shard, the folder, or its parent folder."""
     if path.is_file():
         return path.parent if _SHARD.fullmatch(path.name) else None
     if _list_shard_names(path):
@@ -64,6 +66,7 @@ def _find_shard_folder(path: AnyPath) -> AnyPath | None:
 
 
 def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    """Open the shards in the folder `path` as a checkpoint."""
     folder, location = CheckpointFolder(path), str(path)
     names = _list_shard_names(path)
     _check_shard_numbers(names, path)
@@ -115,14 +118,15 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
 
 
 def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
-    """Refuse a gap in the numbers of the shards: a tensor that is not cut lies in one of them only."""
+    """Check that the shards have all numbers, because an unsharded tensor is in one shard only."""
     matches = [match for name in names if (match := _SHARD.fullmatch(name))]
     counts = {int(match[3]) for match in matches}
     if len(counts) > 1:
         raise CheckpointError(
             f"{path}: holds shards of two saves, of {min(counts)} and {max(counts)} files each"
         )
-    # A rank has a part of nearly every tensor, and one would end where its last part is missing.
+    # Every rank has parts of nearly all tensors, so it has a file. A missing last rank is not detected here,
+    # because its tensors would only appear shorter.
     numbers = {(int(match[1]), int(match[2])) for match in matches}
     shards, models = max(shard for shard, _ in numbers), max(counts)
     expected_pairs = ((shard, model) for shard in range(1, shards + 1) for model in range(1, models + 1))
@@ -136,7 +140,7 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
 
 
 def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tuple[int, ...]]:
-    """Tensor -> where the part in this file begins."""
+    """Parse the offsets of each part in a shard from the header of its file."""
     table = parse_json(file.path, text.encode("utf-8", "surrogatepass")) if text is not None else None
     if not isinstance(table, dict):
         raise CheckpointError(f"{file.path}: holds no {DCP_INFO_KEY}, so it is no shard of DCP's")
@@ -150,7 +154,7 @@ def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tu
 
 
 def _check_consolidated_shapes(path: AnyPath, stored: dict[str, Tensor]) -> None:
-    """Compare the shapes with those of the consolidated files above, where there are any."""
+    """Compare the shapes with the consolidated files in the parent folder, if there are any."""
     above = make_absolute(path).parent
     if path.name != _FOLDER or not (above / INDEX_FILE_NAME).is_file():
         return

@@ -1,6 +1,7 @@
-"""safetensors: one file, or numbered shards with `model.safetensors.index.json`.
+"""Checkpoints in safetensors format: one file, or numbered shards with `model.safetensors.index.json`.
 
-The format has no checksum: lengths, offsets, overlaps and the index are checked, values cannot be.
+The format has no checksum. This reader checks lengths, offsets, overlaps and the index, but values cannot be
+checked.
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
 
 
 def _find_model_file(source: CheckpointPath) -> str | None:
-    """The index, `model.safetensors`, or the only .safetensors file."""
+    """Find the index, `model.safetensors`, or the only .safetensors file, in this order.
+
+    Returns its name or None.
+    """
     path = source.path
     if path.is_file():
         is_named = path.name.endswith((".safetensors", ".safetensors.index.json"))
@@ -61,6 +65,7 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
+    """Explain that a folder has several .safetensors files without an index."""
     if (
         source.path.is_dir()
         and sum(name.endswith(".safetensors") for name in list_entry_names(source.path)) > 1
@@ -72,6 +77,7 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 
 
 def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
+    """Open the file or index `name` as a checkpoint, with the optimizer state in the same folder."""
     root = source.path if source.path.is_dir() else source.path.parent
     folder = CheckpointFolder(root)
     if source.path.is_dir():
@@ -98,7 +104,7 @@ def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoin
             return None
         if (folder.path / OPTIMIZER_FILE_NAME).is_file():
             return _read_safetensors_optimizer(folder, plain)
-        # The Trainer's and Accelerate's plain checkpoints.
+        # transformers' Trainer and Accelerate save the optimizer to a file of torch.save.
         ordered_names = [name for name in source.parameter_order if name in plain]
         order = ordered_names or sort_in_module_order(plain, companions.get("config.json"))
         return open_optimizer_file(folder, plain, lambda: order and deduplicate_tied_names(order, aliases))
@@ -114,7 +120,15 @@ def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoin
 
 
 def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Tensor]) -> OptimizerState:
-    """The optimizer state that `portable-convert --optimizer` writes beside the model."""
+    """Read the optimizer state that `portable-convert --optimizer` writes to the folder of the model.
+
+    Args:
+        folder: Folder of the model.
+        tensors: Tensors of the model.
+
+    Raises:
+        CheckpointError: If the state and the groups do not fit each other or the model.
+    """
     stored, _ = read_safetensors_file(folder.get_file(OPTIMIZER_FILE_NAME))
     state: dict[str, dict[str, Tensor | Scalar]] = {}
     for key, tensor in stored.items():
@@ -143,8 +157,8 @@ class SafetensorsContent(NamedTuple):
     """Content of one safetensors file.
 
     Attributes:
-        tensors: Tensors by name, read when their values are needed.
-        metadata: Strings of the header's `__metadata__`; empty if it has another form.
+        tensors: Tensors by name, whose values are read lazily.
+        metadata: Strings in `__metadata__` of the header; empty if it has another form.
     """
 
     tensors: dict[str, Tensor]
@@ -152,10 +166,11 @@ class SafetensorsContent(NamedTuple):
 
 
 def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
-    """Read the header of one file.
+    """Read the header of one safetensors file.
 
     Raises:
-        CheckpointError: truncated, or the offsets leave gaps, overlap or do not fit the shapes.
+        CheckpointError: If the file is truncated, or if the offsets leave gaps, overlap, or do not fit the
+            shapes.
     """
     if file.nbytes < 8:
         raise CheckpointError(f"{file.path}: truncated, not a safetensors file")
@@ -194,6 +209,15 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
 
 
 class _HeaderEntry(NamedTuple):
+    """An entry of the header.
+
+    Attributes:
+        dtype: Safetensors dtype.
+        shape: Shape of the tensor.
+        start: First byte of the tensor, counted from the end of the header.
+        stop: End of the tensor, exclusive, counted from the end of the header.
+    """
+
     dtype: str
     shape: list[int]
     start: int
@@ -201,7 +225,11 @@ class _HeaderEntry(NamedTuple):
 
 
 def _parse_header_entry(name: str, entry: Any) -> _HeaderEntry:
-    """Parse one header entry; its positions are bytes after the header."""
+    """Parse one header entry.
+
+    Raises:
+        CheckpointError: If the entry is damaged or has an unsupported dtype.
+    """
     try:
         dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
         is_valid = type(dtype) is str and type(shape) is list and 0 <= low <= high

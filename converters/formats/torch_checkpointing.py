@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
 _METADATA = "metadata.pkl"
-# The beginning of the table in version 1 and 2, or of an empty table.
+# Text at the beginning of the table in version 1 and 2, or of an empty table.
 _MARKS = (b"nested_path_to_metadata", b"rank_to_layout_info", b"sharding_metadata")
 _VERSION = "2.0"
 _TORCH, _SAFETENSORS = "TorchSerialization", "SafetensorsSerialization"
@@ -66,8 +66,11 @@ class _TensorLayout(NamedTuple):
     """Shape and placements of a tensor on a group of ranks.
 
     Attributes:
+        dtype: Safetensors dtype.
+        shape: Full, unsharded shape.
         mesh_sizes: Size of each dimension of the device mesh.
         mesh_ranks: Rank at each position of the mesh, flattened.
+        placements: Placement for each dimension of the mesh, as in the file.
     """
 
     dtype: str
@@ -78,7 +81,12 @@ class _TensorLayout(NamedTuple):
 
 
 class _GroupLayout(NamedTuple):
-    """Layout of a tensor on the ranks of one group."""
+    """Layout of a tensor on the ranks of one group.
+
+    Attributes:
+        ranks: Ranks of the group.
+        layout: Layout of the tensor.
+    """
 
     ranks: frozenset[int]
     layout: _TensorLayout
@@ -121,6 +129,7 @@ class _Metadata(NamedTuple):
 
 
 def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
+    """Find the folder of a checkpoint for a path to the folder or a file in it, or return None."""
     path = source.path if source.path.is_dir() else source.path.parent
     if _METADATA not in list_file_names(path) or not any(
         header_contains(path / _METADATA, mark) for mark in _MARKS
@@ -131,6 +140,7 @@ def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
 
 
 def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    """Open the checkpoint in the folder `path`."""
     folder = CheckpointFolder(path)
     world, items = _read_metadata(path)
     leaves: dict[str, Any] = {}
@@ -218,6 +228,7 @@ def _read_metadata(path: AnyPath) -> _Metadata:
 
 
 def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
+    """Parse the entry of one item in `metadata.pkl`."""
     if type(name) is not str or not isinstance(entry, dict):
         raise CheckpointError("damaged, an item without a name")
     file_records, layout_records = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
@@ -283,6 +294,7 @@ def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayou
 
 
 def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
+    """Parse the layout of a tensor on one group of ranks."""
     kind = packed.get("type") if isinstance(packed, dict) else None
     data = packed.get("data") if isinstance(packed, dict) else None
     if kind != _DTENSOR:
@@ -352,6 +364,7 @@ def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> 
 
 
 def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) -> None:
+    """Check that no two ranks have the same file."""
     files_by_identity: dict[object, str] = {}
     for file in files.values():
         other = files_by_identity.setdefault(folder.get_file(file).get_file_identity(), file)
@@ -444,7 +457,15 @@ def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, 
 def _add_rank_value_to(
     merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, location: str
 ) -> None:
-    """Add a value of one rank to the values of the ranks before it."""
+    """Add a value of one rank to the values of the ranks before it.
+
+    Args:
+        merged: Values of the previous ranks, which this function changes.
+        path: Path of the value in the item.
+        value: Value of the rank.
+        rank: The rank.
+        location: File and name of the value, used in error messages.
+    """
     previous = merged.get(path)
     if isinstance(value, (ShardedRecord, StoredTensor)):
         if path not in merged:
@@ -461,23 +482,26 @@ def _add_rank_value_to(
 
 
 def _is_merged_tensor(leaf: Any) -> bool:
+    """Return whether a merged value is a tensor."""
     return isinstance(leaf, (RankParts, RankCopies))
 
 
 def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
-    """Return the view of the storage of the first rank that holds elements of a sharded tensor."""
+    """Return the first stored part with elements of a sharded tensor, which identifies tied tensors."""
     return (
         leaf.first_part if isinstance(leaf, RankParts) and isinstance(leaf.first_part, StoredTensor) else None
     )
 
 
 def _to_optimizer_state(leaf: Any) -> Tensor | Scalar | None:
+    """Convert a merged value to an optimizer state: a tensor or a number; None for other values."""
     if isinstance(leaf, (RankParts, RankCopies)):
         return leaf.to_tensor()
     return leaf if isinstance(leaf, (int, float)) else None
 
 
 def _to_plain_value(leaf: Any) -> Any:
+    """Convert a merged value to plain values: numbers for a tensor."""
     return leaf.to_tensor().tolist() if isinstance(leaf, (RankParts, RankCopies)) else leaf
 
 

@@ -145,8 +145,8 @@ class _TorchtitanConversion:
         config: The model's `config.json`.
 
     Attributes:
-        module_names: Names of modules in a layer and their published names, or None if the model type is
-        unknown.
+        module_names: Published names of the modules in a layer, keyed by their names in torchtitan; None if
+            the model type is unknown.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
@@ -158,6 +158,12 @@ class _TorchtitanConversion:
         )
 
     def _get_config_count(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer of `config.json`.
+
+        Raises:
+            CheckpointError: If the key is missing and there is no default, or if the value is not a positive
+                integer.
+        """
         value = self._config.get(key)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_COUNT:

@@ -1,1 +1,1 @@
-"""Names of tensors: canonical names, tied names, and names for parameters keyed by index."""
+"""Names of tensors: canonical names, tied weights, and rules between published files and memory."""

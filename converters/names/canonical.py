@@ -1,4 +1,4 @@
-"""Map the keys of a state dict to plain Hugging Face names, and tell model from optimizer."""
+"""Canonical Hugging Face names for the keys of a state dict, and separation of model and optimizer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
 StateDictPath = tuple[str | int, ...]
+"""Path of dict keys and list indices in a nested state dict."""
 V = TypeVar("V")
 
-# Attributes that module wrappers insert into every name below them.
+# Attributes that module wrappers insert into the names of their parameters.
 _WRAPPERS = frozenset(
     {"_orig_mod", "_orig_module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"}
 )
@@ -32,19 +33,31 @@ _OUTER_MODEL_PREFIX, _INNER_MODEL_PREFIXES = (
 
 
 def is_parameter_index(text: str) -> bool:
-    """Whether text is the index of a parameter (`isdigit` alone accepts superscripts and any length)."""
+    """Return whether a text is a number with at most nine digits, such as the index of a parameter.
+
+    `str.isdigit` also accepts superscripts and numbers of any length.
+    """
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def remove_wrapper_parts(name: str) -> str:
-    """`name` without the parts inserted by wrappers (torch.compile, checkpointing, FSDP, XLA)."""
+    """Remove the parts of a name that wrappers insert (torch.compile, checkpointing, FSDP, XLA)."""
     if "._" not in name and not name.startswith("_"):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
-    """CheckpointError for what FSDP1 saves under LOCAL_STATE_DICT."""
+    """Check that no name belongs to a flat parameter, which FSDP1 saves with LOCAL_STATE_DICT.
+
+    Args:
+        names: Names in a state dict.
+        location: File of the state dict, used in error messages.
+
+    Raises:
+        CheckpointError: If there is a flat parameter, because its file does not contain the shapes of the
+            parameters.
+    """
     if any(str(name).rpartition(".")[2] == _FLAT_PARAMETER for name in names):
         raise CheckpointError(
             f"{location}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
@@ -54,17 +67,24 @@ def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
 
 
 def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str, V]:
-    """The same values under plain names; a prefix on every name is removed too.
+    """Remove wrapper parts and common prefixes from the names of a state dict.
 
-    That is `module.` (DDP), and `model.` where a transformers model is the attribute `model` of another one
-    (Lightning, Composer).
+    The prefix `module.` of DDP is removed if all names have it. The prefix `model.` is removed if a
+    transformers model is the attribute `model` of another module, as in Lightning and Composer.
+
+    Args:
+        values: Values of the state dict, keyed by name.
+        location: File of the state dict, used in error messages.
+
+    Returns:
+        The values, keyed by the new names.
 
     Raises:
-        CheckpointError: two names become equal, or one is not a string or too long.
+        CheckpointError: If two new names are equal, or if a name is not a string or is too long.
     """
     check_no_flat_parameters(values, location)
     for name in values:
-        if type(name) is not str:  # a pickle may hold any key
+        if type(name) is not str:  # A pickle may contain any key.
             raise CheckpointError(
                 f"{location}: the tensor name {format_untrusted_value(name)} is not a string"
             )
@@ -90,7 +110,12 @@ def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str
 
 
 def find_plain_name(name: str, names: Container[str]) -> str:
-    """Return the name of a parameter of an optimizer, without a prefix that `strip_common_prefixes` removes."""
+    """Return the name of an optimizer's parameter without the prefixes that `strip_common_prefixes` removes.
+
+    Args:
+        name: Name in the optimizer's state.
+        names: Names of the model's parameters.
+    """
     plain = remove_wrapper_parts(name)
     outer = plain.removeprefix(_DDP_PREFIX)
     spellings = (
@@ -103,14 +128,14 @@ def find_plain_name(name: str, names: Container[str]) -> str:
 
 
 class StateKey(NamedTuple):
-    """The parts of a flattened key of an optimizer's state, such as `model.norm.weight.exp_avg`."""
+    """Parts of a flattened key in an optimizer's state, such as `model.norm.weight.exp_avg`."""
 
     parameter: str
     state: str
 
 
 class _OptimizerPath(NamedTuple):
-    """The parts of the path of a key that belongs to an optimizer.
+    """Parts of the path of a key that belongs to an optimizer.
 
     Attributes:
         container: Path of the optimizer.
@@ -125,14 +150,17 @@ class _OptimizerPath(NamedTuple):
 
 @dataclass
 class KeyRoles:
-    """The role of each key of a flattened state dict.
+    """Roles of the keys of a flattened state dict.
 
     Attributes:
-        model: parameter or buffer name -> key.
-        optimizer_state: parameter name (or index) -> state name -> key.
-        param_groups: path below `param_groups` -> key; `()` if the whole list is one item.
-        other: the rest: schedulers, counters, data loaders.
-        optimizers: the containers of the optimizers, whose state above is one's alone if there is one.
+        model: Keys of the parameters and buffers, by name.
+        optimizer_state: Keys of the optimizer state, by the name or index of the parameter and the name of
+            the state.
+        param_groups: Keys of the parameter groups, by the path below `param_groups`. The path is `()` if the
+            complete list is one item.
+        other: Other keys, such as the keys of schedulers, counters, and data loaders.
+        optimizers: Paths of the optimizers. `optimizer_state` and `param_groups` are only valid if there is
+            one.
     """
 
     model: dict[str, str] = field(default_factory=dict)
@@ -145,18 +173,19 @@ class KeyRoles:
 def classify_state_dict_keys(
     paths: Mapping[str, StateDictPath], tensors: frozenset[str], *, location: str
 ) -> KeyRoles:
-    """Sort the keys of a flattened state dict into model, optimizer and the rest.
+    """Find the role of each key of a flattened state dict.
 
-    Containers are recognized by content, not name: an optimizer has `state` and `param_groups`, the model is
-    the container of the remaining tensors. A container is a path component of the writer's nesting, never a
-    prefix of a name, since the names of a Llama begin with `model.` themselves.
+    Containers are recognized by their content and not by their names: an optimizer has `state` and
+    `param_groups`, and the model is the container of the other tensors. A container is a part of the path and
+    never the prefix of a name, because names of a Llama begin with `model.` themselves.
 
     Args:
-        paths: key -> the path of dict keys and list indices it was flattened from.
-        tensors: the keys that hold tensors.
+        paths: Path of each key in the nested state dict before it was flattened.
+        tensors: Keys that contain tensors.
+        location: File of the state dict, used in error messages.
 
     Raises:
-        CheckpointError: two keys become one name.
+        CheckpointError: If a flattened key of an optimizer's state is too long.
     """
     roles = KeyRoles()
     optimizers = _find_optimizer_containers(paths)
@@ -190,10 +219,20 @@ def classify_state_dict_keys(
 
 
 def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDictPath]:
-    """Paths for keys saved without their nesting: split at the optimizers' tables, then at a common `model.`.
+    """Infer the paths of keys that were saved without their nesting.
+
+    Keys are split at the tables of the optimizers (`state` and `param_groups`), and then at a common
+    `model.`.
+
+    Args:
+        keys: Flattened keys.
+        location: File of the state dict, used in error messages.
+
+    Returns:
+        The path of each key.
 
     Raises:
-        CheckpointError: more optimizers than any run has.
+        CheckpointError: If there are too many optimizers.
     """
     keys = list(keys)
     containers = {
@@ -227,6 +266,7 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
 
 
 def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateDictPath]:
+    """Find the paths of containers with the content of an optimizer."""
     containers: set[StateDictPath] = set()
     for path in paths.values():
         for i, part in enumerate(path):
@@ -247,7 +287,7 @@ def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateD
 
 
 def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -> _OptimizerPath | None:
-    """(the container, `state` or `param_groups`, the path below it) for a key of an optimizer, else None."""
+    """Split the path of a key of an optimizer. Returns None if the key does not belong to an optimizer."""
     for i in range(len(path)):
         part = path[i]
         if path[:i] in containers and isinstance(part, str):
@@ -260,7 +300,15 @@ def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -
 
 
 def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None:
-    """The container that holds the model; None if several might, and names then keep their containers."""
+    """Find the container of the model's tensors.
+
+    Args:
+        paths: Paths of the tensors that do not belong to an optimizer.
+
+    Returns:
+        Path of the container, or None if there are several candidates. In this case, names must keep their
+        containers.
+    """
     counts: dict[StateDictPath, int] = {}
     for path in paths:
         counts[path[:-1]] = counts.get(path[:-1], 0) + 1
@@ -271,14 +319,26 @@ def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None
     candidates = [path for path in candidates if len(path) == shallowest]
     if len(candidates) == 1:
         return candidates[0]
-    # A parameter name has a dot; a lone tensor beside containers (an RNG state, a counter) has none.
+    # The name of a parameter contains a dot. The name of a single tensor outside the containers, such as an
+    # RNG state or a counter, does not.
     if not candidates and any(len(path) == 1 and "." in str(path[0]) for path in paths):
         return ()
     return None
 
 
 def split_state_key(joined: str, names: Container[str]) -> StateKey:
-    """(parameter, state name) of a flattened `<parameter>.<state name>`; the longest known name wins."""
+    """Split a flattened key `<parameter>.<state>` of an optimizer's state.
+
+    The longest name of a parameter with which the key begins is used. If there is none, the key is split at
+    the last dot.
+
+    Args:
+        joined: Flattened key.
+        names: Names of the model's parameters.
+
+    Raises:
+        CheckpointError: If the key is too long.
+    """
     if len(joined) > MAX_TENSOR_NAME:
         raise CheckpointError(
             f"an optimizer state name has {len(joined):,} characters: {format_untrusted_value(joined)}"

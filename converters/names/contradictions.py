@@ -39,7 +39,7 @@ _TYPES: dict[str, tuple[type, str]] = {
     "tie_word_embeddings": (bool, "true or false"),
 }
 _STRINGS = ("architectures", "layer_types")
-# Sizes that no model has without elements.
+# Sizes that are positive in all models.
 _POSITIVE = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim")
 _MAX_SIZE = (1 << 31) - 1
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

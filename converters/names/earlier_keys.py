@@ -40,7 +40,10 @@ def add_earlier_keys_to_config(config: dict[str, Any]) -> bool:
 
 
 def remove_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the earlier keys that repeat another value, as `add_earlier_keys_to_config` adds them."""
+    """Return a config without the earlier keys that repeat another value.
+
+    This removes the keys that `add_earlier_keys_to_config` adds.
+    """
     repeated = _compute_earlier_keys(config)
     return {
         key: remove_earlier_keys(value) if _has_model_type(value) else value

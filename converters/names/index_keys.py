@@ -1,7 +1,8 @@
-"""Match index-keyed optimizer state to parameters.
+"""Assignment of optimizer state that is keyed by index to the parameters of a model.
 
-Each group keeps the model's order, but the groups' members are not recorded. The shapes of the state decide:
-there must be exactly one way to distribute the model's parameters, in order, over the groups.
+The parameters in each group have the order of the model, but the state does not contain the names of the
+parameters in a group. Therefore, the assignment is found by the shapes of the state: there must be exactly
+one way to distribute the model's parameters, in order, over the groups.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 Shape = tuple[int, ...]
 
-# BatchNorm's buffers are floating-point like parameters, but never in an optimizer.
+# BatchNorm's buffers have floating-point dtypes like parameters, but do not belong to an optimizer.
 _BUFFERS = ("running_mean", "running_var")
 
 
@@ -39,7 +40,12 @@ class GroupPosition(NamedTuple):
 
 
 def list_possible_parameters(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[NamedShape]:
-    """(name, shape) of the possible parameters, in the model's order."""
+    """List the tensors of a model that may be parameters of an optimizer.
+
+    Args:
+        order: Names in the order of the model.
+        tensors: Tensors of the model, keyed by name.
+    """
     return [
         NamedShape(name, tensors[name].shape)
         for name in order
@@ -48,7 +54,16 @@ def list_possible_parameters(order: Iterable[str], tensors: Mapping[str, Tensor]
 
 
 def flatten_group_keys(groups: Sequence[Sequence[K]], state: Collection[K], location: str) -> list[K]:
-    """The keys of all groups; CheckpointError if one comes twice, or state belongs to a key in no group."""
+    """Return the keys of all parameter groups in order.
+
+    Args:
+        groups: Keys of the parameters in each group.
+        state: Keys of the parameters with state.
+        location: File of the optimizer, used in error messages.
+
+    Raises:
+        CheckpointError: If a key occurs twice, or if there is state for a key that is not in a group.
+    """
     keys = [key for group in groups for key in group]
     if len(set(keys)) != len(keys):
         raise CheckpointError(f"{location}: damaged, the parameters of its groups are not distinct")
@@ -63,15 +78,16 @@ def map_indices_to_names(
     candidates: Sequence[tuple[str, Shape]],
     location: str,
 ) -> dict[K, str]:
-    """Key -> parameter, for an optimizer that counts parameters group by group in the model's order.
+    """Find the parameter name of each key of an optimizer that numbers its parameters group by group.
 
     Args:
-        groups: the keys of each group.
-        shapes: of the state of a key, where it has one.
-        candidates: the parameters in the model's order.
+        groups: Keys of the parameters in each group, in the order of the model.
+        shapes: Shape of each key's state. A key without state is missing or has the shape None.
+        candidates: Possible parameters in the order of the model.
+        location: File of the optimizer, used in error messages.
 
     Raises:
-        OptimizerStateError: the shapes fit the parameters in no way, or in several.
+        OptimizerStateError: If the shapes match the parameters in no way or in several ways.
     """
     positions = match_groups_to_parameters(
         candidates, [[shapes.get(key) for key in group] for group in groups]
@@ -89,18 +105,19 @@ def map_indices_to_names(
 def match_groups_to_parameters(
     candidates: Sequence[tuple[str, Shape]], group_shapes: Sequence[Sequence[Shape | None]]
 ) -> dict[str, GroupPosition] | int:
-    """The only way to assign the model's parameters, in order, to the groups' shapes.
+    """Find the only way to assign parameters, in order, to the shapes of the parameter groups.
 
-    Dynamic programming over the parameters: the state is the position reached in each group, the value the
-    number of ways to reach it.
+    This uses dynamic programming over the parameters. A state is the number of assigned parameters of each
+    group, and its value is the number of ways to reach it.
 
     Args:
-        candidates: (name, shape) in the model's order; those in no group are frozen.
-        group_shapes: group -> the shape of each of its indices, None where its state has none.
+        candidates: Possible parameters in the order of the model. Parameters that are not assigned are
+            frozen.
+        group_shapes: Shape of each parameter in each group, or None if the parameter has no state.
 
     Returns:
-        Name -> (group, position in the group); or the number of ways if it is not 1, as 0 or 2 (several, or
-        too many to count).
+        Position of each assigned parameter, keyed by name. If there is not exactly one way, the number of
+        ways: 0, or 2 for several ways or if they are too many to count.
     """
     frozen = len(candidates) - sum(map(len, group_shapes))
     if frozen < 0:

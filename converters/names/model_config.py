@@ -1,4 +1,4 @@
-"""Whether a `config.json` is of the model whose tensors a checkpoint holds: words, widths and layers."""
+"""Settings of a `config.json`: changes, sizes, and a comparison with the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,11 +35,18 @@ def override_config_settings(config: dict[str, Any], overrides: Mapping[str, Any
 
 
 def parse_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int]:
-    """The sizes of a Llama-shaped model: layers (L), width (E), heads (H), those of keys (K), the width of a
-    head (D) and of the MLP (M), and the vocabulary (V).
+    """Parse the sizes of a model with the architecture of Llama.
+
+    Args:
+        config: Content of a `config.json`.
+        location: Path of the checkpoint, used in error messages.
+
+    Returns:
+        Number of layers (L), hidden size (E), number of attention heads (H) and of key-value heads (K), size
+        of a head (D), size of the MLP (M), and size of the vocabulary (V).
 
     Raises:
-        CheckpointError: one is missing or impossible.
+        CheckpointError: If a size is missing or not valid.
     """
 
     def read_size(name: str, default: int | None = None) -> int:
@@ -64,13 +71,17 @@ def parse_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int
 def check_config_fits_tensors(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], config_path: str
 ) -> None:
-    """Compare a config with the tensors, where both say the same thing in one way only.
+    """Check that the sizes in a config match the shapes of the tensors.
+
+    Only sizes are compared that follow unambiguously from the tensors.
 
     Args:
-        config_path: what the config was given as, for the message.
+        tensors: Tensors of the checkpoint, keyed by name.
+        config: Content of the `config.json`.
+        config_path: Path of the config, used in error messages.
 
     Raises:
-        CheckpointError: another number of words, width or number of layers; the setting is named.
+        CheckpointError: If the vocabulary size, the hidden size, or the number of layers differs.
     """
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
@@ -89,7 +100,7 @@ def check_config_fits_tensors(
     if len(embeddings) == 1:
         name, (rows, columns) = embeddings[0]
         width = next((key for key in _WIDTHS if key in sizes), "")
-        # Embeddings may have a width of their own, and rows that the head lacks.
+        # Embeddings may have a size that differs from the hidden size, and more rows than the output head.
         widths = {sizes[key] for key in sizes if key == width or "emb" in key}
         mismatches = [
             ("vocab_size", {sizes.get("vocab_size", rows)}, {rows, *heads}, f"{name!r} has {rows:,} rows"),
@@ -100,10 +111,10 @@ def check_config_fits_tensors(
         if match := _LAYER.fullmatch(name):
             stacks[match["stack"]] = max(stacks.get(match["stack"], 0), int(match["number"]) + 1)
     depths = {key: sizes[key] for key in _DEPTHS if key in sizes}
-    runs_layers_repeatedly = any("recurren" in key for key in values)  # layers that are run several times
+    runs_layers_repeatedly = any("recurren" in key for key in values)  # Some models run layers several times.
     if len(stacks) == 1 and depths and not runs_layers_repeatedly:
         (count,) = stacks.values()
-        extra = sizes.get("num_nextn_predict_layers", 0)  # stored behind the others
+        extra = sizes.get("num_nextn_predict_layers", 0)  # These layers are stored after the other layers.
         allowed = {*depths.values(), *(depth + extra for depth in depths.values())}
         mismatches.append((next(iter(depths)), allowed, {count}, f"the tensors have {count:,} layers"))
     for key, allowed, actual, description in mismatches:

@@ -1,8 +1,8 @@
-"""The order in which a model's modules define their parameters, derived from names.
+"""Order in which the modules of a model define their parameters, derived from the names.
 
-An index-keyed optimizer counts parameters in that order. A pickled state dict keeps it; a safetensors file
-sorts by name and loses it. Each list below has sibling modules and parameters in the order in which
-transformers' classes create them; a test checks it against those classes.
+An optimizer that is keyed by index numbers its parameters in this order. A pickled state dict has the same
+order, but a safetensors file is sorted by name. Each list below contains sibling modules and parameters in
+the order in which the classes of transformers create them. A test compares the lists with these classes.
 """
 
 from __future__ import annotations
@@ -53,10 +53,14 @@ MODEL_TYPES = tuple(_ORDERS)
 
 
 def sort_in_module_order(names: Iterable[str], config_path: AnyPath | None) -> list[str] | None:
-    """`names` in the order of the model's modules, or None where that is unknown.
+    """Sort names in the order in which the model defines its parameters.
 
     Args:
-        config_path: a `config.json`, for its `model_type`.
+        names: Names of parameters.
+        config_path: Path of a `config.json` with the `model_type`, if there is one.
+
+    Returns:
+        The sorted names, or None if the order of the model type or the place of a name is unknown.
     """
     model_type = read_json_object_or_empty(config_path).get("model_type")
     order = _ORDERS.get(model_type) if isinstance(model_type, str) else None

@@ -54,11 +54,10 @@ class RuleDirection:
 
 @dataclass(frozen=True)
 class NameRule:
-    """A rule of transformers in both directions.
+    """Rule of transformers in both directions.
 
     Attributes:
-        kind: Kind of the rule: `apply_rename_rules` changes names, `apply_convert_rule` also rearranges
-        tensors, `prefix` adds or
+        kind: Kind of the rule: `rename` changes names, `convert` also rearranges tensors, `prefix` adds or
             removes the first module, `group` applies either all of its renamings or none, `shift` changes a
             layer number, and `pairs` joins two layers.
         read: Direction from files to memory.
@@ -76,7 +75,7 @@ class NameRule:
 
 @dataclass(frozen=True)
 class NameRules:
-    """The rules of one model.
+    """Rules of one model.
 
     Attributes:
         rules: Rules in the order in which transformers applies them when it loads the model.
@@ -128,6 +127,7 @@ def serialize_rule(rule: NameRule) -> dict[str, Any]:
 
 
 def _parse_direction(value: Mapping[str, Any]) -> RuleDirection:
+    """Parse one direction of a rule from its JSON form."""
     return RuleDirection(
         value["find"],
         tuple(value["sources"]),
@@ -138,6 +138,7 @@ def _parse_direction(value: Mapping[str, Any]) -> RuleDirection:
 
 
 def _serialize_direction(direction: RuleDirection) -> dict[str, Any]:
+    """Return the JSON form of one direction of a rule."""
     value: dict[str, Any] = {
         "find": direction.pattern,
         "sources": list(direction.sources),
@@ -152,7 +153,7 @@ def _serialize_direction(direction: RuleDirection) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Submodel:
-    """A submodule of a model that has its own rules.
+    """Submodule of a model with separate rules.
 
     Attributes:
         path: Path of the submodule, or an empty string for the complete model.
@@ -168,7 +169,7 @@ class _Submodel:
 
 
 class _RuleTable:
-    """The content of `published_names.json`."""
+    """Content of `published_names.json`."""
 
     def __init__(self) -> None:
         table = json.loads(_TABLE.read_bytes())
@@ -332,7 +333,7 @@ def _compile_pattern(find: str) -> re.Pattern[str]:
 
 
 class MatchedRule(NamedTuple):
-    """A `apply_convert_rule` rule that matches a name.
+    """Rule of the kind `convert` that matches a name.
 
     Attributes:
         rule_index: Index of the rule in `Renamer.rules`.
@@ -344,21 +345,21 @@ class MatchedRule(NamedTuple):
 
 
 class ConvertedName(NamedTuple):
-    """A name after the first matching `apply_convert_rule` rule, and this rule, or None if no rule matches."""
+    """Name after the first matching `convert` rule, and this rule, or None if no rule matches."""
 
     name: str
     rule: MatchedRule | None
 
 
 class _RenamedKey(NamedTuple):
-    """A name after a rule, and the source pattern of the rule that matched, or None."""
+    """Name after a rule, and the source pattern that matched, or None if the rule does not match."""
 
     key: str
     source: str | None
 
 
 class Renamer:
-    """Applies rules to the names of a checkpoint, in one direction, and records which rules were used.
+    """Renamer that applies rules in one direction, and records which rules were used.
 
     Args:
         rules: Rules in the order in which to apply them.
@@ -377,14 +378,14 @@ class Renamer:
         return rule.write if self.write else rule.read
 
     def apply_convert_rule(self, key: str) -> ConvertedName:
-        """Apply the first `apply_convert_rule` rule that matches a name.
+        """Apply the first rule of the kind `convert` that matches a name.
 
         Args:
             key: Name of a tensor.
 
         Returns:
-            The name in which the first target pattern replaces the match, and the rule's index with the
-            source pattern. If no rule matches, the name is unchanged, and the second value is None.
+            The name in which the first target pattern replaces the match, and the rule. If no rule matches,
+            the name is unchanged, and the rule is None.
         """
         for index, rule in enumerate(self.rules):
             if rule.kind == CONVERT:
@@ -394,7 +395,7 @@ class Renamer:
         return ConvertedName(key, None)
 
     def apply_rename_rules(self, key: str) -> str:
-        """Apply all other rules to a name, one after the other."""
+        """Apply all rules of other kinds than `convert` to a name, one after the other."""
         for index, rule in enumerate(self.rules):
             if rule.kind != CONVERT:
                 key, _ = self._apply_rule(index, key)

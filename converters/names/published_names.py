@@ -117,12 +117,10 @@ def arrange_for_memory(
         shapes: Shape of each tensor, keyed by the published name.
         rules: Rules of the model.
         memory_shapes: Shapes of the model's tensors in memory, if they are known. They determine whether
-        names begin
-            with the base model's module.
+            names begin with the base model's module.
         errors: Dict that receives an error message for each tensor that cannot be rearranged.
         adapted_shapes: Shapes of the parameters that an adapter changes, keyed by the name in memory. They
-        are used
-            if `memory_shapes` is None.
+            are used if `memory_shapes` is None.
 
     Returns:
         The arrangement of each tensor, keyed by the name in memory.
@@ -295,12 +293,14 @@ class _TensorGroup:
 
 
 def _get_single_arrangement(arrays: Arrays) -> Arrangement:
+    """Return the only tensor. Raises an error if there are several tensors."""
     if len(arrays) != 1 or any(len(values) != 1 for values in arrays.values()):
         raise CheckpointError("consists of several tensors, but the rule expects one")
     return next(iter(arrays.values()))[0]
 
 
 def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Stack the tensors of each source pattern, such as the experts of a layer."""
     (dim,) = operation[1:]
     if len(arrays) == 1:
         return {context.direction.targets[0]: [stack_arrangements(next(iter(arrays.values())), dim)]}
@@ -308,6 +308,7 @@ def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContex
 
 
 def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Split each stack into its tensors."""
     (dim,) = operation[1:]
     experts: Arrays = {}
     for pattern, (values, *_) in arrays.items():
@@ -323,6 +324,7 @@ def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContex
 
 
 def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Concatenate the tensors of all source patterns."""
     dim = operation[1]
     parts = [values for pattern in context.direction.sources for values in arrays.get(pattern, ())]
     # Use the order of the arrays if earlier operations have replaced the patterns by other names.
@@ -331,6 +333,11 @@ def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Split a tensor into chunks of equal size.
+
+    There is one chunk for each target pattern. If the operation contains a config key, the value of the key
+    is the number of chunks.
+    """
     dim, attribute = operation[1:]
     values = _get_single_arrangement(arrays)
     targets = list(context.direction.targets)
@@ -349,6 +356,7 @@ def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Split a tensor into parts that have the shapes of the targets."""
     (dim,) = operation[1:]
     targets = context.direction.targets
     values = _get_single_arrangement(arrays)
@@ -363,6 +371,10 @@ def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationCo
 
 
 def _transpose_weights(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Swap two dimensions of a tensor.
+
+    With a check, this is only done if its shape differs from the expected shape.
+    """
     first, second, check = operation[1:]
     values = _get_single_arrangement(arrays)
     pattern = next(iter(arrays)) if len(context.direction.targets) > 1 else context.direction.targets[0]
@@ -382,6 +394,7 @@ def _transpose_weights(arrays: Arrays, operation: Operation, context: _Operation
 
 
 def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Move alternating elements of a dimension to two halves, or interleave two halves again."""
     dim, inverse = operation[1:]
     values = _get_single_arrangement(arrays)
     groups = 2 if inverse else values.shape[dim] // 2
@@ -389,6 +402,7 @@ def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationCo
 
 
 def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Convert the rows of each head between the two layouts of rotary embeddings, see `_interleave_rows`."""
     config_key, names, inverse = operation[1:]
     config: Any = context.config if config_key is None else context.config.get(config_key, context.config)
     heads = config.get("num_attention_heads", 1) if isinstance(config, dict) else 1

@@ -1,7 +1,7 @@
-"""Tied weights: stored tensors that are one parameter under two names.
+"""Tied weights: stored tensors that are the same parameter with two names.
 
-`save_pretrained` writes a tied parameter once, under its owner's name, and so does this package. Some writers
-store both names; an alias is dropped only if its values equal the owner's bit for bit.
+`save_pretrained` writes a tied parameter only once, under the name of its owner, and so does this package.
+Some programs write both names. An alias is only dropped if its values equal the owner's values bit for bit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Tensor
 
-# Input embeddings, and the heads that may share their weights.
-# Alias -> possible owners, from transformers' `_tied_weights_keys`; suffixes of dotted names.
+# Ends of the names of input embeddings.
 EMBEDDING_NAMES = (
     "embed_tokens.weight",
     "wte.weight",
@@ -32,6 +31,7 @@ EMBEDDING_NAMES = (
     "shared.weight",
     "word_embedding.weight",
 )
+# Each alias with its possible owners, from transformers' `_tied_weights_keys`. These are ends of names, too.
 _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("encoder.embed_tokens.weight", ("shared.weight",)),
     ("decoder.embed_tokens.weight", ("shared.weight",)),
@@ -48,7 +48,7 @@ HEAD_NAMES = tuple(
     alias for alias, owners in _PAIRS if set(EMBEDDING_NAMES) <= set(owners) or alias == "output.weight"
 )
 UNNAMED_HEAD = "the head over the vocabulary"
-"""Name for the head of models whose heads have several names, such as BERT."""
+"""Description that replaces the name of an output head if its name depends on the model, as in BERT."""
 _CLASS_WITH_HEAD = re.compile(
     r".*(ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForPreTraining)"
 )
@@ -58,14 +58,14 @@ _BLOCK = 1 << 20
 
 
 class TiedPair(NamedTuple):
-    """Names of two tensors that may be one parameter."""
+    """Names of two tensors that may be the same parameter."""
 
     alias: str
     owner: str
 
 
 class ResolvedTies(NamedTuple):
-    """The tensors of a checkpoint without aliases, and the owner of each alias."""
+    """Tensors of a checkpoint without aliases, and the owner of each alias."""
 
     tensors: dict[str, Tensor]
     owners_by_alias: dict[str, str]
@@ -108,12 +108,9 @@ def resolve_ties(
     """Split the stored tensors into owners and aliases.
 
     Args:
-        stored: every stored tensor by plain name.
-        recorded_aliases: aliases that the format records (alias -> owner); trusted.
-        config_path: a `config.json`; with `tie_word_embeddings: false`, both names are kept.
-
-    Returns:
-        The tensors without aliases, and alias -> owner.
+        stored: All stored tensors, keyed by their canonical names.
+        recorded_aliases: Owner of each alias that the format records. These aliases are not compared.
+        config_path: Path of a `config.json`. If its `tie_word_embeddings` is false, both names are kept.
     """
     untied = _read_tie_setting(config_path) is False
     aliases = {
@@ -154,13 +151,23 @@ def find_untied_embeddings(tensors: Mapping[str, Tensor]) -> list[TiedPair]:
 
 
 def select_tie_owner(same: Mapping[str, Tensor]) -> str:
-    """The owner among the names of one parameter: the first that transformers does not tie to another."""
+    """Select the owner among the names of a parameter.
+
+    Args:
+        same: Tensors that are the same parameter, keyed by name.
+
+    Returns:
+        The first name that transformers does not tie to another name.
+    """
     aliases = {alias for alias, _ in _list_tie_candidates(same)}
     return next((name for name in same if name not in aliases), next(iter(same)))
 
 
 def are_tensors_equal(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit; reads both in step and stops at the first difference."""
+    """Return whether two tensors are equal bit for bit.
+
+    Reads both tensors block by block, and stops at the first difference.
+    """
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     blocks = zip(left.iter_blocks_then_verify(_BLOCK), right.iter_blocks_then_verify(_BLOCK), strict=True)
@@ -168,11 +175,12 @@ def are_tensors_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def ends_with_name(name: str, endings: Sequence[str]) -> bool:
-    """Whether a dotted name is, or ends in, one of `endings`."""
+    """Return whether a dotted name equals or ends in one of the names."""
     return any(name == end or name.endswith(f".{end}") for end in endings)
 
 
 def _read_tie_setting(config: AnyPath | None) -> bool | None:
+    """Read `tie_word_embeddings` from a config. None if the config does not contain it."""
     values = read_json_object_or_empty(config)
     for source in (values, values.get("text_config")):
         if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):
@@ -181,7 +189,11 @@ def _read_tie_setting(config: AnyPath | None) -> bool | None:
 
 
 def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[TiedPair]:
-    """(alias, owner) pairs that transformers may tie, by name and shape. The caller compares their values."""
+    """List the pairs that transformers may tie according to their names and shapes, without comparing values.
+
+    Raises:
+        CheckpointError: If there are too many pairs.
+    """
     some = [name for name in stored if name.endswith(_ENDS)]
     by_end = {end: [name for name in some if ends_with_name(name, (end,))] for end in _ENDS}
     by_shape: dict[str, dict[str, list[str]]] = {}

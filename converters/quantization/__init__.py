@@ -1,6 +1,6 @@
-"""Checkpoints of quantized weights: opened as floats, and written as the formats' own programs write them.
+"""Checkpoints with quantized weights: dequantization, and quantization as the programs of the formats do it.
 
-`dequantize` and `quantize` know the names and settings of each format. The arithmetic is in
-`portable.converters.tensors.dequantization` and `portable.converters.tensors.quantization`. Imports nothing
-but checkpoints, tensors and what they stand on.
+`dequantize` and `quantize` contain the names and settings of each format. The arithmetic is in
+`portable.converters.tensors.dequantization` and `portable.converters.tensors.quantization`. This package only
+imports checkpoints, tensors, and their dependencies.
 """

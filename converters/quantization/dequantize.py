@@ -1,9 +1,9 @@
-"""Checkpoints of quantized weights, as `quantization_config` in their config.json says, opened as floats.
+"""Dequantization of checkpoints, as the `quantization_config` in their `config.json` describes them.
 
-    floats = dequantized(open_checkpoint("gpt-oss-20b"), "bfloat16")
+    floats = dequantize_checkpoint(open_checkpoint("gpt-oss-20b"), "bfloat16")
 
-Nothing is read or computed before a tensor is. A method, a key of `quantization_config` or a tensor that is
-not known is refused by name.
+Tensors are only read and computed when they are used. An unknown method, key of `quantization_config`, or
+tensor raises an error that names it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Tensor
 
 CONFIG_KEY = "quantization_config"
-"""In config.json."""
-# Files that say the same again for other programs.
+"""Key of the quantization settings in `config.json`."""
+# Files that repeat the quantization settings for other programs.
 _REDUNDANT_CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-# Of activations and of the cache of keys and values, which a model of floats does not have.
+# Tensors for activations and for the cache of keys and values, which a model of floats does not need.
 ACTIVATION_TENSORS = re.compile(
     r"(.+[._])?(input|output|activation|prob_output|[kvq])_(scale|zero_point|global_scale|scale_ub)|.+\.g_idx"
 )
@@ -50,14 +50,23 @@ def _split_words(text: str) -> frozenset[str]:
 
 
 class _NameAndStem(NamedTuple):
-    """The name of a tensor, and the name without its suffix."""
+    """Name of a tensor, and the name without its suffix."""
 
     name: str
     stem: str
 
 
 class _QuantizedWeights:
-    """The tensors of a checkpoint while weights are made of them."""
+    """Tensors of a checkpoint during its dequantization.
+
+    Args:
+        tensors: Tensors of the checkpoint, keyed by name.
+        dtype: Safetensors dtype of the dequantized weights.
+
+    Attributes:
+        remaining: Tensors that no weight has used so far.
+        dequantized: Dequantized weights.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: str) -> None:
         self.remaining = dict(tensors)
@@ -65,16 +74,29 @@ class _QuantizedWeights:
         self.dtype = dtype
 
     def iter_by_suffix(self, *suffixes: str) -> Iterator[_NameAndStem]:
-        """The tensors whose names end so, and what stands before."""
+        """Iterate over the remaining tensors whose names end in one of the suffixes.
+
+        Tensors may be removed during the iteration.
+        """
         for name in list(self.remaining):
             for end in suffixes:
                 if name.endswith(end) and name in self.remaining:
                     yield _NameAndStem(name, name.removesuffix(end))
 
     def pop_tensor(self, name: str) -> Tensor | None:
+        """Remove a tensor from the remaining tensors, and return it, or None if there is no such tensor."""
         return self.remaining.pop(name, None)
 
     def pop_required_tensor(self, name: str, required_by: str) -> Tensor:
+        """Remove a tensor from the remaining tensors, and return it.
+
+        Args:
+            name: Name of the tensor.
+            required_by: Name of the tensor that requires it, used in the error message.
+
+        Raises:
+            CheckpointError: If there is no such tensor.
+        """
         tensor = self.remaining.pop(name, None)
         if tensor is None:
             raise CheckpointError(
@@ -83,7 +105,12 @@ class _QuantizedWeights:
         return tensor
 
     def dequantize_scaled_bytes(self, *scale_suffixes: str, block: BlockShape | None = None) -> None:
-        """Make the weights of 8-bit codes that have a scale of one of these names."""
+        """Dequantize all weights with 8-bit codes for which there is a tensor of scales.
+
+        Args:
+            scale_suffixes: Possible suffixes of the scales, which follow the name of the weight.
+            block: Block shape of the scales in the settings, if any.
+        """
         for name, tensor in list(self.remaining.items()):
             if tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8") or len(tensor.shape) < 2:
                 continue
@@ -105,14 +132,22 @@ class _QuantizedWeights:
 
 
 def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
-    """`checkpoint` with its quantized weights as floats, which are computed when they are read.
+    """Convert a checkpoint with quantized weights to floats. Weights are computed when they are read.
+
+    Example:
+        >>> floats = dequantize_checkpoint(open_checkpoint("gpt-oss-20b"))
 
     Args:
-        dtype: bfloat16, float16 or float32, of the weights that were quantized; others keep theirs.
+        checkpoint: Checkpoint with a `quantization_config` in its `config.json`.
+        dtype: `bfloat16`, `float16`, or `float32`, for the weights that are quantized. Other tensors keep
+            their dtypes.
+
+    Returns:
+        The checkpoint with floats, without the quantization settings.
 
     Raises:
-        CheckpointError: it is not quantized; by a method that is not known here; or scales are missing or do
-            not fit their weights.
+        CheckpointError: If the checkpoint is not quantized, if its method is not supported, or if scales are
+            missing or do not match their weights.
     """
     settings = read_quantization_config(checkpoint)
     if settings is None:
@@ -162,7 +197,11 @@ def _read_defaults() -> dict[str, dict[str, Any]]:
 
 
 def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """What config.json, or ModelOpt's own file, says of quantized weights; None for nothing."""
+    """Read the quantization settings in the `config.json` or `hf_quant_config.json` of a checkpoint.
+
+    Returns:
+        The settings, or None if the checkpoint is not quantized.
+    """
     if CONFIG_KEY in checkpoint.config:
         return None
     settings = find_quantization_config(read_json_object_or_empty(checkpoint.companions.get("config.json")))
@@ -176,7 +215,10 @@ def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization that a config.json describes."""
+    """Find the quantization settings in a `config.json` or in one of its nested configs.
+
+    Returns None if there are none.
+    """
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for key in (CONFIG_KEY, "compression_config"):
             if isinstance(part.get(key), dict) and part[key]:
@@ -186,18 +228,30 @@ def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 
 def can_dequantize(settings: Mapping[str, Any]) -> bool:
-    """Whether weights of this `quantization_config` can be opened as floats."""
+    """Return whether `dequantize_checkpoint` supports the method of a `quantization_config`."""
     return _get_quant_method(settings) in METHODS
 
 
 def _get_quant_method(settings: Mapping[str, Any]) -> str:
-    """The `quant_method`, a name or transformers' enumeration; bitsandbytes need not say it."""
+    """Return the `quant_method`, which may be a string or an enumeration of transformers.
+
+    Settings of bitsandbytes need not contain it.
+    """
     has_bitsandbytes_setting = settings.get("load_in_8bit") or settings.get("load_in_4bit")
     method = settings.get("quant_method") or ("bitsandbytes" if has_bitsandbytes_setting else "")
     return str(getattr(method, "value", method))
 
 
 def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape | None:
+    """Return the `weight_block_size` of quantization settings, or None if they do not contain it.
+
+    Args:
+        settings: Quantization settings.
+        location: Path and method, used in error messages.
+
+    Raises:
+        CheckpointError: If the value is not a list of two sizes.
+    """
     block = settings.get("weight_block_size")
     if block is None:
         return None
@@ -211,7 +265,7 @@ def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape 
 
 
 def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], location: str) -> None:
-    """Refuse a value that changes what the stored codes mean."""
+    """Raise an error if a setting has an unsupported value, which would change the meaning of the codes."""
     if not is_unset(settings.get(key)) and settings[key] not in allowed:
         values = ", ".join(str(value) for value in allowed)
         raise CheckpointError(f"{location}: {key} {to_printable(repr(settings[key]))} is not one of {values}")
@@ -233,15 +287,17 @@ _COMPRESSED_FORMATS = (
 
 
 def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize FP8 weights of transformers, and FP4 weights in the same checkpoint."""
     block = parse_block_shape(settings, location)
     weights.dequantize_scaled_bytes("_scale_inv", "_scale", block=block)
-    for name, stem in weights.iter_by_suffix("_scale_inv"):  # of FP4 codes beside: two in a byte
+    for name, stem in weights.iter_by_suffix("_scale_inv"):  # FP4 codes, two per byte, may also be present
         if (packed := weights.remaining.get(stem)) is not None and packed.dtype == "I8":
             scale, packed = weights.remaining.pop(name), weights.remaining.pop(stem)
             weights.dequantized[stem] = dequantization.dequantize_fp4(stem, weights.dtype, packed, scale)
 
 
 def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize MXFP4 weights of GPT-OSS."""
     for name, stem in weights.iter_by_suffix("_blocks"):
         scales = weights.pop_required_tensor(f"{stem}_scales", name)
         weights.dequantized[stem] = dequantization.dequantize_gpt_oss(
@@ -252,6 +308,7 @@ def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], l
 def _dequantize_compressed_tensors(
     weights: _QuantizedWeights, settings: Mapping[str, Any], location: str
 ) -> None:
+    """Dequantize weights of compressed-tensors, which are packed or have one code per byte."""
     for key in ("sparsity_config", "transform_config"):
         setting = settings.get(key)
         if setting and not (isinstance(setting, dict) and setting.get("format") == "dense"):
@@ -278,6 +335,17 @@ def _dequantize_compressed_tensors(
 def _dequantize_packed(
     weights: _QuantizedWeights, name: str, weight_name: str, possible_bits: set[int]
 ) -> None:
+    """Dequantize a packed weight of compressed-tensors.
+
+    Args:
+        weights: Tensors of the checkpoint.
+        name: Name of the packed codes.
+        weight_name: Name of the weight.
+        possible_bits: Numbers of bits per code in the settings.
+
+    Raises:
+        CheckpointError: If a tensor is missing, or if the shapes do not determine the number of bits.
+    """
     packed = weights.remaining.pop(name)
     scale = weights.pop_required_tensor(f"{weight_name}_scale", name)
     if packed.dtype == "U8":
@@ -291,7 +359,8 @@ def _dequantize_packed(
         raise CheckpointError(f"{to_printable(shape_tensor.name)}: does not hold two sizes")
     rows, columns = (int(size) for size in shape_tensor.read())
     width = packed.shape[-1] if packed.shape else 0
-    # The number of bits is not written beside the weight; its shape tells it, or leaves one of the settings'.
+    # The number of bits is not stored with the weight. The shapes determine it, or leave only one number of
+    # the settings.
     fitting = [n for n in range(1, 9) if n in possible_bits and -(-columns * n // 32) == width]
     if len(fitting) != 1 or rows < 1 or columns < 1:
         raise CheckpointError(
@@ -300,7 +369,8 @@ def _dequantize_packed(
         )
     zero = weights.pop_tensor(f"{weight_name}_zero_point")
     groups = weights.pop_tensor(f"{weight_name}_g_idx")
-    if groups is not None and int(groups.read().max(initial=-1)) < 0:  # all -1: groups are runs of columns
+    # All values are -1 if the groups are consecutive columns.
+    if groups is not None and int(groups.read().max(initial=-1)) < 0:
         groups = None
     weights.dequantized[weight_name] = dequantization.dequantize_packed_rows(
         weight_name,
@@ -315,6 +385,7 @@ def _dequantize_packed(
 
 
 def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize GPTQ weights."""
     _check_setting(settings, "pack_dtype", ("int32",), location)
     _check_setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), location)
     _check_setting(settings, "format", ("gptq", "gptq_v2"), location)
@@ -337,6 +408,7 @@ def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], lo
 
 
 def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize AWQ weights."""
     _check_setting(settings, "version", ("gemm", "GEMM"), location)
     for key in ("bits", "w_bit"):
         _check_setting(settings, key, (4,), location)
@@ -349,6 +421,7 @@ def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
 
 
 def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize NF4, FP4, and LLM.int8 weights of bitsandbytes."""
     for name, weight in weights.iter_by_suffix(
         ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"
     ):
@@ -375,6 +448,11 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
 
 
 def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
+    """Read the JSON state of a weight with 4-bit codes of bitsandbytes.
+
+    Raises:
+        CheckpointError: If the tensor does not contain a valid state.
+    """
     try:
         if tensor.dtype != "U8" or tensor.nbytes > MAX_JSON_TENSOR:
             raise ValueError
@@ -390,6 +468,7 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
 
 
 def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize NVFP4 and FP8 weights of ModelOpt."""
     _check_setting(settings, "quant_algo", ("FP8", "NVFP4"), location)
     for name, stem in weights.iter_by_suffix(".weight_scale_2"):
         weight = f"{stem}.weight"
@@ -405,11 +484,13 @@ def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any]
 
 
 class _Method(NamedTuple):
-    """How the weights of a `quant_method` are dequantized.
+    """Method of quantization.
 
     Attributes:
-        dequantize: Function that moves the tensors of each weight from `remaining` to `dequantized`.
-        supported_keys: Keys of `quantization_config` that the function reads, or that change no weight.
+        dequantize: Function that dequantizes all weights of a checkpoint. Its arguments are the tensors, the
+            settings, and the location to use in error messages.
+        supported_keys: Keys of `quantization_config` that the function reads, or that do not affect the
+            weights.
     """
 
     dequantize: Callable[[_QuantizedWeights, Mapping[str, Any], str], None]
@@ -459,4 +540,4 @@ METHODS: dict[str, _Method] = {
         ),
     ),
 }
-"""Each `quant_method`: what makes the weights, and the keys that it looks at or that change no weight."""
+"""Supported methods, keyed by `quant_method`."""

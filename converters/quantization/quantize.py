@@ -1,10 +1,10 @@
-"""Checkpoints of floats as quantized ones, as servers load them.
+"""Quantization of checkpoints in formats that inference servers load.
 
-    written = quantized(open_checkpoint("out"), "fp8-block")
-    written = quantized_like(open_checkpoint("fine-tuned"), open_checkpoint("quantized-base"))
+    quantized = quantize_checkpoint(open_checkpoint("out"), "fp8-block")
+    quantized = quantize_like_base(open_checkpoint("fine-tuned"), open_checkpoint("quantized-base"))
 
-Scales come from the weights alone, so methods that need calibration data (GPTQ, AWQ, NVFP4) are refused.
-Nothing is read or computed before a tensor is.
+Scales are computed only from the weights, so methods that require calibration data (GPTQ, AWQ, NVFP4) raise
+an error. Tensors are only read and computed when they are used.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from portable.converters.checkpoint import Checkpoint
     from portable.converters.tensors.tensor import Tensor
 
-# The names of linear layers in transformers. Routers of experts, embeddings and GPT-2's transposed layers
-# (`c_*`) are none.
+# Names of the weights of linear layers in transformers. Routers of experts, embeddings, and GPT-2's
+# transposed layers (`c_*`) do not match.
 _LINEAR_WEIGHT = re.compile(
     r"(?:.+\.)?\d+\.(?:.+\.)?"
     r"(?!c_)(?:(?:\w+_)?proj(?:_\w+)?|fc\d?|fc_(?:in|out)|lin\d|dense\w*|query(?:_key_value)?|key|value"
@@ -48,12 +48,18 @@ _LINEAR_WEIGHT = re.compile(
 
 
 class _QuantizationFormat(NamedTuple):
-    """One value of `--quantize`."""
+    """Format for a value of `--quantize`.
+
+    Attributes:
+        scheme: Rules of the quantization.
+        quantize_weight: Function that returns the tensors of a quantized weight, keyed by name.
+        build_config: Function that returns the `quantization_config` for a list of modules that are not
+            quantized.
+    """
 
     scheme: QuantizationScheme
     quantize_weight: Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]
     build_config: Callable[[list[str]], dict[str, Any]]
-    """`quantization_config`, given the modules that stay floats."""
 
 
 def _make_byte_quantizer(suffix: str) -> Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]:
@@ -73,7 +79,18 @@ def _build_fp8_config(excluded_modules: list[str]) -> dict[str, Any]:
 def _make_compressed_tensors_config_builder(
     form: str, bits: int, kind: str, strategy: str, *, group: int | None = None, tokens: bool = False
 ) -> Callable[[list[str]], dict[str, Any]]:
-    """compressed-tensors' settings of its own presets: W8A8, W4A16, FP8_DYNAMIC, MXFP4A16."""
+    """Create a function that builds settings like the presets of compressed-tensors.
+
+    The presets are W8A8, W4A16, FP8_DYNAMIC, and MXFP4A16.
+
+    Args:
+        form: Compression format, such as `pack-quantized`.
+        bits: Number of bits per code.
+        kind: `int` or `float`.
+        strategy: `channel` or `group`, for the scales of the weights.
+        group: Number of columns of a group, if any.
+        tokens: Whether activations are quantized with a dynamic scale per token.
+    """
     weights: dict[str, Any] = {
         "num_bits": bits,
         "type": kind,
@@ -124,21 +141,32 @@ _FORMATS = {
         _make_compressed_tensors_config_builder("pack-quantized", 4, "int", "group", group=128),
     ),
 }
-"""By the names of `portable.converters.options.QUANTIZATION_FORMS`."""
+"""Formats, keyed by the names in `portable.converters.options.FORMS`."""
 
 
 def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:
-    """`checkpoint` with the weights of its linear layers as codes; the head and all else stay floats.
+    """Quantize the weights of the linear layers of a checkpoint. Codes are computed when they are read.
 
-    A weight that the format's blocks do not divide stays as it is, as the format's own programs have it.
+    The output head and all other tensors stay floats. A weight that is not divisible into the blocks of the
+    format also stays a float, as in the programs of the formats.
 
     Args:
-        form: fp8-block (transformers' `fp8`, blocks of 128 x 128), or compressed-tensors' fp8 (a scale for
-            each output), mxfp4 (for 32 inputs), int8 (for each output), int4 (for 128 inputs).
-        dtype: of what stays, and of the weights as codes are computed from them.
+        checkpoint: Checkpoint with floats and a `config.json`.
+        form: Name of the format:
+
+            - ``fp8-block``: FP8 of transformers (`fp8`), with blocks of 128 x 128
+            - ``fp8``: FP8 of compressed-tensors, with a scale for each output
+            - ``mxfp4``: MXFP4 of compressed-tensors, with a scale for 32 inputs
+            - ``int8``: INT8 of compressed-tensors, with a scale for each output
+            - ``int4``: INT4 of compressed-tensors, with a scale for 128 inputs
+        dtype: Dtype of the tensors that stay floats, and of the weights before they are quantized.
+
+    Returns:
+        The quantized checkpoint, with a `quantization_config`.
 
     Raises:
-        CheckpointError: it is quantized already, has no config.json, or no linear layer is known by its name.
+        CheckpointError: If the checkpoint is already quantized, has no `config.json`, or has no linear layer
+            with a known name.
     """
     quantization_format = _FORMATS[form]
     floats = _cast_unquantized_tensors(checkpoint, dtype)
@@ -148,7 +176,7 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
         )
     tensors: dict[str, Tensor] = {}
     too_small: Tensor | None = None
-    excluded_modules, changed = {"lm_head"}, False  # also where it is tied, and in no file
+    excluded_modules, changed = {"lm_head"}, False  # Also excluded if it is tied and therefore not in a file
     height, width = quantization_format.scheme.block_height or 1, quantization_format.scheme.block_width or 1
     for name, tensor in floats.items():
         is_divisible = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
@@ -187,16 +215,22 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
 def quantize_like_base(
     checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "keep", untouched: Collection[str] = ()
 ) -> Checkpoint:
-    """`checkpoint` with the layout of `base`: the same weights as codes, and its `quantization_config`.
+    """Quantize the weights of a checkpoint that are quantized in another checkpoint, with the same settings.
 
     Args:
-        base: of FP8 (with blocks, for each output, or for the whole), MXFP4, or compressed-tensors' symmetric
-            integers. Its scales of activations and the dtypes of what stays are taken over.
-        dtype: as of `quantize_checkpoint`.
-        untouched: Tensors whose codes are copied from `base`, because their values are the same.
+        checkpoint: Checkpoint with floats.
+        base: Quantized checkpoint whose layout to use: FP8 with a scale per block, per output, or per tensor;
+            MXFP4; or symmetric integers of compressed-tensors. Scales of activations and the dtypes of other
+            tensors are copied from it.
+        dtype: Dtype of the weights before they are quantized, see `quantize_checkpoint`.
+        untouched: Names of tensors whose codes are copied from `base`, because their values are equal.
+
+    Returns:
+        The quantized checkpoint, with the `quantization_config` of `base`.
 
     Raises:
-        CheckpointError: `base` is not quantized so, or the two have other weights.
+        CheckpointError: If `base` is not quantized with a supported method, or if the checkpoints have
+            different weights.
     """
     settings = read_writable_config(base)
     method = str(settings["quant_method"])
@@ -221,10 +255,10 @@ def quantize_like_base(
 
 
 def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
-    """The `quantization_config` of a model whose layout can be written.
+    """Read the quantization settings of a checkpoint, and check that its layout can be written.
 
     Raises:
-        CheckpointError: it has none, or one that cannot be written here.
+        CheckpointError: If the checkpoint is not quantized, or if its method requires calibration data.
     """
     settings = read_quantization_config(base)
     if settings is None:
@@ -241,7 +275,7 @@ def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
 def _quantize_weight_like_base(
     name: str, weight: Tensor, base: Mapping[str, Tensor], settings: Mapping[str, Any], location: str
 ) -> dict[str, Tensor]:
-    """The tensors that `base` has for one weight."""
+    """Return the tensors that `base` contains for one weight, computed from the weight, keyed by name."""
     refused = [f"{name}_{suffix}" for suffix in ("zero_point", "g_idx", "global_scale", "scale_2")]
     if other := next((key for key in refused if key in base), None):
         raise CheckpointError(
@@ -277,7 +311,7 @@ def _quantize_weight_like_base(
 
 
 def _cast_unquantized_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
-    """The tensors, cast."""
+    """Cast the tensors of a checkpoint. Raises an error if the checkpoint is quantized."""
     if read_quantization_config(checkpoint) is not None:
         raise CheckpointError(f"{checkpoint.root}: is quantized; add --dequantize")
     target = parse_target_dtype(dtype)

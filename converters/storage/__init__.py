@@ -1,1 +1,1 @@
-"""Files and objects: reading and writing, on a disk or in an object store."""
+"""Reading and writing of files and objects, on a local disk or in an object store."""

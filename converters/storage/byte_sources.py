@@ -1,6 +1,8 @@
-"""Byte sources: whole files, spans of files with their CRC32, sources joined end to end; and JSON in them.
+"""Byte sources with random access, and the parsing of JSON files.
 
-Readers ask a `ByteSource` for bytes; nothing above `portable.converters.storage` opens a shard file.
+A byte source is a complete file, a span of a file with its CRC32, a slice of another source, or several
+sources joined end to end. Readers of checkpoint formats request bytes from a `ByteSource`. Outside of
+`portable.converters.storage`, no code opens a file with tensors.
 """
 
 from __future__ import annotations
@@ -25,34 +27,67 @@ if TYPE_CHECKING:
 
 UnverifiedSpans = set["FileSpan"]
 
-# Bytes per read: small enough to stay in the cache for the CRC, large enough to amortize the system call.
+# Bytes per read. This is small enough that the data is still in the processor's cache when its CRC is
+# computed, and large enough to amortize the system call.
 CRC_CHUNK_BYTES = 1 << 20
 
 
 class ByteSource(Protocol):
-    """A run of bytes with random access."""
+    """Sequence of bytes with random access.
+
+    Attributes:
+        nbytes: Number of bytes.
+    """
 
     nbytes: int
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Fill `buffer` from byte `offset`; add every file span that was read to `unverified_spans`."""
+        """Read bytes into a buffer.
+
+        Args:
+            buffer: Buffer to fill completely.
+            offset: Offset of the first byte in this source.
+            unverified_spans: Set to which the source adds every file span that it reads and whose CRC has not
+                been verified yet. Call `FileSpan.verify_crc` on each span before using the data.
+
+        Raises:
+            CheckpointError: If the source ends before the buffer is full, or if a file is missing or damaged.
+        """
         ...
 
 
 class FileDescriptor:
-    """An open file that closes with its last user, so that eviction never closes it under a reader."""
+    """Open file that is closed when its last user drops it.
+
+    A file that is evicted from the cache of open files therefore stays open while another thread reads it.
+
+    Args:
+        path: Path of a regular file. Links are not followed.
+
+    Raises:
+        OSError: If the file cannot be opened or is not a regular file.
+    """
 
     def __init__(self, path: str) -> None:
-        self.fd = -1  # set first: __del__ runs even when open fails
+        self.fd = -1  # Set this first, because __del__ also runs if the file cannot be opened.
         self.fd = open_regular_file(path)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
-            close(self.fd)  # at the interpreter's end, `os` may be gone
+            # Do not use `os.close` here, because `os` may not exist anymore when the interpreter exits.
+            close(self.fd)
 
 
 class CheckpointFile:
-    """One file of a checkpoint, opened at its first read. Subclasses read a disk or an object store."""
+    """File of a checkpoint, which is opened at the first read.
+
+    This is the base class of the files on a disk and of the objects in a store.
+
+    Args:
+        name: Name of the file, relative to the folder of the checkpoint.
+        path: Path of the file.
+        nbytes: Size of the file in bytes.
+    """
 
     def __init__(self, name: str, path: AnyPath, nbytes: int) -> None:
         self.name = name
@@ -61,24 +96,39 @@ class CheckpointFile:
         self.lock = threading.Lock()
 
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
-        """Fill `buffer` from byte `at` of the file; CheckpointError where the file ends early.
+        """Read bytes of the file into a buffer.
+
+        A file in an object store uses the last two arguments to fetch bytes in advance.
 
         Args:
-            certain_end: the byte up to which the caller will certainly read on; 0 if unknown.
-            possible_end: the byte up to which the caller may read on, in order; 0 if unknown.
+            buffer: Buffer to fill completely.
+            at: Offset of the first byte in the file.
+            certain_end: Offset up to which the caller will certainly continue to read. 0 if it is unknown.
+            possible_end: Offset up to which the caller may continue to read in order. 0 if it is unknown.
+
+        Raises:
+            CheckpointError: If the file ends before the buffer is full, or cannot be read.
         """
         raise NotImplementedError
 
     def open_descriptor(self) -> FileDescriptor | None:
-        """The open file for `copy_file_range`; None for an object in a store."""
+        """Return the open file for `os.copy_file_range`, or None for an object in a store."""
         return None
 
     def get_file_identity(self) -> object:
-        """A key that is equal for two names of one file."""
+        """Return a key that is equal for two names of the same file."""
         return str(PurePosixPath(self.name))
 
     def read_bytes(self, offset: int, num_bytes: int) -> bytes:
-        """`num_bytes` bytes from `offset`; refused before allocating when the file is shorter."""
+        """Read bytes of the file into memory.
+
+        Args:
+            offset: Offset of the first byte.
+            num_bytes: Number of bytes to read.
+
+        Raises:
+            CheckpointError: If the file is shorter. The error is raised before any memory is allocated.
+        """
         self.get_span(offset, num_bytes)
         buffer = bytearray(num_bytes)
         self.read_into(memoryview(buffer), offset)
@@ -87,7 +137,17 @@ class CheckpointFile:
     def get_span(
         self, offset: int, nbytes: int, *, crc32: int | None = None, description: str = ""
     ) -> FileSpan:
-        """Bytes [offset, offset + nbytes) as a source; CheckpointError if they lie outside the file."""
+        """Return a span of the file as a byte source, without reading it.
+
+        Args:
+            offset: Offset of the first byte.
+            nbytes: Number of bytes.
+            crc32: CRC32 of the bytes of the span, if the file contains it.
+            description: Description of the content, used in error messages. Empty for "data".
+
+        Raises:
+            CheckpointError: If the span extends beyond the file.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise CheckpointError(
                 f"{self.path}: truncated or damaged, {description or 'data'} would end at byte "
@@ -97,14 +157,14 @@ class CheckpointFile:
 
 
 class ByteRange(NamedTuple):
-    """Bytes [start, stop) of a file span."""
+    """Range [start, stop) of bytes in a file span."""
 
     start: int
     stop: int
 
 
 class _ReadPart(NamedTuple):
-    """Bytes [start, stop) of a file span that have been read, and their CRC32."""
+    """Range [start, stop) of bytes in a file span that have been read, and their CRC32."""
 
     start: int
     stop: int
@@ -112,10 +172,22 @@ class _ReadPart(NamedTuple):
 
 
 class FileSpan:
-    """A span of one file, with the CRC32 that the writer stored for all of it, if any.
+    """Span of a file, with the CRC32 that the writer of the file stored for the complete span, if any.
 
-    The CRC of each part is recorded as it is read, in any order, and adjacent parts are combined. Reading a
-    span piece by piece therefore needs no second pass; `verify_crc` reads only the bytes not read so far.
+    The CRC of each part is computed when the part is read, in any order, and the CRCs of adjacent parts are
+    combined. Therefore, verifying a span that was read part by part does not read the file again:
+    `verify_crc` only reads the bytes that have not been read yet. Create spans with
+    `CheckpointFile.get_span`.
+
+    Args:
+        file: File that contains the span.
+        offset: Offset of the first byte in the file.
+        nbytes: Number of bytes.
+        crc32: Expected CRC32 of the span, or None if there is nothing to verify.
+        description: Description of the content, used in error messages.
+
+    Attributes:
+        is_verified: Whether the CRC has been verified. Also true if there is no expected CRC.
     """
 
     __slots__ = ("_read_parts", "crc32", "description", "file", "is_verified", "nbytes", "offset")
@@ -129,11 +201,14 @@ class FileSpan:
         self.description = description
         self.crc32 = crc32
         self.is_verified = crc32 is None
-        # Disjoint parts read so far, sorted.
+        # Parts that have been read so far. They are sorted and do not overlap or touch.
         self._read_parts: list[_ReadPart] = []
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Fill `buffer` from byte `offset` of the span; adds itself to `unverified_spans` until its CRC is checked."""
+        """Read bytes of the span into a buffer, and add the span to `unverified_spans` unless it is verified.
+
+        See `ByteSource.read_into`.
+        """
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError(
                 f"{self.file.path}: {self.description or 'data'} is shorter than its tensor"
@@ -149,7 +224,14 @@ class FileSpan:
             self._record_crc(offset + start, part)
 
     def verify_crc(self) -> None:
-        """Check the stored CRC over the whole span; CheckpointError if the bytes are not those written."""
+        """Verify the stored CRC of the complete span.
+
+        Reads the bytes that have not been read yet. Does nothing if the span is already verified or has no
+        CRC.
+
+        Raises:
+            CheckpointError: If the CRC does not match, or if the file cannot be read.
+        """
         scratch = memoryview(b"")
         while (gap := self.find_unread_range()) is not None:
             start, stop = gap
@@ -167,7 +249,11 @@ class FileSpan:
             self._read_parts = []
 
     def find_unread_range(self) -> ByteRange | None:
-        """The first run of bytes not read so far; None when all are, or when there is no CRC to check."""
+        """Find the first range of bytes that has not been read yet.
+
+        Returns:
+            The range, or None if all bytes have been read, or if there is no CRC left to verify.
+        """
         with self.file.lock:
             if self.is_verified:
                 return None
@@ -179,7 +265,11 @@ class FileSpan:
             return ByteRange(start, self.nbytes) if start < self.nbytes else None
 
     def _record_crc(self, start: int, data: memoryview) -> None:
-        """Record the CRC of bytes just read and merge it with its neighbors; a repeated read is ignored."""
+        """Record the CRC of bytes that were just read, and merge it with adjacent parts.
+
+        A range that overlaps with a recorded part is ignored. If some of its bytes were new, `verify_crc`
+        reads them again.
+        """
         crc, stop = isal_zlib.crc32(data), start + len(data)
         with self.file.lock:
             parts = self._read_parts
@@ -199,7 +289,16 @@ class FileSpan:
 
 
 class SourceSlice:
-    """Bytes [offset, offset + nbytes) of another source."""
+    """Slice [offset, offset + nbytes) of another byte source.
+
+    Args:
+        source: Source that contains the slice.
+        offset: Offset of the first byte in `source`.
+        nbytes: Number of bytes.
+
+    Raises:
+        CheckpointError: If the slice extends beyond the source.
+    """
 
     __slots__ = ("nbytes", "offset", "source")
 
@@ -211,13 +310,18 @@ class SourceSlice:
         self.nbytes = nbytes
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
+        """Read bytes of the slice into a buffer, see `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError("a piece is shorter than its tensor")
         self.source.read_into(buffer, self.offset + offset, unverified_spans)
 
 
 class ConcatenatedSources:
-    """Sources end to end: a flat tensor that was cut across ranks at any positions."""
+    """Byte sources joined end to end, for example the shards of a flat tensor that was split across ranks.
+
+    Args:
+        parts: Sources to join, in order. Empty sources are ignored.
+    """
 
     __slots__ = ("nbytes", "parts", "starts")
 
@@ -231,6 +335,7 @@ class ConcatenatedSources:
         self.nbytes = total
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
+        """Read bytes, possibly of several parts, into a buffer, see `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError("the pieces of a tensor are shorter than the tensor")
         index = bisect_right(self.starts, offset) - 1
@@ -244,18 +349,27 @@ class ConcatenatedSources:
 
 
 class InMemorySource:
-    """Bytes in memory: small constants, and scalars that a format stores in its header."""
+    """Byte source in memory, for small constants and for scalars that a format stores in a header.
+
+    Args:
+        data: Bytes of the source.
+    """
 
     def __init__(self, data: bytes) -> None:
         self.data = memoryview(data)
         self.nbytes = len(data)
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
+        """Copy bytes into a buffer, see `ByteSource.read_into`."""
         buffer[:] = self.data[offset : offset + len(buffer)]
 
 
 def read_json_object(file: CheckpointFile) -> dict[str, Any]:
-    """The table in a JSON file; CheckpointError where it is none, is damaged or repeats a key."""
+    """Read a JSON file that contains an object.
+
+    Raises:
+        CheckpointError: If the file is damaged, contains another JSON value, or has a duplicate key.
+    """
     value = parse_json(file.path, file.read_bytes(0, file.nbytes))
     if not isinstance(value, dict):
         raise CheckpointError(f"{file.path}: damaged, its JSON is no table")
@@ -263,7 +377,15 @@ def read_json_object(file: CheckpointFile) -> dict[str, Any]:
 
 
 def parse_json(location: object, data: bytes) -> Any:
-    """The parsed JSON; CheckpointError, which names `location`, for text that is invalid or repeats a key."""
+    """Parse JSON from a checkpoint.
+
+    Args:
+        location: File that contains the JSON, used in error messages.
+        data: JSON text in UTF-8.
+
+    Raises:
+        CheckpointError: If the text is not valid JSON, or if an object in it has a duplicate key.
+    """
 
     def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)

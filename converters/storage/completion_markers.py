@@ -1,16 +1,17 @@
-"""Completion markers: which folder of an object store is complete, where nothing can be renamed.
+"""Markers that show whether a folder in an object store is complete.
 
-This project begins a folder with an object `_INCOMPLETE`, and completes it with an object `_COMPLETE` after
-everything else; `_INCOMPLETE` is deleted last. So, at any moment:
+An object store cannot rename a folder after all of its files have been written. Therefore, this package first
+writes an object `_INCOMPLETE`, then the files, and then an object `_COMPLETE`. At last, it deletes
+`_INCOMPLETE`. So the state of a folder is always clear:
 
-| the folder holds | state |
+| the folder contains | state |
 | --- | --- |
-| `_COMPLETE` | complete, whether `_INCOMPLETE` is still there or not |
-| `_INCOMPLETE` alone | being written, or left by a killed writer: never read |
+| `_COMPLETE` | complete, even if `_INCOMPLETE` still exists |
+| only `_INCOMPLETE` | being written, or left behind by an interrupted writer: never read |
 | neither | written by another program: read like any other folder |
 
-This order is enough on stores with strong read-after-write and list consistency (S3, Google Cloud Storage,
-Azure).
+This order requires a store with strong read-after-write and list consistency, such as S3, Google Cloud
+Storage, and Azure.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ COMPLETE_MARKER, INCOMPLETE_MARKER = "_COMPLETE", "_INCOMPLETE"
 
 
 def mark_folder_incomplete(folder: RemotePath, **facts: Any) -> str:
-    """Mark the folder as being written and no longer complete. One process of a run calls this.
+    """Mark a folder in an object store as being written.
 
-    Existing objects stay; call `places.remove_folder` first to delete them.
+    Only one process of a run may call this function, before any process writes into the folder. Existing
+    objects are not deleted; call `folder_operations.remove_folder` first to delete them.
 
     Args:
-        facts: stored in `_INCOMPLETE`, for finding out who left a folder unfinished.
+        folder: Folder to mark.
+        facts: Values to store in `_INCOMPLETE` as JSON. They help to find out which program left a folder
+            incomplete.
 
     Returns:
-        A token for `mark_folder_complete`, which detects a second writer of the same folder by it.
+        Token to pass to `mark_folder_complete`, which uses the token to detect a second writer.
     """
     token = os.urandom(8).hex()
     content = {
@@ -55,14 +59,16 @@ def mark_folder_incomplete(folder: RemotePath, **facts: Any) -> str:
 
 
 def mark_folder_complete(folder: RemotePath, token: str, **facts: Any) -> None:
-    """Mark the folder as complete, after all hosts have written every object in it.
+    """Mark a folder in an object store as complete, after all processes have written their objects.
 
     Args:
-        token: what `mark_folder_incomplete` returned.
-        facts: stored in `_COMPLETE` as JSON.
+        folder: Folder to mark.
+        token: Return value of `mark_folder_incomplete`.
+        facts: Values to store in `_COMPLETE` as JSON.
 
     Raises:
-        RemoteError: another process has begun the same folder since.
+        RemoteError: If another process has called `mark_folder_incomplete` for the same folder in the
+            meantime.
     """
     if read_json_object_or_empty(folder / INCOMPLETE_MARKER).get("writer") != token:
         raise RemoteError(
@@ -73,4 +79,5 @@ def mark_folder_complete(folder: RemotePath, token: str, **facts: Any) -> None:
 
 
 def _format_utc_time() -> str:
+    """Return the current UTC time in ISO format."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,8 +1,9 @@
-"""Compressed bytes with random access: each run is decompressed whole, at its first use.
+"""Random access to compressed bytes, which are decompressed completely at the first read.
 
-Zarr compresses chunks of any size, and a stack of layers is read from one chunk layer by layer. What was
-decompressed stays in memory while it is little, else in an unnamed file of the temporary folder (`TMPDIR`),
-which the kernel may write out; both are dropped as soon as every byte has been read once.
+Zarr compresses chunks of any size, and a stack of layers is read from one chunk layer by layer. Therefore,
+the decompressed content is kept until every byte has been read once. It is kept in memory if it is small or
+if the memory budget `CACHE_BYTES` allows it, and otherwise in an unnamed file in the temporary folder
+(`TMPDIR`), which the kernel can write to the disk.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.byte_sources import ByteSource, UnverifiedSpans
 
-# Runs up to this size are always in memory; others as long as all that is kept is not more than that.
+# Content up to MEMORY_BYTES is always decompressed into memory. All larger content that is kept in memory has
+# at most CACHE_BYTES in total.
 MEMORY_BYTES, CACHE_BYTES = 1 << 20, 512 << 20
-# Bytes that are decompressed at once.
+# Bytes to decompress per call.
 _STEP_BYTES = 4 << 20
 CODECS = ("zstd", "gzip")
 
 
 class DecompressedSource:
-    """A run of compressed bytes, seen decompressed.
+    """Byte source that decompresses another source at the first read.
 
     Args:
-        source: the compressed bytes.
-        codec: one of `CODECS`.
-        nbytes: of the content; another size is refused.
-        used_bytes: how many of them a reader of everything reads; the rest is padding.
-        location: the file, for error messages.
+        source: Compressed bytes.
+        codec: Compression format, one of `CODECS`.
+        nbytes: Size of the decompressed content in bytes. Content of another size raises an error.
+        used_bytes: Number of bytes that a reader of the complete tensor reads. The remaining bytes are
+            padding. The content is dropped after this many bytes have been read.
+        location: File that contains the bytes, used in error messages.
     """
 
     def __init__(self, source: ByteSource, codec: str, nbytes: int, used_bytes: int, location: str) -> None:
@@ -47,15 +50,30 @@ class DecompressedSource:
         self._lock = threading.Lock()
         self._content: memoryview | None = None
         self._served_bytes = self._reserved_bytes = 0
-        self._keep_until_read = False  # whether the content is kept until all of it is read
+        # Whether to keep the content until all of it has been read. Otherwise, it is dropped after each read.
+        self._keep_until_read = False
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
+        """Read decompressed bytes into a buffer, see `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self._location}: a chunk is shorter than its tensor")
         buffer[:] = self.load_content(len(buffer), unverified_spans)[offset : offset + len(buffer)]
 
     def load_content(self, num_bytes: int, unverified_spans: UnverifiedSpans) -> memoryview:
-        """All bytes, of which the caller reads `num_bytes`: a strided region is copied out of them directly."""
+        """Return the complete content, decompressing it if necessary.
+
+        The caller can copy a strided region directly out of the result. The result stays valid after the
+        source has dropped the content.
+
+        Args:
+            num_bytes: Number of bytes that the caller will read. The source counts them to decide when to
+                drop the content.
+            unverified_spans: See `ByteSource.read_into`.
+
+        Raises:
+            CheckpointError: If the compressed data is damaged or its content has another size, or if the disk
+                is full.
+        """
         with self._lock:
             content = self._content
             if content is None:
@@ -67,7 +85,7 @@ class DecompressedSource:
         return content
 
     def _free_content(self) -> None:
-        """Free the content; the next read decompresses it again."""
+        """Drop the content. The next read decompresses it again."""
         self._content = None
         _memory_budget.release_bytes(self._reserved_bytes)
         self._reserved_bytes = 0
@@ -76,7 +94,8 @@ class DecompressedSource:
         _memory_budget.release_bytes(self._reserved_bytes)
 
     def _decompress(self, unverified_spans: UnverifiedSpans) -> memoryview:
-        import pyarrow  # not at the top: slow to import
+        """Decompress into memory, or into a temporary file if the memory budget is used up."""
+        import pyarrow  # Imported here because the import is slow.
 
         raw = pyarrow.PythonFile(_SourceAsFileObject(self._source, unverified_spans), mode="r")
         stream = pyarrow.CompressedInputStream(raw, self._codec)
@@ -92,7 +111,7 @@ class DecompressedSource:
         return memoryview(target)
 
     def _decompress_to_temporary_file(self, stream: pyarrow.NativeFile) -> memoryview:
-        """The content as a mapping of an unnamed file, which grows no further than the content."""
+        """Decompress into an unnamed temporary file, and return a memory map of the file."""
         done = 0
         try:
             with tempfile.TemporaryFile() as file:
@@ -108,7 +127,15 @@ class DecompressedSource:
             ) from None
 
     def _read_decompressed(self, stream: pyarrow.NativeFile, num_bytes_read: int) -> bytes:
-        """The bytes after `num_bytes_read` of them; none at the end of the content."""
+        """Return the next decompressed bytes, or no bytes at the end of the content.
+
+        Args:
+            stream: Decompressing stream.
+            num_bytes_read: Number of bytes that have been read from the stream so far.
+
+        Raises:
+            CheckpointError: If the data is damaged, or if the content is shorter or longer than `nbytes`.
+        """
         try:
             part: bytes = stream.read(min(_STEP_BYTES, self.nbytes - num_bytes_read) or 1)
         except OSError as error:
@@ -128,7 +155,7 @@ class DecompressedSource:
 
 
 class _SourceAsFileObject(io.RawIOBase):
-    """A source as the file object that pyarrow reads."""
+    """File object for pyarrow that reads a byte source from start to end."""
 
     def __init__(self, source: ByteSource, unverified_spans: UnverifiedSpans) -> None:
         super().__init__()
@@ -137,9 +164,11 @@ class _SourceAsFileObject(io.RawIOBase):
         self._offset = 0
 
     def readable(self) -> bool:
+        """Return True, as `io.RawIOBase` requires."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read the next bytes into a buffer, and return their number."""
         part = memoryview(buffer)[: self._source.nbytes - self._offset]
         self._source.read_into(part, self._offset, self._touched)
         self._offset += len(part)
@@ -147,21 +176,26 @@ class _SourceAsFileObject(io.RawIOBase):
 
 
 class _MemoryBudget:
-    """How much is kept in memory."""
+    """Thread-safe budget of `CACHE_BYTES` for decompressed content in memory."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # an object may be deleted while this thread holds it
+        # Reentrant, because `DecompressedSource.__del__` may run in a thread that holds the lock.
+        self._lock = threading.RLock()
         self._reserved_bytes = 0
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """`nbytes`, which are then taken; 0 where there is no room for them."""
+        """Reserve memory.
+
+        Returns:
+            `nbytes`, or 0 if the budget does not allow it. Pass the result to `release_bytes`.
+        """
         with self._lock:
             reserved_bytes = nbytes if self._reserved_bytes + nbytes <= CACHE_BYTES else 0
             self._reserved_bytes += reserved_bytes
             return reserved_bytes
 
     def release_bytes(self, nbytes: int) -> None:
-        """Give back what `reserve_bytes` returned."""
+        """Release memory that `reserve_bytes` has reserved."""
         with self._lock:
             self._reserved_bytes -= nbytes
 

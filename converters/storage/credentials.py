@@ -1,8 +1,8 @@
-"""What an object store is opened with: credentials, endpoint, region, from where the vendors' tools look.
+"""Arguments for opening an object store: credentials, endpoint, and region.
 
-obstore itself reads each vendor's environment variables and asks a machine for its role. What it does not
-read (profiles and single sign-on in `~/.aws`, federated Google accounts, a login to Azure) comes from the
-vendor's own package, imported only then.
+obstore itself reads the environment variables of each vendor and the role of a cloud machine. It does not
+read the profiles and single sign-on in `~/.aws`, federated Google accounts, or a login to Azure. For these,
+this module uses the vendor's Python package, which it imports only when necessary.
 """
 
 from __future__ import annotations
@@ -25,20 +25,27 @@ SEARCHED_CREDENTIALS = {
     "az login, a role of this machine",
     "hf": "looked for HF_TOKEN, hf auth login",
 }
+"""Description of the credentials that are tried for each protocol, used in error messages."""
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 _METADATA_HOSTS = {"s3": "169.254.169.254", "gs": "metadata.google.internal"}
 
 
 def _get_first_env(*names: str) -> str:
-    """The first of these environment variables that is set."""
+    """Return the value of the first environment variable that is set and not empty, or an empty string."""
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def _is_env_enabled(name: str) -> bool:
+    """Return whether an environment variable has a value such as `1` or `true`."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
 def _build_s3_options(bucket: str) -> dict[str, Any]:
+    """Return the arguments for a bucket of S3 or of a compatible store.
+
+    obstore reads keys and the role of a container from the environment. Otherwise, boto3 is used if it is
+    installed, and else the role of the machine. If the region is not set, it is requested from Amazon.
+    """
     options: dict[str, Any] = {}
     endpoint = _get_first_env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     region = _get_first_env("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -49,7 +56,7 @@ def _build_s3_options(bucket: str) -> dict[str, Any]:
         "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     )
     if keys or role or _is_env_enabled("AWS_SKIP_SIGNATURE"):
-        pass  # read by obstore
+        pass  # obstore reads these itself.
     elif _get_first_env("AWS_PROFILE") or _is_installed("boto3"):
         session = _create_from_vendor_package("boto3", "Session", "s3")
         provider = _create_from_vendor_package("obstore.auth.boto3", "Boto3CredentialProvider", "s3", session)
@@ -71,15 +78,19 @@ def _build_s3_options(bucket: str) -> dict[str, Any]:
 
 @cache
 def _fetch_bucket_region(bucket: str) -> str:
-    """The region of a bucket of Amazon's, which tells it to everybody."""
-    import urllib.error  # not at the top: takes time to import
+    """Request the region of an S3 bucket from Amazon, which does not require credentials.
+
+    Returns:
+        The region, or an empty string if the request fails.
+    """
+    import urllib.error  # Imported here because the import is slow.
     import urllib.request
 
     request = urllib.request.Request(f"https://s3.amazonaws.com/{bucket}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             headers = answer.headers
-    except urllib.error.HTTPError as error:  # mostly 403 or a redirect, which tell it too
+    except urllib.error.HTTPError as error:  # 403 and redirects also have the header.
         headers = error.headers
     except OSError:
         return ""
@@ -87,6 +98,11 @@ def _fetch_bucket_region(bucket: str) -> str:
 
 
 def _build_gcs_options(bucket: str) -> dict[str, Any]:
+    """Return the arguments for a bucket of Google Cloud Storage.
+
+    obstore reads service accounts and tokens from the environment. Otherwise, the credentials of the gcloud
+    command are used, and else the role of the machine.
+    """
     if emulator := _get_first_env("STORAGE_EMULATOR_HOST"):
         base = emulator if "://" in emulator else f"http://{emulator}"
         return {"base_url": base.rstrip("/"), "skip_signature": True}
@@ -118,12 +134,16 @@ def _build_gcs_options(bucket: str) -> dict[str, Any]:
 
 
 def _build_azure_options(bucket: str) -> dict[str, Any]:
+    """Return the arguments for a container of Azure.
+
+    Without a key or a token, the credentials of the package `azure-identity` are used, such as a login.
+    """
     pairs = [part.partition("=") for part in _get_first_env("AZURE_STORAGE_CONNECTION_STRING").split(";")]
     connection_fields = {name: value for name, _, value in pairs}
     account = connection_fields.get("AccountName") or _get_first_env(
         "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"
     )
-    in_url = "@" in bucket  # abfss://container@account.dfs...
+    in_url = "@" in bucket  # The URL has the form abfss://container@account.dfs...
     names = {
         "account_name": "" if in_url else account,
         "endpoint": connection_fields.get("BlobEndpoint", ""),
@@ -151,7 +171,11 @@ def _build_azure_options(bucket: str) -> dict[str, Any]:
 
 
 def _build_hub_options(repository: str) -> dict[str, Any]:
-    """The files of a repository on the hub at one revision."""
+    """Return the arguments for reading a repository of the Hugging Face Hub at one revision.
+
+    Args:
+        repository: Name of the repository, with an optional revision: `datasets/owner/name@revision`.
+    """
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
 
@@ -167,9 +191,10 @@ OPTION_BUILDERS = {
     "az": _build_azure_options,
     "hf": _build_hub_options,
 }
-"""What makes the arguments for the store of a bucket, beside those that obstore reads itself.
+"""Functions that build the arguments for `obstore.store.from_url`, by protocol.
 
-Each raises RemoteError, without a URL, where there are no credentials, or no package that reads them.
+Each function takes the name of a bucket. It raises a RemoteError, without the URL, if there are no
+credentials or if the package that reads them is not installed.
 """
 
 
@@ -180,7 +205,18 @@ def _is_installed(package: str) -> bool:
 
 
 def _create_from_vendor_package(module: str, name: str, protocol: str, *args: Any) -> Any:
-    """A provider of credentials; errors of the vendor's package say what was looked for."""
+    """Call a class of a vendor's package, such as a credential provider.
+
+    Args:
+        module: Module that contains the class.
+        name: Name of the class.
+        protocol: Protocol of the store, used in error messages.
+        args: Arguments of the class.
+
+    Raises:
+        RemoteError: If the package is not installed.
+        AccessDeniedError: If the package raises an error.
+    """
     from importlib import import_module
 
     try:
@@ -190,7 +226,7 @@ def _create_from_vendor_package(module: str, name: str, protocol: str, *args: An
             "these credentials need a package that is not installed: "
             f"pip install 'portable-trainer[{_EXTRAS[protocol]}]'"
         ) from None
-    except Exception as error:  # each package has its own
+    except Exception as error:  # Each package has its own exceptions.
         raise _build_missing_credentials_error(protocol, format_store_error(error)) from None
 
 
@@ -200,7 +236,10 @@ def _build_missing_credentials_error(protocol: str, reason: str = "") -> AccessD
 
 
 def _is_metadata_host_reachable(protocol: str) -> bool:
-    """Whether this machine can be asked for its role; obstore would try for minutes."""
+    """Return whether the metadata server of a cloud machine responds, which provides the machine's role.
+
+    Without this check, obstore would retry for minutes on other machines.
+    """
     try:
         socket.create_connection((_METADATA_HOSTS[protocol], 80), timeout=1).close()
     except OSError:

@@ -1,4 +1,4 @@
-"""The files of one checkpoint folder, by names that cannot leave it."""
+"""Files of a checkpoint folder, whose names cannot leave the folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def _compute_max_open_files() -> int:
-    """A quarter of this process's limit: the rest belongs to the caller."""
+    """Return a quarter of this process's limit of open files. The caller needs the remaining files."""
     try:
         import resource
-    except ImportError:  # not on Windows
+    except ImportError:  # `resource` is not available on Windows.
         return 64
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 4))
@@ -33,27 +33,39 @@ _MAX_OPEN_FILES = _compute_max_open_files()
 
 
 class CheckpointFolder:
-    """The files of one checkpoint folder, on a disk or in an object store, by names that stay inside it.
+    """Folder of a checkpoint, on a disk or in an object store.
 
-    Links must stay inside it too (`portable.converters.storage.safe_open`). The folder itself may be a link,
-    because the user named it.
+    Names of files come from untrusted checkpoints, so they must stay inside the folder. Links must stay
+    inside the folder, too; see `portable.converters.storage.safe_open`. The folder itself may be a link,
+    because the user has named it.
+
+    Args:
+        path: Path of the folder.
     """
 
     def __init__(self, path: AnyPath) -> None:
         self.path = path
-        # Files hold this and not their `CheckpointFolder`, which would be a reference cycle: dropping a
-        # checkpoint closes its files at once.
+        # Files refer to this cache and not to the folder, which would be a reference cycle. Therefore, the
+        # files are closed as soon as the checkpoint is dropped.
         self._open_cached = lru_cache(_MAX_OPEN_FILES)(FileDescriptor)
         self._files: dict[str, CheckpointFile] = {}
 
     def get_file(self, name: str) -> CheckpointFile:
-        """The file `name`, a relative path; CheckpointError if it leaves the folder or is no regular file."""
+        """Return a file of the folder. The same object is returned for the same name.
+
+        Args:
+            name: Path of the file, relative to the folder.
+
+        Raises:
+            CheckpointError: If the file does not exist, is not a regular file, or is outside the folder.
+        """
         file = self._files.get(name)
         if file is None:
             file = self._files[name] = self._create_file(name)
         return file
 
     def _create_file(self, name: str) -> CheckpointFile:
+        """Create the object for a file, which is opened at the first read. Checks the name and the file."""
         if not is_safe_relative_path(name):
             raise CheckpointError(
                 f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
@@ -72,6 +84,7 @@ class CheckpointFolder:
 
 
 def _get_regular_file_size(path: Path) -> int:
+    """Return the size of a file in bytes. Raises a CheckpointError if the file is not a regular file."""
     try:
         status = path.stat()
     except OSError as error:
@@ -82,7 +95,15 @@ def _get_regular_file_size(path: Path) -> int:
 
 
 class _LocalFile(CheckpointFile):
-    """A file on a disk, where the kernel reads ahead."""
+    """File on a local disk.
+
+    Args:
+        name: Name of the file, relative to the folder of the checkpoint.
+        path: Path of the file.
+        resolved_path: Path without links, which is opened.
+        nbytes: Size of the file in bytes.
+        open_cached: Function that opens a path. It returns the same object while the file is open.
+    """
 
     path: Path
 

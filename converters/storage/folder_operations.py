@@ -1,8 +1,8 @@
-"""What can be done with a folder of a disk and with one of an object store alike.
+"""Operations on folders that work for local disks and for object stores.
 
-Each function takes a `Path` or a `RemotePath`, and nothing above this module asks which one a place is. A
-place is read with the methods that both have (`iterdir`, `stat`, `read_bytes`, `/`). What is whole is told by
-a rename on a disk, and by `portable.converters.storage.completion_markers` in a store.
+Each function takes a `Path` or a `RemotePath`, so the callers do not depend on the kind of storage. A folder
+on a disk becomes complete by a rename, and a folder in an object store by the markers of
+`portable.converters.storage.completion_markers`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 P = TypeVar("P", Path, "RemotePath")
-"""Both or neither of two places are in a store."""
+"""Type of several paths that are all local or all in an object store."""
 
 PARTIAL_SUFFIX = ".partial"
-"""Ends the name of a hidden folder on a disk that is being written or deleted."""
+"""End of the name of a hidden folder on a disk that is being written or deleted."""
 DAMAGED_MARKER = "_DAMAGED"
-"""An object in a folder that was set aside."""
+"""Name of the object that marks a quarantined folder in an object store."""
 
 
 def list_files_below(folder: AnyPath) -> dict[str, ListedFile]:
-    """Every regular file below a folder, by its name relative to it; links to folders are not followed."""
+    """List all regular files below a folder, without following links to folders.
+
+    Returns:
+        Size and version of each file, keyed by the name relative to the folder.
+    """
     if is_in_store(folder):
         return folder.list_objects()
     files = {}
@@ -68,7 +72,10 @@ def list_files_below(folder: AnyPath) -> dict[str, ListedFile]:
 
 
 def list_names_below(folder: AnyPath) -> set[str]:
-    """Return the names of the files below a folder, relative to it. On a disk, no file is looked at."""
+    """List the names of all files below a folder, relative to the folder.
+
+    This does not call `stat` for local files.
+    """
     if is_in_store(folder):
         return set(folder.list_objects())
     names: set[str] = set()
@@ -79,7 +86,10 @@ def list_names_below(folder: AnyPath) -> set[str]:
 
 
 def list_subfolders(folder: P) -> list[P]:
-    """The folders directly in a folder as it is now, hidden ones too; none where it does not exist."""
+    """List the folders directly in a folder, including hidden folders.
+
+    Folders in an object store are listed again. Returns an empty list if the folder does not exist.
+    """
     if is_in_store(folder):
         folder.clear_listings()
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -88,7 +98,7 @@ def list_subfolders(folder: P) -> list[P]:
 
 
 def list_entry_names(folder: AnyPath) -> list[str]:
-    """What lies in a folder, by name; nothing where it cannot be listed."""
+    """List the names of the entries in a folder. Returns an empty list if the folder cannot be listed."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
     except OSError:
@@ -96,7 +106,7 @@ def list_entry_names(folder: AnyPath) -> list[str]:
 
 
 def list_subfolder_names(folder: AnyPath) -> list[str]:
-    """Return the names of the folders directly in a folder, without links that leave it."""
+    """List the names of the folders directly in a folder, without links to other locations."""
     names = []
     for name in list_entry_names(folder):
         with suppress(LinkError):
@@ -106,12 +116,26 @@ def list_subfolder_names(folder: AnyPath) -> list[str]:
 
 
 def list_file_names(folder: AnyPath) -> list[str]:
-    """The files directly in a folder, by name; nothing where it cannot be listed."""
+    """List the names of the files directly in a folder.
+
+    Returns an empty list if the folder cannot be listed.
+    """
     return [name for name in list_entry_names(folder) if (folder / name).is_file()]
 
 
 def resolve_path_inside(path: AnyPath, within: AnyPath) -> AnyPath:
-    """`path`, or what it is a link to; LinkError where that is not in `within`. A store has no links."""
+    """Resolve a link, and check that its target is inside a folder. Object stores have no links.
+
+    Args:
+        path: Path of a file or a folder.
+        within: Folder that must contain the target.
+
+    Returns:
+        The target if `path` is a link, otherwise `path`.
+
+    Raises:
+        LinkError: If the target is outside `within`.
+    """
     if is_in_store(path) or is_in_store(within):
         return path
     real = resolve_local_path_inside(path, within)
@@ -119,7 +143,15 @@ def resolve_path_inside(path: AnyPath, within: AnyPath) -> AnyPath:
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
-    """Copy a file into a new one in chunks, on a disk fsynced; OSError if that fails."""
+    """Copy a file to a new path. A new file on a disk is flushed with fsync.
+
+    Args:
+        source: File to copy. It must not be a link.
+        target: Path of the copy. On a disk, it must not exist.
+
+    Raises:
+        OSError: If the file cannot be read or written.
+    """
     if is_in_store(target):
         if is_in_store(source):
             source.copy_to(target)
@@ -137,7 +169,7 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Fsync a file, or a folder, which makes its entries durable."""
+    """Flush a file to the disk with fsync. For a folder, this makes new and renamed entries durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -146,23 +178,29 @@ def fsync_path(path: Path) -> None:
 
 
 def copy_folder(folder: AnyPath, target: Path) -> None:
-    """Copy every file below a folder into a new folder of a disk."""
+    """Copy all files below a folder into a new folder on a disk."""
     for name in list_files_below(folder):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         copy_file(folder / name, target / name)
 
 
 def create_folder(folder: AnyPath) -> None:
-    """Make a folder with those above it; a store needs none."""
+    """Create a folder and its parents. Does nothing in an object store, which needs no folders."""
     if not is_in_store(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def move_into_place(local_folder: Path, target: AnyPath, *, last_file_name: str = "") -> None:
-    """Move a local folder to a place, replacing what is there: by a rename, or in a store file by file.
+    """Move a local folder to its final path, replacing an existing folder.
+
+    A folder on a disk is renamed. The files of a folder in an object store are uploaded one by one, and the
+    local folder is deleted.
 
     Args:
-        last_file_name: the file that goes last, by whose presence a folder of a store is known to be whole.
+        local_folder: Folder to move.
+        target: Final path of the folder.
+        last_file_name: File to upload last. Its presence shows that the folder in an object store is
+            complete.
     """
     if is_in_store(target):
         for name in sorted(list_files_below(local_folder), key=lambda name: (name == last_file_name, name)):
@@ -175,7 +213,7 @@ def move_into_place(local_folder: Path, target: AnyPath, *, last_file_name: str 
 
 
 def get_read_concurrency(path: AnyPath) -> int | None:
-    """How many files to read at a time; None for as many as there are cores."""
+    """Return the number of files to read at the same time, or None to use one thread per core."""
     if not is_in_store(path):
         return None
     from portable.converters.storage.object_store import get_max_connections
@@ -186,16 +224,16 @@ def get_read_concurrency(path: AnyPath) -> int | None:
 def map_with_prefetch(folder: AnyPath, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Apply a function that reads a file to each item, as `map` does.
 
-    In an object store, the function runs for several items at a time, because each request takes long. The
-    number of results in memory is at most the number of connections.
+    In an object store, the function runs for several items at the same time, because each request takes long.
+    The number of results in memory is at most the number of connections.
 
     Args:
-        folder: Place of the files.
+        folder: Folder that contains the files.
         function: Function to apply. It must be thread-safe.
         items: Arguments of the function.
 
     Yields:
-        The results, in the order of the items. If the function raises an error, the error is raised when the
+        The results, in the order of the items. If the function raises an error, the error is raised when its
         result is due.
     """
     if not is_in_store(folder):
@@ -211,11 +249,11 @@ def map_with_prefetch(folder: AnyPath, function: Callable[[T], R], items: Iterab
         yield result
 
 
-# -- folders that are whole or not ---------------------------------------------------------------------------
+# -- complete and incomplete folders -------------------------------------------------------------------------
 
 
 def find_unused_path(path: P) -> P:
-    """The first of `path`, `path-2`, `path-3` ... that does not exist."""
+    """Return the first of `path`, `path-2`, `path-3`, ... that does not exist."""
     candidate, number = path, 1
     while is_taken(candidate):
         number += 1
@@ -224,17 +262,23 @@ def find_unused_path(path: P) -> P:
 
 
 def is_taken(path: AnyPath) -> bool:
-    """Whether something has this name, be it a link to nothing."""
+    """Return whether a path exists. A broken link also exists."""
     return path.exists() if is_in_store(path) else os.path.lexists(path)
 
 
 def is_incomplete_folder(folder: AnyPath) -> bool:
-    """Whether the folder, in a store or copied from one, was begun and is not complete (yet)."""
+    """Return whether a folder has a marker for an incomplete write and none for completion.
+
+    The folder is in an object store, or was copied from an object store.
+    """
     return (folder / INCOMPLETE_MARKER).is_file() and not (folder / COMPLETE_MARKER).is_file()
 
 
 def is_abandoned_folder(folder: AnyPath) -> bool:
-    """Whether an interrupted write or deletion left this folder behind."""
+    """Return whether a folder was left behind by an interrupted write or deletion.
+
+    This is also true while a write or a deletion is still running.
+    """
     if is_in_store(folder):
         return is_incomplete_folder(folder) and not (folder / DAMAGED_MARKER).is_file()
     return folder.name.startswith(".") and folder.name.endswith(PARTIAL_SUFFIX)
@@ -243,7 +287,7 @@ def is_abandoned_folder(folder: AnyPath) -> bool:
 def quarantine_folder(folder: P) -> P:
     """Keep a damaged folder, but make sure that it is no longer used.
 
-    On a disk, the folder is renamed. In an object store, a marker is written into it.
+    On a disk, the folder is renamed. In an object store, a marker is written into the folder.
 
     Returns:
         The new path of the folder, or the path of the marker.
@@ -257,7 +301,10 @@ def quarantine_folder(folder: P) -> P:
 
 
 def move_folder(folder: P, target: P) -> P:
-    """Rename a folder durably, in a store object by object; the new place."""
+    """Rename a folder, and return its new path.
+
+    In an object store, each object is copied and deleted.
+    """
     if is_in_store(folder):
         for name in folder.list_objects():
             (folder / name).move_to(target / name)
@@ -268,15 +315,18 @@ def move_folder(folder: P, target: P) -> P:
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Delete a folder, which no longer counts from the first deletion on, and abort uploads left open."""
+    """Delete a folder, and abort unfinished uploads in it.
+
+    The folder counts as incomplete before the first file is deleted. If the deletion is interrupted,
+    `is_abandoned_folder` finds the rest.
+    """
     if is_in_store(folder):
         from portable.converters.storage.object_store import abort_open_uploads
 
         abort_open_uploads(folder)
         if names := folder.list_objects():
-            mark_folder_incomplete(
-                folder
-            )  # so that it no longer counts, and is found if the deletion is interrupted
+            # Mark the folder first, so that it is not read and can be found if the deletion is interrupted.
+            mark_folder_incomplete(folder)
             folder.remove_objects(
                 [name for name in names if name not in (COMPLETE_MARKER, INCOMPLETE_MARKER)]
             )

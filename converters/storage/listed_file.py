@@ -1,4 +1,4 @@
-"""What is known of a file that is listed, on a disk or in a store."""
+"""Size and version of a listed file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class ListedFile(NamedTuple):
-    """A file or an object as it is listed.
+    """File on a disk or object in a store, as it is listed.
 
     Attributes:
-        size_bytes: in bytes.
-        version: changes with the content: a file's time, the store's ETag or version; empty where the path
-            names a version.
+        size_bytes: Size in bytes.
+        version: Text that changes with the content: the modification time of a file, or the ETag or version
+            of an object. Empty if the path itself names a version.
     """
 
     size_bytes: int

@@ -1,24 +1,29 @@
-"""Paths in object stores: `s3://bucket/run`, `gs://bucket/run`, `az://container/run`, by way of obstore.
+"""Paths in object stores: `s3://bucket/run`, `gs://bucket/run`, and `az://container/run`, using obstore.
 
     if is_url(text):
-        run = RemotePath.of(text)            # RemoteError: unknown protocol, no bucket, ...
+        run = RemotePath.from_url(text)      # RemoteError: unknown protocol, no bucket, ...
         run.is_dir(); run.iterdir(); (run / "a" / "b.json").read_bytes()
 
-A `RemotePath` shares a few operations with `pathlib.Path`: `name`, `parent`, `/`, `exists`, `is_file`,
-`is_dir`, `iterdir`, `read_bytes` and `str()`. The other operations that both have are functions of a
-`AnyPath`, in `portable.converters.storage.path_or_url` and `places`. Never make a `Path` of a URL: it
-collapses the two slashes. Folders are listed once as long as the paths live that come from one
-`RemotePath.from_url`; a write through these paths, or `clear_listings`, makes them be listed again.
+A `RemotePath` has a few methods of `pathlib.Path`: `name`, `parent`, `/`, `exists`, `is_file`, `is_dir`,
+`iterdir`, `read_bytes`, and `str()`. For other operations that exist for both kinds of paths, see the
+functions in `portable.converters.storage.path_or_url` and `folder_operations`. Never convert a URL to a
+`Path`, which would collapse the two slashes.
 
-Writing: an object appears whole or not at all; folders need not be made. A folder of several objects (a step,
-a converted model) is made whole by the markers of `portable.converters.storage.completion_markers`.
+Listings of folders are cached in the `Bucket` that all paths derived from the same `RemotePath.from_url`
+share. Writing through one of these paths, or `clear_listings`, drops the cache.
 
-obstore repeats every request after a failure that may pass, for `PORTABLE_STORAGE_MINUTES` minutes; one times
-out after `PORTABLE_STORAGE_TIMEOUT` seconds of silence. Failures raise `RemoteError` (a `CheckpointError`:
-one line that names the URL without credentials) or its subclasses; a missing object raises
-`FileNotFoundError`. Names of objects are untrusted: `validate_object_name` refuses those that could leave a
-folder when they are copied to a disk. Thread-safe; a process forked from one that has used a store must not
-use one.
+An object is written either completely or not at all, and folders need not be created. A folder with several
+objects, such as a checkpoint or a converted model, is completed with the markers of
+`portable.converters.storage.completion_markers`.
+
+obstore retries every request for `PORTABLE_STORAGE_MINUTES` minutes if the failure may be temporary. A
+request times out after `PORTABLE_STORAGE_TIMEOUT` seconds without a response. Failures raise `RemoteError` or
+its subclasses, which are `CheckpointError`s with a message of one line that contains the URL without
+credentials. A missing object raises `FileNotFoundError`. Object names are untrusted: `validate_object_name`
+rejects names that could leave a folder when the objects are copied to a disk.
+
+This module is thread-safe. A process that was forked from a process that has used an object store must not
+use one, see `check_not_forked`.
 """
 
 from __future__ import annotations
@@ -63,9 +68,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-FIRST_RETRY_WAIT, _LONGEST_RETRY_WAIT = 0.1, 15.0  # seconds between two attempts
+FIRST_RETRY_WAIT, _LONGEST_RETRY_WAIT = 0.1, 15.0  # Seconds between two attempts
 
-# Other names of the same stores.
+# Aliases of protocols.
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 _REFUSED = {
     "hf": "cannot be listed; name the data set without it (owner/name)",
@@ -74,7 +79,8 @@ _REFUSED = {
 _AZURE_HOST = re.compile(r"[\w-]+@\w+\.(dfs|blob)\.(core\.windows\.net|fabric\.microsoft\.com)")
 _MAGIC = re.compile(r"[*?[]")
 
-# Bytes of one part of an upload; S3 takes 10,000 parts of at least 5 MiB, and copies up to 5 GiB at once.
+# Size of a part of an upload. S3 accepts at most 10,000 parts of at least 5 MiB, and copies at most 5 GiB per
+# request.
 PART_BYTES = 8 << 20
 _MAX_PARTS = 9_000
 _MAX_COPY = 5 << 30
@@ -83,21 +89,33 @@ _MAX_COPY = 5 << 30
 _ENDPOINT_VARIABLE = re.compile("(AWS|AZURE)_(STORAGE_)?ENDPOINT(_URL)?(_S3)?")
 _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[!-~]*)?", re.IGNORECASE)
 _MAX_SETTING = 1_000_000
-"""Largest number of connections, seconds or minutes that can be set."""
+"""Maximum number of connections, seconds, or minutes that can be set."""
 
 
 def get_request_timeout() -> float:
-    """Seconds without a response after which a request fails (`PORTABLE_STORAGE_TIMEOUT`, default 60)."""
+    """Return the number of seconds without a response after which a request fails.
+
+    The value comes from `PORTABLE_STORAGE_TIMEOUT`. The default is 60.
+    """
     return max(0.1, _read_numeric_env("PORTABLE_STORAGE_TIMEOUT", 60))
 
 
 def get_max_connections() -> int:
-    """Parts that a conversion reads and sends at a time (`PORTABLE_STORAGE_CONNECTIONS`, default 16)."""
+    """Return the number of parts that a conversion reads or sends at the same time.
+
+    The value comes from `PORTABLE_STORAGE_CONNECTIONS`. The default is 16.
+    """
     return max(1, int(_read_numeric_env("PORTABLE_STORAGE_CONNECTIONS", 16)))
 
 
 def get_retry_seconds() -> float:
-    """Seconds for which a request is repeated (`PORTABLE_STORAGE_MINUTES`, default 3)."""
+    """Return the number of seconds for which a failed request is repeated.
+
+    The value comes from `PORTABLE_STORAGE_MINUTES`. The default is 3 minutes.
+
+    Raises:
+        RemoteError: If the value is not valid, or if the obsolete `PORTABLE_STORAGE_ATTEMPTS` is set.
+    """
     if "PORTABLE_STORAGE_ATTEMPTS" in os.environ:
         raise RemoteError(
             "PORTABLE_STORAGE_ATTEMPTS: requests are limited by time now; set PORTABLE_STORAGE_MINUTES"
@@ -106,11 +124,16 @@ def get_retry_seconds() -> float:
 
 
 def compute_part_bytes(nbytes: int) -> int:
-    """Bytes of a part of an upload of `nbytes`."""
+    """Compute the size of a part for an upload of `nbytes` bytes."""
     return max(PART_BYTES, -(-nbytes // _MAX_PARTS))
 
 
 def _read_numeric_env(name: str, default: float) -> float:
+    """Read a number from an environment variable.
+
+    Raises:
+        RemoteError: If the value is not a number from 0 to `_MAX_SETTING`.
+    """
     text = os.environ.get(name, "")
     try:
         value = float(text) if text else default
@@ -122,7 +145,10 @@ def _read_numeric_env(name: str, default: float) -> float:
 
 
 def _check_endpoints() -> None:
-    """Raise RemoteError if an endpoint is not a URL, for which obstore panics and prints a backtrace."""
+    """Raise a RemoteError if an endpoint is not a URL.
+
+    Otherwise, obstore would panic and print a backtrace.
+    """
     for name, text in os.environ.items():
         if _ENDPOINT_VARIABLE.fullmatch(name) and text and not _ENDPOINT.fullmatch(text):
             raise RemoteError(
@@ -132,10 +158,15 @@ def _check_endpoints() -> None:
 
 
 def validate_object_name(name: str, location: object) -> str:
-    """The name of an object, relative to a folder, that can be trusted as a relative path on a disk.
+    """Return the name of an object if it can be used as a relative path on a disk.
+
+    Args:
+        name: Name of the object, relative to a folder.
+        location: Folder or URL of the object, used in error messages.
 
     Raises:
-        RemoteError: it has `..`, `.`, an empty part, a leading slash, a backslash or a control character.
+        RemoteError: If the name contains `..`, `.`, an empty part, a leading slash, a backslash, or a control
+            character.
     """
     odd = {"", ".", ".."} & set(name.split("/")) or "\\" in name or any(c < " " or c == "\x7f" for c in name)
     if odd:
@@ -147,14 +178,24 @@ def validate_object_name(name: str, location: object) -> str:
 
 
 FOLDER_SIZE = -1
-"""In a listing, the size of a folder."""
+"""Size of a folder in a listing."""
 
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR", "HF_", "CLOUDSDK_")
-_owner_process_id = 0  # the process that obstore's threads live in
+_owner_process_id = 0  # ID of the process in which obstore's threads run
 
 
 def check_not_forked(location: object) -> None:
-    """RemoteError in a process that was forked from one that has used a store: it would wait for ever."""
+    """Raise an error if this process was forked from a process that has used an object store.
+
+    obstore would wait forever in such a process, because its threads are not copied. Call this function
+    before every use of obstore. The first call records the ID of the process.
+
+    Args:
+        location: URL that the process is about to use, used in error messages.
+
+    Raises:
+        RemoteError: If the process was forked.
+    """
     global _owner_process_id
     if _owner_process_id and _owner_process_id != os.getpid():
         raise RemoteError(
@@ -168,8 +209,21 @@ def check_not_forked(location: object) -> None:
 def _open_store(
     protocol: str, bucket_name: str, retry_seconds: float, timeout_seconds: float, environment: object
 ) -> Any:
-    """The store of obstore; one per process and environment."""
-    from obstore.store import from_url  # not at the top: takes time to import
+    """Open a bucket with obstore.
+
+    There is one store per process, bucket, and environment.
+
+    Args:
+        protocol: Protocol, such as `s3`.
+        bucket_name: Name of the bucket.
+        retry_seconds: Number of seconds for which a failed request is repeated.
+        timeout_seconds: Number of seconds without a response after which a request fails.
+        environment: Environment variables that affect the store. They are only part of the cache key.
+
+    Raises:
+        RemoteError: If there are no credentials, or if the store cannot be opened.
+    """
+    from obstore.store import from_url  # Imported here because the import is slow.
 
     _check_endpoints()
     open_url: Any = from_url  # whose type depends on the protocol
@@ -186,28 +240,32 @@ def _open_store(
     waits = {"init_backoff": first, "max_backoff": longest, "base": 2}
     retries = {"max_retries": 1 << 20, "retry_timeout": limit, "backoff": waits}
     client: dict[str, Any] = {"connect_timeout": connecting, "read_timeout": silence}
-    # A large object may take long; http is used only where the endpoint is given as http://.
+    # Sending a large object may take long. http:// is only used if the endpoint is given as http://.
     client |= {"timeout": timedelta(days=1), "allow_http": True}
     try:
         options = OPTION_BUILDERS[protocol](bucket_name)
         client |= options.pop("client_options", {})
-        # The URL of a bucket of Azure's may name the account and its host.
+        # The URL of an Azure container may contain the account and its host.
         target = options.pop("url", f"{protocol}://{bucket_name}")
         return open_url(target, client_options=client, retry_config=retries, **options)
     except RemoteError:
         raise
-    except BaseException as error:  # of obstore, and of the packages that look for credentials
+    except BaseException as error:  # Exceptions of obstore and of the vendors' packages
         raise_unless_panic(error)
         raise RemoteError(f"cannot be set up: {format_store_error(error)}") from None
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A bucket, opened at its first use in a process, and the folders in it that have been listed.
+    """Bucket of an object store, with the cached listings of its folders. It is opened at the first request.
 
     Attributes:
-        url_protocol: the name of the protocol in the user's URL, which may be an alias.
-        max_retry_seconds: for which a request is repeated at most.
+        protocol: Protocol of the store, such as `s3`.
+        name: Name of the bucket.
+        url_protocol: Protocol in the user's URL, which may be an alias.
+        max_retry_seconds: Maximum number of seconds for which a failed request is repeated.
+        listings: Sizes of the entries of each listed folder, keyed by the key of the folder and the name of
+            the entry. Folders have the size `FOLDER_SIZE`.
     """
 
     protocol: str
@@ -218,21 +276,21 @@ class Bucket:
 
 
 class _ParsedUrl(NamedTuple):
-    """The bucket and the key of a URL."""
+    """Bucket and key of a URL."""
 
     bucket: Bucket
     key: str
 
 
 class VersionedContent(NamedTuple):
-    """The content of an object, and the version that `RemotePath.write_bytes` takes as `replacing`."""
+    """Content of an object, and its version, which `RemotePath.write_bytes` accepts as `expected_version`."""
 
     data: bytes
     version: Any
 
 
 class _FolderListing(NamedTuple):
-    """The objects and the folders directly in a folder, by their names in it."""
+    """Objects and folders directly in a folder, by their names in the folder."""
 
     objects: dict[str, ListedFile]
     folders: list[str]
@@ -240,10 +298,13 @@ class _FolderListing(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """An object, or the folder of all objects whose keys begin with this key and a slash.
+    """Path of an object, or of the folder with all objects whose keys begin with this key and a slash.
 
     Attributes:
-        root: the key that the user named; what is above may be large, or hidden from these credentials.
+        bucket: Bucket that contains the object.
+        key: Key of the object or folder.
+        root: Key in the URL that the user has given. Parents of this key are not listed, because they may be
+            large or not accessible with these credentials.
     """
 
     bucket: Bucket
@@ -252,22 +313,30 @@ class RemotePath:
 
     @classmethod
     def from_url(cls, url: str) -> RemotePath:
-        """The path of a URL.
+        """Create the path of a URL.
 
         Raises:
-            RemoteError: the URL is malformed, or holds credentials or a query; its protocol is unknown or not
-                supported.
+            RemoteError: If the URL is malformed, or contains credentials or a query, or if its protocol is
+                not supported.
         """
         bucket, key = _parse_url(url)
         return cls(bucket, key, key)
 
     @classmethod
     def from_hub_repository(cls, repository: str) -> RemotePath:
-        """The files of a repository of the Hugging Face hub, for reading: `datasets/owner/name@revision`."""
+        """Create the path of a repository of the Hugging Face Hub, for reading its files.
+
+        Args:
+            repository: Name of the repository with an optional revision, such as
+                `datasets/owner/name@revision`.
+        """
         return cls(Bucket("hf", repository), "")
 
     def with_retry_limit(self, seconds: float) -> RemotePath:
-        """This path, whose requests are repeated for `seconds` at most; its folders are listed anew."""
+        """Return this path with a limit of the seconds for which failed requests are repeated.
+
+        The new path has an empty cache of listings.
+        """
         return replace(self, bucket=replace(self.bucket, max_retry_seconds=seconds, listings={}))
 
     def __str__(self) -> str:
@@ -282,25 +351,27 @@ class RemotePath:
 
     @property
     def name(self) -> str:
+        """Last part of the key, or the name of the bucket."""
         return self.key.rpartition("/")[2] or self.bucket.name
 
     @property
     def parent(self) -> RemotePath:
-        """The folder above; the parent of a bucket is the bucket."""
+        """Folder that contains the object. The parent of a bucket is the bucket itself."""
         return replace(self, key=self.key.rpartition("/")[0])
 
     def call_store(self, operation: str, function: Callable[[Any, Any], T]) -> T:
-        """Return `function(obstore, store)`, with errors of one line, and so that Ctrl-C is not held up.
+        """Return `function(obstore, store)`, with errors of one line and support for Ctrl-C.
 
         Args:
-            operation: Operation as a verb, used in error messages ("read").
-            function: Function to call. obstore repeats its requests.
+            operation: Operation as a verb, used in error messages, such as `"read"`.
+            function: Function to call with the module `obstore` and the opened store. obstore repeats its
+                requests.
 
         Raises:
-            FileNotFoundError: there is no such object.
-            RemoteError: any other failure; one line, without credentials.
+            FileNotFoundError: If the object does not exist.
+            RemoteError: If the request fails for another reason.
         """
-        import obstore  # not at the top: takes time to import
+        import obstore  # Imported here because the import is slow.
 
         check_not_forked(self)
         environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
@@ -326,10 +397,11 @@ class RemotePath:
             ) from None
 
     def _call_store_with_retries(self, operation: str, function: Callable[[Any, Any], T]) -> T:
-        """Call as `function` does, and again while the answer of the store breaks off.
+        """Call `call_store`, and repeat the call while the response of the store is incomplete.
 
-        obstore does not repeat a request if its answer is XML that breaks off: the answer to a list, a copy,
-        a deletion, and the start and the end of an upload. docs/decisions.md has the figures.
+        obstore does not repeat a request if its XML response is cut off. This concerns the responses to a
+        list, copy, or delete request, and to the beginning and the end of an upload. See docs/decisions.md
+        for measurements.
         """
         deadline = time.monotonic() + self._get_retry_seconds()
         while True:
@@ -343,20 +415,30 @@ class RemotePath:
     def _get_retry_seconds(self) -> float:
         return min(self.bucket.max_retry_seconds, get_retry_seconds())
 
-    # -- looking about ---------------------------------------------------------------------------------------
+    # -- listing and status ----------------------------------------------------------------------------------
 
     def _get_relative_name(self, key: str) -> str:
-        """The name of an object or folder relative to this folder."""
+        """Return the name of an object or folder relative to this folder."""
         return key[len(self.key) + 1 if self.key else 0 :]
 
     def list_objects(self, matches_name: Callable[[str], object] = bool) -> dict[str, ListedFile]:
-        """Every object below, at any depth, as it is now, by its name in this folder, if that fits."""
+        """List all objects below this folder at any depth, without using the cache.
+
+        Args:
+            matches_name: Function that returns whether to include a name. By default, all names are included.
+
+        Returns:
+            The objects, keyed by the name relative to this folder.
+
+        Raises:
+            RemoteError: If a name could leave the folder, or if the request fails.
+        """
         listed = self._call_store_with_retries(
             "list", lambda obs, store: obs.list(store, self.key or None).collect()
         )
         objects_by_key = {str(meta["path"]): parse_object_metadata(meta) for meta in listed}
         folders = {key[:index] for key in objects_by_key for index, char in enumerate(key) if char == "/"}
-        # Some tools write an empty object for a folder.
+        # Ignore empty objects with the name of a folder, which some tools write.
         keys = (
             key
             for key in sorted(objects_by_key)
@@ -370,7 +452,10 @@ class RemotePath:
         }
 
     def _list_folder(self) -> _FolderListing:
-        """The objects directly in this folder by their names, unchecked, and the folders, as they are now."""
+        """List the objects and folders directly in this folder, without using the cache.
+
+        Names are not validated.
+        """
         listing = self._call_store_with_retries(
             "list", lambda obs, store: obs.list_with_delimiter(store, self.key or None)
         )
@@ -384,7 +469,7 @@ class RemotePath:
         )
 
     def _get_listing(self) -> dict[str, int]:
-        """The sizes of the objects directly in this folder, and FOLDER for each folder in it, by name."""
+        """Return the sizes of the entries directly in this folder by name. Listings are cached."""
         sizes = self.bucket.listings.get(self.key)
         if sizes is None:
             objects, folders = self._list_folder()
@@ -396,11 +481,11 @@ class RemotePath:
         return sizes
 
     def clear_listings(self) -> None:
-        """List the folders of all paths again that come from the same `RemotePath.from_url`."""
+        """Drop the cached listings of all paths derived from the same `RemotePath.from_url`."""
         self.bucket.listings.clear()
 
     def _find_size(self) -> int | None:
-        """The size of the object, FOLDER for a folder, or None if there is neither."""
+        """Return the size of the object, `FOLDER_SIZE` for a folder, or None if neither exists."""
         if self.key != self.root and f"{self.key}/".startswith(f"{self.root}/" if self.root else ""):
             return self.parent._get_listing().get(self.name)
         if self._get_listing():
@@ -410,23 +495,34 @@ class RemotePath:
         return None
 
     def exists(self) -> bool:
+        """Return whether there is an object or a folder with this key."""
         return self._find_size() is not None
 
     def is_file(self) -> bool:
+        """Return whether there is an object with this key."""
         return self._find_size() not in (None, FOLDER_SIZE)
 
     def is_dir(self) -> bool:
+        """Return whether there is an object whose key begins with this key and a slash."""
         return self._find_size() == FOLDER_SIZE
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """The objects and folders directly below; FileNotFoundError where there are none."""
+        """Iterate over the objects and folders directly in this folder.
+
+        Raises:
+            FileNotFoundError: If there are none.
+        """
         names = self._get_listing()
         if not names:
             raise FileNotFoundError(2, "no such folder", str(self))
         return iter([self / name for name in names])
 
     def get_file_size(self) -> int:
-        """The size of the object in bytes; OSError if there is none."""
+        """Return the size of the object in bytes.
+
+        Raises:
+            OSError: If the object does not exist, or if the path is a folder.
+        """
         size = self._find_size()
         if size is None:
             raise FileNotFoundError(2, "no such object", str(self))
@@ -435,17 +531,21 @@ class RemotePath:
         return size
 
     def fetch_status(self) -> ListedFile:
-        """The object as it is now; FileNotFoundError where there is none."""
+        """Request the current size and version of the object.
+
+        Raises:
+            FileNotFoundError: If the object does not exist.
+        """
         return parse_object_metadata(self.call_store("look up", lambda obs, store: obs.head(store, self.key)))
 
     # -- reading and writing ---------------------------------------------------------------------------------
 
     def read_bytes(self) -> bytes:
-        """The whole of a small object."""
+        """Read a small object completely."""
         return self.read_versioned().data
 
     def read_versioned(self) -> VersionedContent:
-        """The whole of a small object, and what `write_bytes` takes as `replacing`."""
+        """Read a small object completely, with the version for a conditional write."""
 
         def read(obs: Any, store: Any) -> VersionedContent:
             response = obs.get(store, self.key)
@@ -454,13 +554,20 @@ class RemotePath:
         return self.call_store("read", read)
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """The bytes [start, stop); fewer where the object ends before `stop`."""
+        """Read the bytes [start, stop). The result is shorter if the object ends before `stop`."""
         _log.debug("%s: reading bytes %d to %d", self, start, stop)
         call = lambda obs, store: bytes(obs.get_range(store, self.key, start=start, end=stop))  # noqa: E731
         return self.call_store("read", call) if stop > start else b""
 
     def download_to(self, write_block: Callable[[Any], object]) -> ListedFile:
-        """Give the object to `write_block`, in pieces; what it was."""
+        """Pass the content of the object to a function, block by block.
+
+        Args:
+            write_block: Function to call with each block of bytes.
+
+        Returns:
+            Size and version of the downloaded object.
+        """
 
         def copy(obs: Any, store: Any) -> ListedFile:
             response = obs.get(store, self.key)
@@ -471,7 +578,7 @@ class RemotePath:
         return self.call_store("read", copy)
 
     def copy_to(self, target: RemotePath) -> None:
-        """Copy the object to another path, in any store; to itself is no copy."""
+        """Copy the object to another path in any store. Does nothing if both paths are equal."""
         size = self.fetch_status().size_bytes
         if self == target:
             return
@@ -483,28 +590,29 @@ class RemotePath:
         else:
             stream = self.call_store("read", lambda obs, store: obs.get(store, self.key)).stream(PART_BYTES)
             block = partial(self.call_store, "read", lambda *_: bytes(next(stream, b"")))
-            # obstore asks for them one by one, in a thread of its own, where it cannot be called.
+            # obstore requests the blocks one by one in its own thread, in which obstore cannot be called.
             target._upload(iter(lambda: run_in_thread(block).result(), b""), size, target.call_store)
 
     def move_to(self, target: RemotePath) -> None:
-        """Rename the object, which copies and then deletes it."""
+        """Rename the object by copying and deleting it."""
         self.copy_to(target)
         self.unlink()
 
     def write_bytes(self, data: bytes, *, expected_version: Any = None) -> Any:
-        """Write a small object in one request, replacing an existing one.
+        """Write a small object in one request, replacing an existing object.
 
         Args:
-            expected_version: only write if the object is still the one that this value was returned for; ""
-            for one
-                that does not exist.
+            data: Content of the object.
+            expected_version: Version that the object must have, from `read_versioned` or an earlier
+                `write_bytes`. An empty string requires that the object does not exist. None writes
+                unconditionally.
 
         Returns:
-            What this object is `expected_version` for another write.
+            Version of the new object.
 
         Raises:
-            ConflictError: another process was first.
-            UnconditionalError: the store has no conditional writes.
+            ConflictError: If the object has another version, because another process has written it.
+            NoConditionalWritesError: If the store has no conditional writes.
         """
         options = (
             {"mode": expected_version or "create"}
@@ -517,12 +625,20 @@ class RemotePath:
         return _get_version(response)
 
     def upload_file(self, local_path: Path) -> None:
-        """Copy a local file here, a large one in parts that are sent side by side."""
+        """Copy a local file to this path. A large file is sent in several parts at the same time."""
         self._upload(local_path, local_path.stat().st_size, self._call_store_with_retries)
 
     def _upload(
         self, data: Any, nbytes: int, call_store: Callable[[str, Callable[[Any, Any], Any]], Any]
     ) -> None:
+        """Upload data in parts.
+
+        Args:
+            data: Path of a local file, or an iterator over blocks of bytes.
+            nbytes: Size of the data.
+            call_store: `call_store` or `_call_store_with_retries`, which can only repeat the upload of a
+                file.
+        """
         options = {"chunk_size": compute_part_bytes(nbytes), "max_concurrency": get_max_connections()}
         call = lambda obs, store: obs.put(store, self.key, data, **options)  # noqa: E731
         with self.tolerate_lost_upload_response(nbytes):
@@ -530,7 +646,18 @@ class RemotePath:
 
     @contextmanager
     def tolerate_lost_upload_response(self, expected_bytes: int) -> Iterator[None]:
-        """A block that completes an upload of `expected_bytes` bytes, maybe by a request whose answer is lost."""
+        """Return a context manager for the request that completes an upload.
+
+        If the response to this request is lost, obstore repeats the request, and the store no longer has the
+        upload. In this case, the upload is successful if the object has the expected size.
+
+        Args:
+            expected_bytes: Size of the complete object in bytes.
+
+        Raises:
+            LostUploadError: If the object does not exist or has another size, because another process aborted
+                the upload.
+        """
         try:
             yield
         except LostUploadError:
@@ -544,35 +671,47 @@ class RemotePath:
             self.clear_listings()
 
     def unlink(self, missing_ok: bool = True) -> None:
-        """Delete one object; stores do not tell whether it was there."""
+        """Delete the object.
+
+        Args:
+            missing_ok: Ignored, because stores do not report whether the object existed.
+        """
         self.parent.remove_objects([self.name])
 
     def remove_objects(self, names: Sequence[str]) -> None:
-        """Delete objects below, by their names relative to this folder; those already gone are ignored."""
+        """Delete objects in this folder. Objects that do not exist are ignored.
+
+        Args:
+            names: Names of the objects, relative to this folder.
+        """
         keys = [(self / name).key for name in names]
         try:
             if keys:
                 self._call_store_with_retries("delete", lambda obs, store: obs.delete(store, keys))
-        except FileNotFoundError:  # another process deletes them too, and some stores stop there
+        except FileNotFoundError:  # another process deletes, too
             for name in names if len(names) > 1 else ():
                 self.remove_objects([name])
         self.clear_listings()
 
 
 def parse_object_metadata(meta: Any) -> ListedFile:
-    """An object as obstore lists it."""
+    """Convert the metadata of an object from obstore."""
     return ListedFile(
         int(meta["size"]), str(meta.get("e_tag") or meta.get("version") or meta["last_modified"]).strip('"')
     )
 
 
 def _get_version(meta: Any) -> dict[str, str]:
-    """What identifies an object's content in a conditional write."""
+    """Return the values that identify the content of an object in a conditional write."""
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
 
 
 def _parse_url(url: str) -> _ParsedUrl:
-    """The bucket and the key of a URL."""
+    """Split a URL into the bucket and the key.
+
+    Raises:
+        RemoteError: See `RemotePath.from_url`.
+    """
     protocol, _, rest = url.partition("://")
     protocol = protocol.lower()
     bucket, _, key = rest.partition("/")
@@ -608,9 +747,15 @@ def _parse_url(url: str) -> _ParsedUrl:
 
 
 def find_matching_objects(path: RemotePath) -> dict[RemotePath, ListedFile]:
-    """The objects that match this path as a pattern: `*` and `[...]` within a name, `**` for any folders.
+    """Find the objects that match a path with wildcards.
 
-    Without these, the object itself, if it exists.
+    `*`, `?`, and `[...]` match within a name, and `**` matches any number of folders.
+
+    Args:
+        path: Path with wildcards. A path without wildcards matches the object itself.
+
+    Returns:
+        The objects, keyed by path. Empty if nothing matches.
     """
     parts = path.key.split("/")
     fixed = next((number for number, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
@@ -629,7 +774,7 @@ def find_matching_objects(path: RemotePath) -> dict[RemotePath, ListedFile]:
 
 
 def _matches_pattern(parts: list[str], pattern: list[str]) -> bool:
-    """Whether the parts of a name match those of a pattern."""
+    """Return whether the parts of a name match the parts of a pattern."""
     if not pattern:
         return not parts
     if pattern[0] == "**" and _matches_pattern(parts, pattern[1:]):
@@ -639,13 +784,14 @@ def _matches_pattern(parts: list[str], pattern: list[str]) -> bool:
 
 
 def abort_open_uploads(folder: RemotePath, *, recursive: bool = True) -> None:
-    """Abort the open uploads below, which a killed process leaves behind.
+    """Abort unfinished uploads below a folder, which an interrupted process leaves behind.
 
-    Only on S3, and where boto3 is installed, for obstore cannot list them. Else, and on any failure, they
-    are left to the bucket's lifecycle rules.
+    This only works for S3 with boto3 installed, because obstore cannot list uploads. In other cases and after
+    any failure, the uploads remain until the lifecycle rules of the bucket remove them.
 
     Args:
-        recursive: also those in folders below; else only those directly in this folder.
+        folder: Folder that contains the objects.
+        recursive: Whether to abort uploads in nested folders, too.
     """
     if folder.bucket.protocol != "s3":
         return
@@ -657,15 +803,15 @@ def abort_open_uploads(folder: RemotePath, *, recursive: bool = True) -> None:
         for upload in bucket.multipart_uploads.filter(Prefix=prefix):
             if recursive or "/" not in upload.object_key[len(prefix) :]:
                 upload.abort()
-    except Exception as error:  # the package is missing, or any of its own
+    except Exception as error:  # boto3 is missing or raises any error
         _log.debug("%s: open uploads were not aborted: %s", folder, redact_credentials(str(error)))
 
 
-_SIGNALS = 0.5  # seconds between looks for one
+_SIGNALS = 0.5  # Seconds after which the main thread checks for a signal
 
 
 def run_in_thread(call: Callable[[], T]) -> Future[T]:
-    """`call()` in a thread of its own, which ends with the process."""
+    """Run a function in a new daemon thread, and return its result as a future."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -679,7 +825,10 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def _run_interruptibly(call: Callable[[], T]) -> T:
-    """`call()`; in the main thread it is another's, since no signal is handled within obstore."""
+    """Return `call()`, so that Ctrl-C interrupts it in the main thread.
+
+    obstore does not handle signals. Therefore, the main thread runs the function in another thread and waits.
+    """
     if threading.current_thread() is not threading.main_thread():
         return call()
     return wait_for_result(run_in_thread(call))
@@ -687,6 +836,7 @@ def _run_interruptibly(call: Callable[[], T]) -> T:
 
 def wait_for_result(result: Future[T]) -> T:
     """Return the result of a thread as soon as it is available, and handle signals in the meantime."""
-    while not wait([result], timeout=_SIGNALS).done:  # a signal that another thread got does not end a wait
+    # A signal to another thread does not end a wait without a timeout.
+    while not wait([result], timeout=_SIGNALS).done:
         pass
     return result.result()

@@ -19,30 +19,33 @@ if TYPE_CHECKING:
     from portable.converters.storage.byte_sources import FileSpan
     from portable.converters.storage.path_or_url import AnyPath
 
-# Linux allocates larger folios for larger writes: writes of 1 MiB took five times the CPU time of these.
+# Maximum size of a write in bytes. Writes of 1 MiB took five times the CPU time, because Linux allocates
+# larger folios for larger writes.
 WRITE_BYTES = 256 << 10
-# Written bytes between two flushes, so that the final fsync has little left to write.
+# Number of written bytes between two flushes, so that the final fsync has little left to write.
 FLUSH_BYTES = 32 << 20
-# Bytes the kernel copies per call, so that the progress bar moves and Ctrl-C is handled.
+# Number of bytes that the kernel copies per call, so that the progress bar moves and Ctrl-C is handled.
 _KERNEL_COPY = 8 << 20
-# Of a file system. XFS and btrfs share whole blocks of two files.
+# Block size of file systems. On XFS and btrfs, two files can share complete blocks.
 BLOCK_BYTES = 4096
-# Linux's ioctl: source file, its offset, length, offset in the target.
+# FICLONERANGE of Linux. The arguments are the source file, its offset, the length, and the offset in the
+# target.
 _FICLONERANGE = 0x4020940D
 
 
 class OutputFile:
-    """A new file, written in pieces by any thread, and fsynced after the last piece.
+    """New file that is written in pieces by several threads, and flushed with fsync after the last piece.
 
     Args:
-        piece_lengths: of its pieces.
+        path: Path of the file, which must not exist.
+        piece_lengths: Size of each piece in bytes. The pieces are stored one after the other.
 
     Raises:
-        OSError: the file exists, or cannot be written.
+        OSError: If the file exists or cannot be written.
     """
 
     def __init__(self, path: Path, piece_lengths: Sequence[int] = (0,)) -> None:
-        self._fd = -1  # set first: __del__ runs even when open fails
+        self._fd = -1  # Set this first, because __del__ also runs if the file cannot be opened.
         self._fd = open_new_file(path)
         self._num_unfinished = len(piece_lengths)
         self._piece_offsets = [0, *accumulate(piece_lengths)]
@@ -53,11 +56,14 @@ class OutputFile:
             os.close(self._fd)
 
     def get_piece(self, index: int) -> OutputPiece:
-        """Piece `index`, of the lengths given."""
+        """Return the piece with an index, ready to be written from its start."""
         return OutputPiece(self, self._fd, self._piece_offsets[index])
 
     def finish_piece(self) -> None:
-        """End one piece; after the last, fsync and close the file."""
+        """Count a piece as finished. After the last piece, flush the file with fsync and close it.
+
+        `OutputPiece.finish` calls this method exactly once per piece.
+        """
         with self._lock:
             self._num_unfinished -= 1
             last = not self._num_unfinished
@@ -68,15 +74,21 @@ class OutputFile:
 
 
 class OutputPiece:
-    """A run of bytes of an `OutputFile`, written from its start to its end by one thread."""
+    """Piece of an `OutputFile`, written from its start to its end by one thread.
+
+    Args:
+        file: File that contains the piece.
+        fd: Descriptor of the file.
+        offset: Offset of the piece in the file, in bytes.
+    """
 
     def __init__(self, file: OutputFile, fd: int, offset: int) -> None:
-        self.file = file  # keeps the descriptor open
+        self.file = file  # Keeps the descriptor open
         self._fd = fd
         self._offset = self._flushed_offset = offset
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append `data`."""
+        """Append data to the piece."""
         remaining = memoryview(data)
         while remaining:
             count = os.pwrite(self._fd, remaining[:WRITE_BYTES], self._offset)
@@ -84,10 +96,17 @@ class OutputPiece:
             self._advance_offset(count)
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
-        """Let the kernel append the bytes of `span`; False, with nothing written, where it cannot.
+        """Append a span of another file with `os.copy_file_range`.
+
+        If the kernel cannot copy the span, nothing is appended, and the caller must write the data itself.
 
         Args:
-            progress: called with the number of bytes of each step.
+            span: Span to copy.
+            progress: Function that is called with the number of bytes of each step. If the copy fails, it is
+                called with a negative number that cancels the previous calls.
+
+        Returns:
+            Whether the span has been copied.
         """
         if not hasattr(os, "copy_file_range"):
             return False
@@ -103,9 +122,9 @@ class OutputPiece:
                     descriptor.fd, self._fd, want, offset_src=span.offset + done, offset_dst=self._offset
                 )
             except OSError:
-                count = 0  # across file systems, or an old kernel
+                count = 0  # The files are on different file systems, or the kernel is old.
             if count == 0:
-                # The caller writes all bytes itself, over those copied so far.
+                # The caller writes all bytes itself, which overwrites the copied bytes.
                 self._offset, self._flushed_offset = start, min(start, self._flushed_offset)
                 progress(-done)
                 return False
@@ -115,7 +134,11 @@ class OutputPiece:
         return True
 
     def finish(self, progress: Callable[[int], object] = int) -> None:
-        """Flush, and end this piece."""
+        """Flush the piece and mark it as finished.
+
+        Args:
+            progress: Ignored. Pieces that are uploaded to a store use it.
+        """
         self._flush()
         self.file.finish_piece()
 
@@ -126,17 +149,25 @@ class OutputPiece:
 
     def _flush(self) -> None:
         count = self._offset - self._flushed_offset
-        if count and hasattr(os, "posix_fadvise"):  # not on macOS; a count of 0 would mean the whole file
-            # For dirty pages this starts writeback without waiting for it.
+        # Not available on macOS. A count of 0 would mean the complete file.
+        if count and hasattr(os, "posix_fadvise"):
+            # For dirty pages, this starts the writeback without waiting for it.
             os.posix_fadvise(self._fd, self._flushed_offset, count, os.POSIX_FADV_DONTNEED)
         self._flushed_offset = self._offset
 
 
 def can_share_blocks(path: Path, folder: Path) -> bool:
-    """Whether a new file in `folder` may share a block of the file `path` (XFS, btrfs), by a trial."""
+    """Return whether a new file can share blocks with an existing file, as on XFS and btrfs.
+
+    This is found by trying it with a temporary file.
+
+    Args:
+        path: Existing file.
+        folder: Folder of the new file.
+    """
     try:
         import fcntl
-    except ImportError:  # not on Windows
+    except ImportError:  # `fcntl` is not available on Windows.
         return False
     try:
         source = open_regular_file(path)
@@ -153,7 +184,11 @@ def can_share_blocks(path: Path, folder: Path) -> bool:
 
 
 def write_new_file(path: AnyPath, data: bytes) -> None:
-    """Write and fsync a small new file; OSError if it exists or writing fails."""
+    """Write a small new file. A file on a disk is flushed with fsync.
+
+    Raises:
+        OSError: If a file on a disk exists already, or if writing fails.
+    """
     if is_in_store(path):
         path.write_bytes(data)
         return

@@ -1,4 +1,4 @@
-"""What a user gives as a path: a local path, or a URL of an object store."""
+"""Paths given by the user, which are local paths or URLs of object stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.object_store import RemotePath
 
-    # Both have exists, is_file, is_dir, iterdir, read_bytes, name, parent and `/`.
+    # Both have exists, is_file, is_dir, iterdir, read_bytes, name, parent, and `/`.
     AnyPath = Union[Path, RemotePath]  # noqa: UP007
 
 _URL = re.compile(r"(?!file:|local:)[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
@@ -30,31 +30,38 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 
 def is_url(text: object) -> bool:
-    """Whether `text` is a URL of a store (`s3://bucket/run`) rather than a path."""
+    """Return whether a text is the URL of an object store, such as `s3://bucket/run`, and not a path."""
     return isinstance(text, str) and _URL.match(text) is not None
 
 
 def is_in_store(path: AnyPath) -> TypeIs[RemotePath]:
-    """Whether a place is in an object store."""
+    """Return whether a path is in an object store."""
     return not isinstance(path, Path)
 
 
 def parse_path_or_url(path_or_url: str | AnyPath) -> AnyPath:
-    """The path or URL, with `~` and `${VAR}` expanded as in a shell; a path for `file:///folder`.
+    """Parse a path or URL from the user.
+
+    `~` and environment variables are expanded as in a shell. `file:///folder` is a local path.
+
+    Args:
+        path_or_url: Text from the user. A path object is returned unchanged.
 
     Raises:
-        RemoteError: not a valid URL.
-        CheckpointError: an environment variable or a user in it does not exist.
+        RemoteError: If the URL is not valid.
+        CheckpointError: If it contains an unknown environment variable or user.
     """
     if not isinstance(path_or_url, str):
         return path_or_url
     path_or_url = expand_user_and_variables(path_or_url)
     if is_url(path_or_url):
-        from portable.converters.storage.object_store import RemotePath  # a run on a disk never loads it
+        # Imported here, because a run with local paths does not need it.
+        from portable.converters.storage.object_store import RemotePath
 
         return RemotePath.from_url(path_or_url)
     path_or_url = strip_file_scheme(path_or_url)
-    # `s3:/bucket` would create a local folder, and its name could hold a secret key.
+    # A typo such as `s3:/bucket` would otherwise create a local folder, whose name could contain a secret
+    # key.
     if _ALMOST_URL.match(path_or_url) and not _path_exists(path_or_url):
         scheme, _, rest = path_or_url.partition(":")
         url = redact_credentials(f"{scheme}://{rest.lstrip('/')}")
@@ -111,18 +118,18 @@ def format_path_suggestion(path: AnyPath) -> str:
 
 
 def strip_file_scheme(text: str) -> str:
-    """The path that a URL `file:///path` means; other text unchanged."""
+    """Convert a URL of the form `file:///path` to a path. Any other text is returned unchanged."""
     return _LOCAL_URL.sub("", text, count=1)
 
 
 def expand_user_and_variables(text: str) -> str:
-    """`text` with `~`, `~user`, `$VAR` and `${VAR}` expanded, as a shell does with unquoted text.
+    """Expand `~`, `~user`, `$VAR`, and `${VAR}` as a shell does for unquoted text.
 
     The name of an existing file is returned unchanged.
 
     Raises:
-        CheckpointError: an environment variable or a user in it does not exist; a folder called `~` or
-            `${VAR}` is never what was meant.
+        CheckpointError: If an environment variable or a user does not exist. Otherwise, a folder with the
+            name `~` or `${VAR}` would be created.
     """
     if ("~" not in text and "$" not in text) or _path_exists(text):
         return text
@@ -146,5 +153,5 @@ def expand_user_and_variables(text: str) -> str:
 def _path_exists(text: str) -> bool:
     try:
         return not is_url(text) and os.path.lexists(text)
-    except ValueError:  # a null byte
+    except ValueError:  # The path contains a null byte.
         return False

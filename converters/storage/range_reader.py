@@ -1,9 +1,9 @@
-"""Random access to objects: few requests, little over-reading, bounded memory.
+"""Random access to objects in a store, with few requests and bounded memory.
 
-Fetched runs of bytes stay in a cache until they have been read to their end, or are evicted. A run is as long
-as the caller says it will read on. Where reads turn out to be sequential, runs are `RUN_BYTES` long and the
-next one is prefetched, never beyond the end that the caller gave. Small pieces that lie together (headers,
-norms) are fetched in one run of moderate size.
+Fetched byte ranges ("runs") stay in a cache until they have been read to their end, or until they are
+evicted. A run has the length that the caller will certainly read. If the reads are sequential, runs have
+`RUN_BYTES`, and the next run is prefetched, but never beyond the end that the caller has given. Small pieces
+that are stored together, such as headers and norms, are fetched in one run of moderate size.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.object_store import RemotePath
 
-# The longest run, and the shortest of data and of headers.
+# Maximum size of a run, and minimum sizes of a run of tensor data and of a run of headers.
 RUN_BYTES, DATA_BYTES, HEADER_BYTES = 4 << 20, 512 << 10, 64 << 10
-# All cached runs of the process together.
+# Maximum size of all cached runs of the process together.
 CACHE_BYTES = 160 << 20
 
 
 @dataclass(eq=False, slots=True)
 class _CachedRun:
-    """Bytes [start, stop) of an object, fetched or being fetched."""
+    """Bytes [start, stop) of an object, which have been fetched or are being fetched."""
 
     file: RemoteFile
     start: int
@@ -38,13 +38,13 @@ class _CachedRun:
     data: Future[bytes]
 
 
-_lock = threading.Lock()  # of all runs
+_lock = threading.Lock()  # Protects the runs of all files
 _cached_runs: dict[_CachedRun, None] = {}
-"""The runs of all files of this process, least recently used first."""
+"""Runs of all files of this process. The least recently used run is first."""
 
 
 def _mark_used_and_evict(run: _CachedRun) -> None:
-    """Make a run the one that was used last, and make room for it."""
+    """Mark a run as the most recently used one, and evict old runs if the cache is too large."""
     _cached_runs.pop(run, None)
     _cached_runs[run] = None
     nbytes = sum(cached.stop - cached.start for cached in _cached_runs)
@@ -61,16 +61,18 @@ def _remove_from_cache(run: _CachedRun) -> None:
 
 
 class RemoteFile(CheckpointFile):
-    """An object of a checkpoint, read through the cache."""
+    """Object of a checkpoint in a store, which is read through the cache."""
 
     path: RemotePath
 
     def __init__(self, name: str, path: RemotePath, nbytes: int) -> None:
         super().__init__(name, path, nbytes)
         self.runs: list[_CachedRun] = []
-        self._ends: set[int] = set()  # of runs at which no other has begun yet
+        # Ends of runs. A read at one of them continues a run, so it is sequential.
+        self._ends: set[int] = set()
 
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
+        """Read bytes of the object into a buffer, see `CheckpointFile.read_into`."""
         check_not_forked(self.path)
         done = 0
         min_bytes = DATA_BYTES if possible_end else HEADER_BYTES
@@ -97,7 +99,14 @@ class RemoteFile(CheckpointFile):
     def _get_or_fetch_run(
         self, start: int, certain_end: int, possible_end: int, min_bytes: int
     ) -> _CachedRun:
-        """The run that covers the byte `start`; a new one begins there."""
+        """Return the cached run that contains the byte `start`, or start to fetch a new one.
+
+        Args:
+            start: Offset of the byte.
+            certain_end: See `CheckpointFile.read_into`.
+            possible_end: See `CheckpointFile.read_into`.
+            min_bytes: Minimum size of a new run.
+        """
         cached_run = next((run for run in self.runs if run.start <= start < run.stop), None)
         if cached_run is not None:
             return cached_run
@@ -116,6 +125,11 @@ class RemoteFile(CheckpointFile):
         return run
 
     def _wait_for_data(self, run: _CachedRun) -> bytes:
+        """Wait until a run has been fetched, and return its bytes.
+
+        Raises:
+            CheckpointError: If the object was deleted or became shorter.
+        """
         try:
             data = run.data.result()
         except BaseException as error:

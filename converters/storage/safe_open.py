@@ -1,8 +1,9 @@
-"""Reading from untrusted folders: regular files only, and no link that leaves the folder.
+"""Reading from untrusted folders: only regular files, and no links to other folders.
 
-A checkpoint unpacked from an archive may hold `vocab.txt -> /etc/shadow`, which a copy would leak, or a pipe,
-which blocks a read for ever. Links to files of the same folder are followed, and so are links from a snapshot
-in the Hugging Face hub's cache to the blobs of its own repository.
+A checkpoint from an unpacked archive may contain a link such as `vocab.txt -> /etc/shadow`, whose copy would
+disclose the file, or a named pipe, which would block a read forever. Links to files in the same folder are
+followed. Links from a snapshot in the cache of the Hugging Face Hub to the blobs of the same repository are
+followed, too.
 """
 
 from __future__ import annotations
@@ -20,22 +21,27 @@ from portable.converters.storage.path_or_url import is_in_store
 if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
-# No configuration, JSON state or log is larger.
+# Maximum size of configurations, JSON states, and logs.
 MAX_SMALL_FILE_BYTES = 64 << 20
 _REPOSITORIES = ("models--", "datasets--", "spaces--")
-# Missing on some systems, where only the check of the path remains.
+# Some systems do not have these flags. On them, only the path is checked.
 _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class LinkError(CheckpointError):
-    """A link leaves the folder that it lies in."""
+    """Error for a link that leaves its folder."""
 
 
 def resolve_local_path_inside(path: Path, within: Path) -> str:
-    """The path with links resolved.
+    """Resolve the links in a local path.
+
+    Args:
+        path: Path to resolve.
+        within: Folder that must contain the result. If it is a snapshot in the cache of the Hugging Face Hub,
+            the result may also be a blob of the same repository.
 
     Raises:
-        LinkError: outside `within`, and no blob of the hub repository that `within` is a snapshot of.
+        LinkError: If the result is in another location.
     """
     real, root = os.path.realpath(path), os.path.realpath(within)
     if not (_is_below(real, root) or any(_is_below(real, blobs) for blobs in _list_blob_folders(root))):
@@ -47,16 +53,19 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
 
 
 def is_safe_relative_path(name: str) -> bool:
-    """Whether the name of a file, as another file gives it, is a relative path that stays in its folder."""
+    """Return whether a file name from a checkpoint is a relative path that stays in its folder."""
     path = PurePosixPath(name)
-    has_invalid_character = any(
-        c in "\0\\" or "\ud800" <= c <= "\udfff" for c in name
-    )  # the last are halves of characters
+    # Surrogates (U+D800 to U+DFFF) are halves of characters.
+    has_invalid_character = any(c in "\0\\" or "\ud800" <= c <= "\udfff" for c in name)
     return bool(name) and not (has_invalid_character or path.is_absolute() or ".." in path.parts)
 
 
 def get_child_inside(folder: AnyPath, name: str) -> AnyPath:
-    """What is called `name` in `folder`; LinkError where it is a link that leaves `folder`."""
+    """Return the path of an entry of a folder, which is not resolved.
+
+    Raises:
+        LinkError: If the entry is a link that leaves the folder.
+    """
     path = folder / name
     if not is_in_store(path) and not is_in_store(folder):
         resolve_local_path_inside(path, folder)
@@ -68,7 +77,10 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _list_blob_folders(root: str) -> list[str]:
-    """The blob folders for a snapshot in the hub's cache: `<repository>/snapshots/<revision>/...`."""
+    """List the possible blob folders of a snapshot in the Hub's cache.
+
+    The snapshot has a path of the form `<repository>/snapshots/<revision>/...`.
+    """
     return [
         str(folder.parent / "blobs")
         for folder in Path(root).parents
@@ -77,10 +89,13 @@ def _list_blob_folders(root: str) -> list[str]:
 
 
 def open_regular_file(path: str | Path) -> int:
-    """A descriptor for reading a regular file; refuses a link, and does not block on a pipe.
+    """Open a regular file for reading, without following a link or blocking on a named pipe.
+
+    Returns:
+        File descriptor, which the caller must close.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: If the file cannot be opened or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -90,16 +105,28 @@ def open_regular_file(path: str | Path) -> int:
 
 
 def open_new_file(path: Path) -> int:
-    """A descriptor for writing a new file; OSError if the path exists, even as a link."""
+    """Create a new file for writing, and return its descriptor.
+
+    Raises:
+        OSError: If the path exists, even as a broken link.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def open_for_writing(path: Path, flags: int, mode: int = 0o666) -> int:
-    """A descriptor for writing to a regular file, created if missing; a link is not followed.
+    """Open a regular file for writing, creating it if necessary. Links are not followed.
+
+    Args:
+        path: Path of the file.
+        flags: Flags of `os.open`, such as `os.O_WRONLY`.
+        mode: Permissions of a new file.
+
+    Returns:
+        File descriptor, which the caller must close.
 
     Raises:
-        OSError: it cannot be opened, or the path is a link or not a regular file.
+        OSError: If the file cannot be opened, or if the path is a link or not a regular file.
     """
     try:
         fd = os.open(path, flags | os.O_CREAT | _OPEN_FLAGS, mode)
@@ -120,16 +147,17 @@ def read_small_file(
     max_bytes: int = MAX_SMALL_FILE_BYTES,
     truncate: bool = False,
 ) -> bytes:
-    """The content of a small regular file.
+    """Read a small regular file.
 
     Args:
-        within: the folder that links may not leave; by default the one that holds the file.
-        max_bytes: its maximum size in bytes.
-        truncate: return the first `max_bytes` bytes of a larger file instead of refusing it.
+        path: Path of the file.
+        within: Folder that links must not leave. By default, this is the folder that contains the file.
+        max_bytes: Maximum size of the file in bytes.
+        truncate: Whether to return the first `max_bytes` bytes of a larger file instead of raising an error.
 
     Raises:
-        LinkError: a link leaves `within`.
-        OSError: missing, not a regular file, or too large.
+        LinkError: If a link leaves `within`.
+        OSError: If the file does not exist, is not a regular file, or is too large.
     """
     if is_in_store(path):
         size = path.get_file_size()
@@ -145,7 +173,7 @@ def read_small_file(
 
 
 def header_contains(path: AnyPath, content: bytes) -> bool:
-    """Whether the first kilobytes of a file hold these bytes; False where it cannot be read."""
+    """Return whether the first 4,096 bytes of a file contain some bytes. False if the file cannot be read."""
     try:
         return content in read_small_file(path, max_bytes=4096, truncate=True)
     except (OSError, CheckpointError):
@@ -153,12 +181,24 @@ def header_contains(path: AnyPath, content: bytes) -> bool:
 
 
 def read_small_text_file(path: AnyPath, within: AnyPath | None = None) -> str:
-    """The text of a small regular file: see `read_small_file`; ValueError where it is not UTF-8."""
+    """Read a small text file, see `read_small_file`.
+
+    Raises:
+        ValueError: If the file is not valid UTF-8.
+    """
     return read_small_file(path, within).decode("utf-8")
 
 
 def read_json_object_or_empty(path: AnyPath | None) -> dict[str, Any]:
-    """The table in a small JSON file; empty where there is no such file, or it is damaged."""
+    """Read a small JSON file that contains an object.
+
+    Returns:
+        The object, or an empty dict if `path` is None, or if the file does not exist or is damaged.
+
+    Raises:
+        LinkError: If a link leaves the folder that contains the file.
+        RemoteError: If the object store cannot be used.
+    """
     try:
         values = json.loads(read_small_text_file(path)) if path is not None else None
     except (OSError, ValueError, RecursionError):

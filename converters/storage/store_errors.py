@@ -1,4 +1,4 @@
-"""Errors of object stores, reported in one line without credentials."""
+"""Errors of object stores, with messages of one line and without credentials."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ _RETRY_COUNT = re.compile(r"after (\d+) retries")
 
 
 class RemoteError(CheckpointError):
-    """An object store or URL that cannot be used; one line, without credentials."""
+    """Error of an object store or URL. The message has one line and contains no credentials."""
 
     exit_code = 2
 
 
 class AccessDeniedError(RemoteError):
-    """The store denies access with these credentials, whether or not the object exists."""
+    """Error if the store denies access with these credentials. It does not show whether the object exists."""
 
 
 class RetriesExhaustedError(RemoteError):
-    """A failure that may pass, and that lasted as long as requests are repeated."""
+    """Error if a failure that may be temporary did not disappear while the request was repeated."""
 
 
 class ConflictError(RemoteError):
-    """A conditional write found another object than it expected."""
+    """Error if a conditional write found another version of the object than expected."""
 
 
 class LostUploadError(RemoteError):
-    """An upload in parts that the store no longer knows: aborted, or completed with its answer lost."""
+    """Error if the store does not have a multipart upload anymore.
+
+    The upload was either aborted, or completed by a request whose response was lost.
+    """
 
 
 class NoConditionalWritesError(RemoteError):
-    """The store has no conditional writes."""
+    """Error if the store does not support conditional writes."""
 
 
 def parse_hub_page_url(url: str) -> str | None:
@@ -63,12 +66,16 @@ def parse_hub_page_url(url: str) -> str | None:
 def translate_store_error(
     location: str, operation: str, error: BaseException, searched_credentials: str
 ) -> Exception:
-    """The exception to raise instead of one of obstore, with a message of one line.
+    """Convert an exception of obstore to an exception with a message of one line.
 
     Args:
-        location: the URL.
-        operation: the operation as a verb, such as "read".
-        searched_credentials: where credentials were looked for.
+        location: URL of the object.
+        operation: Operation as a verb, such as `"read"`.
+        error: Exception of obstore.
+        searched_credentials: Description of the credentials that were tried, see `SEARCHED_CREDENTIALS`.
+
+    Returns:
+        A `RemoteError`, or a `FileNotFoundError` if the object does not exist. The caller raises it.
     """
     url, text, kind = redact_credentials(location), str(error), type(error).__name__
     reason = format_store_error(error)
@@ -106,7 +113,7 @@ def translate_store_error(
 
 
 def format_store_error(error: BaseException) -> str:
-    """The message of an error of obstore in one short line: the store's own words, if it gave any."""
+    """Format an exception of obstore in one short line. Contains the store's message if there is one."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     head, separator, tail = text.partition("Server returned non-2xx status code: ")
     if separator:

@@ -1,1 +1,1 @@
-"""One tensor: its pieces, its dtype, its casts."""
+"""Tensors of checkpoints: pieces, dtypes, casts, and lazy operations."""

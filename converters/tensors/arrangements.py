@@ -27,7 +27,7 @@ _MAX_TILES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A region of a source tensor and its position in the result.
+    """Region of a source tensor, and its position in the result.
 
     Attributes:
         starts: Index of the tile's first element in the result, per dimension.
@@ -48,7 +48,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The shape of a tensor and the tiles that fill it.
+    """Shape of a tensor, and the tiles that fill it.
 
     Attributes:
         shape: Shape of the result.

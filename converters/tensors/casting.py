@@ -1,4 +1,7 @@
-"""Casts between floating-point dtypes, block by block: round to nearest, ties to even; NaN stays NaN."""
+"""Casts between floating-point dtypes, block by block.
+
+Values are rounded to nearest, with ties to even. NaN stays NaN.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,25 @@ if TYPE_CHECKING:
     from portable.converters.storage.byte_sources import UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Tensor
 
-# Of the source dtype. A conversion holds one block and its cast copy per thread; both fit a core's cache.
-# With smaller blocks, threads wait for the interpreter's lock between them.
+# Block size in bytes of the source dtype. Each thread of a conversion holds one block and its cast copy, and
+# both fit in the cache of a core. With smaller blocks, threads would wait for the interpreter's lock between
+# blocks.
 BLOCK_BYTES = 512 << 10
 
 
 def parse_target_dtype(name: str, *, allow_ggml: bool = False) -> str | None:
-    """The target dtype of `--dtype`, None for keep.
+    """Parse the value of `--dtype`.
+
+    Args:
+        name: Name of a dtype, or `"keep"`.
+        allow_ggml: Whether to accept the block formats of ggml, which only a conversion to GGUF writes.
+
+    Returns:
+        The safetensors dtype or the ggml format, or None to keep the dtypes.
 
     Raises:
-        CheckpointError: an unknown name; or one of ggml's blocks, unless `allow_ggml`.
+        CheckpointError: If the name is unknown.
+        CommandError: If the name is a block format of ggml, and `allow_ggml` is False.
     """
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
@@ -35,18 +47,28 @@ def parse_target_dtype(name: str, *, allow_ggml: bool = False) -> str | None:
 
 
 def select_written_dtype(tensor: Tensor, target: str | None) -> str:
-    """The dtype to write `tensor` in: integers, booleans, 8-bit floats and 0-d tensors are never cast."""
+    """Return the dtype in which to write a tensor.
+
+    Args:
+        tensor: Tensor to write.
+        target: Requested dtype, or None to keep the dtype.
+
+    Returns:
+        `target`, or the tensor's own dtype for integers, booleans, 8-bit floats, and 0-D tensors, which are
+        never cast.
+    """
     if target is None or tensor.dtype not in CASTABLE_DTYPES or not tensor.shape:
         return tensor.dtype
     return target
 
 
 class CastLosses:
-    """Elements that casts made infinite or 0, counted by several threads.
+    """Thread-safe counters for elements that a cast made infinite or zero.
 
     Attributes:
-        num_infinite, num_zero: how many.
-        first_tensor_name: the tensor of one of them.
+        num_infinite: Number of elements that became infinite.
+        num_zero: Number of elements that became zero.
+        first_tensor_name: Name of the first tensor that contains such an element. Empty if there is none.
     """
 
     def __init__(self) -> None:
@@ -55,7 +77,13 @@ class CastLosses:
         self._lock = threading.Lock()
 
     def add_losses(self, name: str, before: Array, after: Array) -> None:
-        """Compare a block with its cast."""
+        """Count the elements of a block that a cast made infinite or zero.
+
+        Args:
+            name: Name of the tensor.
+            before: Block before the cast.
+            after: Block after the cast.
+        """
         counts_after, counts_before = _count_infinite_and_nonzero(after), _count_infinite_and_nonzero(before)
         infinite = counts_after.infinite - counts_before.infinite
         zero = counts_before.nonzero - counts_after.nonzero
@@ -66,17 +94,18 @@ class CastLosses:
 
 
 class _ElementCounts(NamedTuple):
-    """Numbers of elements of a block."""
+    """Number of infinite elements of a block, and number of elements that are not zero."""
 
     infinite: int
     nonzero: int
 
 
 def _count_infinite_and_nonzero(block: Array) -> _ElementCounts:
-    """How many elements are infinite, and how many are not 0."""
+    """Count the infinite elements of a block, and the elements that are not zero."""
     if block.dtype.itemsize > 2:
         return _ElementCounts(int(np.count_nonzero(np.isinf(block))), int(np.count_nonzero(block)))
-    # As integers without the sign: of the two 16-bit floats, numpy and ml_dtypes are slow.
+    # Compare the 16-bit floats as integers without the sign, because NumPy and ml_dtypes are slow for these
+    # dtypes.
     bits = block.view(np.uint16) << 1
     infinity = 0xFF00 if block.dtype == to_numpy_dtype("BF16") else 0xF800
     return _ElementCounts(int(np.count_nonzero(bits == infinity)), int(np.count_nonzero(bits)))
@@ -90,7 +119,18 @@ def iter_cast_blocks(
     *,
     losses: CastLosses | None = None,
 ) -> Iterator[Array]:
-    """The flattened elements as `dtype`, in blocks, each valid until the next; `losses` counts."""
+    """Iterate over blocks of elements in row-major order, cast to a dtype.
+
+    Args:
+        tensor: Tensor to read.
+        dtype: Safetensors dtype of the blocks.
+        unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+        block_bytes: Maximum block size in bytes before the cast.
+        losses: Counters to update, if any.
+
+    Yields:
+        1-D arrays. Each block is valid only until the next block is requested.
+    """
     for block in tensor.iter_blocks(block_bytes, unverified_spans):
         if tensor.dtype == dtype:
             yield block
@@ -102,20 +142,25 @@ def iter_cast_blocks(
 
 
 def round_to_dtype(block: Array, dtype: str) -> Array:
-    """The elements as `dtype`; `block` itself where it has that dtype."""
+    """Cast an array to a safetensors dtype. Values out of range become infinite.
+
+    Returns:
+        A new array, or `block` itself if it has the dtype already.
+    """
     if block.dtype == to_numpy_dtype(dtype):
         return block
-    with np.errstate(all="ignore"):  # out of range becomes infinity
+    with np.errstate(all="ignore"):  # Values out of range become infinite without a warning.
         if block.dtype == np.float64 and dtype == "BF16":
             block = _round_to_odd_float32(block)
         return block.astype(to_numpy_dtype(dtype))
 
 
 def _round_to_odd_float32(block: Array) -> Array:
-    """float64 as float32, rounded to odd, so that rounding again to bfloat16 is correct.
+    """Cast float64 to float32 with rounding to odd, so that a second rounding to bfloat16 is correct.
 
-    ml_dtypes casts float64 to bfloat16 through float32 and rounds twice: 1 + 2**-8 + 2**-40 becomes a tie in
-    between. Rounding to odd (towards zero, with the last bit set if the value is inexact) creates no ties.
+    ml_dtypes casts float64 to bfloat16 by way of float32, so it rounds twice: 1 + 2**-8 + 2**-40 would become
+    a tie after the first rounding. Rounding to odd (toward zero, with the last bit set if the value is
+    inexact) does not create ties.
 
     Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using
     rounding to odd", IEEE Transactions on Computers 57(4), 2008.

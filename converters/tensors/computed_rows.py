@@ -1,4 +1,7 @@
-"""Tensors of matrices whose rows are computed when they are read, a few at a time."""
+"""Tensors whose rows are computed when they are read, a few rows at a time.
+
+A tensor with more than two dimensions is a stack of matrices.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,44 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Array, Shape
 
 BLOCK_ELEMENTS = 1 << 16
-"""Elements that are computed at once."""
+"""Default number of elements to compute at once."""
 
 
 class RowFunction(Protocol):
+    """Function that computes rows of a matrix."""
+
     def __call__(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """The rows [first, first + count) of one matrix of a stack, as float32, float64 or the tensor's."""
+        """Compute rows of one matrix of a stack.
+
+        Args:
+            matrix_index: Index of the matrix along the leading dimensions of the tensor.
+            first_row: Index of the first row.
+            num_rows: Number of rows.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+
+        Returns:
+            Array of shape `[num_rows, columns]` in float32, float64, or the tensor's dtype.
+        """
         ...
 
 
 class FillFunction(Protocol):
+    """Function that computes rows of a matrix and writes them into an array."""
+
     def __call__(
         self, out: Array, matrix_index: Shape, first_row: int, unverified_spans: UnverifiedSpans
     ) -> None:
-        """Write rows of one matrix of a stack, from `first_row` on, into `out`, which has the tensor's dtype."""
+        """Write rows of one matrix of a stack into an array.
+
+        Args:
+            out: Array of shape `[rows, columns]` with the tensor's dtype, which determines the number of
+                rows.
+            matrix_index: Index of the matrix along the leading dimensions of the tensor.
+            first_row: Index of the first row.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+        """
         ...
 
 
@@ -40,12 +65,16 @@ _last = threading.local()
 
 
 class ComputedRowSource:
-    """The row-major bytes of matrices whose rows are computed; each thread keeps the last block of them all.
+    """Byte source of a tensor whose rows are computed, in row-major order.
+
+    Each thread keeps the last computed block, which all sources of the thread share.
 
     Args:
-        fill: computes rows; `make_fill_function` makes one.
-        row_alignment: rows are made from multiples of this on.
-        block_elements: how many are made at once, where `align` rows have no more.
+        shape: Shape of the tensor, with at least two dimensions.
+        dtype: Safetensors dtype of the tensor.
+        fill: Function that computes rows. `make_fill_function` creates it from a `RowFunction`.
+        row_alignment: Divisor of the index of the first row of each block.
+        block_elements: Maximum number of elements to compute at once, unless `row_alignment` rows have more.
     """
 
     def __init__(
@@ -58,6 +87,7 @@ class ComputedRowSource:
         self._rows_per_block = max(1, block_elements // max(1, self.columns) // row_alignment) * row_alignment
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
+        """Compute bytes into a buffer, see `ByteSource.read_into`."""
         out, done = np.frombuffer(buffer, np.uint8), 0
         row = self.columns * get_itemsize(self.dtype)
         while done < out.size:
@@ -75,9 +105,10 @@ class ComputedRowSource:
             done += part.size
 
     def _get_block(self, matrix: int, number: int, nbytes: int, unverified_spans: UnverifiedSpans) -> Array:
-        """The bytes of a block, of which a part is wanted: the rest comes next."""
+        """Return a block, which is kept because the rest of it is usually requested next."""
         if getattr(_last, "key", None) != (self, matrix, number):
-            _last.key = _last.block = None  # or two would be in memory
+            # Free the old block first, because otherwise two blocks would be in memory.
+            _last.key = _last.block = None
             block = np.empty(nbytes, np.uint8)
             self._compute_block(matrix, number, block, unverified_spans)
             _last.key, _last.block = (self, matrix, number), block
@@ -85,6 +116,14 @@ class ComputedRowSource:
         return cached
 
     def _compute_block(self, matrix: int, number: int, out: Array, unverified_spans: UnverifiedSpans) -> None:
+        """Compute a block of rows into a buffer.
+
+        Args:
+            matrix: Number of the matrix in the stack.
+            number: Number of the block in the matrix.
+            out: Buffer of bytes with the size of the block.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+        """
         matrix_index = (
             tuple(int(n) for n in np.unravel_index(matrix, self.leading_shape)) if self.leading_shape else ()
         )
@@ -94,7 +133,7 @@ class ComputedRowSource:
 
 
 def make_fill_function(compute_rows: RowFunction) -> FillFunction:
-    """Writes what `compute_rows` computes."""
+    """Create a function that writes the rows of a `RowFunction`, rounded to the dtype of the array."""
 
     def fill_rows(out: Array, matrix_index: Shape, first_row: int, unverified_spans: UnverifiedSpans) -> None:
         values = compute_rows(matrix_index, first_row, len(out), unverified_spans).reshape(out.shape)
@@ -117,7 +156,18 @@ def build_computed_tensor(
     block_elements: int = BLOCK_ELEMENTS,
     computed_shape: Shape | None = None,
 ) -> Tensor:
-    """A tensor of `ComputedRowSource`, which are those of the shape `computed_shape` where that is another."""
+    """Build a tensor whose rows are computed when they are read.
+
+    Args:
+        name: Name of the tensor.
+        dtype: Safetensors dtype of the tensor.
+        shape: Shape of the tensor.
+        compute_rows: Function that computes rows.
+        row_alignment: See `ComputedRowSource`.
+        block_elements: See `ComputedRowSource`.
+        computed_shape: Shape of the matrices that `compute_rows` computes, if it differs from `shape`. Both
+            shapes have the same number of elements in the same order.
+    """
     source = ComputedRowSource(
         computed_shape or shape, dtype, make_fill_function(compute_rows), row_alignment, block_elements
     )
@@ -125,7 +175,17 @@ def build_computed_tensor(
 
 
 def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: UnverifiedSpans) -> Array:
-    """The elements from `starts` on; CheckpointError where the tensor has none there."""
+    """Read a region of a tensor.
+
+    Args:
+        tensor: Tensor to read.
+        starts: Start index of the region along each dimension.
+        sizes: Size of the region along each dimension.
+        unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+
+    Raises:
+        CheckpointError: If the region is not inside the tensor.
+    """
     inside = len(starts) == len(tensor.shape) and all(
         low + size <= length for low, size, length in zip(starts, sizes, tensor.shape, strict=True)
     )
@@ -138,12 +198,21 @@ def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: U
 def read_rows(
     tensor: Tensor, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
 ) -> Array:
-    """The rows [first, first + count) of one matrix of a stack."""
+    """Read rows of one matrix of a stack, see `RowFunction`."""
     sizes = (*(1 for _ in matrix_index), num_rows, tensor.shape[-1])
     return read_region(tensor, (*matrix_index, first_row, 0), sizes, unverified_spans).reshape(sizes[-2:])
 
 
 def check_tensor(fits: bool, tensor: Tensor, problem: str) -> None:
-    """Refuse a tensor."""
+    """Raise an error about a tensor if a condition is false.
+
+    Args:
+        fits: Condition that must be true.
+        tensor: Tensor that the error describes.
+        problem: Problem as a clause that follows the tensor's dtype and shape, such as `"holds no scales"`.
+
+    Raises:
+        CheckpointError: If `fits` is false.
+    """
     if not fits:
         raise CheckpointError(f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} {problem}")

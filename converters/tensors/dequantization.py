@@ -1,8 +1,8 @@
-"""Quantized weights as floats, computed a few rows at a time while they are read.
+"""Dequantization of weights, computed a few rows at a time while they are read.
 
-Codes become float32, exactly; zero points are subtracted and scales multiplied in float32; the result is
-rounded once, to the dtype that is asked for. Each function here takes the stored tensors of one weight and
-returns the lazy float tensor. Sources of the formats are named beside the functions.
+Codes are converted to float32 exactly. Zero points are subtracted and scales are multiplied in float32. The
+result is rounded once to the requested dtype. Each function takes the stored tensors of one weight and
+returns a lazy float tensor. The docstrings name the sources of the formats.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from portable.converters.storage.byte_sources import UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Shape
 
-_TRANSPOSED_BLOCK = 1 << 21  # elements; such layouts read all their bytes once for each block
+_TRANSPOSED_BLOCK = 1 << 21  # Number of elements. Transposed layouts read all of their bytes once per block.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _SCALES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"})
-_INT8_FACTOR = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes multiplies
+_INT8_FACTOR = np.float32(7.874015718698502e-3)  # 1 / 127, with the digits that bitsandbytes uses
 
 
-# Elements with one scale from which a table of its products pays, and that are made at once with tables; and
-# that one call looks up, long enough for threads to work side by side, and few enough for a core's cache.
+# Minimum number of elements with a common scale for which a table of products pays off, number of elements to
+# compute at once with tables, and number of elements to look up per call. One call is long enough for threads
+# to work in parallel, and its data fits in the cache of a core.
 _WORTH_A_TABLE, _WITH_TABLES, _LOOKED_UP = 1 << 10, 1 << 20, 1 << 16
 
 
@@ -44,7 +45,15 @@ _WORTH_A_TABLE, _WITH_TABLES, _LOOKED_UP = 1 << 10, 1 << 20, 1 << 16
 
 
 def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
-    """Scales in float32, of which each must be finite. Bytes are exponents (OCP's E8M0)."""
+    """Convert scales to float32, and check that they are finite. Bytes are exponents (E8M0 of the OCP).
+
+    Args:
+        tensor: Tensor that contains the scales, used for the dtype and in error messages.
+        values: Scales as they are stored.
+
+    Raises:
+        CheckpointError: If the tensor does not contain scales, or if a scale is infinite or NaN.
+    """
     check_tensor(tensor.dtype in _SCALES, tensor, "holds no scales")
     if values.dtype == np.uint8:
         values = values.view(to_numpy_dtype("F8_E8M0"))
@@ -55,7 +64,17 @@ def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
 
 
 def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tensor: Tensor) -> Array:
-    """`values` times `scale`, a column of which belongs to `block_width` columns; in place if possible."""
+    """Multiply values by the scales of their blocks, in place if possible.
+
+    Args:
+        values: Values of shape `[rows, columns]`.
+        scale: Scales of shape `[rows, column blocks]`.
+        block_width: Number of columns with a common scale.
+        scale_tensor: Tensor that contains the scales, used in error messages.
+
+    Raises:
+        CheckpointError: If the scale of a value other than 0 is 0.
+    """
     count, columns = values.shape
     if not scale.all() and np.any(values[np.repeat(scale == 0, block_width, axis=1)[:, :columns]]):
         raise CheckpointError(f"{scale_tensor.name}: the scale of values other than 0 is 0")
@@ -67,17 +86,22 @@ def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tens
 
 
 class BlockShape(NamedTuple):
-    """Numbers of rows and columns of a weight that have a common scale."""
+    """Number of rows and columns of a weight that have a common scale."""
 
     rows: int
     columns: int
 
 
 class _ScaleGrid:
-    """Scales (or zero points) of a weight: one for it all, for each row, or for each block of it.
+    """Scales or zero points of a weight: one for the tensor, for each row, or for each block.
 
     Args:
-        block: the sizes of a block as the format's settings give them; None to take them from the shapes.
+        scale: Tensor that contains the scales or zero points.
+        shape: Shape of the weight.
+        block: Block shape in the settings of the format. None to compute it from the shapes of the tensors.
+
+    Raises:
+        CheckpointError: If the shape of `scale` does not belong to the shape of the weight.
     """
 
     def __init__(self, scale: Tensor, shape: Shape, block: BlockShape | None = None) -> None:
@@ -105,9 +129,14 @@ class _ScaleGrid:
     def read_scale_rows(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """One row for each of these rows of the weight, as it is stored."""
+        """Read the scales of rows of the weight.
+
+        Returns:
+            Array of shape `[num_rows, column blocks]` with the stored dtype.
+        """
         low, high = first_row // self.block_height, (first_row + num_rows - 1) // self.block_height + 1
-        if len(self.tensor.shape) < len(self._shape):  # of one element, or of one for each row or matrix
+        # The tensor has one element, or one per row or per matrix.
+        if len(self.tensor.shape) < len(self._shape):
             scale = read_region(
                 self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, unverified_spans
             )
@@ -128,7 +157,19 @@ class _ScaleGrid:
         first_row: int,
         unverified_spans: UnverifiedSpans,
     ) -> None:
-        """Bytes into floats: the 256 products of each block are made once, and its codes look them up."""
+        """Dequantize 8-bit codes with a table of the products of each block.
+
+        The 256 possible products of a block are computed once, and each code is replaced by its product. This
+        is faster than multiplying each element if a block has many elements.
+
+        Args:
+            table: Value of each of the 256 codes, in float32.
+            codes: Codes of shape `[rows, columns]`, as uint8.
+            out: Array of the same shape to write to.
+            matrix_index: Index of the matrix along the leading dimensions of the weight.
+            first_row: Index of the first row.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+        """
         count = len(codes)
         scale = _to_finite_scale(
             self.tensor, self.read_scale_rows(matrix_index, first_row, count, unverified_spans)
@@ -139,10 +180,10 @@ class _ScaleGrid:
             )
             return
         columns = codes.shape[1]
-        tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.block_width)[
-            :columns
-        ]  # where each begins
-        tables = tables.astype(np.min_scalar_type(tables[-1] + len(table)))  # narrow: numpy adds these faster
+        # Start of the products of each column's block.
+        tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.block_width)[:columns]
+        # Use the smallest dtype, because NumPy adds it faster.
+        tables = tables.astype(np.min_scalar_type(tables[-1] + len(table)))
         places = np.empty((max(1, _LOOKED_UP // columns), columns), np.intp)
         narrow = np.empty_like(places, tables.dtype)
         low = 0
@@ -166,7 +207,15 @@ class _ScaleGrid:
         unverified_spans: UnverifiedSpans,
         extra_factor: np.float32 | None = None,
     ) -> Array:
-        """`values`, which are rows from `first_row` on, multiplied."""
+        """Multiply rows of the weight by their scales, in place if possible.
+
+        Args:
+            values: Values of shape `[rows, columns]`.
+            matrix_index: Index of the matrix along the leading dimensions of the weight.
+            first_row: Index of the first row.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+            extra_factor: Factor by which to multiply the scales, if any.
+        """
         scale = _to_finite_scale(
             self.tensor, self.read_scale_rows(matrix_index, first_row, len(values), unverified_spans)
         )
@@ -179,7 +228,7 @@ class _ScaleGrid:
 
 
 def _build_byte_value_table(tensor: Tensor) -> Array:
-    """The float32 value of each byte."""
+    """Return the float32 value of each of the 256 possible bytes of a tensor with 8-bit codes."""
     check_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "holds no codes of 8 bits")
     return np.arange(256, dtype=np.uint8).view(to_numpy_dtype(tensor.dtype)).astype(np.float32)
 
@@ -193,9 +242,17 @@ def dequantize_bytes(
     block: BlockShape | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """FP8 or INT8 codes times a scale of the tensor, of each row or of each block.
+    """Dequantize FP8 or INT8 codes with a scale for the tensor, for each row, or for each block.
 
     Source: deepseek-ai/DeepSeek-V3 inference/kernel.py (`weight_dequant`), compressed-tensors `dequantize`.
+
+    Args:
+        name: Name of the result.
+        dtype: Safetensors dtype of the result.
+        weight: Codes of shape `[..., rows, columns]`.
+        scale: Scales, see `_ScaleGrid`.
+        block: Block shape in the settings of the format, if any.
+        zero_point: Zero points with the same layout as the scales, if any.
     """
     table, shape = _build_byte_value_table(weight), weight.shape
     check_tensor(len(shape) >= 2, weight, "is no matrix")
@@ -236,12 +293,20 @@ def dequantize_fp4(
     global_scale: Tensor | None = None,
     global_scale_divisor: Tensor | None = None,
 ) -> Tensor:
-    """E2M1 codes, two in a byte with the first in its low half, times a scale for each 16 or 32 of a row.
+    """Dequantize FP4 (E2M1) codes with a scale for each 16 or 32 elements of a row.
 
-    Args:
-        global_scale, global_scale_divisor: NVFP4's scale of the whole tensor, which scales the scales.
+    Each byte contains two codes. The first code is in its lower half.
 
     Source: OCP Microscaling Formats 1.0; compressed-tensors `nvfp4_quantized`, ModelOpt `NVFP4QTensor`.
+
+    Args:
+        name: Name of the result.
+        dtype: Safetensors dtype of the result.
+        packed: Codes of shape `[..., rows, columns / 2]`.
+        scale: Scales of shape `[..., rows, column blocks]`.
+        global_scale: Scale of the tensor by which the scales are multiplied (NVFP4 of ModelOpt), if any.
+        global_scale_divisor: Scale of the tensor by which the scales are divided (NVFP4 of
+            compressed-tensors), if any.
     """
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     check_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
@@ -266,19 +331,25 @@ def dequantize_fp4(
 
 
 def _read_scalar(tensor: Tensor, unverified_spans: UnverifiedSpans) -> np.float32:
+    """Read the only element of a tensor as a scale."""
     check_tensor(tensor.numel == 1, tensor, "is not one number")
     value = read_region(tensor, (0,) * len(tensor.shape), tensor.shape, unverified_spans)
     return np.float32(_to_finite_scale(tensor, value.reshape(-1))[0])
 
 
 def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 as GPT-OSS stores it: blocks of 16 bytes of a transposed matrix, and a byte of exponent for each.
+    """Dequantize MXFP4 as GPT-OSS stores it.
 
-    Args:
-        blocks: (..., columns of the result, rows of the result / 32, 16)
-        scales: the same without the last dimension.
+    The stored matrix is transposed. It consists of blocks of 16 bytes, and each block has an exponent in one
+    byte.
 
     Source: openai/gpt-oss torch/weights.py; transformers `convert_moe_packed_tensors`.
+
+    Args:
+        name: Name of the result.
+        dtype: Safetensors dtype of the result.
+        blocks: Codes of shape `[..., columns of the result, rows of the result / 32, 16]`.
+        scales: Exponents with the shape of `blocks` without the last dimension.
     """
     *lead, columns, groups, width = blocks.shape if len(blocks.shape) >= 3 else (0, 0, 0)
     fits = blocks.dtype == "U8" and width == 16
@@ -313,13 +384,16 @@ def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) ->
 
 
 def unpack_codes(words: Array, bits: int) -> Array:
-    """The codes of `bits` bits in words along the first dimension, the lowest bits first.
+    """Unpack integer codes from 32-bit words along the first dimension. The lowest bits come first.
+
+    A code may be split across two words. Bits that remain in the last word are ignored.
 
     Args:
-        words: (words, n), of 32 bits. A code may lie across two; what is left of the last word is ignored.
+        words: Words of shape `[words, n]` with a 32-bit dtype.
+        bits: Number of bits per code.
 
     Returns:
-        (words * 32 // bits, n), uint8.
+        Codes of shape `[words * 32 // bits, n]` as uint8.
     """
     words = words.view(np.uint32)
     period = 32 // gcd(bits, 32)
@@ -348,14 +422,21 @@ def dequantize_packed_rows(
     zero_point: Tensor | None = None,
     column_groups: Tensor | None = None,
 ) -> Tensor:
-    """compressed-tensors' `pack-quantized`: rows of signed codes in words, groups of a row with a scale each.
+    """Dequantize `pack-quantized` weights of compressed-tensors.
 
-    Args:
-        shape: (rows, columns) of the weight.
-        zero_point: the zero points, packed along the rows.
-        column_groups: the group of each column, if they are not runs of equal length.
+    Rows of signed codes are packed into words. Each group of columns in a row has a scale.
 
     Source: compressed-tensors `unpack_from_int32`, `dequantize`.
+
+    Args:
+        name: Name of the result.
+        dtype: Safetensors dtype of the result.
+        packed: Words of shape `[rows, columns * bits / 32]`, rounded up.
+        scale: Scales of shape `[rows, groups]`.
+        shape: Rows and columns of the weight.
+        bits: Number of bits per code.
+        zero_point: Zero points, packed along the rows, if any.
+        column_groups: Group of each column. None if the groups are consecutive columns of equal number.
     """
     offset = np.float32(1 << (bits - 1))
     count_rows, columns = shape
@@ -397,6 +478,7 @@ def dequantize_packed_rows(
 
 
 def _read_column_groups(groups: Tensor, count: int, unverified_spans: UnverifiedSpans) -> Array:
+    """Read the group of each column, and check that it is less than `count`."""
     index = read_region(groups, (0,), groups.shape, unverified_spans)
     check_tensor(
         bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups"
@@ -412,15 +494,19 @@ def dequantize_gptq(
     *,
     zero_point_offset: int,
 ) -> Tensor:
-    """GPTQ's codes in words along the input, zero points in words along the output; 2, 3, 4 or 8 bits.
+    """Dequantize GPTQ weights of 2, 3, 4, or 8 bits.
 
-    Args:
-        configured_bits: the bits that the settings name; the shapes must agree.
-        tensors: `qweight` (inputs * bits / 32, outputs), `qzeros` (groups, outputs * bits / 32), `scales`
-            (groups, outputs), `g_idx` (inputs,).
-        zero_point_offset: what is added to a stored zero point: 1 in the first format, 0 in the second.
+    Codes are packed into words along the inputs, and zero points along the outputs.
 
     Source: AutoGPTQ and GPTQModel, `TorchQuantLinear`.
+
+    Args:
+        name: Name of the result.
+        dtype: Safetensors dtype of the result.
+        tensors: `qweight` of shape `[inputs * bits / 32, outputs]`, `qzeros` `[groups, outputs * bits / 32]`,
+            `scales` `[groups, outputs]`, and `g_idx` `[inputs]`.
+        configured_bits: Number of bits in the settings. If it is given, the shapes must match it.
+        zero_point_offset: Number to add to each stored zero point: 1 for the format `gptq`, 0 for `gptq_v2`.
     """
     weight, zeros, scales, index = (tensors[key] for key in ("qweight", "qzeros", "scales", "g_idx"))
     inputs = index.numel
@@ -455,12 +541,18 @@ def dequantize_gptq(
 
 
 def dequantize_awq(name: str, dtype: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """AWQ's codes of 4 bits in words along the output, in the order of its kernel for matrix products.
+    """Dequantize AWQ weights of 4 bits.
 
-    Args:
-        tensors: `qweight` (inputs, outputs / 8), `qzeros` (groups, outputs / 8), `scales` (groups, outputs).
+    Codes are packed into words along the outputs, in the order that AWQ's matrix multiplication kernel
+    requires.
 
     Source: AutoAWQ `awq/utils/packing_utils.py`.
+
+    Args:
+        name: Name of the result.
+        dtype: Safetensors dtype of the result.
+        tensors: `qweight` of shape `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, and `scales`
+            `[groups, outputs]`.
     """
     weight, zeros, scales = (tensors[key] for key in ("qweight", "qzeros", "scales"))
     (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
@@ -505,11 +597,11 @@ def dequantize_awq(name: str, dtype: str, tensors: Mapping[str, Tensor]) -> Tens
 
 
 class NestedQuantization(NamedTuple):
-    """How bitsandbytes quantizes the block maxima themselves ("double quantization").
+    """Settings with which bitsandbytes quantizes the maxima of the blocks ("double quantization").
 
     Attributes:
         block_size: Number of maxima with a common scale.
-        offset: Number that is added to each dequantized maximum.
+        offset: Number to add to each dequantized maximum.
     """
 
     block_size: int
@@ -525,18 +617,24 @@ def dequantize_bnb_4bit(
     block_size: int,
     nested: NestedQuantization | None,
 ) -> Tensor:
-    """bitsandbytes' NF4 and FP4: two codes in a byte with the first in its high half, and a table of values.
+    """Dequantize NF4 or FP4 weights of bitsandbytes.
 
-    The dtype of `packed` does not matter: FSDP needs one dtype for all parameters, so
-    `bnb_4bit_quant_storage` gives the bytes of the codes the dtype of the other weights.
+    Each byte contains two codes, which are indices into a table of values. The first code is in the upper
+    half.
 
-    Args:
-        tensors: `absmax`, `quant_map`; with `nested` also `nested_absmax`, `nested_quant_map`.
-        shape: of the weight.
-        block_size: elements with a common maximum.
-        nested: the block and the offset of maxima that are quantized themselves.
+    The dtype of `packed` does not matter: FSDP requires the same dtype for all parameters, so
+    `bnb_4bit_quant_storage` stores the bytes of the codes as the dtype of the other weights.
 
     Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState`).
+
+    Args:
+        name: Name of the result.
+        dtype: Safetensors dtype of the result.
+        packed: Codes of all elements in row-major order.
+        tensors: `absmax` and `quant_map`. With `nested`, also `nested_absmax` and `nested_quant_map`.
+        shape: Shape of the weight.
+        block_size: Number of elements with a common maximum.
+        nested: Settings of quantized maxima. None if the maxima are not quantized.
     """
     total = prod(shape)
     width = get_itemsize(packed.dtype)
@@ -548,18 +646,21 @@ def dequantize_bnb_4bit(
     check_tensor(tensors["quant_map"].shape == (16,), tensors["quant_map"], "is no table of 16 values")
 
     def read_flat(tensor: Tensor, low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
-        # Stored as (n, 1).
+        """Read the elements [low, high) of a tensor with one dimension or with the shape (n, 1)."""
+        # The tensors may be stored with the shape (n, 1).
         ends = (1,) * (len(tensor.shape) - 1)
         return read_region(tensor, (low, *(0 for _ in ends)), (high - low, *ends), unverified_spans).reshape(
             -1
         )
 
     def read_codes(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
+        """Read the bytes [low, high) of the codes."""
         first = low // width
         elements = np.ascontiguousarray(read_flat(packed, first, -(-high // width), unverified_spans))
         return elements.view(np.uint8)[low - first * width : high - first * width]
 
     def read_maxima(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
+        """Read the maxima of the blocks [low, high), and dequantize them if they are quantized."""
         quantized = read_flat(tensors["absmax"], low, high, unverified_spans)
         if nested is None:
             return _to_finite_scale(tensors["absmax"], quantized)
@@ -590,9 +691,17 @@ def dequantize_bnb_4bit(
 
 
 def dequantize_bnb_8bit(name: str, dtype: str, weight: Tensor, maxima: Tensor) -> Tensor:
-    """bitsandbytes' LLM.int8: bytes times the largest magnitude of their row, divided by 127.
+    """Dequantize LLM.int8 weights of bitsandbytes.
+
+    Each code is multiplied by the largest magnitude of its row, divided by 127.
 
     Source: bitsandbytes `functional.py` (`int8_vectorwise_dequant`).
+
+    Args:
+        name: Name of the result.
+        dtype: Safetensors dtype of the result.
+        weight: Codes of shape `[rows, columns]`.
+        maxima: Largest magnitude of each row.
     """
     check_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
     grid = _ScaleGrid(maxima, weight.shape)

@@ -1,4 +1,4 @@
-"""Element types by their safetensors names, and their names in numpy and torch.
+"""Element types: names in safetensors, NumPy, and torch.
 
 Source: https://github.com/huggingface/safetensors (`Dtype`), torch/storage.py (legacy storage classes).
 """
@@ -56,7 +56,7 @@ FROM_STORAGE: dict[str, str] = {storage: name for name, _, _, storage in _TABLE 
 
 # The dtypes that `--dtype` casts. 8-bit floats depend on their scales, so they are not cast.
 CASTABLE_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-# Those of quantized weights; scales lie beside them.
+# Dtypes of the codes of quantized weights, whose scales are separate tensors.
 QUANTIZED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I16", "U16", "I32", "U32"})
 
 
@@ -89,9 +89,9 @@ def to_numpy_dtype(dtype: str) -> np.dtype[Any]:
     Raises:
         CheckpointError: If the dtype is unknown.
     """
-    get_itemsize(dtype)  # refuses an unknown type
+    get_itemsize(dtype)  # Raises an error if the dtype is unknown
     name = TO_TORCH[dtype]
-    # NumPy has the types that do not depend on machine learning, under the names that torch uses.
+    # ml_dtypes has the machine-learning dtypes, and NumPy the other dtypes, with the same names as torch.
     return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
 
 

@@ -1,7 +1,7 @@
-"""A tensor that is computed from another one, block by block, while it is read.
+"""Tensors that are computed from another tensor, block by block, while they are read.
 
-The arithmetic is float32 (float64 for a float64 tensor), and each element is rounded once, at the end. Memory
-holds a few rows at a time, whatever the size of the tensor.
+The arithmetic uses float32, or float64 for float64 tensors, and each element is rounded once at the end. Only
+a few rows are in memory at a time, regardless of the size of the tensor.
 """
 
 from __future__ import annotations
@@ -22,25 +22,32 @@ if TYPE_CHECKING:
     from portable.converters.storage.byte_sources import UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Shape
 
-# Elements of a block: its float32 copy and the product that is added to it fit a core's cache.
+# Number of elements of a block. Its float32 copy and a product that is added to it fit in the cache of a
+# core.
 _BLOCK = 1 << 17
 
 
 class RowEdit(Protocol):
-    """One change of a tensor's rows."""
+    """Change of the rows of a tensor."""
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Change the rows [first, first + len(block)) in place; a 2-D float32 or float64 array."""
+        """Change rows in place.
+
+        Args:
+            block: Rows as a 2-D array of float32 or float64.
+            first_row: Index of the first row of the block in the tensor.
+        """
         ...
 
 
 class AffineEdit:
-    """Each element times `factor`, or divided by `divisor`, plus `term`, in float32."""
+    """Multiplication by `factor`, division by `divisor`, and addition of `term`, in float32."""
 
     def __init__(self, factor: float = 1.0, divisor: float = 1.0, term: float = 0.0) -> None:
         self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
 
     def apply(self, block: Array, first_row: int) -> None:
+        """Change rows in place, see `RowEdit.apply`."""
         if self.factor != 1:
             block *= self.factor
         if self.divisor != 1:
@@ -50,7 +57,7 @@ class AffineEdit:
 
 
 class _EditedRows:
-    """The rows of a tensor after edits, in float32 or float64."""
+    """`RowFunction` that reads rows of a tensor and applies edits."""
 
     def __init__(self, tensor: Tensor, num_row_dims: int, edits: Sequence[RowEdit]) -> None:
         self.tensor = tensor
@@ -58,13 +65,17 @@ class _EditedRows:
         self.row_shape: Shape = tensor.shape[:num_row_dims] or (1,)
         self.columns = prod(tensor.shape[num_row_dims:])
         self._kind: Any = np.float64 if tensor.dtype == "F64" else np.float32
-        self._contiguous_source = tensor.find_run()  # found once, because a search in each block is slow
+        # Search for it once, because a search for each block is slow.
+        self._contiguous_source = tensor.find_run()
         self._memory = threading.local()
 
     def __call__(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """The rows [first, first + count) of a matrix; valid until this thread makes the next block."""
+        """Compute rows, see `RowFunction`.
+
+        The result is valid until the current thread computes the next block.
+        """
         above = int(np.ravel_multi_index(matrix_index, self.row_shape[:-1])) if matrix_index else 0
         first_row += above * self.row_shape[-1]
         stored = self._get_scratch("stored", (num_rows, self.columns), to_numpy_dtype(self.tensor.dtype))
@@ -81,7 +92,10 @@ class _EditedRows:
         return block
 
     def _get_scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        """This thread's memory, of any content. New memory would be faulted in page by page."""
+        """Return an uninitialized array that this thread reuses.
+
+        New memory would be slow, because the kernel maps it page by page.
+        """
         nbytes = prod(shape) * dtype.itemsize
         buffer: Array | None = getattr(self._memory, name, None)
         if buffer is None or buffer.nbytes < nbytes:
@@ -92,22 +106,28 @@ class _EditedRows:
 
 
 def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
-    """`tensor` with rows of zeros after its own, `total_rows` in all, for edits to fill."""
+    """Append rows of zeros to a tensor, which edits can fill.
+
+    Args:
+        tensor: Tensor to extend.
+        total_rows: Number of rows of the result.
+    """
     old, *inner = tensor.shape
     added = (total_rows - old, *inner)
-    view = View(
-        InMemorySource(bytes(get_itemsize(tensor.dtype))), 0, (0,) * len(added)
-    )  # one element, repeated
+    # One element, which is repeated by strides of 0.
+    view = View(InMemorySource(bytes(get_itemsize(tensor.dtype))), 0, (0,) * len(added))
     box = Box((old, *(0 for _ in inner)), added, view)
     return Tensor(tensor.name, tensor.dtype, (total_rows, *inner), [*tensor.boxes, box])
 
 
 def apply_edits(tensor: Tensor, dtype: str, num_row_dims: int, edits: Sequence[RowEdit]) -> Tensor:
-    """`tensor` with `edits` applied, as `dtype`; nothing is read or computed before it is.
+    """Apply edits to a tensor when it is read.
 
     Args:
-        tensor: of a floating-point dtype.
-        num_row_dims: how many of its dimensions are rows; the others make up a row.
+        tensor: Tensor with a floating-point dtype.
+        dtype: Safetensors dtype of the result.
+        num_row_dims: Number of leading dimensions that count as rows. The other dimensions form the columns.
+        edits: Changes to apply, in order.
     """
 
     def build_view() -> View:

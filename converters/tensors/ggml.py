@@ -1,4 +1,7 @@
-"""Blocks of ggml, by the package `gguf`: elements with a common scale, of 8 or 4 bits each."""
+"""Block quantization of ggml, computed by the package `gguf`.
+
+A block has a scale and codes of 8 or 4 bits.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,21 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 GGML_KINDS = frozenset({"Q8_0", "Q4_0", "MXFP4"})
-BLOCK_ELEMENTS = 32  # elements, of each of these kinds
+BLOCK_ELEMENTS = 32  # Number of elements of a block of each kind
 
 
 def quantize_to_ggml(tensor: Tensor, kind: str) -> Tensor:
-    """`tensor` as the bytes of blocks, along its last dimension, which `BLOCK_ELEMENTS` divides.
+    """Quantize a tensor to ggml blocks along its last dimension, lazily.
 
     Args:
-        kind: Q8_0, Q4_0 or MXFP4.
+        tensor: Tensor whose last dimension is divisible by `BLOCK_ELEMENTS`.
+        kind: `Q8_0`, `Q4_0`, or `MXFP4`.
+
+    Returns:
+        Bytes of the blocks as a tensor of dtype `U8`.
     """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants  # not at the top: slow to import
+    # Imported here because the import is slow.
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
     number = GGMLQuantizationType[kind]
     size, columns = GGML_QUANT_SIZES[number][1], tensor.shape[-1]

@@ -1,8 +1,8 @@
-"""Floats as codes and scales, computed a few rows at a time while they are read.
+"""Quantization of weights, computed a few rows at a time while they are read.
 
-The inverse of `portable.converters.tensors.dequantization`. Each function takes the float tensor of one
-weight and returns the tensors that its format stores for it. A scale belongs to a block of a matrix and comes
-from the largest magnitude in it, as the format's own program computes it without calibration data.
+This is the inverse of `portable.converters.tensors.dequantization`. Each function takes the float tensor of
+one weight and returns the tensors that the format stores for it. Each block of a matrix has a scale, which is
+computed from the largest magnitude in the block, as the program of the format does without calibration data.
 """
 
 from __future__ import annotations
@@ -31,29 +31,35 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Array, Shape
 
 _MAX_MAGNITUDES = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "FP4": 6.0}
-_FLOAT_BITS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2), "FP4": (2, 1)}  # bits of exponent and of mantissa
-_MAX_RECOMPUTED_HEIGHT = (
-    1024  # rows of a block whose scale is computed again for each use; higher ones are kept in memory
-)
-_EXPONENT_OF_FP4 = 2  # of its largest value, 6
+# Number of exponent bits and of mantissa bits
+_FLOAT_BITS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2), "FP4": (2, 1)}
+# Maximum block height for which scales are computed again for each use. The magnitudes of higher blocks are
+# kept in memory.
+_MAX_RECOMPUTED_HEIGHT = 1024
+_EXPONENT_OF_FP4 = 2  # Exponent of the largest FP4 value, 6
 
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How a matrix becomes codes.
+    """Rules by which a matrix is quantized.
 
     Attributes:
-        code_dtype: F8_E4M3, F8_E5M2, I8, FP4, or INT4 (INT2, INT8) for integers that are packed into words.
-        block_height, block_width: of a block with a common scale; 0 for the matrix's own.
-        scale_rule: how scales come from magnitudes:
+        code_dtype: `F8_E4M3`, `F8_E5M2`, `I8`, `FP4`, or `INT4` (`INT2`, `INT8`) for integers that are packed
+            into words.
+        block_height: Number of rows with a common scale, or 0 for all rows.
+        block_width: Number of columns with a common scale, or 0 for all columns.
+        scale_rule: Rule by which a scale is computed from the largest magnitude of a block:
 
-            - ``inverse``: in float32, as the reciprocal of its own reciprocal. Source: transformers
+            - ``inverse``: in float32, as the reciprocal of the reciprocal scale. Source: transformers
               `integrations/finegrained_fp8.py` (`Fp8Quantize`).
-            - ``range``: the magnitude through half the codes' range, each operation rounded to the scale's
-              dtype. Source: compressed-tensors `calculate_qparams`, `quantize`.
-            - ``near``: a power of two, up from 1.75 of it. Source: compressed-tensors `generate_mx_scales`.
-            - ``floor``: the power of two at or below. Source: OCP Microscaling Formats 1.0, 6.3.
-        scale_dtype: the dtype of the scales; empty for the weight's.
+            - ``range``: the magnitude divided by half of the codes' range. Each operation is rounded to the
+              dtype of the scales. Source: compressed-tensors `calculate_qparams`, `quantize`.
+            - ``near``: the magnitude rounded to a power of two, divided by 4, because the largest FP4 value
+              is 6. Rounding up begins at 1.75 times a power of two. Source: compressed-tensors
+              `generate_mx_scales`.
+            - ``floor``: the same, but always rounded down. Source: OCP Microscaling Formats 1.0,
+              section 6.3.
+        scale_dtype: Safetensors dtype of the scales. Empty for the dtype of the weight.
     """
 
     code_dtype: str
@@ -64,14 +70,20 @@ class QuantizationScheme:
 
 
 def _count_blocks(length: int, size: int) -> int:
+    """Return the number of blocks of `size` along a dimension. A size of 0 means one block."""
     return -(-length // (size or max(1, length)))
 
 
 class _BlockQuantizer:
-    """A weight in blocks: its values, scales and codes.
+    """Quantizer of one weight, which computes its scales and codes.
 
     Args:
-        transposed: take the columns of the stored matrices as rows.
+        weight: Weight of shape `[..., rows, columns]` in float32, float16, or bfloat16.
+        scheme: Rules of the quantization.
+        transposed: Whether to quantize the transposed matrices.
+
+    Raises:
+        CheckpointError: If the weight has another dtype or is not a matrix.
     """
 
     def __init__(self, weight: Tensor, scheme: QuantizationScheme, *, transposed: bool = False) -> None:
@@ -102,7 +114,7 @@ class _BlockQuantizer:
     def read_values(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Rows [first, first + count), float32."""
+        """Read rows of the weight as float32, see `RowFunction`."""
         if self.transposed:
             sizes = (*(1 for _ in matrix_index), self.columns, num_rows)
             values = read_region(self.weight, (*matrix_index, 0, first_row), sizes, unverified_spans)
@@ -112,7 +124,17 @@ class _BlockQuantizer:
     def compute_block_magnitudes(
         self, matrix_index: Shape, first_block: int, stop_block: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """The largest magnitude in each block of the block rows [low, high)."""
+        """Compute the largest magnitude of each block.
+
+        Args:
+            matrix_index: Index of the matrix along the leading dimensions.
+            first_block: Index of the first block row.
+            stop_block: Index after the last block row.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+
+        Returns:
+            Array of shape `[stop_block - first_block, column blocks]` in float32.
+        """
         if self.block_height > _MAX_RECOMPUTED_HEIGHT:
             with self._lock:
                 for row in range(first_block, stop_block):
@@ -137,6 +159,7 @@ class _BlockQuantizer:
     def _compute_high_block_magnitudes(
         self, matrix_index: Shape, row: int, unverified_spans: UnverifiedSpans
     ) -> Array:
+        """Compute the largest magnitudes of one row of blocks, reading a few rows of the weight at a time."""
         end = min((row + 1) * self.block_height, self.rows)
         at_once = max(1, BLOCK_ELEMENTS // max(1, self.columns))
         largest = np.zeros((1, self.scale_shape[-1]), np.float32)
@@ -150,7 +173,7 @@ class _BlockQuantizer:
         return largest
 
     def _compute_block_maxima(self, values: Array) -> Array:
-        """The largest magnitude in each block of rows that begin with a block."""
+        """Compute the largest magnitude of each block in rows that begin with a block."""
         magnitude = np.abs(values)
         if not len(values) % self.block_height:
             magnitude = magnitude.reshape(-1, self.block_height, self.columns).max(axis=1)
@@ -159,8 +182,16 @@ class _BlockQuantizer:
         return self._compute_column_block_maxima(magnitude)
 
     def _compute_column_block_maxima(self, magnitude: Array) -> Array:
-        """(rows, blocks): the largest of each row in each block."""
-        if self.columns == self.scale_shape[-1] * self.block_width:  # half as long as `max` along an axis
+        """Compute the largest magnitude of each row in each block of columns.
+
+        Returns:
+            Array of shape `[rows, column blocks]`.
+
+        Raises:
+            CheckpointError: If a value is infinite or NaN.
+        """
+        # This takes half of the time of `max` along an axis.
+        if self.columns == self.scale_shape[-1] * self.block_width:
             starts = np.arange(0, magnitude.size, self.block_width)
             largest = np.maximum.reduceat(magnitude.reshape(-1), starts).reshape(len(magnitude), -1)
         else:
@@ -174,16 +205,17 @@ class _BlockQuantizer:
     def compute_scales(
         self, matrix_index: Shape, first_block: int, stop_block: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """The scales of block rows, in the dtype that they are stored in."""
+        """Compute the scales of block rows in their stored dtype, see `compute_block_magnitudes`."""
         return self._compute_scales_from_magnitudes(
             self.compute_block_magnitudes(matrix_index, first_block, stop_block, unverified_spans)
         )
 
     def _compute_scales_from_magnitudes(self, magnitudes: Array) -> Array:
+        """Compute scales from the largest magnitudes of their blocks."""
         rule, stored = self.scheme.scale_rule, to_numpy_dtype(self.scale_dtype)
         if rule == "inverse":
             scale = np.float32(1) / self._compute_inverse_scales(magnitudes)
-            if stored == to_numpy_dtype("F8_E8M0"):  # up to a power of two
+            if stored == to_numpy_dtype("F8_E8M0"):  # Round up to a power of two.
                 fraction, exponent = np.frexp(np.maximum(scale, np.finfo(np.float32).tiny))
                 scale = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
             return scale.astype(stored)
@@ -197,30 +229,36 @@ class _BlockQuantizer:
         return np.clip(exponent, 0, 254).astype(np.uint8)
 
     def _compute_inverse_scales(self, magnitudes: Array) -> Array:
-        # As torch divides a number by a tensor.
+        # torch also computes the reciprocal first if it divides a number by a tensor.
         return np.where(
             magnitudes > 0, np.float32(1) / magnitudes * np.float32(self._magnitude_divisor), np.float32(1)
         )
 
     @property
     def _magnitude_divisor(self) -> float:
-        """What the magnitude of a block is divided by."""
+        """Number by which the magnitude of a block is divided to get its scale."""
         if self.scheme.code_dtype in _MAX_MAGNITUDES:
             return _MAX_MAGNITUDES[self.scheme.code_dtype]
         return float((1 << self.code_bits) - 1) / 2
 
     @property
     def code_bits(self) -> int:
-        """Of an integer code."""
+        """Number of bits of an integer code."""
         return 8 if self.scheme.code_dtype == "I8" else int(self.scheme.code_dtype.removeprefix("INT"))
 
     def _round_to_arithmetic_dtype(self, values: Array) -> Array:
+        """Round values to the dtype in which the format computes."""
         return round_to_dtype(values, self._arithmetic_dtype).astype(np.float32)
 
     def quantize_rows(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """The codes of rows: in the dtype F8_E4M3, F8_E5M2 or I8; FP4 and packed integers as uint8."""
+        """Compute the codes of rows, see `RowFunction`.
+
+        Returns:
+            Codes in the dtype `F8_E4M3`, `F8_E5M2`, or `I8`. FP4 codes and packed integers are uint8 with one
+            code per element.
+        """
         values = self.read_values(matrix_index, first_row, num_rows, unverified_spans)
         low, high = first_row // self.block_height, -(-(first_row + num_rows) // self.block_height)
         if self.block_height <= _MAX_RECOMPUTED_HEIGHT and first_row == low * self.block_height:
@@ -248,12 +286,13 @@ class _BlockQuantizer:
         return self._encode_scaled_values(blocks.reshape(num_rows, self.columns))
 
     def _encode_scaled_values(self, values: Array) -> Array:
+        """Convert values that are divided by their scales to codes."""
         codes = self.scheme.code_dtype
         if codes in _MAX_MAGNITUDES:
             most = np.float32(_MAX_MAGNITUDES[codes])
             np.clip(values, -most, most, out=values)
             if self.scheme.scale_rule == "near":
-                values += np.float32(0)  # -0.0 becomes 0.0, as in the library
+                values += np.float32(0)  # -0.0 becomes 0.0, as in compressed-tensors
             encoded = encode_small_floats(values, *_FLOAT_BITS[codes])
             return encoded if codes == "FP4" else encoded.view(to_numpy_dtype(codes))
         half = 1 << (self.code_bits - 1)
@@ -261,7 +300,12 @@ class _BlockQuantizer:
         return values.astype(np.int8) if codes == "I8" else (values + half).astype(np.uint8)
 
     def build_scale_tensor(self, name: str, shape: Shape | None = None) -> Tensor:
-        """The scales as a tensor; `shape` where they are stored in another one."""
+        """Build the lazy tensor of the scales.
+
+        Args:
+            name: Name of the tensor.
+            shape: Shape in which the scales are stored, if it differs from one scale per block.
+        """
         return build_computed_tensor(
             name,
             self.scale_dtype,
@@ -275,28 +319,34 @@ class _BlockQuantizer:
 
     @property
     def row_alignment(self) -> int:
+        """Divisor of the first row of each block of rows that is computed at once."""
         return self.block_height if self.block_height <= _MAX_RECOMPUTED_HEIGHT else 1
 
 
 def encode_small_floats(values: Array, exponent_bits: int, mantissa_bits: int) -> Array:
-    """The codes of floats of few bits, round to nearest, ties to even; several times as fast as ml_dtypes.
+    """Encode float32 values as floats with few bits, rounded to nearest with ties to even.
+
+    This is several times as fast as ml_dtypes.
 
     Args:
-        values: float32, of a magnitude that the codes can represent.
-        exponent_bits, mantissa_bits: bits.
+        values: Values in float32 whose magnitudes can be represented.
+        exponent_bits: Number of exponent bits.
+        mantissa_bits: Number of mantissa bits.
 
     Returns:
-        uint8, of the sign, the exponent and the mantissa.
+        Codes as uint8, with the sign, the exponent, and the mantissa.
     """
     bias, cut = (1 << (exponent_bits - 1)) - 1, 23 - mantissa_bits
     magnitude = np.abs(values)
     bits = magnitude.view(np.int32)
-    # Half of the last place, less one for an even code, carries into the exponent, which has another bias.
+    # Round by adding half of the last place, minus one for an even code. A carry goes into the exponent. The
+    # bias of the exponent is changed at the same time.
     codes = bits >> cut & 1
     codes += bits
     codes += (1 << (cut - 1)) - 1 - ((127 - bias) << 23)
     codes >>= cut
-    # Below the least exponent codes are even steps: there these are the larger, and above it the smaller.
+    # Subnormal codes are equidistant. They are the larger codes below the least exponent, and the smaller
+    # codes above it.
     magnitude *= np.float32(2.0 ** (bias - 1 + mantissa_bits))
     np.minimum(np.rint(magnitude, out=magnitude), np.float32(1 << mantissa_bits), out=magnitude)
     encoded: Array = np.maximum(codes, magnitude.astype(np.int32), out=codes).astype(np.uint8)
@@ -307,11 +357,16 @@ def encode_small_floats(values: Array, exponent_bits: int, mantissa_bits: int) -
 def quantize_to_bytes(
     weight: Tensor, scheme: QuantizationScheme, scale_name: str, scale_shape: Shape | None = None
 ) -> dict[str, Tensor]:
-    """Codes of 8 bits in the weight's own shape, and their scales.
+    """Quantize a weight to 8-bit codes.
 
     Args:
-        scale_name: the name of the scales.
-        scale_shape: of the scales, where it is another than one number for each block.
+        weight: Weight to quantize.
+        scheme: Rules of the quantization.
+        scale_name: Name of the tensor with the scales.
+        scale_shape: Shape in which the scales are stored, if it differs from one scale per block.
+
+    Returns:
+        Codes with the weight's name and shape, and the scales, keyed by name.
     """
     quantizer = _BlockQuantizer(weight, scheme)
     codes = build_computed_tensor(
@@ -325,7 +380,13 @@ def quantize_to_bytes(
 
 
 def quantize_to_packed_rows(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """compressed-tensors' `pack-quantized`: see `dequantized.dequantize_packed_rows`."""
+    """Quantize a weight to `pack-quantized` of compressed-tensors.
+
+    See `dequantization.dequantize_packed_rows`.
+
+    Returns:
+        The codes, the scales, and the shape, keyed by name.
+    """
     quantizer = _BlockQuantizer(weight, scheme)
     check_tensor(
         len(weight.shape) == 2 and 32 % quantizer.code_bits == 0,
@@ -341,7 +402,7 @@ def quantize_to_packed_rows(weight: Tensor, scheme: QuantizationScheme) -> dict[
         codes = quantizer.quantize_rows(matrix_index, first_row, num_rows, unverified_spans)
         if unfilled := words * codes_per_word - quantizer.columns:
             codes = np.pad(codes, ((0, 0), (0, unfilled)))
-        # A word's lowest bits come first, as its lowest byte does.
+        # The lowest bits of a word come first, as its lowest byte does in memory.
         return _pack_codes(codes, quantizer.code_bits).view("<i4")
 
     packed, scale, shape_name = (f"{weight.name}_{suffix}" for suffix in ("packed", "scale", "shape"))
@@ -361,7 +422,12 @@ def quantize_to_packed_rows(weight: Tensor, scheme: QuantizationScheme) -> dict[
 
 
 def _pack_codes(codes: Array, bits: int) -> Array:
-    """Codes of so many bits in full bytes, the first in the lowest bits; uint8."""
+    """Pack codes of less than 8 bits into bytes, with the first code in the lowest bits.
+
+    Args:
+        codes: Codes as uint8. The number of columns is divisible by the number of codes per byte.
+        bits: Number of bits per code, 1, 2, 4, or 8.
+    """
     while bits < 8:
         pairs = codes.view("<u2")
         codes, bits = (pairs | pairs >> np.uint16(8 - bits)).astype(np.uint8), 2 * bits
@@ -369,6 +435,8 @@ def _pack_codes(codes: Array, bits: int) -> Array:
 
 
 def _make_pair_packer(quantizer: _BlockQuantizer) -> RowFunction:
+    """Create a function that computes rows of 4-bit codes, with two codes per byte."""
+
     def pack_rows(
         matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
@@ -378,7 +446,11 @@ def _make_pair_packer(quantizer: _BlockQuantizer) -> RowFunction:
 
 
 def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Pairs of FP4 codes in bytes, and exponents of their scales: see `dequantized.fp4`."""
+    """Quantize a weight to FP4 codes in pairs and exponents of scales, see `dequantization.dequantize_fp4`.
+
+    Returns:
+        The codes and the scales, keyed by name.
+    """
     quantizer = _BlockQuantizer(weight, scheme)
     check_tensor(
         quantizer.columns % scheme.block_width == 0,
@@ -394,7 +466,11 @@ def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
 
 
 def quantize_to_gpt_oss(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """MXFP4 as GPT-OSS stores it: see `dequantized.dequantize_gpt_oss`."""
+    """Quantize a weight to MXFP4 as GPT-OSS stores it, see `dequantization.dequantize_gpt_oss`.
+
+    Returns:
+        The codes and the scales, keyed by name.
+    """
     quantizer = _BlockQuantizer(weight, scheme, transposed=True)
     check_tensor(quantizer.columns % 32 == 0, weight, "has columns that 32 does not divide")
     shape = (*quantizer.leading_shape, quantizer.rows, quantizer.columns // 2)

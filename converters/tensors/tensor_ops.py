@@ -1,7 +1,7 @@
-"""Tensors made of regions of other tensors, read lazily: parts, joints, transposes, reshapes.
+"""Lazy operations on tensors: slicing, concatenation, transposition, permutation, and reshaping.
 
-A region of a tensor is a strided view of its row-major bytes; `get_row_major_source` gives those for a tensor
-in any pieces.
+The result of an operation consists of regions of the source tensors. A region is a strided view of the
+row-major bytes of a tensor, which `get_row_major_source` returns for any layout of its pieces.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ if TYPE_CHECKING:
     from portable.converters.storage.byte_sources import ByteSource, UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Shape
 
-# Bytes of a transposed matrix that are gathered at once. The source is read once for each, so of each of its
-# rows a page at the least, as long as the tile is not too large.
+# Number of bytes of a transposed matrix that are read at once (a tile), minimum number of bytes to read from
+# each row of the source, and maximum size of a tile. Each tile reads the complete height of the source, so at
+# least a page should be read from each row if the tile does not become too large.
 _TILE_BYTES, _MIN_ROW_BYTES, _LARGEST_TILE = 2 << 20, 4096, 32 << 20
 
 
 class _RowMajorSource:
-    """The row-major bytes of a tensor whose pieces lie in any way."""
+    """Byte source with the elements of a tensor in row-major order, for any layout of its pieces."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.nbytes = tensor.nbytes
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
+        """Read bytes into a buffer, see `ByteSource.read_into`."""
         width = get_itemsize(self.tensor.dtype)
         low, start = divmod(offset, width)
         stop = -(-(offset + len(buffer)) // width)
@@ -46,28 +48,41 @@ class _RowMajorSource:
 
 
 def get_row_major_source(tensor: Tensor) -> ByteSource:
-    """The row-major bytes of a tensor in any pieces."""
+    """Return a byte source with the elements of a tensor in row-major order."""
     return tensor.find_run() or _RowMajorSource(tensor)
 
 
 def build_region_box(
     tensor: Tensor, offsets: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
 ) -> Box:
-    """A box at `offsets` with the region of `tensor` that begins at `starts`."""
+    """Build a box that contains a region of another tensor.
+
+    Args:
+        tensor: Tensor that contains the region.
+        offsets: Start index of the box along each dimension of the new tensor.
+        starts: Start index of the region along each dimension of `tensor`.
+        sizes: Size of the region along each dimension.
+    """
     strides = compute_row_major_strides(tensor.shape, get_itemsize(tensor.dtype))
     begin = sum(low * stride for low, stride in zip(starts, strides, strict=True))
     return Box(tuple(offsets), tuple(sizes), lambda: View(get_row_major_source(tensor), begin, strides))
 
 
 def slice_tensor(tensor: Tensor, dim: int, start: int, count: int) -> Tensor:
-    """The elements [low, low + count) along one dimension."""
+    """Return the elements [start, start + count) along one dimension."""
     lows, sizes = [0] * len(tensor.shape), list(tensor.shape)
     lows[dim], sizes[dim] = start, count
     return Tensor(tensor.name, tensor.dtype, sizes, [build_region_box(tensor, [0] * len(sizes), lows, sizes)])
 
 
 def concat_tensors(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Tensors end to end along one dimension; the first decides the dtype, and the other sizes."""
+    """Concatenate tensors along one dimension.
+
+    Args:
+        name: Name of the result.
+        tensors: Tensors to concatenate. The first tensor determines the dtype and the other sizes.
+        dim: Dimension along which to concatenate.
+    """
     shape, boxes = list(tensors[0].shape), []
     shape[dim] = 0
     for tensor in tensors:
@@ -79,7 +94,7 @@ def concat_tensors(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def transpose_matrix(tensor: Tensor) -> Tensor:
-    """The transpose of a matrix."""
+    """Transpose a matrix."""
     length, columns = tensor.shape
     size = get_itemsize(tensor.dtype)
     row = max(1, length * size)
@@ -102,16 +117,22 @@ def transpose_matrix(tensor: Tensor) -> Tensor:
 
 
 def permute_split_dims(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tensor:
-    """`tensor.reshape(split).permute(order).reshape(tensor.shape)`.
+    """Return `tensor.reshape(split).permute(order).reshape(tensor.shape)`.
 
-    Rotary embeddings pair the rows of a head in two ways: with (heads, 2, half, ...) and (0, 2, 1, ...), the
-    first half's rows alternate with the second's.
+    For example, this converts between the two layouts of rotary embeddings. With the split (heads, 2, half,
+    ...) and the order (0, 2, 1, ...), the rows of the first half of each head alternate with the rows of the
+    second half.
+
+    Args:
+        tensor: Tensor to permute.
+        split: Shape with the split dimensions.
+        order: Order of the split dimensions.
     """
     return reshape_tensor(permute_dims(reshape_tensor(tensor, split), order), tensor.shape)
 
 
 def select_index(tensor: Tensor, dim: int, index: int) -> Tensor:
-    """`tensor.select(dim, index)`: one layer of a stack."""
+    """Return `tensor.select(dim, index)`, for example one layer of a stack."""
 
     def drop_dim(sizes: Sequence[int]) -> Shape:
         return (*sizes[:dim], *sizes[dim + 1 :])
@@ -129,7 +150,7 @@ def select_index(tensor: Tensor, dim: int, index: int) -> Tensor:
 
 
 def permute_dims(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """`tensor.permute(order)`."""
+    """Return `tensor.permute(order)`."""
 
     def permute_values(values: Sequence[int]) -> Shape:
         return tuple(values[dim] for dim in order)
@@ -147,5 +168,5 @@ def permute_dims(tensor: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def reshape_tensor(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """`tensor.reshape(shape)`."""
+    """Return `tensor.reshape(shape)`."""
     return Tensor.from_source(tensor.name, tensor.dtype, shape, _RowMajorSource(tensor))

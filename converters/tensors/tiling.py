@@ -1,4 +1,4 @@
-"""Check that boxes tile a tensor exactly once."""
+"""Check that the boxes of a tensor cover each element exactly once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
+"""Start index and size of a box along each dimension."""
 
-# Corners that are always checked, and the most cut dimensions beyond that.
+# Number of corners that may be checked for any tensor, and number of split dimensions that may be checked for
+# any number of boxes.
 _CORNERS, _MAX_CUT = 1 << 16, 4
 
 
 def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> None:
-    """Raise CheckpointError unless the boxes (offsets, sizes) cover `shape` once: no gap, no overlap.
+    """Check that boxes cover each element of a tensor exactly once, without gaps and overlaps.
 
-    Boxes that lie inside the shape, have its total volume and do not overlap must tile it, so only overlaps
-    need finding. For a tensor cut along one dimension, comparing neighbors along it is enough.
+    Boxes cover a tensor exactly once if they are inside its shape, have its total volume, and do not overlap.
+    For a tensor that is split along one dimension, comparing adjacent boxes is sufficient to find overlaps.
+
+    Args:
+        name: Name of the tensor, used in error messages.
+        shape: Shape of the tensor.
+        boxes: Start index and size of each box.
+
+    Raises:
+        CheckpointError: If there are gaps or overlaps, or if a box extends beyond the shape.
     """
     live: list[Extent] = []
     for offsets, sizes in boxes:
@@ -36,7 +46,7 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
             live.append((offsets, sizes))
     volume, expected = sum(prod(sizes) for _, sizes in live), prod(shape)
     if not expected and boxes:
-        # All volumes are 0: require that the pieces reach the edges of the tensor.
+        # All volumes are 0, so check that the boxes reach the end of each dimension.
         reach = tuple(max(low[d] + size[d] for low, size in boxes) for d in range(len(shape)))
         if reach != shape:
             raise CheckpointError(f"{name}: empty pieces reach {list(reach)}, the tensor is {list(shape)}")
@@ -48,7 +58,8 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
         raise CheckpointError(f"{name}: pieces overlap, {volume} elements are stored for {expected}")
     if len(live) < 2:
         return
-    # Neighbors along the dimension with the most cuts; if they overlap, check every corner.
+    # Compare adjacent boxes along the dimension with the most splits. If they overlap in this dimension,
+    # check every corner.
     dim = max(range(len(shape)), key=lambda d: len({str(offsets[d]) for offsets, _ in live}))
     live.sort(key=lambda box: box[0][dim])
     if all(low[0][dim] + low[1][dim] <= high[0][dim] for low, high in pairwise(live)):
@@ -58,12 +69,16 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
 
 
 def _has_gap_or_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
-    """Whether the boxes, which have the volume of `shape`, do not cover each point exactly once.
+    """Return whether boxes with the volume of `shape` do not cover each point exactly once.
 
-    Give each corner of a box a sign: - if the box ends there along an odd number of dimensions, else +. The
-    number of boxes that cover a point is the sum of the signs at or before it along every dimension, and
-    these sums determine the signs. So the boxes cover `shape` once if and only if at every corner their signs
-    sum to the sign of `shape` itself. This takes O(n) for any arrangement.
+    Each corner of a box has a sign: - if the box ends at the corner along an odd number of dimensions,
+    otherwise +. The number of boxes that cover a point is the sum of the signs at or before the point along
+    every dimension, and these sums determine the signs. Therefore, the boxes cover `shape` exactly once if
+    and only if the sum of the signs at every corner equals the sign of `shape` itself. This takes O(n) for
+    any arrangement.
+
+    Raises:
+        CheckpointError: If there are too many corners, because the tensor is split along too many dimensions.
     """
     cut = [d for d in range(len(shape)) if any(sizes[d] != shape[d] for _, sizes in boxes)]
     if len(boxes) << len(cut) > max(_CORNERS, len(boxes) << _MAX_CUT):
@@ -72,7 +87,8 @@ def _has_gap_or_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Exten
     for sign, (offsets, sizes) in ((-1, ((0,) * len(shape), shape)), *((1, box) for box in boxes)):
         edges = [((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut]
         for corner in product(*edges):
-            corner_key = repr([edge for edge, _ in corner])  # as text: numbers can be chosen to collide
+            # Use text, because the hashes of chosen numbers could collide.
+            corner_key = repr([edge for edge, _ in corner])
             corners[corner_key] = corners.get(corner_key, 0) + sign * prod(
                 edge_sign for _, edge_sign in corner
             )

@@ -1,1 +1,1 @@
-"""Writers of safetensors, DCP and torch.save files, into folders that appear atomically."""
+"""Writers of all output formats, and the atomic replacement of the output."""

@@ -1,4 +1,4 @@
-"""Outputs that appear atomically: by a rename on a disk, by a marker in an object store."""
+"""Outputs that appear atomically, by a rename on a disk or by a completion marker in an object store."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ def validate_output_path(
     is_single_file: bool = False,
     replaceable_names: Collection[str] = (),
 ) -> AnyPath:
-    """Check that writing the output cannot destroy the sources or files of other programs.
+    """Check that writing an output cannot destroy the sources or the files of other programs.
+
+    On a disk, leftovers of a killed process are removed first.
 
     Args:
         out: Folder or file to write.
         sources: Folders and files to read. The output must neither contain a source nor be inside a source.
         overwrite: Whether an existing output may be replaced.
         is_single_file: Whether the output is a file.
-        replaceable_names: Names of further files that may be replaced.
+        replaceable_names: Names of further files in the output folder that may be replaced.
 
     Returns:
         The absolute path of the output.
@@ -85,6 +87,7 @@ def validate_output_path(
 
 
 def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collection[str]) -> None:
+    """Check that an existing output folder may be replaced."""
     if not os.path.lexists(str(out)):
         return
     target = out.resolve()
@@ -102,11 +105,14 @@ def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collecti
 
 
 class FolderOutput:
-    """A temporary folder on a disk, which replaces the output in the end.
+    """Temporary folder on a disk, which replaces the output when it is complete.
+
+    Args:
+        folder: Path of the temporary folder, which must exist.
 
     Attributes:
-        folder: where to read back what was written, after `complete_files`.
-        num_threads: to write with; None for the number of CPUs.
+        folder: Folder from which the written files can be read after `complete_files`.
+        num_threads: Number of threads to write with. None to choose the number that suits the source.
     """
 
     num_threads: int | None = None
@@ -116,10 +122,19 @@ class FolderOutput:
         self._written_folders = {folder}
 
     def create_file(self, name: str, lengths: Sequence[int]) -> OutputFile:
-        """A new file of pieces of these lengths, written from any thread and in any order."""
+        """Create a file whose pieces can be written from any thread and in any order.
+
+        Args:
+            name: Path of the file, relative to the output folder.
+            lengths: Size of each piece in bytes.
+
+        Returns:
+            The file.
+        """
         return OutputFile(self._get_path(name), lengths)
 
     def _get_path(self, name: str) -> Path:
+        """Return the path of a file in the folder, and create its parent folders."""
         path = self.folder / name
         if path.parent not in self._written_folders:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +142,10 @@ class FolderOutput:
         return path
 
     def complete_files(self) -> None:
-        """Finish the files, after all their pieces; `write_small_file` and `copy_small_file` may follow."""
+        """Do nothing, because the files of a disk are complete once their pieces are written.
+
+        The method has the same role as `StoreOutput.complete_files`: small files are written after it.
+        """
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
         """Check the files that several processes have written.
@@ -143,16 +161,26 @@ class FolderOutput:
             check_written_size(path, size, path.stat().st_size if path.is_file() else None)
 
     def sync(self) -> None:
-        """Make the entries of the folders durable."""
+        """Sync the folders to the disk, so that the names of the files survive a power failure."""
         for folder in self._written_folders:
             fsync_path(folder)
 
     def write_small_file(self, name: str, data: bytes) -> None:
-        """Write a small file."""
+        """Write a small file.
+
+        Args:
+            name: Path of the file, relative to the output folder.
+            data: Content of the file.
+        """
         write_new_file(self._get_path(name), data)
 
     def copy_small_file(self, path: AnyPath, name: str) -> None:
-        """Copy a small file."""
+        """Copy a small file.
+
+        Args:
+            path: Path or URL of the file to copy.
+            name: Path of the copy, relative to the output folder.
+        """
         copy_file(path, self._get_path(name))
 
 
@@ -168,23 +196,27 @@ def open_atomic_output(
     has_other_writers: bool = False,
     iter_copied_spans: Callable[[], Iterable[FileSpan]] = tuple,
 ) -> Iterator[FolderOutput | StoreOutput]:
-    """An output that becomes `target` at the end of the block, and is removed after an exception.
+    """Open an output that replaces `target` at the end of this context, and is removed after an exception.
 
-    On a disk it is a temporary folder beside `target`. A killed process leaves `target` old or new, never
-    partial; `validate_output_path` removes its leftovers.
+    On a disk, the output is a temporary folder next to `target`. A killed process leaves `target` in its old
+    or its new state, never in between, and `validate_output_path` removes its leftovers.
 
     Args:
-        needed_bytes: bytes that will be written, on a disk checked against the free space first.
-        file_names: of all files that will be written.
-        marker_fields: extra fields for the completion marker in an object store.
-        is_single_file: `target` is the only one of those files.
-        has_other_writers: whether other processes write into the same output, see `join_atomic_output`.
-        iter_copied_spans: the spans of files that are copied unchanged; those whose blocks the file system
-        shares need
-            no space.
+        target: Absolute path or URL of the output.
+        needed_bytes: Size of the output in bytes. On a disk, it is compared with the free space first.
+        overwrite: Whether an existing output may be replaced.
+        file_names: Names of all files that will be written.
+        marker_fields: Additional fields of the completion marker in an object store.
+        is_single_file: Whether `target` is the only file to write instead of a folder.
+        has_other_writers: Whether other processes write to the same output, see `join_atomic_output`.
+        iter_copied_spans: Function that yields the spans of files that are copied unchanged. Spans whose
+            blocks the file system can share need no space.
+
+    Yields:
+        The output to write to.
 
     Raises:
-        CheckpointError: no space, no permission, or any other failure to write.
+        CheckpointError: If there is too little space, or the output cannot be written.
     """
     if is_in_store(target):
         from portable.converters.writers.store_output import StoreOutput
@@ -236,16 +268,18 @@ def open_atomic_output(
 
 @contextmanager
 def join_atomic_output(target: AnyPath, temporary_name: str) -> Iterator[FolderOutput | StoreUploads]:
-    """An output that another process has created with `open_atomic_output`, to write further files into.
+    """Open an output that another process has created, to write further files to it.
 
     Args:
-        target: The output of the other process.
-        temporary_name: Name of the folder that the other process writes into, beside `target`. Ignored in an
-        object
-            store.
+        target: Absolute path or URL of the output.
+        temporary_name: Name of the temporary folder next to `target` that the other process has created with
+            `open_atomic_output`. Ignored in an object store.
+
+    Yields:
+        The output to write to.
 
     Raises:
-        CheckpointError: If this process does not see the folder, or cannot write into it.
+        CheckpointError: If this process cannot access the folder or write to it.
     """
     if is_in_store(target):
         from portable.converters.writers.store_output import StoreUploads
@@ -264,7 +298,10 @@ def join_atomic_output(target: AnyPath, temporary_name: str) -> Iterator[FolderO
 
 
 def _count_shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
-    """Bytes of the whole blocks of `spans` that a new file in `folder` shares, by a trial for each file."""
+    """Return the number of bytes that need no space, because the file system shares their blocks.
+
+    Whether files in `folder` can share blocks with a source file is tried once for each source file.
+    """
     shares_by_path: dict[object, bool] = {}
     total = 0
     for span in spans:
@@ -278,7 +315,7 @@ def _count_shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
 
 
 def _create_missing_folders(folder: Path) -> list[Path]:
-    """Create `folder`; returns the folders that were missing, innermost first."""
+    """Create a folder, and return the folders that were missing, innermost first."""
     missing = []
     current = folder
     while not current.exists():
@@ -292,6 +329,7 @@ def _create_missing_folders(folder: Path) -> list[Path]:
 
 
 def _move_to_target(temporary: Path, target: Path, *, overwrite: bool) -> None:
+    """Move the complete output to its path, replacing an existing output if `overwrite` is True."""
     if not target.exists() or (overwrite and temporary.is_file()):
         temporary.rename(target)
     elif not overwrite:

@@ -193,7 +193,7 @@ def convert_param_groups_to_plain(optimizer: OptimizerState) -> ParamGroups:
 
 
 class OptimizerEntry(NamedTuple):
-    """One tensor of the optimizer state to write.
+    """Tensor of the optimizer state to write.
 
     Attributes:
         parameter: Name of the parameter.
@@ -267,14 +267,15 @@ class Options(TypedDict, total=False):
     Attributes:
         overwrite: Whether to replace an existing output. Default: False.
         progress: Whether to show a progress bar if stderr is a terminal. Default: True.
-        verify: Whether to read the written tensors back and compare them with the source before the output
-            is published. Default: False.
+        verify: Whether to read the written tensors back and compare them with the source before the output is
+            published. Default: False.
         expand: Whether to allow an output that is much larger than the source. See `check_output_growth`.
             Default: False.
         facts: Additional fields to store in the completion marker if the output is in an object store.
             Default: None.
-        group: Processes that write the output together, each some of its files. All of them call the same
-            function with the same arguments. Default: None, which means that this process writes all files.
+        group: Processes that write the output together, each of them some of the files. All processes call
+            the same function with the same arguments. Default: None, which means that this process writes all
+            files.
     """
 
     overwrite: bool
@@ -293,7 +294,7 @@ def write_plan_atomically(
     is_single_file: bool = False,
     **options: Unpack[Options],
 ) -> ConversionPlan:
-    """Write a plan atomically.
+    """Write the files of a plan, and publish the output when all files are complete.
 
     On a local disk, the output is written under a temporary name and renamed to `out` once it is complete. In
     an object store, a completion marker is added to the output folder once the folder is complete.
@@ -303,8 +304,7 @@ def write_plan_atomically(
         make_plan: Function that returns the plan. It is called after `out` has been checked.
         out: Output folder or file.
         is_single_file: Whether the plan consists of a single file. If True, `out` is the path of this file
-        instead of
-            a folder.
+            instead of a folder.
         **options: Additional options. See `Options`.
 
     Returns:
@@ -351,11 +351,10 @@ def _write_plan_in_group(
     is_single_file: bool,
     options: Options,
 ) -> ConversionPlan:
-    """Write a plan together with other processes. The arguments and errors are those of `write_plan_atomically`.
+    """Write a plan together with other processes. See `write_plan_atomically` for the arguments and errors.
 
-    Each process writes the files that `distribute_files` assigns to it to the draft that process 0 has
-    created. A failure in any process makes every process discard what it has written, so that the output is
-    unchanged.
+    Process 0 creates the output, and each process writes the files that `distribute_files` assigns to it. A
+    failure in any process makes every process discard its files, so that an existing output is unchanged.
     """
     is_leader = group.number == 0
     if is_single_file or options.get("verify", False):
@@ -431,7 +430,11 @@ def _validate_and_plan_output(
     is_single_file: bool,
     options: Options,
 ) -> _CheckedPlan:
-    """Check that the output may be written, and plan its files."""
+    """Check that the output may be written, and plan its files.
+
+    Raises:
+        CheckpointError: If the output could destroy files, or would be much larger than the source.
+    """
     target = validate_output_path(
         out,
         [checkpoint.root],

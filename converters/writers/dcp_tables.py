@@ -1,15 +1,15 @@
-"""Write the metadata of a sharded DCP save without gathering it.
+"""Metadata of a sharded DCP save, which is written without gathering it on one rank.
 
-Each rank describes the pieces that it wrote in a separate table, `__3.metadata`, which has the format that
-DCP uses for ranks that save without communicating. The table consists of three parts:
+Each rank describes the pieces that it has written in a separate table, such as `__3.metadata`. The table has
+the format that DCP uses for ranks that save without communicating. It consists of three parts:
 
     header    the keys of the state dict, with shapes and dtypes; equal on all ranks
-    pieces    opcodes that add this rank's pieces to the containers of the header
+    pieces    opcodes that add the pieces of this rank to the containers of the header
     trailer   the end of the pickle
 
-The pieces refer to the header by fixed positions in the pickle's memo and to nothing else. So `.metadata`,
-the file that DCP reads at any number of ranks, is the header, the pieces of all ranks one after the other,
-and the trailer: rank 0 copies bytes and never holds the pieces of all ranks.
+The pieces refer to the header only by fixed positions in the pickle's memo. Rank 0 can therefore build
+`.metadata`, which DCP reads at any number of ranks, by copying bytes: the header, the pieces of all ranks one
+after the other, and the trailer. It never holds the pieces of all ranks in memory.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py; Lib/pickletools.py.
 """
@@ -47,14 +47,14 @@ _INDEX_CLASS, _CHUNK_CLASS = (
     PickledGlobal(_METADATA, "ChunkStorageMetadata"),
 )
 _STORAGE_INFO_CLASS = PickledGlobal(_FILES, "_StorageInfo")
-# Everything that the pieces refer to, apart from the keys and the containers of the header.
+# Values that the header stores in the memo for the pieces, in addition to its keys and containers.
 _MEMOIZED_CONSTANTS = (
-    _INDEX_CLASS, _CHUNK_CLASS, _STORAGE_INFO_CLASS, build_torch_size(()).function, "fqn", "offset", "offsets", "sizes", "relative_path",
-    "length", "checksum",
+    _INDEX_CLASS, _CHUNK_CLASS, _STORAGE_INFO_CLASS, build_torch_size(()).function, "fqn", "offset",
+    "offsets", "sizes", "relative_path", "length", "checksum",
 )  # fmt: skip
 _STORAGE_DATA = ("storage_data",)
 TRAILER = b"b."
-"""End of a table and of `.metadata`."""
+"""Last bytes of a table and of `.metadata`."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,19 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class TableRecord:
-    """Facts about the table of one rank, for rank 0. Its size does not depend on the number of tensors.
+    """Summary of the table of one rank, which is sent to rank 0.
+
+    The size of the summary is independent of the number of tensors.
 
     Attributes:
         name: Name of the table, such as `__3.metadata`.
-        nbytes: Size of the table.
+        nbytes: Size of the table in bytes.
         crc32: CRC32 of the table.
-        header_crc32: CRC32 of the header, which has to be equal on all ranks.
-        pieces_nbytes: Size of the pieces that `.metadata` gets.
+        header_crc32: CRC32 of the header, which must be equal on all ranks.
+        pieces_nbytes: Size in bytes of the pieces that are copied to `.metadata`.
         numel: Number of elements in these pieces.
-        boxes: For each shape of a tensor, the smallest box that contains all pieces of such tensors.
+        boxes: For each shape of a tensor, the smallest box that contains all pieces of tensors with this
+            shape.
     """
 
     name: str
@@ -132,12 +135,12 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class RankTable:
-    """Table of one rank, in memory.
+    """Table of one rank in memory.
 
     Attributes:
-        header: First part, equal on all ranks.
-        pieces: Pieces that `.metadata` gets.
-        record: Summary for rank 0.
+        header: First part of the table, equal on all ranks.
+        pieces: Second part, which is copied to `.metadata`.
+        record: Summary of the table for rank 0.
     """
 
     header: bytes
@@ -159,16 +162,15 @@ def build_rank_table(
     owned_pieces: Sequence[WrittenPiece],
     copied_pieces: Sequence[WrittenPiece] = (),
 ) -> EncodedRankTable:
-    """Describe the pieces that a rank has written to one shard file.
+    """Build the table of the pieces that a rank has written to one shard file.
 
     Args:
-        table_name: Name of the table.
+        table_name: Name of the table, such as `__3.metadata`.
         shard_file: Name of the shard file.
         keys: All keys of the state dict, in the same order on all ranks.
-        owned_pieces: Pieces that belong to the checkpoint.
-        copied_pieces: Pieces that another rank has in its `owned_pieces`. They are listed only in this rank's
-        table, so
-            that this rank needs no other table.
+        owned_pieces: Pieces that are listed in `.metadata`.
+        copied_pieces: Pieces that another rank lists in its `owned_pieces`. They are only listed in the table
+            of this rank, so that this rank can load them without reading other tables.
 
     Returns:
         The table, and the content of its file.
@@ -204,7 +206,7 @@ def format_shape_key(shape: Dims) -> str:
 
 
 def count_elements(keys: Iterable[KeyEntry]) -> int:
-    """Return the number of elements that the tensors of a state dict have, unsharded."""
+    """Return the total number of elements of the unsharded tensors of a state dict."""
     return sum(_compute_numel(entry.shape) for entry in keys if entry.dtype is not None)
 
 
@@ -215,7 +217,7 @@ def write_rank_tables_index(
 
     Args:
         folder: Folder of the checkpoint.
-        records: Records of all tables.
+        records: Summaries of all tables.
         metadata_crc32: CRC32 of `.metadata`.
         metadata_nbytes: Size of `.metadata` in bytes.
     """
@@ -246,6 +248,7 @@ def _extend_box(box: Box | None, offsets: Dims, sizes: Dims) -> Box:
 
 
 def _encode_header(keys: Sequence[KeyEntry]) -> tuple[bytes, PickleMemo]:
+    """Encode the first part of a table, and return it with the memo that the pieces refer to."""
     out, memo = bytearray(b"\x80\x02"), dict["Hashable", bytes]()
     for constant in _MEMOIZED_CONSTANTS:
         append_pickled(constant, out, memo)
@@ -297,6 +300,7 @@ def _build_tensor_properties(dtype: str) -> PickledObject:
 
 
 def _encode_pieces(shard_file: str, pieces: Sequence[WrittenPiece], header_memo: PickleMemo) -> bytes:
+    """Encode the opcodes that add pieces to the containers of the header."""
     if not pieces:
         return b""
     memo = dict(header_memo)

@@ -1,6 +1,6 @@
-"""Write a checkpoint as torch.distributed.checkpoint (DCP) files, in the form of a save by one rank.
+"""Writer of torch.distributed.checkpoint (DCP) files, in the form of a save by one rank.
 
-The keys are those of `get_state_dict` (`model.<name>`, `optim.state.<name>.<state>`,
+The files have the keys of `get_state_dict` (`model.<name>`, `optim.state.<name>.<state>`,
 `optim.param_groups.<i>.<key>`), so `torch.distributed.checkpoint.load` reads them at any world size.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py.
@@ -57,7 +57,19 @@ class _Position(NamedTuple):
 
 
 def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
-    """The plan of `--to dcp`: `.metadata` and `__0_<i>.distcp`."""
+    """Plan the output of `--to dcp`: `.metadata` and the shard files `__0_<i>.distcp`.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        choices: Options for the content of the output.
+
+    Returns:
+        The plan.
+
+    Raises:
+        CheckpointError: If the checkpoint has no tensors, or no optimizer state although it is requested, or
+            if two tensors have the same key.
+    """
     paths: dict[str, KeyPath] = {}
     entries: list[OutputTensor] = []
 
@@ -96,7 +108,7 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
         remaining_values = []
         files.append(PlannedFile(name, tuple(parts)))
     tensors = {entry.name: entry for entry in entries}
-    # A tied parameter has two keys with the same bytes, because `dcp.load` needs all keys of the state dict.
+    # A tied parameter has two keys that refer to the same bytes, because `dcp.load` needs all keys.
     for alias, owner in {**_find_unpublished_aliases(checkpoint), **checkpoint.aliases}.items():
         owner_key, key = f"model.{owner}", f"model.{alias}"
         paths[key], positions[key], tensors[key] = ("model", alias), positions[owner_key], tensors[owner_key]
@@ -106,7 +118,11 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
 
 
 def _find_unpublished_aliases(checkpoint: Checkpoint) -> dict[str, str]:
-    """Find the tied parameters that published files leave out, although the model's state dict has them."""
+    """Find the tied parameters that published files omit, although the state dict of the model has them.
+
+    Returns:
+        Mapping from each alias to the name of the tensor.
+    """
     config = {**read_json_object_or_empty(checkpoint.companions.get("config.json")), **checkpoint.config}
     ties = find_implied_ties(checkpoint.tensors, checkpoint.aliases, config)
     return {alias: owner for alias, owner in ties.items() if alias != UNNAMED_HEAD}
@@ -115,6 +131,13 @@ def _find_unpublished_aliases(checkpoint: Checkpoint) -> dict[str, str]:
 def _build_dcp_metadata(
     tensors: dict[str, OutputTensor], paths: dict[str, KeyPath], positions: dict[str, _Position]
 ) -> PickledObject:
+    """Build the content of `.metadata`.
+
+    Args:
+        tensors: Tensors, keyed by their keys in the state dict.
+        paths: Nested keys from which each key was flattened, for tensors and other values.
+        positions: Position of each item in the shard files.
+    """
     tensor_metadata: dict[str, PickledObject] = {}
     storage_data: dict[PickledObject, PickledObject] = {}
     for key in paths:
@@ -140,6 +163,7 @@ def _build_dcp_metadata(
 
 
 def _build_tensor_metadata(entry: OutputTensor) -> PickledObject:
+    """Build the metadata of an unsharded tensor."""
     shape = entry.tensor.shape
     chunk = {"offsets": build_torch_size((0,) * len(shape)), "sizes": build_torch_size(shape)}
     properties = (

@@ -1,9 +1,9 @@
-"""Which models llama.cpp computes as transformers does, and with which settings of `config.json`.
+"""Models that llama.cpp computes in the same way as transformers, and their settings in `config.json`.
 
-Each setting is written to the GGUF file, may have certain values only, or has no effect on what is computed.
-Any other is refused by its name, so that one which nobody has thought of cannot pass.
+Each setting is written to the GGUF file, may only have certain values, or has no effect on the outputs. Any
+other setting causes an error that names it, so that an unknown setting cannot change the outputs unnoticed.
 
-Source: transformers' `configuration_*.py`; https://github.com/ggml-org/llama.cpp, src/models.
+Source: `configuration_*.py` of transformers; https://github.com/ggml-org/llama.cpp, src/models.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.path_or_url import AnyPath
 
-_MAX_NUMBERS = (3e38, 1 << 24)  # of a float32, about, and of a count
+_MAX_NUMBERS = (3e38, 1 << 24)  # upper bounds of a float32 number and of a count
 _MAX_SHOWN_LENGTH = 60
 
-# Of training, generation, the tokenizer, or how the program runs.
+# Settings of training, of generation, of the tokenizer, and of how a program runs.
 _SETTINGS_WITHOUT_EFFECT = """
 _attn_implementation _name_or_path architectures attention_dropout attn_implementation attn_pdrop auto_map
 bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id do_sample dtype
@@ -39,7 +39,7 @@ summary_proj_to_labels summary_type summary_use_proj task_specific_params temper
 top_k top_p torch_dtype torchscript transformers.js_config transformers_version unk_token_id
 unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
-# What `GGUFWriter.add_*` writes: a setting and its other names.
+# Names of a setting in `config.json`, keyed by the method `GGUFWriter.add_<key>` that writes it.
 _COUNT_SETTINGS = {
     "block_count": ("num_hidden_layers", "n_layer"),
     "context_length": ("max_position_embeddings", "n_positions"),
@@ -64,7 +64,7 @@ _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 _ALLOWED_BIASES = {"attention_bias": (False, True), "mlp_bias": (False, True)}
 _GEMMA_ALLOWED_VALUES = {
-    "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # Gemma 1's "gelu" was the tanh's, too
+    "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # Gemma 1 computed the tanh approximation for "gelu" too
     "hidden_activation": (None, "gelu_pytorch_tanh"),
     "use_bidirectional_attention": (None, False),
 }
@@ -79,27 +79,33 @@ _GPT_OSS_ROPE = {
 
 @dataclass(frozen=True)
 class GGUFModelType:
-    """A model type of transformers, as llama.cpp has it.
+    """Model type of transformers that llama.cpp supports.
 
     Attributes:
-        arch: llama.cpp's name.
-        allowed_values: setting -> the values with which both compute the same; the first where the setting is
-        absent. defaults: setting -> its value where it is absent, which is transformers' default.
-        count_settings: what `GGUFWriter.add_*` writes -> a count and its other names.
-        number_settings: likewise, positive numbers.
-        rope_scalings: those of the rotary embedding; none where there is no rotary embedding.
-        allows_partial_rope: whether the rotary embedding may leave out a part of each head.
-        window_period: every `window_period`-th layer attends to everything and the others to a window; 0: no
-        windows. local_rope_base: of the rotary embedding of layers with a window, where it differs.
-        no_rope_period: every `no_rope_period`-th layer has no rotary embedding.
-        num_layers_with_hidden_scale: number of layers with which llama.cpp scales queries by hidden_size /
-        heads, not by the
-            size of a head; None where there is no `query_pre_attn_scalar`.
-        heads_span_hidden_size: whether the heads together must be as wide as the model.
-        interleaves_rope: whether the rotary embedding pairs adjacent rows of the query and key projections.
-        norms_add_one: whether norms scale by 1 + weight.
-        has_transposed_linear: whether the linear layers hold (in, out) matrices.
-        writes_tied_head: whether the output matrix is written where it is tied, too.
+        arch: Name of the architecture in llama.cpp.
+        allowed_values: Values of settings with which both programs compute the same outputs. If a setting is
+            missing in the config, it has its value in `defaults`, or else the first allowed value.
+        defaults: Default values of transformers for settings that are missing in the config.
+        count_settings: Integer settings to write: their names in the config, keyed by the method
+            `GGUFWriter.add_<key>`.
+        number_settings: Positive numbers to write, in the same form.
+        rope_scalings: Types of rotary embedding scaling that llama.cpp supports. Empty if the model has no
+            rotary embedding.
+        allows_partial_rope: Whether the rotary embedding may rotate only a part of each head.
+        window_period: Period of the layers with full attention, for example 2 if every second layer has full
+            attention and the other layers have a sliding window. 0 if there are no windows.
+        local_rope_base: Base of the rotary embedding in layers with a window, if it differs from the other
+            layers.
+        no_rope_period: Period of the layers without a rotary embedding. 0 if all layers have one.
+        num_layers_with_hidden_scale: Number of layers of the model size for which llama.cpp scales queries by
+            hidden size / number of heads instead of the head size. None if the model has no
+            `query_pre_attn_scalar`.
+        heads_span_hidden_size: Whether the heads together must be as wide as the hidden size.
+        interleaves_rope: Whether the rotary embedding of llama.cpp pairs adjacent rows of the query and key
+            projections, so that the rows must be permuted.
+        norms_add_one: Whether norms scale by 1 + weight.
+        has_transposed_linear: Whether the weights of linear layers have the shape (in, out).
+        writes_tied_head: Whether the output matrix is written even if it is tied to the embedding.
     """
 
     arch: str
@@ -211,7 +217,7 @@ MODEL_TYPES = {
         "phi3",
         {"lm_head_bias": (None, False), "full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
         {"rms_norm_eps": 1e-5},
-        rope_scalings=("default",),  # "yarn" is another name of longrope here
+        rope_scalings=("default",),  # in this model type, "yarn" is another name of longrope
         allows_partial_rope=True,
         heads_span_hidden_size=True,
     ),
@@ -273,14 +279,14 @@ MODEL_TYPES = {
 
 @dataclass
 class GGUFSettings:
-    """What a `config.json` says, in llama.cpp's terms.
+    """Settings of a `config.json` in the terms of llama.cpp.
 
     Attributes:
-        values: what `GGUFWriter.add_*` writes -> the value.
-        ties_embeddings: whether the output matrix is the embedding.
-        biased_modules: the modules whose linear layers have biases.
-        query_scale: what queries are multiplied by beforehand.
-        rope_factors: what each frequency of the rotary embedding is divided by, if not by 1.
+        values: Values to write, keyed by the method `GGUFWriter.add_<key>`.
+        ties_embeddings: Whether the output matrix is tied to the embedding.
+        biased_modules: Names of the modules whose linear layers have biases: `self_attn`, `mlp`.
+        query_scale: Factor that the query weights, or the weights of the query norm, are multiplied by.
+        rope_factors: Divisor of each frequency of the rotary embedding. Empty if all divisors are 1.
     """
 
     values: dict[str, Any]
@@ -291,7 +297,16 @@ class GGUFSettings:
 
 
 class _ConfigTable:
-    """A table of `config.json`; each of its settings is taken by what understands it."""
+    """Table of a `config.json` that records which of its settings have been used.
+
+    Each `take_` method returns a setting and marks it as used. Settings that are never used are unknown, and
+    `check_all_settings_taken` rejects them.
+
+    Args:
+        values: The table. Anything but a dict is an error.
+        defaults: Default values of settings that the table does not contain.
+        location: Prefix of error messages.
+    """
 
     def __init__(self, values: Any, defaults: Mapping[str, Any], location: str) -> None:
         if not isinstance(values, dict):
@@ -300,7 +315,17 @@ class _ConfigTable:
         self._untaken_names = set(values)
 
     def take_setting(self, *names: str) -> Any:
-        """The value of a setting that has several names, or its default."""
+        """Return the value of a setting.
+
+        Args:
+            names: Name of the setting, followed by its other names.
+
+        Returns:
+            The value, or the default if none of the names is present. None if the value is null.
+
+        Raises:
+            CheckpointError: If two names have different values.
+        """
         values = [self.values[name] for name in names if self.values.get(name) is not None]
         if any(not _equals_with_bool(value, values[0]) for value in values):
             self.raise_unsupported(names[0], f"{' or '.join(names[1:])} differs")
@@ -309,7 +334,16 @@ class _ConfigTable:
         return values[0] if values else None if present_names else self.defaults.get(names[0])
 
     def take_positive_number(self, *names: str, default: float | None = None, is_count: bool = False) -> Any:
-        """A positive number, or a count; `default` for null."""
+        """Return a setting that is a positive number.
+
+        Args:
+            names: Name of the setting, followed by its other names.
+            default: Value if the setting is missing or null.
+            is_count: Whether the number must be an integer.
+
+        Raises:
+            CheckpointError: If the value is not such a number.
+        """
         number: Any = self.take_setting(*names)
         number = default if number is None else number
         if (
@@ -322,7 +356,15 @@ class _ConfigTable:
         return number
 
     def take_allowed_setting(self, name: str, *allowed: Any) -> Any:
-        """A setting with one of these values; the first where it is absent and has no other default."""
+        """Return a setting that may only have certain values.
+
+        Args:
+            name: Name of the setting.
+            allowed: Allowed values. The first value is the default of a setting without any other default.
+
+        Raises:
+            CheckpointError: If the setting has another value.
+        """
         is_set = name in self.values or name in self.defaults
         value = self.take_setting(name) if is_set else allowed[0]
         if not any(_equals_with_bool(value, choice) for choice in allowed):
@@ -332,26 +374,46 @@ class _ConfigTable:
         return value
 
     def take_nested_table(self, *names: str, defaults: Mapping[str, Any]) -> _ConfigTable:
-        """A table in this one; empty where there is none."""
+        """Return a table that is nested in this table. A missing table is empty.
+
+        Args:
+            names: Names of the nested table. The first name with a value is used.
+            defaults: Default values of settings in the nested table.
+        """
         name = next((name for name in names if self.values.get(name)), names[0])
         return _ConfigTable(
             self.take_setting(*names) or self.defaults.get(name, {}), defaults, f"{self.location}{name}."
         )
 
     def raise_unsupported(self, name: str, reason: str) -> NoReturn:
+        """Raise CheckpointError for a setting.
+
+        Args:
+            name: Name of the setting.
+            reason: Reason why its value is not supported.
+        """
         value = self.values.get(name, self.defaults.get(name))
         raise CheckpointError(
             f"{self.location}{name[:_MAX_SHOWN_LENGTH]} {_format_short_json(value)}: {reason}"
         )
 
     def check_all_settings_taken(self, ignored: Container[str] = ()) -> None:
-        """Refuse what nothing has taken."""
+        """Check that all settings have been used.
+
+        Args:
+            ignored: Names of settings that need not be used. Settings that are null, false, or empty are
+                ignored too.
+
+        Raises:
+            CheckpointError: If a setting has not been used.
+        """
         for name in sorted(self._untaken_names):
             if name not in ignored and not is_unset(self.values.get(name)):
                 self.raise_unsupported(name, "not known to --to gguf; remove it if it changes no logits")
 
 
 def _equals_with_bool(first: Any, second: Any) -> bool:
+    """Return whether two values are equal. A bool is not equal to a number."""
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 
@@ -363,10 +425,19 @@ def _format_short_json(value: Any) -> str:
 def parse_gguf_settings(
     config: Mapping[str, Any], model_type: GGUFModelType, location: AnyPath
 ) -> GGUFSettings:
-    """What llama.cpp builds the model from.
+    """Convert a `config.json` to the settings that llama.cpp needs.
+
+    Args:
+        config: Content of the `config.json`.
+        model_type: Description of the model type.
+        location: Path of the checkpoint, used in error messages.
+
+    Returns:
+        The settings.
 
     Raises:
-        CheckpointError: a setting is missing, impossible, unknown, or not what llama.cpp computes.
+        CheckpointError: If a setting is missing, invalid, or unknown, or if llama.cpp does not support its
+            value.
     """
     config = remove_earlier_keys(config)
     table = _ConfigTable(config, {**_DEFAULTS, **model_type.defaults}, f"{location}: config.json has ")
@@ -415,7 +486,7 @@ def parse_gguf_settings(
 
 
 def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
-    """In which layers attention differs."""
+    """Check which layers have a sliding window or no rotary embedding, and add the size of the window."""
     layer_numbers, window_period = range(1, settings.values["block_count"] + 1), model_type.window_period or 1
     uses_windows = table.take_setting("use_sliding_window") is not False and "layer_types" not in table.values
     kinds = ["sliding_attention" if number % window_period else "full_attention" for number in layer_numbers]
@@ -434,12 +505,19 @@ def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, setting
     if model_type.window_period:
         settings.values["sliding_window"] = window_size
     elif uses_windows and window_size < context_length:
-        reason = f"llama.cpp's {model_type.arch} has no windows; with null, texts of more than {window_size} tokens differ"
+        reason = (
+            f"llama.cpp's {model_type.arch} has no windows; with null, texts of more than {window_size} "
+            "tokens differ"
+        )
         table.raise_unsupported("sliding_window", reason)
 
 
 def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
-    """The rotary embedding: of the layers that attend to everything, where there are two kinds."""
+    """Add the settings of the rotary embedding.
+
+    If layers with a sliding window have other settings, the settings of the layers with full attention are
+    added.
+    """
     values, original_length_key = settings.values, "original_max_position_embeddings"
     partial_factor, original_length = (
         table.take_setting("partial_rotary_factor"),
@@ -493,6 +571,7 @@ def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings:
 
 
 def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float) -> list[float]:
+    """Compute the divisors of the rotary embedding's frequencies for the scaling type `llama3`."""
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, old = map(rope.take_positive_number, names)
     if not low < high:

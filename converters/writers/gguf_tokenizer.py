@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file, its chat template, and the tokens at which llama.cpp stops.
+"""Tokenizer, chat template, and end tokens of a GGUF file.
 
-The tokenizer is written where it is a byte-level BPE that llama.cpp splits in exactly the same way (GPT-2's,
-Llama 3's, Qwen2's). Otherwise the file says that it has none (`no_vocab`), and llama.cpp takes and gives
-token numbers only.
+The tokenizer is only written if it is a byte-level BPE that llama.cpp splits in exactly the same way, such as
+the tokenizers of GPT-2, Llama 3, and Qwen2. Otherwise, the file contains the tokenizer model `no_vocab`, and
+llama.cpp only accepts and returns token IDs.
 """
 
 from __future__ import annotations
@@ -20,20 +20,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The pre-tokenizers that llama.cpp knows by name, by their pattern in tokenizer.json.
+# Names of pre-tokenizers in llama.cpp, keyed by their regular expression in tokenizer.json.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 _PRE_TOKENIZER_NAMES = {_LLAMA3: "llama-bpe", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
-_END_TOKEN_KINDS = ("eos", "eot", "eom")  # llama.cpp stops at each
+_END_TOKEN_KINDS = ("eos", "eot", "eom")  # llama.cpp stops at one token of each kind
 
 
 def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Write the tokenizer and the chat template; a warning where llama.cpp may split differently."""
+    """Add the tokenizer and the chat template to a GGUF writer.
+
+    A warning is logged if llama.cpp may split texts differently, so that the tokenizer is not written.
+
+    Args:
+        writer: The `gguf.GGUFWriter`.
+        checkpoint: Checkpoint with the tokenizer files.
+        config: Content of the `config.json`.
+    """
     path = checkpoint.companions.get("tokenizer.json")
     tokenizer, chat_template = read_json_object_or_empty(path), _read_chat_template(checkpoint)
-    # Half of a surrogate pair is no text.
+    # A lone surrogate cannot be encoded as UTF-8.
     writer.add_chat_template(chat_template.encode("utf-8", "replace").decode())
     try:
         end_token_ids = _list_end_token_ids(checkpoint, config, tokenizer, chat_template)
@@ -63,7 +71,7 @@ def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping
 
 
 def _read_chat_template(checkpoint: Checkpoint) -> str:
-    """The template that writes a conversation; empty where there is none."""
+    """Read the chat template. Empty if the checkpoint does not have one."""
     path = checkpoint.companions.get("chat_template.jinja")
     if path is not None:
         return read_small_file(path).decode("utf-8", "replace")
@@ -81,7 +89,11 @@ def _read_chat_template(checkpoint: Checkpoint) -> str:
 def _list_end_token_ids(
     checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: Mapping[str, Any], chat_template: str
 ) -> list[int]:
-    """The tokens at which transformers stops; first the one that the template writes, or the tokenizer's."""
+    """Return the IDs of the tokens at which transformers stops.
+
+    The first ID is the token that the chat template writes, if there is one, or else the tokenizer's
+    `eos_token`.
+    """
     configured_ids = read_json_object_or_empty(checkpoint.companions.get(GENERATION_CONFIG_FILE)).get(
         "eos_token_id"
     )
@@ -104,10 +116,16 @@ def _list_end_token_ids(
 def convert_byte_level_bpe_to_gguf(
     tokenizer: Mapping[str, Any], config: Mapping[str, Any], end_token_ids: list[int]
 ) -> dict[str, Any] | None:
-    """What `GGUFWriter.add_*` writes of a `tokenizer.json`; None where llama.cpp would split differently.
+    """Convert a `tokenizer.json` to the values that a GGUF file contains.
 
     Args:
-        end_token_ids: the tokens that end a text or a turn.
+        tokenizer: Content of the `tokenizer.json`.
+        config: Content of the `config.json`.
+        end_token_ids: IDs of the tokens that end a text or a turn.
+
+    Returns:
+        The values, keyed by the method `GGUFWriter.add_<key>`. None if the tokenizer is not a byte-level BPE
+        that llama.cpp supports, or if its vocabulary does not fit the config.
     """
     model, pre_tokenizer_name = (
         tokenizer.get("model"),
@@ -130,7 +148,7 @@ def convert_byte_level_bpe_to_gguf(
     adds_bos = _detect_added_bos(tokenizer.get("post_processor"), vocab, config)
     if adds_bos is None:
         return None
-    from gguf import TokenType  # not at the top: slow to import
+    from gguf import TokenType  # not at the top, because the import is slow
 
     kinds = [
         (TokenType.CONTROL if added[i].get("special") else TokenType.USER_DEFINED)
@@ -150,7 +168,7 @@ def convert_byte_level_bpe_to_gguf(
         "tokenizer_pre": pre_tokenizer_name,
         "token_list": [vocab.get(i, f"[PAD{i}]").encode("utf-8", "surrogatepass") for i in range(count)],
         "token_types": kinds,
-        # The list may not be empty. This pair never comes to be: its halves are no single characters.
+        # The list must not be empty. This pair never occurs, because its halves are not single characters.
         "token_merges": [merge.encode("utf-8", "surrogatepass") for merge in merges or ["<none> <none>"]],
         **{
             f"{key}_token_id": token_id
@@ -162,7 +180,14 @@ def convert_byte_level_bpe_to_gguf(
 
 
 def _find_pre_tokenizer_name(pre_tokenizer: Any) -> str | None:
-    """llama.cpp's name of a pre-tokenizer."""
+    """Find the name of a pre-tokenizer in llama.cpp.
+
+    Args:
+        pre_tokenizer: Value of `pre_tokenizer` in the `tokenizer.json`.
+
+    Returns:
+        The name. None if llama.cpp has no such pre-tokenizer.
+    """
     if not isinstance(pre_tokenizer, dict):
         return None
     if pre_tokenizer.get("type") == "ByteLevel":
@@ -185,7 +210,11 @@ def _find_pre_tokenizer_name(pre_tokenizer: Any) -> str | None:
 def _detect_added_bos(
     post_processor: Any, vocab: Mapping[int, str], config: Mapping[str, Any]
 ) -> bool | None:
-    """Whether a text begins with the first token; None where it is changed in another way."""
+    """Detect whether the tokenizer adds the BOS token to the beginning of each text.
+
+    Returns:
+        Whether it does. None if the tokenizer changes the tokens in another way.
+    """
     if post_processor is None or post_processor.get("type") == "ByteLevel":
         return False
     steps = (

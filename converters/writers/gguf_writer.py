@@ -1,8 +1,9 @@
-"""Write a checkpoint as a GGUF file, which llama.cpp runs.
+"""Writer of GGUF files, which llama.cpp runs.
 
-`portable.converters.writers.gguf_models` says which models and settings. Matrices are written as they are, or
-as `--dtype` says (also q8_0, q4_0 and mxfp4); norms, biases and other vectors in float32, as llama.cpp wants
-them. Names, keys and types are those of the package `gguf`; tensors are streamed as in every other format.
+`portable.converters.writers.gguf_models` defines which models and settings are supported. Matrices keep their
+dtype, or get the dtype of `--dtype`, which may also be q8_0, q4_0 or mxfp4. Norms, biases and other vectors
+are written in float32, because llama.cpp requires it. The package `gguf` defines the names, keys and types.
+Tensors are streamed as in all other formats.
 
 Source: https://github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -53,19 +54,26 @@ FILE = "model.gguf"
 _FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
 _LAYER = re.compile(r"((?:.+\.)?(?:layers|h))\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(.+)")
-# Masks and frequencies that old versions of transformers saved.
+# Attention masks and rotary frequencies that old versions of transformers saved.
 _BUFFER = re.compile(r".+\.attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 _BIAS = re.compile(r".+\.(self_attn|mlp)\.\w+_proj\.bias")
 
 
 def plan_gguf(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
-    """The plan of `--to gguf`: one file, whatever `max_shard_size`; the dtype is that of the matrices.
+    """Plan the output of `--to gguf`: one file, regardless of `max_shard_size`.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        choices: Options for the content of the output. The dtype applies to matrices.
+
+    Returns:
+        The plan.
 
     Raises:
-        CheckpointError: the optimizer is asked for; llama.cpp has no such model or setting, or a tensor is
-            not in it.
+        CheckpointError: If the optimizer state is requested, or if llama.cpp does not support the model, a
+            setting, or a tensor.
     """
-    import gguf  # not at the top: slow to import
+    import gguf  # not at the top, because the import is slow
 
     root, matrix_type = checkpoint.root, _parse_matrix_type(choices)
     config = checkpoint.read_config()
@@ -106,7 +114,7 @@ def plan_gguf(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan
 
 
 class _LoraFactors(NamedTuple):
-    """Factors of one linear layer, as peft names them: the update is `scaling * lora_b @ lora_a`."""
+    """LoRA factors of one linear layer. The update of the weight is `scaling * lora_b @ lora_a`."""
 
     lora_a: Tensor
     lora_b: Tensor
@@ -116,17 +124,23 @@ class _LoraFactors(NamedTuple):
 def plan_gguf_adapter(
     adapter: StoredAdapter, config: Mapping[str, Any], choices: ContentOptions
 ) -> ConversionPlan:
-    """The plan of `--to gguf` for LoRA, as `llama-server --lora FILE` loads it.
-
-    Args:
-        config: the settings of the base model.
-
-    Raises:
-        CheckpointError: it is no plain LoRA of linear layers, or of a model that llama.cpp has not.
+    """Plan the output of `--to gguf` for a LoRA adapter, which `llama-server --lora FILE` loads.
 
     Source: https://github.com/ggml-org/llama.cpp, convert_lora_to_gguf.py, src/llama-adapter.cpp.
+
+    Args:
+        adapter: Adapter to convert.
+        config: Content of the base model's `config.json`.
+        choices: Options for the content of the output.
+
+    Returns:
+        The plan.
+
+    Raises:
+        CheckpointError: If the adapter is not plain LoRA of linear layers, or if llama.cpp does not support
+            the base model.
     """
-    import gguf  # not at the top: slow to import
+    import gguf  # not at the top, because the import is slow
 
     root, matrix_type, lora = adapter.root, _parse_matrix_type(choices), adapter.config
     model = _get_gguf_model_type(config, root, "convert_lora_to_gguf.py")
@@ -155,7 +169,8 @@ def plan_gguf_adapter(
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     alpha = lora.alpha or 1.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
-    untransposed_model = replace(model, has_transposed_linear=False)  # factors are never transposed
+    # LoRA factors are not transposed, even if the weights of the model are.
+    untransposed_model = replace(model, has_transposed_linear=False)
     for name, key in _map_gguf_names_to_names(factors, model, settings, root).items():
         lora_a, lora_b, scaling = factors[key]
         scaled_lora_b = _convert_tensor_layout(name, lora_b, untransposed_model, settings)
@@ -169,6 +184,7 @@ def plan_gguf_adapter(
 
 
 def _parse_matrix_type(choices: ContentOptions) -> str | None:
+    """Return the GGML type of the matrices. None to keep their dtypes."""
     if choices.optimizer:
         raise CommandError("--to gguf: holds no optimizer state; leave out --optimizer")
     return parse_target_dtype(choices.dtype, allow_ggml=True)
@@ -178,15 +194,12 @@ def _get_gguf_model_type(config: Mapping[str, Any], root: AnyPath, script: str) 
     """Return the description of the model type in a config.
 
     Args:
-        config: The model's `config.json`.
+        config: Content of the model's `config.json`.
         root: Path of the checkpoint, used in error messages.
-        script: llama.cpp's own program for such a checkpoint, used in error messages.
-
-    Returns:
-        The description.
+        script: Program of llama.cpp that converts such a checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If the config is missing, or the model type is not in the table.
+        CheckpointError: If the config is missing, or the model type is not supported.
     """
     kind = config.get("model_type", "")
     if not kind:
@@ -200,7 +213,7 @@ def _get_gguf_model_type(config: Mapping[str, Any], root: AnyPath, script: str) 
 
 
 def _add_tensor_info(writer: Any, name: str, tensor: Tensor, ggml_type: str) -> OutputTensor:
-    """The tensor as `ggml_type`, announced in the header."""
+    """Add a tensor to the header of the file, and return the entry that writes its data as `ggml_type`."""
     import gguf
 
     blocks = ggml_type in GGML_KINDS
@@ -215,7 +228,7 @@ def _add_tensor_info(writer: Any, name: str, tensor: Tensor, ggml_type: str) -> 
 
 
 def _build_gguf_plan(writer: Any, entries: Sequence[OutputTensor]) -> ConversionPlan:
-    """One file of the header and the tensors."""
+    """Build the plan of a file that contains the header and the tensors."""
     import gguf
 
     parts: list[FilePart] = [_encode_header(writer)]
@@ -237,7 +250,7 @@ def _build_gguf_plan(writer: Any, entries: Sequence[OutputTensor]) -> Conversion
 
 
 def _encode_header(writer: Any) -> bytes:
-    """Everything before the data, up to where it begins."""
+    """Encode the header of the file, including the padding before the tensor data."""
     from gguf.gguf_writer import WriterState
 
     buffer = BytesIO()
@@ -252,7 +265,7 @@ def _encode_header(writer: Any) -> bytes:
 def _rename_tensors_to_gguf(
     tensors: Mapping[str, Tensor], model_type: GGUFModelType, settings: GGUFSettings, root: AnyPath
 ) -> dict[str, Tensor]:
-    """The tensors under llama.cpp's names."""
+    """Return the tensors under the names of llama.cpp, with the experts of each layer stacked."""
     renamed: dict[str, Tensor] = {}
     if settings.rope_factors:
         data = struct.pack(f"<{len(settings.rope_factors)}f", *settings.rope_factors)
@@ -274,11 +287,16 @@ def _rename_tensors_to_gguf(
 def _map_gguf_names_to_names(
     names: Iterable[str], model_type: GGUFModelType, settings: GGUFSettings, root: AnyPath
 ) -> dict[str, str]:
-    """llama.cpp's name -> the name of the parameter."""
+    """Return the name of each parameter, keyed by its name in llama.cpp.
+
+    Raises:
+        CheckpointError: If llama.cpp has no such parameter.
+    """
     import gguf
 
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == model_type.arch)
-    name_map = gguf.get_tensor_name_map(arch, 1)  # the layers are alike
+    # The names of one layer are enough, because all layers have the same names.
+    name_map = gguf.get_tensor_name_map(arch, 1)
     names_by_gguf: dict[str, str] = {}
     for name in names:
         full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
@@ -296,9 +314,11 @@ def _map_gguf_names_to_names(
 
 
 def _iter_split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors; of experts in one tensor (experts, ...) each apart, and gates apart from what they gate.
+    """Yield the tensors, with one tensor for each expert and projection.
 
-    Where experts have biases, their matrices are (in, out), and gates alternate with what they gate.
+    A stacked tensor (experts, ...) is split into the experts, and `gate_up_proj` into `gate_proj` and
+    `up_proj`. If the experts have biases, their matrices have the shape (in, out), and the columns of
+    gate_proj and up_proj alternate.
     """
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
@@ -329,7 +349,11 @@ def _iter_split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
 def _iter_stacked_experts(
     tensors: Iterable[tuple[str, Tensor]], settings: GGUFSettings, root: AnyPath
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, those of single experts as one."""
+    """Yield the tensors, with the experts of each layer and projection stacked into one tensor.
+
+    Raises:
+        CheckpointError: If an expert is missing, or the experts have different shapes.
+    """
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
         match = _EXPERT.fullmatch(name)
@@ -348,7 +372,7 @@ def _iter_stacked_experts(
 def _convert_tensor_layout(
     gguf_name: str, tensor: Tensor, model_type: GGUFModelType, settings: GGUFSettings
 ) -> Tensor:
-    """The tensor with llama.cpp's order of rows, meaning of norms and scale of queries."""
+    """Convert a tensor to the row order, norm weights, and query scale that llama.cpp expects."""
     values, layer_name = settings.values, re.sub(r"blk\.\d+\.", "", gguf_name)
     if layer_name.startswith(("attn_q.", "attn_k.")):
         heads = values["head_count" if layer_name.startswith("attn_q.") else "head_count_kv"]
@@ -364,7 +388,7 @@ def _convert_tensor_layout(
         and layer_name.startswith(("attn_", "ffn_"))
     ):
         return transpose_matrix(tensor)
-    # Where queries are normalized, they are scaled after that.
+    # If queries are normalized, scale the weight of the norm, because the norm would undo an earlier scaling.
     scaled = "attn_q_norm.weight" if model_type.local_rope_base else "attn_q.weight"
     factor = settings.query_scale if layer_name == scaled else 1.0
     term = factor if model_type.norms_add_one and layer_name.endswith("norm.weight") else 0.0
@@ -374,7 +398,21 @@ def _convert_tensor_layout(
 
 
 def _choose_ggml_type(gguf_name: str, dtype: str, shape: Sequence[int], matrix_type: str | None) -> str:
-    """The type to write: vectors, position embeddings and routers in F32, other matrices as asked."""
+    """Choose the GGML type of a tensor.
+
+    Args:
+        gguf_name: Name of the tensor in llama.cpp.
+        dtype: Safetensors dtype of the tensor.
+        shape: Shape of the tensor.
+        matrix_type: GGML type of the matrices. None to keep their dtypes.
+
+    Returns:
+        `F32` for vectors, position embeddings and routers. Otherwise `matrix_type`, or another type for a
+        matrix that does not support it.
+
+    Raises:
+        CheckpointError: If the dtype is not supported.
+    """
     if dtype not in CASTABLE_DTYPES:
         raise CheckpointError(f"{gguf_name}: of the type {dtype}, which --to gguf does not take")
     needs_f32 = (
@@ -385,7 +423,7 @@ def _choose_ggml_type(gguf_name: str, dtype: str, shape: Sequence[int], matrix_t
     if len(shape) < 2 or needs_f32:
         return "F32"
     if matrix_type in GGML_KINDS and shape[-1] % BLOCK_ELEMENTS:
-        return "F16"  # as llama.cpp does
+        return "F16"  # llama.cpp does the same if a row is not divisible into blocks
     if matrix_type == "MXFP4" and len(shape) < 3:
-        return "Q8_0"  # what is no expert, likewise
+        return "Q8_0"  # only experts have the type MXFP4 in llama.cpp
     return matrix_type or ("F32" if dtype == "F64" else dtype)

@@ -1,4 +1,4 @@
-"""Many jobs on a few threads: reads, checksums, casts and writes release the GIL."""
+"""Parallel execution of jobs in a few threads. Reads, checksums, casts and writes release the GIL."""
 
 from __future__ import annotations
 
@@ -14,29 +14,37 @@ if TYPE_CHECKING:
     ReportBytes = Callable[[int], object]
     Job = Callable[[ReportBytes], None]
 
-# Beyond this, the interpreter's lock between two blocks would be the limit.
+# More threads are not faster, because they wait for the GIL between two blocks.
 _MAX_THREADS = 16
 
 
 class _StoppedError(Exception):
-    """Ends a job after another one failed."""
+    """Raised in a running job after another job has failed."""
 
 
 def count_usable_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def get_default_thread_count() -> int:
-    """The number of threads: a core each, at most 16."""
+    """Return the default number of threads: the number of usable cores, at most 16."""
     return min(_MAX_THREADS, count_usable_cores())
 
 
 def interleave_job_groups(groups: Iterable[Iterator[Job]], max_active_groups: int) -> Iterator[Job]:
-    """The jobs of up to `max_active_groups` groups by turns, each group's in order; one that ends makes way for the next.
+    """Yield the jobs of several groups in turn, keeping the order within each group.
 
-    The kernel lets one thread at a time write to a file. With a group for each file, threads do not wait for
-    each other.
+    The kernel lets only one thread at a time write to a file. With one group per file, threads do not wait
+    for each other.
+
+    Args:
+        groups: Groups of jobs.
+        max_active_groups: Maximum number of groups to alternate between. When a group ends, the next group
+            replaces it.
+
+    Yields:
+        The jobs of all groups.
     """
     waiting = iter(groups)
     active = deque(islice(waiting, max_active_groups))
@@ -53,16 +61,22 @@ def interleave_job_groups(groups: Iterable[Iterator[Job]], max_active_groups: in
 def run_jobs_in_threads(
     jobs: Iterator[Job], report_bytes: ReportBytes, num_threads: int | None = None
 ) -> None:
-    """Run every job once, started in order; the first error, or Ctrl-C, stops all and is raised.
+    """Run all jobs in several threads, starting them in order.
+
+    The first error, or Ctrl-C, stops the other jobs and is raised.
 
     Args:
-        jobs: drawn one by one, so that a million of them cost no memory. Each is called with a function that
-            it must call with the number of bytes processed every few milliseconds, and that stops the job
-            after a failure elsewhere.
-        report_bytes: receives these numbers, from one thread at a time.
-        num_threads: the number of threads; None for `get_default_thread_count()`.
+        jobs: Jobs to run. They are requested one at a time, so that a million jobs need no memory. Each job
+            is called with a function. It must call this function every few milliseconds with the number of
+            bytes it has processed. The function raises an exception to stop the job after another job has
+            failed.
+        report_bytes: Function that receives these numbers, from one thread at a time.
+        num_threads: Number of threads. None for `get_default_thread_count()`.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed  # not at the top: slow to import
+    from concurrent.futures import (
+        ThreadPoolExecutor,
+        as_completed,
+    )  # not at the top, because the import is slow
 
     stop_event, jobs_lock, progress_lock = Event(), Lock(), Lock()
 

@@ -24,8 +24,7 @@ class CrcTrailer:
         nbytes: Size of the trailer in bytes.
         compute_bytes: Function that takes the CRC32 of the tensor's data and returns the trailer.
         is_written_last: Whether to write the trailer after all other parts of the plan, for example because
-        it depends
-            on the CRC32 of several tensors.
+            it depends on the CRC32 of several tensors.
     """
 
     nbytes: int
@@ -68,8 +67,7 @@ class ConversionPlan:
         documents: Contents of other small files to write, keyed by file name.
         companions: Source paths of files to copy unchanged, keyed by the file name in the output.
         reopen_tensors: Function that opens the written folder and returns its tensors, keyed by
-        `OutputTensor.name`. With
-            `--verify`, these tensors are compared with the source.
+            `OutputTensor.name`. With `--verify`, these tensors are compared with the source.
         losses: Counts of the elements that became infinite or zero when they were cast. They are updated by
             `write_plan_atomically`.
     """

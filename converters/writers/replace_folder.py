@@ -1,11 +1,12 @@
-"""Replacing a folder atomically, and recovering after a killed process.
+"""Atomic replacement of a folder, and recovery after a killed process.
 
-`renameat2` exchanges two names (Linux; macOS has `renamex_np`), so that one complete folder has the name at
-every moment. Where the file system cannot, the old folder is renamed first; if the process is killed in
-between, the next one that writes there restores it (`recover_replaced_folder`).
+`renameat2` of Linux and `renamex_np` of macOS exchange two names, so that a complete folder has the name at
+every moment. If the file system does not support this, the old folder is renamed first. If the process is
+killed before the second rename, the next process that writes there restores the old folder with
+`recover_replaced_folder`.
 
     .out.tmp-1234-a1b2c3   being written, or already replaced; the writer holds a lock on it
-    .out.old-1234-a1b2c3   the old folder, to be restored where `out` is missing
+    .out.old-1234-a1b2c3   the old folder, which is restored if `out` is missing
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.path_or_url import AnyPath
 
-# What the writers write, but for companions. A folder ends in `/`.
+# Names of the files that the writers write, except companions. The name of a folder ends with `/`.
 _WRITTEN_NAMES = re.compile(
     r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json"
     r"|optimizer\.(safetensors|json|pt)|pytorch_model\.bin|\.metadata|__\d+_\d+\.distcp|[^/]+\.gguf"
     r"|latest_universal|global_step\d+_universal/.*"
 )
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# The kernel or the file system does not support it.
+# Errors that mean that the kernel or the file system does not support the exchange.
 _UNSUPPORTED_ERRNOS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
@@ -69,12 +70,20 @@ def check_folder_replaceable(
 
 
 def exchange_paths(first: Path, second: Path) -> bool:
-    """Exchange two paths atomically; False, with nothing done, where that is not supported.
+    """Exchange the names of two files or folders atomically.
+
+    Args:
+        first: Path of the first file or folder.
+        second: Path of the second one.
+
+    Returns:
+        True if the names were exchanged. False if the system does not support it, so that nothing has
+        changed.
 
     Raises:
-        OSError: one does not exist or cannot be renamed.
+        OSError: If a path does not exist or cannot be renamed.
     """
-    import ctypes  # not at the top: few conversions replace anything
+    import ctypes  # not at the top, because few conversions replace a folder
 
     libc: Any = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(first), os.fsencode(second)
@@ -94,28 +103,34 @@ def exchange_paths(first: Path, second: Path) -> bool:
 
 
 def build_temporary_path(target: Path, kind: str = "tmp") -> Path:
-    """A new hidden name beside `target`, in the form that `recover_replaced_folder` looks for."""
+    """Build a new hidden path next to a target, in the form that `recover_replaced_folder` recognizes.
+
+    Args:
+        target: Path of the output.
+        kind: `"tmp"` for a new folder, or `"old"` for a folder that is replaced.
+    """
     return target.parent / f".{target.name}.{kind}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
 def move_into_place(new: Path, target: Path, old_path: Path) -> None:
-    """Rename `new` to `target`, and what was there, if anything, to `old_path`.
+    """Rename `new` to `target`, and an existing `target` to `old_path`.
 
-    A process killed meanwhile leaves `target` old or new, and `old_path` may then be the new folder. Where
-    the system cannot exchange names, `target` is missing for a moment, and `old_path` holds it.
+    If the process is killed, `target` is in its old or its new state, and `old_path` may be the new folder.
+    If the system cannot exchange names, `target` is missing for a moment, and `old_path` is the old folder.
 
     Args:
-        old_path: a free name beside `target`.
+        new: Path of the new file or folder.
+        target: Path to replace. It may not exist.
+        old_path: Unused path next to `target`.
 
     Raises:
-        OSError: renaming fails; `new` and `target` are then unchanged.
+        OSError: If renaming failed. `new` and `target` are then unchanged.
     """
     if not os.path.lexists(target):
         new.rename(target)
         return
-    new.rename(
-        old_path
-    )  # first: what `recover_replaced_folder` deletes as `new` must never be the old folder
+    # Rename `new` first: `recover_replaced_folder` deletes its path, which must never be the old folder.
+    new.rename(old_path)
     try:
         if exchange_paths(old_path, target):
             return
@@ -132,13 +147,18 @@ def move_into_place(new: Path, target: Path, old_path: Path) -> None:
 
 
 def replace_and_delete_folder(new: Path, target: Path) -> None:
-    """Replace the folder `target` by the folder `new`, and remove the old one.
+    """Replace a folder by a new folder, and delete the old folder.
+
+    Args:
+        new: Path of the new folder.
+        target: Path of the folder to replace.
 
     Raises:
-        OSError: renaming fails; `target` is then unchanged.
+        OSError: If renaming failed. `target` is then unchanged.
     """
     old = build_temporary_path(target, "old")
-    lock = try_lock_folder(target)  # or another process could restore it while it is missing for a moment
+    # Lock the folder, because otherwise another process could restore it while it is missing for a moment.
+    lock = try_lock_folder(target)
     try:
         move_into_place(new, target, old)
         shutil.rmtree(old, ignore_errors=True)
@@ -147,7 +167,15 @@ def replace_and_delete_folder(new: Path, target: Path) -> None:
 
 
 def try_lock_folder(folder: Path) -> int | None:
-    """Lock a folder until this process ends; None if another holds the lock, or locks are not supported."""
+    """Lock a folder until this process ends or releases the lock.
+
+    Args:
+        folder: Folder to lock.
+
+    Returns:
+        A file descriptor that holds the lock. None if another process holds the lock, or locks are not
+        supported.
+    """
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -165,13 +193,13 @@ def try_lock_folder(folder: Path) -> int | None:
 
 
 def release_folder_lock(lock: int | None) -> None:
-    """Release the lock of `try_lock_folder`."""
+    """Release a lock that `try_lock_folder` has returned. Do nothing for None."""
     if lock is not None:
         os.close(lock)
 
 
 class LockedFolder(NamedTuple):
-    """A new folder and the lock that marks it as in use.
+    """New folder, and the lock that marks it as in use.
 
     Attributes:
         path: Path of the folder.
@@ -183,20 +211,30 @@ class LockedFolder(NamedTuple):
 
 
 def create_locked_folder(target: Path) -> LockedFolder:
-    """A new empty folder beside `target`, and the lock that marks it as in use."""
+    """Create an empty temporary folder next to a target, and lock it.
+
+    Args:
+        target: Path of the output.
+
+    Returns:
+        The folder and its lock.
+    """
     while True:
         folder = build_temporary_path(target)
         folder.mkdir()
         lock = try_lock_folder(folder)
-        if folder.exists():  # else another process removed it as a leftover before it was locked
+        if folder.exists():  # otherwise, another process removed it as a leftover before it was locked
             return LockedFolder(folder, lock)
         release_folder_lock(lock)
 
 
 def recover_replaced_folder(target: Path) -> None:
-    """Restore `target` after a killed process, and remove that process's leftovers.
+    """Restore a folder after a process was killed while replacing it, and remove leftovers of the process.
 
-    Folders locked by a running process stay, and so does everything where locks are not supported.
+    Folders that a running process has locked remain. If locks are not supported, nothing is changed.
+
+    Args:
+        target: Path of the folder.
     """
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-\d+-[0-9a-f]{{6}}")
     try:

@@ -1,12 +1,12 @@
-"""Write a checkpoint as safetensors files that `from_pretrained` loads.
+"""Writer of safetensors files, which `from_pretrained` loads.
 
-For DCP the files are numbered and have an index, their headers hold what torch's
-`HuggingFaceStorageWriter` adds, and tied tensors have all their names, as the state of a live model has.
-So `HuggingFaceStorageReader` and `from_pretrained` both open the folder. The optimizer's state, which that
-format lacks, is written likewise.
+For `--to dcp-safetensors`, the files are numbered and have an index, their headers contain the metadata of
+torch's `HuggingFaceStorageWriter`, and tied tensors are written under all of their names, as in the state
+dict of a model. Both `HuggingFaceStorageReader` and `from_pretrained` can therefore open the folder. The
+optimizer state, which the format of torch does not support, is written as in other safetensors outputs.
 
-Source: https://github.com/huggingface/safetensors ("Format"); the index is transformers' `save_pretrained`'s;
-torch/distributed/checkpoint/hf_storage.py, filesystem.py, _hf_utils.py.
+Source: https://github.com/huggingface/safetensors ("Format"); `save_pretrained` of transformers for the
+index; torch/distributed/checkpoint/hf_storage.py, filesystem.py, _hf_utils.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,16 @@ if TYPE_CHECKING:
 
 
 def plan_safetensors(checkpoint: Checkpoint, choices: ContentOptions, *, dcp: bool = False) -> ConversionPlan:
-    """The plan of `--to safetensors`; with `dcp`, of `--to dcp-safetensors`."""
+    """Plan the output of `--to safetensors` or `--to dcp-safetensors`.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        choices: Options for the content of the output.
+        dcp: Whether to plan the output of `--to dcp-safetensors`.
+
+    Returns:
+        The plan.
+    """
     entries = list_model_entries(checkpoint, choices.dtype, aliases=dcp)
     documents, companions = plan_companion_files(checkpoint, entries)
     fixed_shards = {} if dcp else _assign_tensors_to_shards(checkpoint, entries)
@@ -99,13 +108,18 @@ plan_dcp_safetensors = partial(plan_safetensors, dcp=True)
 
 
 def _build_dcp_header_metadata(entries: Sequence[OutputTensor]) -> dict[str, str]:
-    """Where each tensor of a file begins in the whole: at its start."""
+    """Build the metadata by which torch finds the position of each stored tensor in the full tensor."""
     table = {entry.name: {DCP_OFFSETS_KEY: [0] * len(entry.tensor.shape)} for entry in entries}
     return {DCP_INFO_KEY: json.dumps(table), "DCP_VERSION": "1.0"}
 
 
 def plan_adapter(adapter: StoredAdapter, choices: ContentOptions) -> ConversionPlan:
-    """The plan of `write_adapter`: one file, whatever `max_shard_size`."""
+    """Plan the output of `write_adapter`: one file with all weights, regardless of `max_shard_size`.
+
+    Args:
+        adapter: Adapter to write.
+        choices: Options for the content of the output.
+    """
     checkpoint = adapter.checkpoint
     fingerprint = adapter.base_fingerprint
     header_metadata = {} if fingerprint is None else {FINGERPRINT_KEY: fingerprint}
@@ -131,6 +145,7 @@ def _build_plan_with_optimizer(
     *,
     includes_optimizer: bool,
 ) -> ConversionPlan:
+    """Build the plan of model files, and add the optimizer state if it is requested."""
     if includes_optimizer:
         optimizer = require_optimizer_state(checkpoint)
         files.append(
@@ -164,9 +179,22 @@ def write_adapter(
     optimizer: bool = False,
     **options: Unpack[Options],
 ) -> ConversionPlan:
-    """Write an adapter as peft saves it: `adapter_model.safetensors`, `adapter_config.json`, the tokenizer.
+    """Write an adapter in the format of peft.
 
-    The arguments, and what is raised, are those of `write_checkpoint`.
+    The output contains `adapter_model.safetensors`, `adapter_config.json`, and the tokenizer files.
+
+    Args:
+        adapter: Adapter to write.
+        out: Path or URL of the output folder.
+        dtype: Dtype of the weights, see `ContentOptions`.
+        optimizer: Whether to also write the optimizer state, see `ContentOptions`.
+        **options: Additional options, see `Options`. By default, `expand` is True.
+
+    Returns:
+        The plan that was written.
+
+    Raises:
+        CheckpointError: If the adapter cannot be written, see `write_checkpoint`.
     """
     choices = ContentOptions(dtype, optimizer=optimizer)
     options.setdefault("expand", True)
@@ -178,7 +206,12 @@ def write_adapter(
 def _plan_safetensors_file(
     name: str, entries: Iterable[OutputTensor], header_metadata: Mapping[str, str] | None = None
 ) -> PlannedFile:
-    # Wide dtypes first: readers view the bytes as elements, so tensors must be aligned to their width.
+    """Plan one safetensors file.
+
+    Raises:
+        CheckpointError: If two tensors have the same name, or the header is too long.
+    """
+    # Write wide dtypes first, because readers view the bytes as elements, which must be aligned.
     ordered = sorted(entries, key=lambda entry: -get_itemsize(entry.dtype))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(header_metadata or {})}}
     offset = 0
@@ -200,9 +233,14 @@ def _plan_safetensors_file(
 
 
 def _compute_header_padding(header_nbytes: int, entries: Iterable[OutputTensor]) -> int:
-    """How many spaces go after a header of `header_nbytes` bytes, so that as much data as possible can be shared.
+    """Compute the number of spaces after a header with which most data can share blocks with the source.
 
-    Where files share blocks (XFS, btrfs), data begins at the same place in a block as in the source.
+    If the file system can share blocks (XFS, btrfs), data must begin at the same offset in a block as in the
+    source file.
+
+    Args:
+        header_nbytes: Size of the header without padding, in bytes.
+        entries: Tensors of the file, in order.
     """
     shared_bytes_by_padding = {-header_nbytes % 8: 0}
     offset = header_nbytes
@@ -215,6 +253,7 @@ def _compute_header_padding(header_nbytes: int, entries: Iterable[OutputTensor])
 
 
 def _encode_json(value: Any) -> bytes:
+    """Encode a value as JSON. Raises CheckpointError if a string is not valid Unicode."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
         return text.encode()

@@ -1,13 +1,16 @@
-"""An output folder in an object store, which cannot rename folders.
+"""Output folder in an object store, which cannot rename folders.
 
-Files are written as multipart uploads, which are invisible. When all are done, the folder is marked as begun
-(`portable.converters.storage.completion_markers`), its old objects are deleted and the uploads completed; the
-small files, the comparison of `--verify` and the completion marker follow. A conversion that fails while
-uploading leaves OUT unchanged. A killed one leaves uploads, which the next run to the same OUT aborts, or,
-near the end, a folder marked as incomplete, which is never read.
+Files are written as multipart uploads, which are invisible until they are completed. When all files are
+uploaded, the folder is marked as incomplete (see `portable.converters.storage.completion_markers`), old
+objects are deleted, and the uploads are completed. The small files, the comparison of `--verify`, and the
+completion marker follow.
 
-The marker of a folder lists every object that was written, with its version (`read_written_objects`). A
-program that writes to the same folder again can thus tell its own objects from those of others.
+A conversion that fails while uploading leaves the output unchanged. A conversion that is killed leaves
+uploads, which the next conversion to the same output aborts. If it is killed near its end, it leaves a folder
+that is marked as incomplete, which is never read.
+
+The completion marker lists each written object with its version, see `read_written_objects`. A program that
+writes to the same folder again can thus distinguish its objects from the objects of other programs.
 """
 
 from __future__ import annotations
@@ -48,14 +51,17 @@ _log = logging.getLogger(__name__)
 
 
 def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[str, ListedFile | None]:
-    """What the folder's marker says was written into it; nothing if it has none, or a malformed one.
+    """Read the objects that the marker of a folder lists as written.
 
     Args:
-        required_fact: the writer has given this one, see `StoreOutput`; "" for any writer.
+        folder: URL of the folder.
+        required_fact: Field that the marker must contain, see `StoreOutput`. Empty to accept the marker of
+            any writer.
 
     Returns:
-        Each object that was written, or found there and might be replaced; None for one that a writer which
-        did not finish has planned, of any version.
+        The size and version of each object that was written, or that was found and may have been replaced,
+        keyed by name. None for an object that a writer has planned and may not have written. Empty if the
+        folder has no valid marker.
     """
     marker = read_json_object_or_empty(folder / COMPLETE_MARKER) or read_json_object_or_empty(
         folder / INCOMPLETE_MARKER
@@ -65,7 +71,7 @@ def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[st
         required_fact and not (isinstance(facts, dict) and required_fact in facts)
     ):
         return {}
-    if isinstance(planned, list):  # as earlier releases write them
+    if isinstance(planned, list):  # earlier releases listed the planned objects separately
         objects |= dict.fromkeys(map(str, planned))
     return {
         name: None if object_ is None else ListedFile(*object_)
@@ -75,7 +81,7 @@ def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[st
 
 
 def list_content_objects(folder: RemotePath) -> dict[str, ListedFile]:
-    """Every object below `folder` except the markers."""
+    """Return the size and version of each object below a folder, except the markers."""
     return {
         name: object_
         for name, object_ in folder.list_objects().items()
@@ -84,7 +90,16 @@ def list_content_objects(folder: RemotePath) -> dict[str, ListedFile]:
 
 
 def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
-    """Check that writing below `out` does not destroy other files."""
+    """Check that writing an output folder does not destroy other files.
+
+    Args:
+        out: URL of the folder.
+        overwrite: Whether an existing output may be replaced.
+
+    Raises:
+        CheckpointError: If `out` is an object, if the folder contains other files, or if the folder exists
+            and `overwrite` is False.
+    """
     if out.is_file():
         raise CommandError(f"{out}: is not a folder")
     if not out.exists():
@@ -100,11 +115,14 @@ def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
 
 
 class StoreUploads:
-    """Uploads to a folder of an object store that one process makes, and that are invisible until `complete_files`.
+    """Uploads of one process to a folder of an object store, which are invisible until `complete_files`.
 
     Args:
         folder: URL of the folder, or of the only object if `single` is True.
         single: Whether `folder` is the URL of the only object.
+
+    Attributes:
+        num_threads: Number of threads to write with.
     """
 
     def __init__(self, folder: RemotePath, *, single: bool = False) -> None:
@@ -117,7 +135,12 @@ class StoreUploads:
         return self.folder if self._single else self.folder / name
 
     def create_file(self, name: str, lengths: Sequence[int]) -> FileUpload:
-        """Begin the upload of a file of pieces of these lengths."""
+        """Begin the upload of a file.
+
+        Args:
+            name: Path of the file, relative to the folder.
+            lengths: Size of each piece of the file in bytes.
+        """
         upload = FileUpload(self._get_path(name), sum(lengths))
         self._uploads.append(upload)
         return upload
@@ -126,7 +149,10 @@ class StoreUploads:
         """Do nothing, because a store acknowledges a part once the part is durable."""
 
     def complete_files(self) -> None:
-        """Make objects of the uploads, several at a time, because each waits for an answer of the store."""
+        """Complete all uploads, so that their objects become visible.
+
+        Several uploads are completed in parallel, because each one waits for a response of the store.
+        """
         with ThreadPoolExecutor(self.num_threads) as pool:
             for _ in pool.map(FileUpload.close, self._uploads):
                 pass
@@ -140,16 +166,20 @@ class StoreUploads:
 
 
 class StoreOutput(StoreUploads):
-    """Uploads, until `complete_files` makes objects of them; `publish_folder` or `abort_uploads` ends them.
+    """Output folder or object in an object store.
 
-    The other methods are those of `draft.FolderOutput`.
+    The object store does not change before `complete_files`. After that, `publish_folder` makes the output
+    complete, and `abort_uploads` removes all objects that have not been published. See `FolderOutput` for the
+    other methods.
 
     Args:
-        names: of all objects that will be written.
-        facts: extra fields for the marker.
-        single: `folder` is the only object that will be written, and no folder. It needs no marker, since it
-            is never seen in part.
-        shared: whether other processes upload to the same folder.
+        folder: URL of the folder, or of the only object if `single` is True.
+        overwrite: Whether an existing output may be replaced.
+        names: Names of all objects that will be written.
+        facts: Additional fields of the completion marker.
+        single: Whether `folder` is the URL of the only object. A single object needs no marker, because it
+            appears atomically.
+        shared: Whether other processes upload to the same folder.
     """
 
     def __init__(
@@ -169,10 +199,11 @@ class StoreOutput(StoreUploads):
         self._facts = dict(facts)
         self._objects_at_start = self._list_present_objects()
         self._marker_token = ""
-        self._undo_commit: Callable[[], object] = bool  # which does nothing
+        self._undo_commit: Callable[[], object] = bool  # does nothing
         abort_open_uploads(folder, recursive=False)
 
     def _list_present_objects(self) -> dict[str, ListedFile]:
+        """Return the size and version of each object of the output. The key of a single object is `""`."""
         if not self._single:
             return list_content_objects(self.folder)
         with suppress(FileNotFoundError):
@@ -180,13 +211,17 @@ class StoreOutput(StoreUploads):
         return {}
 
     def complete_files(self) -> None:
-        """Replace the content of the folder by the uploaded objects, marked as incomplete."""
+        """Replace the content of the folder by the uploaded objects, marked as incomplete.
+
+        Raises:
+            CheckpointError: If objects have appeared in the folder since the output was opened.
+        """
         self.folder.clear_listings()
         there = self._list_present_objects()
         if not self._overwrite and (there or self.folder.exists()):
             raise CommandError(f"{self.folder}: appeared while it was being written; nothing was replaced")
         for name, object_ in there.items():
-            if self._objects_at_start.get(name) != object_:  # --overwrite did not cover it
+            if self._objects_at_start.get(name) != object_:  # it changed after --overwrite was checked
                 raise CheckpointError(
                     f"{to_printable(self._get_path(name))}: appeared while {self.folder} was being written; "
                     "nothing was replaced"
@@ -195,34 +230,55 @@ class StoreOutput(StoreUploads):
             self._undo_commit = bool if there else self._remove_written_objects
             objects = {**there, **dict.fromkeys(self._planned_names)}
             self._marker_token = mark_folder_incomplete(self.folder, facts=self._facts, objects=objects)
-            # Keep what is overwritten later: a config.json may be copied from this folder to itself.
+            # Keep objects that are overwritten later, because a config.json may be copied from this folder.
             self.folder.remove_objects([name for name in there if name not in self._planned_names])
             self._undo_commit = self._remove_written_objects
         super().complete_files()
-        if self._single:  # until now, an old one has stayed
+        if self._single:  # until here, an old object has been unchanged
             self._undo_commit = self.folder.unlink
 
     def _remove_written_objects(self) -> None:
+        """Remove the objects of this output and their markers."""
         self.folder.remove_objects([COMPLETE_MARKER, *self._planned_names])
         if not self._shared:  # otherwise another process may still complete an upload
             self.folder.remove_objects([INCOMPLETE_MARKER])
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Check the objects that several processes have written; see `draft.FolderOutput`."""
+        """Check the objects that several processes have written.
+
+        Args:
+            sizes: Size of each object in bytes, keyed by its name.
+
+        Raises:
+            CheckpointError: If an object is missing or has another size.
+        """
         self.folder.clear_listings()
         there = list_content_objects(self.folder)
         for name, size in sizes.items():
             check_written_size(self.folder / name, size, there[name].size_bytes if name in there else None)
 
     def write_small_file(self, name: str, data: bytes) -> None:
+        """Write a small object.
+
+        Args:
+            name: Path of the object, relative to the folder.
+            data: Content of the object.
+        """
         (self.folder / name).write_bytes(data)
 
     def copy_small_file(self, path: AnyPath, name: str) -> None:
+        """Copy a small file to an object.
+
+        Args:
+            path: Path or URL of the file to copy.
+            name: Path of the object, relative to the folder.
+        """
         copy_file(path, self.folder / name)
 
     def publish_folder(self) -> None:
+        """Write the completion marker, after which the output is complete."""
         if not self._single:
-            # A repeated start of an upload, whose first response was lost, leaves an unknown upload.
+            # Abort unknown uploads, which remain if the response to the start of an upload was lost.
             abort_open_uploads(self.folder, recursive=False)
             there = list_content_objects(self.folder)
             objects = {name: there[name] for name in self._planned_names if name in there}
@@ -230,17 +286,27 @@ class StoreOutput(StoreUploads):
         self._undo_commit = bool
 
     def abort_uploads(self) -> None:
-        """Remove what was not published, if the store is reachable."""
+        """Abort the uploads, and remove objects that were not published, if the store is reachable."""
         super().abort_uploads()
-        with suppress(CheckpointError):  # what stays is marked as incomplete
+        with suppress(CheckpointError):  # objects that remain are marked as incomplete
             self._undo_commit()
 
 
 class FileUpload:
-    """An upload of about `nbytes` in parts, which `close` makes an object, and to which pieces are appended.
+    """Multipart upload of a file, to which pieces are appended.
 
-    Pieces are read and cast side by side, and appended in the order of their numbers. One that is not next is
-    kept in memory, and its thread waits at its end, so that no more pieces are kept than there are threads.
+    Pieces are prepared in parallel, and appended in the order of their numbers. A piece that is not the next
+    one is kept in memory, and its thread waits at the end of the piece. No more pieces are therefore in
+    memory than there are threads.
+
+    Args:
+        path: URL of the object.
+        nbytes: Expected size of the object in bytes, which determines the size of the upload's parts.
+
+    Attributes:
+        path: URL of the object.
+        next_piece: Number of the piece to append next.
+        piece_turn: Condition that is notified when `next_piece` changes.
     """
 
     def __init__(self, path: RemotePath, nbytes: int) -> None:
@@ -256,7 +322,11 @@ class FileUpload:
         return self.path.call_store("upload", call)
 
     def write(self, data: memoryview | bytes | bytearray) -> None:
-        """Append `data`, which is copied: the writer would keep the buffer itself."""
+        """Append data to the upload.
+
+        Args:
+            data: Bytes to append. They are copied, because the writer keeps a reference to its buffer.
+        """
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._part_bytes):
             part = bytes(view[start : start + self._part_bytes])
@@ -264,28 +334,39 @@ class FileUpload:
         self._written += len(view)
 
     def close(self) -> None:
-        """Make the object."""
+        """Complete the upload, so that the object becomes visible."""
         with self.path.tolerate_lost_upload_response(self._written):
             self._call_store(lambda *_: self._writer.close())
 
     def abort_upload(self) -> None:
-        """Abort the upload; leaves nothing behind if the store is reachable. Never raises."""
+        """Abort the upload. If the store is reachable, nothing remains. Never raises."""
         try:
             self._writer.__exit__(RuntimeError, RuntimeError("discarded"), None)
-        except Exception as error:  # the failure that led here matters more
+        except Exception as error:  # the error that caused the abort is more important
             _log.debug("%s: an upload was not discarded: %s", self.path, redact_credentials(str(error)))
 
     def get_piece(self, index: int) -> PieceUpload:
+        """Return a piece by its number, from 0."""
         return PieceUpload(self, index)
 
 
 class PieceUpload:
+    """Piece of a file in an object store, which one thread writes.
+
+    See `FileUpload` for the order in which pieces are uploaded.
+
+    Args:
+        file: Upload that the piece is appended to.
+        number: Number of the piece, from 0.
+    """
+
     def __init__(self, file: FileUpload, number: int) -> None:
         self._file = file
         self._number = number
         self._pending_bytes = bytearray()
 
     def write(self, data: memoryview | bytes) -> None:
+        """Append data to the upload if the piece is the next one. Otherwise, keep the data in memory."""
         if self._file.next_piece != self._number:
             self._pending_bytes += data
             return
@@ -294,13 +375,19 @@ class PieceUpload:
         self._file.write(data)
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
+        """Return False, because an object store cannot copy a span of a file."""
         return False
 
     def finish(self, progress: Callable[[int], object]) -> None:
+        """Wait until the piece is the next one, and append its data.
+
+        Args:
+            progress: Function that raises an exception if another job has failed.
+        """
         file = self._file
         with file.piece_turn:
             while not file.piece_turn.wait_for(lambda: file.next_piece == self._number, timeout=0.2):
-                progress(0)  # raises after a failure elsewhere
+                progress(0)  # raises if another job has failed
         self.write(b"")
         with file.piece_turn:
             file.next_piece += 1

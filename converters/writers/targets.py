@@ -1,7 +1,7 @@
-"""The formats that can be written, one function each.
+"""Output formats, and functions that write a checkpoint in one of them.
 
-To add one: write `converters/writers/<name>_writer.py` with a function that plans the files, and list it in
-`portable.converters.options.WRITERS`.
+To add a format, write a module `converters/writers/<name>_writer.py` with a function that plans the output
+files, and list the function in `portable.converters.options.WRITERS`.
 """
 
 from __future__ import annotations
@@ -139,5 +139,17 @@ def write_safetensors(
 def write_dcp(
     checkpoint: Checkpoint, out: str | AnyPath, **options: Unpack[CheckpointWriterOptions]
 ) -> ConversionPlan:
-    """`write_checkpoint` for torch.distributed.checkpoint: `.metadata` and `__0_<i>.distcp`."""
+    """Write a checkpoint in the format of torch.distributed.checkpoint: `.metadata` and `__0_<i>.distcp`.
+
+    Args:
+        checkpoint: Checkpoint to write.
+        out: Path or URL of the output folder.
+        options: Keyword arguments of `write_checkpoint`.
+
+    Returns:
+        The executed plan.
+
+    Raises:
+        CheckpointError: If the checkpoint cannot be written, see `write_checkpoint`.
+    """
     return write_checkpoint(checkpoint, out, "dcp", **options)

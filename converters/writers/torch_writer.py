@@ -1,8 +1,8 @@
-"""Write a checkpoint as one `torch.save` state dict, without torch.
+"""Writer of a state dict in the format of `torch.save`, without torch.
 
-`pytorch_model.bin` is the model's state dict, tied aliases included, which share their storage.
-`optimizer.pt` is `optimizer.state_dict()`: parameters numbered group by group, with their names in
-`param_names`. Both open with `torch.load(weights_only=True)`.
+`pytorch_model.bin` is the state dict of the model. It includes the aliases of tied tensors, which share their
+storage. `optimizer.pt` is `optimizer.state_dict()`: the parameters are numbered group by group, and
+`param_names` contains their names. `torch.load(weights_only=True)` opens both files.
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ MODEL, OPTIMIZER = "pytorch_model.bin", "optimizer.pt"
 
 
 def plan_torch(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
-    """The plan of `--to torch`; there is one file for the model, whatever `max_shard_size`.
+    """Plan the output of `--to torch`. The model is one file, regardless of `max_shard_size`.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        choices: Options for the content of the output.
+
+    Returns:
+        The plan.
 
     Raises:
-        CheckpointError: there are no tensors, or no optimizer state where it is asked for.
+        CheckpointError: If the checkpoint has no tensors, or no optimizer state although it is requested.
     """
     entries = list_model_entries(checkpoint, choices.dtype)
     state = {entry.name: entry for entry in entries}
@@ -49,7 +56,7 @@ def plan_torch(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPla
 
 
 def _build_optimizer_state_dict(optimizer: OptimizerState, root: AnyPath) -> dict[str, Any]:
-    """`optimizer.state_dict()`, with entries for tensors."""
+    """Build `optimizer.state_dict()` with an `OutputTensor` for each tensor."""
     groups = convert_param_groups_to_plain(optimizer)
     names = [name for group in groups for name in group.get("params", [])]
     numbers = {name: number for number, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""torch.save files written without torch.
+"""Writer of torch.save archives, without torch.
 
 Source: torch/serialization.py, caffe2/serialize/inline_container.cc, APPNOTE.TXT, PEP 307 (protocol 2).
 """
@@ -30,7 +30,7 @@ _DESCRIPTOR = struct.Struct("<4sL2Q")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
-# Sizes and CRC follow the data (bit 3), names are UTF-8 (bit 11), as written by torch.
+# The sizes and the CRC follow the data (bit 3), and names are UTF-8 (bit 11), as in the files of torch.
 _FLAGS = 0x0808
 _ARCHIVE = "archive"
 _ALIGNED = 64
@@ -38,7 +38,7 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class PickledGlobal:
-    """A global, pickled by name: a class, function or dtype."""
+    """Class, function, or dtype that is pickled by its name."""
 
     module: str
     name: str
@@ -46,15 +46,15 @@ class PickledGlobal:
 
 @dataclass(frozen=True)
 class PickledCall:
-    """A call of a function or class, run when the pickle is loaded."""
+    """Call of a function or class that is executed when the pickle is loaded."""
 
     function: PickledGlobal
     args: tuple[Any, ...]
 
 
-@dataclass(frozen=True, eq=False)  # a dict key by identity
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that it can be a dict key
 class PickledObject:
-    """An object of a class, constructed without arguments, and its state."""
+    """Object of a class that is constructed without arguments, and its state."""
 
     kind: PickledGlobal
     state: Any
@@ -62,24 +62,44 @@ class PickledObject:
 
 @dataclass(frozen=True)
 class PickledPersistentId:
-    """A persistent id, by which torch.save references a storage."""
+    """Persistent ID, by which torch.save refers to a storage."""
 
     value: tuple[Any, ...]
 
 
 PickleMemo = dict["Hashable", bytes]
-"""Maps a string, a `PickledGlobal` or another key to the opcode that fetches its value."""
+"""Opcodes that fetch memoized values, keyed by string, by `PickledGlobal`, or by another key."""
 
 
 def encode_pickle(value: Any) -> bytes:
-    """A protocol 2 pickle of plain containers and the objects above; TypeError for anything else."""
+    """Encode a value as a pickle of protocol 2.
+
+    Args:
+        value: Plain containers, strings, numbers, and instances of the classes above.
+
+    Returns:
+        The pickle.
+
+    Raises:
+        TypeError: If the value contains an object of any other type.
+    """
     out = bytearray(b"\x80\x02")
     append_pickled(value, out, {})
     return bytes(out + b".")
 
 
 def append_pickled(value: Any, out: bytearray, memo: PickleMemo) -> None:
-    """Append what makes `value`; names and strings that came before are fetched from the memo."""
+    """Append the opcodes that create a value.
+
+    Args:
+        value: Value to pickle.
+        out: Pickle to extend.
+        memo: Memo of the pickle. Strings and globals that it contains are fetched from it, and new ones are
+            added.
+
+    Raises:
+        TypeError: If the value contains an object of an unsupported type.
+    """
     if value is None:
         out += b"N"
     elif value is True or value is False:
@@ -128,7 +148,13 @@ def append_pickled(value: Any, out: bytearray, memo: PickleMemo) -> None:
 
 
 def append_memo_put(key: Hashable, out: bytearray, memo: PickleMemo) -> None:
-    """Append the opcode that stores the value on top of the stack, which `memo[key]` fetches again."""
+    """Append the opcode that stores the top of the stack in the memo.
+
+    Args:
+        key: Key in `memo`, under which the opcode that fetches the value is stored.
+        out: Pickle to extend.
+        memo: Memo of the pickle.
+    """
     number = len(memo)
     short = number < 256
     position = bytes([number]) if short else struct.pack("<L", number)
@@ -137,12 +163,12 @@ def append_memo_put(key: Hashable, out: bytearray, memo: PickleMemo) -> None:
 
 
 def build_torch_size(shape: tuple[int, ...]) -> PickledCall:
-    """A `torch.Size`."""
+    """Build the call that creates a `torch.Size`."""
     return PickledCall(PickledGlobal("torch", "Size"), (shape,))
 
 
 class _NumberedEntry(NamedTuple):
-    """A tensor and the number of its storage in the archive."""
+    """Tensor, and the number of its storage in the archive."""
 
     number: int
     entry: OutputTensor
@@ -163,15 +189,18 @@ class _TensorMember(NamedTuple):
 
 
 def plan_torch_file(value: Any) -> list[FilePart]:
-    """A complete torch.save file, as parts of a planned file.
+    """Plan a torch.save file.
+
+    If there are several tensors, the zip directory at the end is written last, and the data of each tensor is
+    aligned to 64 bytes, as in the files of torch. With a single tensor, neither is done, so that the parts
+    can also be embedded in a larger file.
 
     Args:
-        value: plain containers, the objects above, and an `OutputTensor` for each tensor. One that occurs
-        twice is
-            written once, as two tensors that share their storage.
+        value: Plain containers, instances of the classes above, and an `OutputTensor` for each tensor. An
+            `OutputTensor` that occurs twice is written once, as two tensors that share their storage.
 
-    With several tensors the directory at the end is written late, and each tensor begins at a multiple of 64
-    bytes, as torch writes them; with one it is not, so that the parts may lie within a larger file.
+    Returns:
+        The parts of the file.
     """
     entries: dict[int, _NumberedEntry] = {}
     pickled = encode_pickle(_replace_tensors_by_calls(value, entries))
@@ -210,7 +239,15 @@ def plan_torch_file(value: Any) -> list[FilePart]:
 
 
 def reopen_tensors(values: Mapping[str, Any], folder: AnyPath) -> dict[str, Tensor]:
-    """The tensors of files that were written, by the names of the entries in what was to be saved in each."""
+    """Open the tensors of written torch.save files.
+
+    Args:
+        values: Values that were planned with `plan_torch_file`, keyed by file name.
+        folder: Folder or URL that contains the files.
+
+    Returns:
+        The tensors, keyed by `OutputTensor.name`.
+    """
     written, tensors = CheckpointFolder(folder), dict[str, Tensor]()
     pending = [(value, TorchZip(written.get_file(name)).load_object()) for name, value in values.items()]
     while pending:
@@ -224,15 +261,17 @@ def reopen_tensors(values: Mapping[str, Any], folder: AnyPath) -> dict[str, Tens
 
 
 def _record_crc_and_build_descriptor(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
-    """The descriptor behind a tensor; keeps its CRC32 for the directory."""
+    """Build the data descriptor after a tensor, and record the CRC32 of the tensor for the directory."""
     crcs[number] = crc
     return _build_descriptor(crc, nbytes)
 
 
 def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) -> Any:
-    """`value` with the call that rebuilds it for each tensor.
+    """Replace each tensor of a nested value by the call that rebuilds it.
 
-    `entries` receives each tensor once, by `id`: its number and itself.
+    Args:
+        value: Nested value.
+        entries: Dict that collects each tensor and its number, keyed by `id`.
     """
     if isinstance(value, OutputTensor):
         number, _ = entries.setdefault(id(value), _NumberedEntry(len(entries), value))
@@ -245,6 +284,7 @@ def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) ->
 
 
 def _build_tensor_call(entry: OutputTensor, number: int) -> PickledCall:
+    """Build the call of torch that creates a tensor on a storage of the archive."""
     width = get_itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
     kind = PickledGlobal("torch", storage) if storage else PickledGlobal("torch.storage", "UntypedStorage")
@@ -264,9 +304,15 @@ def _build_descriptor(crc: int, nbytes: int) -> bytes:
 
 
 def _build_local_header(name: str, align_from: int | None = None) -> bytes:
-    """The header of a member; padded, for one at byte `align_from` of the file, to where its data is aligned."""
+    """Build the header before the data of a member.
+
+    Args:
+        name: Name of the member, without the folder of the archive.
+        align_from: Position of the header in the file, to pad it so that the data is aligned. None for no
+            padding.
+    """
     path = f"{_ARCHIVE}/{name}".encode()
-    # The zip64 field makes the sizes in the data descriptor 64 bits wide.
+    # With the zip64 field, the sizes in the data descriptor are 64 bits wide.
     extra = struct.pack("<2H2Q", 1, 16, 0, 0)
     if align_from is not None:
         bare = align_from + _LOCAL.size + len(path) + len(extra) + 4
@@ -277,6 +323,7 @@ def _build_local_header(name: str, align_from: int | None = None) -> bytes:
 
 
 def _build_central_header(name: str, crc: int, nbytes: int, header_offset: int) -> bytes:
+    """Build the entry of a member in the zip directory."""
     path = f"{_ARCHIVE}/{name}".encode()
     wide = [value for value in (nbytes, nbytes, header_offset) if value >= 0xFFFFFFFF]
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
@@ -286,6 +333,7 @@ def _build_central_header(name: str, crc: int, nbytes: int, header_offset: int) 
 
 
 def _build_end_record(num_members: int, directory_nbytes: int, directory_offset: int) -> bytes:
+    """Build the end of the archive: the zip64 record, its locator, and the end record of the directory."""
     wide = _END64.pack(
         b"PK\6\6", 44, 45, 45, 0, 0, num_members, num_members, directory_nbytes, directory_offset
     )

@@ -1,11 +1,11 @@
-"""Write a checkpoint as a DeepSpeed universal checkpoint, which ZeRO 1 to 3 load at any world size.
+"""Writer of DeepSpeed universal checkpoints, which ZeRO 1 to 3 load at any world size.
 
-`zero/<parameter>/` holds the fp32 master and each moment, `zero/optimizer_state.pt` the groups. The model
-states are there twice, under the names that stages 1 and 2 and stage 3 look for. `latest_universal` names the
-folder.
+`zero/<parameter>/` contains the fp32 master weights and each moment, and `zero/optimizer_state.pt` contains
+the parameter groups. The model states are written twice, under the names that stages 1 and 2 and stage 3
+read. `latest_universal` contains the name of the folder.
 
-DeepSpeed's `load_checkpoint` with `checkpoint: {load_universal: true}` restores the parameters that the
-optimizer has, its state and the counters. It restores neither buffers nor frozen parameters.
+`load_checkpoint` of DeepSpeed with `checkpoint: {load_universal: true}` restores the parameters of the
+optimizer, its state, and the counters. It restores neither buffers nor frozen parameters.
 
 Source: deepspeed/checkpoint/ds_to_universal.py, universal_checkpoint.py; runtime/engine.py, zero/stage3.py.
 """
@@ -35,18 +35,27 @@ if TYPE_CHECKING:
     from portable.converters.checkpoint import Checkpoint, OptimizerState
 
 _MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-# DeepSpeed compares it with the versions whose layout differs; the layout here is that of this one.
+# Version of DeepSpeed whose layout is written. DeepSpeed compares it with versions that have another layout.
 _VERSION = "0.19.8"
 _STEP = "step"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
-    """The plan of `--to deepspeed-universal`: a few files for each parameter, whatever `max_shard_size`.
+    """Plan the output of `--to deepspeed-universal`: several files for each parameter.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        choices: Options for the content of the output. They must include the optimizer. `max_shard_size` has
+            no effect.
+
+    Returns:
+        The plan.
 
     Raises:
-        CheckpointError: the optimizer is not asked for, or there is none; a dtype other than keep or float32,
-            which the masters are; a name that no folder can have.
+        CheckpointError: If the optimizer state is not requested or does not exist, if the dtype is not keep
+            or float32, the dtype of the master weights, or if a parameter name cannot be the name of a
+            folder.
     """
     if not choices.optimizer:
         raise CommandError("--to deepspeed-universal: needs the optimizer, too; add --optimizer")
@@ -68,7 +77,7 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
         for state_name, value in optimizer.state.get(name, {}).items():
             is_scalar = not isinstance(value, Tensor) or not value.shape
             if state_name == _STEP or (is_scalar and master.shape):
-                # A number or a tensor, as the optimizer that wrote it counts in.
+                # Keep the type of the step, because some optimizers store a number and others a tensor.
                 saved_value = (
                     OutputTensor(f"{name}.{state_name}", value.dtype, value)
                     if isinstance(value, Tensor)
@@ -90,7 +99,7 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
     model_groups = [{name: model[name] for name in group} for group in group_names]
     trained = {name for group in group_names for name in group}
     rest = {name: entry for name, entry in model.items() if name not in trained}
-    # Stage 3 opens the second, and reads no tensors from it.
+    # Stage 3 opens the second file, but reads no tensors from it.
     for file, tensors in zip(_MODELS, (rest, {}), strict=True):
         values[f"{tag}/{file}"] = _build_model_states(checkpoint, model_groups, tensors, engine_step)
     files = tuple(PlannedFile(name, tuple(plan_torch_file(value))) for name, value in values.items())
@@ -104,6 +113,7 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
 def _check_param_groups(
     checkpoint: Checkpoint, group_names: list[list[str]], model: dict[str, OutputTensor]
 ) -> None:
+    """Check that the groups list each parameter once, and that parameter names can be names of folders."""
     location, names = checkpoint.root, [name for group in group_names for name in group]
     if not names or len(set(names)) != len(names):
         raise OptimizerStateError(f"{location}: its optimizer's groups do not list each parameter once")
@@ -115,7 +125,7 @@ def _check_param_groups(
 
 
 def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
-    """The step in the metadata, or the optimizer's where that is missing or behind it."""
+    """Return the recorded step, or the step of the optimizer if it is larger or no step is recorded."""
     recorded_step = checkpoint.metadata.get("step")
     step = next((values.get(_STEP) for values in optimizer.state.values()), 0)
     counted = int(step.read().item() if isinstance(step, Tensor) else step or 0)
@@ -125,7 +135,10 @@ def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
 def _build_optimizer_common_state(
     groups: list[dict[str, Any]], group_names: list[list[str]], step: Any
 ) -> dict[str, Any]:
-    """`optimizer_state.pt`: stages 1 and 2 read the top, stage 3 reads `optimizer_state_dict`."""
+    """Build `optimizer_state.pt`.
+
+    Stages 1 and 2 read its top level, and stage 3 reads `optimizer_state_dict`.
+    """
     indexed_groups = [{**group, "params": [i]} for i, group in enumerate(groups)]
     return {
         "zero_stage": 1,
@@ -139,6 +152,14 @@ def _build_optimizer_common_state(
 def _build_model_states(
     checkpoint: Checkpoint, groups: list[dict[str, OutputTensor]], rest: dict[str, OutputTensor], step: int
 ) -> dict[str, Any]:
+    """Build a file of model states.
+
+    Args:
+        checkpoint: Checkpoint with the counters.
+        groups: Tensors of each parameter group, keyed by name.
+        rest: Tensors that do not belong to the optimizer, which the file contains.
+        step: Step of the engine.
+    """
     counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}
     shapes = [
         {name: build_torch_size(entry.tensor.shape) for name, entry in group.items()} for group in groups

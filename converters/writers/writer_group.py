@@ -1,4 +1,4 @@
-"""Several processes that write one output, each its own files."""
+"""Group of processes that write one output together, each of them some of the files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WriterGroup(Protocol):
 def distribute_files(files: Sequence[PlannedFile], num_processes: int) -> list[list[PlannedFile]]:
     """Distribute files over processes so that each process writes about the same number of bytes.
 
-    Every process computes the same distribution.
+    All processes compute the same distribution.
 
     Args:
         files: Files to write.
@@ -80,7 +80,14 @@ def compute_plan_digest(plan: ConversionPlan) -> str:
 
 
 def check_equal_plan_digests(digests: Sequence[str]) -> None:
-    """Raise CheckpointError if a process has planned other files than process 0."""
+    """Check that all processes have planned the same files.
+
+    Args:
+        digests: Digest of the plan of each process.
+
+    Raises:
+        CheckpointError: If a digest differs from the digest of process 0.
+    """
     for number, digest in enumerate(digests):
         if digest != digests[0]:
             raise CheckpointError(

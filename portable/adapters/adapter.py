@@ -1,4 +1,8 @@
-"""Put an adapter into a model on the meta device, and say where its tensors' values come from."""
+"""The adapter of a run: peft's modules in a model on the meta device, and their initial values.
+
+:func:`inject_adapter` changes the model and returns an :class:`Adapter`. The adapter then maps names between
+the base model, the live model and peft's files.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +77,11 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class _SourceAdapter(NamedTuple):
-    """The adapter from which a run starts.
+    """The adapter from which a run starts, ``adapter.name_or_path``.
 
     Attributes:
-        folder: Folder of the adapter.
-        adapter: The adapter.
+        folder: Folder of the adapter, on this machine.
+        adapter: The adapter in the folder, read lazily.
         base_keys: Keys in its file of the tensors that the base model has as well.
     """
 
@@ -87,12 +91,25 @@ class _SourceAdapter(NamedTuple):
 
 
 class Adapter:
-    """The adapter of a run, and the frozen model around it.
+    """The adapter of a run, and the names of its tensors in the live model, the base model and peft's files.
+
+    Use :func:`inject_adapter` to create one.
+
+    Args:
+        run: Config of the run.
+        config: peft's config of the adapter.
+        blueprint: Initial weights of the base model.
+        model: The model with the adapter, on the meta device.
+        names: Names in the base model of the tensors that the base model provides, keyed by their names in
+            ``model``.
+        grown: Whether the vocabulary is larger than the vocabulary of the base model.
 
     Attributes:
-        config: peft's.
-        blueprint: the base model as it was before, on the meta device.
-        grown_vocab_size: of the embedding, if tokens were added to the base's; otherwise None.
+        config: peft's config of the adapter.
+        blueprint: Initial weights of the base model, recorded on the meta device before peft changed the
+            model.
+        grown_vocab_size: New number of rows of the embedding if tokens were added to the base model,
+            otherwise None.
         notes: One line for each reason why ``all-linear`` excludes modules.
     """
 
@@ -119,10 +136,13 @@ class Adapter:
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     def quantize_frozen_layers(self, model: PreTrainedModel) -> None:
-        """Quantize the frozen linear layers of ``model``, as ``adapter.base`` says.
+        """Quantize the frozen linear layers of ``model`` to the format ``adapter.base``.
+
+        The model is still on the meta device. :meth:`map_base_weights` quantizes the values when they are
+        read.
 
         Raises:
-            UserError: if it has none, or bitsandbytes is not installed.
+            UserError: If the model has no frozen linear layers, or if bitsandbytes is not installed.
         """
         import_bitsandbytes()
         kind, compute = self._run.adapter.base, COMPUTE_DTYPES.get(self._run.precision, torch.float32)
@@ -135,10 +155,17 @@ class Adapter:
         )
 
     def map_base_weights(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Weights of the base model under the names of the model with the adapter.
+        """Map weights of the base model to the names of the model with the adapter.
 
-        A module that is trained in full starts from the base's values. What else of the adapter depends on
-        them, DoRA's lengths, is added.
+        A module in ``modules_to_save`` starts from the values of the base model. Unless the run starts from
+        another adapter, the result also contains the tensors of the adapter that are computed from base
+        weights: DoRA's magnitudes and the rows of trained tokens.
+
+        Args:
+            weights: Weights of the base model, keyed by their names in the base model. They are read lazily.
+
+        Returns:
+            Weights keyed by their names in the model with the adapter.
         """
         base_weights = {name: weights[base] for name, base in self._base_names.items() if base in weights}
         for name, layer in self._quantized_layers.items():
@@ -151,12 +178,16 @@ class Adapter:
         return base_weights
 
     def check_missing_base_weights(self, missing: Sequence[str]) -> None:
-        """Raise UserError for weights that the base model's files lack and the adapter would not hold.
+        """Check that the adapter saves all weights that the files of the base model lack.
 
-        They would be random here, and again where the adapter is loaded.
+        Any other missing weight would be random in this run, and would have other random values when the
+        adapter is loaded.
 
         Args:
-            missing: their names in the base model.
+            missing: Names of the missing weights in the base model.
+
+        Raises:
+            UserError: If the adapter would not save one of the weights.
         """
         stored_names = {base for name, base in self._base_names.items() if name in self._saved_names}
         lost_names = [
@@ -173,16 +204,17 @@ class Adapter:
             )
 
     def get_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
-        """The adapter's own values at the start, by parameter name.
+        """Return the initial values of the tensors that the adapter adds, keyed by parameter name.
 
-        They depend on the seed and the name only, and are those that peft gives the layer after
-        ``torch.manual_seed``; or they are those of ``adapter.name_or_path``.
+        Without ``adapter.name_or_path``, they depend only on the seed and the name, and equal the values with
+        which peft initializes the layer after ``torch.manual_seed``. Otherwise they are the values of that
+        adapter.
 
         Args:
-            base_weights: the weights in the files of the base model, by its names.
+            base_weights: Weights in the files of the base model, keyed by their names in the base model.
 
         Raises:
-            UserError: if that adapter cannot be read or does not fit.
+            UserError: If the adapter ``adapter.name_or_path`` cannot be read or does not fit the model.
         """
         return (
             self._initial
@@ -192,7 +224,10 @@ class Adapter:
 
     @cached_property
     def _source_adapter(self) -> _SourceAdapter:
-        """The adapter ``adapter.name_or_path``, whose headers were checked against the model."""
+        """The adapter ``adapter.name_or_path``.
+
+        The first access reads its headers and compares them with the model.
+        """
         folder = resolve_adapter_folder(str(self._run.adapter.name_or_path))
         try:
             stored_adapter = find_adapter(open_checkpoint(find_adapter_weights(folder)))
@@ -206,7 +241,7 @@ class Adapter:
         tensors = stored_adapter.checkpoint.tensors
         missing_keys = sorted(self._saved_names.values() - tensors.keys())
         unknown_keys = sorted(tensors.keys() - self._saved_names.values())
-        # peft also saves an adapted embedding or head itself, since its rows may have been resized.
+        # peft also saves an adapted embedding or head itself, because its rows may have been resized.
         of_base = [
             key for key in unknown_keys if parse_replaced_name(key).replaced_name in self._base_names.values()
         ]
@@ -226,15 +261,16 @@ class Adapter:
         return _SourceAdapter(folder, stored_adapter, of_base)
 
     def check_source_adapter(self) -> None:
-        """Check ``adapter.name_or_path``, if there is one, before memory is taken; reads headers.
+        """Check the headers of ``adapter.name_or_path``, if it is set, before memory is allocated.
 
         Raises:
-            UserError: if it cannot be read or does not fit.
+            UserError: If the adapter cannot be read or does not fit the model.
         """
         if self._run.adapter.name_or_path is not None:
             assert self._source_adapter
 
     def _read_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+        """Return the source adapter's tensors, after a check that they are finite and fit the base model."""
         folder, stored_adapter, of_base = self._source_adapter
         try:
             stored_adapter.digest  # noqa: B018  (refuses NaN and infinity, and what is damaged)
@@ -257,12 +293,12 @@ class Adapter:
 
     @property
     def saved_names(self) -> list[str]:
-        """The names of the trained tensors in peft's files, in the model's order."""
+        """Names of the trained tensors in peft's files, in the order of the model."""
         return list(self._saved_names.values())
 
     @property
     def largest_rank(self) -> int:
-        """Largest LoRA rank. peft doubles the rank of a stacked gate and up projection."""
+        """Largest LoRA rank of any module. peft doubles the rank of a stacked gate and up projection."""
         ranks: list[int] = [self.config.r, *self.config.rank_pattern.values()]
         return max(ranks)
 
@@ -272,10 +308,17 @@ class Adapter:
         return any(".base_layer.lora_" in name for name in self.saved_names)  # peft nests the wrappers
 
     def map_foreign_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Another program's checkpoint of this adapter under the names of the model.
+        """Map a checkpoint of this adapter that another program wrote to the names of the live model.
+
+        Args:
+            checkpoint: Checkpoint of any format, for example of TRL's trainer.
+
+        Returns:
+            The adapter's tensors and optimizer state, which are read lazily.
 
         Raises:
-            UserError: if it holds no adapter, or one with other settings.
+            UserError: If the checkpoint does not contain an adapter, or contains an adapter with other
+                settings.
         """
         try:
             stored_adapter = find_adapter(checkpoint)
@@ -330,7 +373,10 @@ class Adapter:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree in to be one of this adapter, as plain JSON values."""
+        """Settings of the adapter and a fingerprint of the base model, as JSON values.
+
+        A checkpoint records them. :meth:`check_stored_identity` compares them when a run resumes.
+        """
         values = to_peft_document(self.config)
         for name in ("base_model_name_or_path", "revision", "peft_version", "inference_mode"):
             values.pop(name, None)
@@ -339,10 +385,12 @@ class Adapter:
 
     @cached_property
     def base_checkpoint(self) -> Checkpoint | None:
-        """The files of the base model; None if it starts from random weights, which follow from the seed.
+        """Files of the base model, or None if the base model starts from random weights.
+
+        Random weights depend only on the seed, so they need no files.
 
         Raises:
-            UserError: if they cannot be read.
+            UserError: If the files cannot be read.
         """
         settings = self._run.model
         if settings.from_scratch:
@@ -350,12 +398,21 @@ class Adapter:
         return open_pretrained_checkpoint(settings, "bfloat16")
 
     def write_config(self, folder: Path) -> None:
-        """Write ``adapter_config.json`` as peft does."""
+        """Write ``adapter_config.json`` to ``folder`` in peft's format."""
         text = json.dumps(to_peft_document(self.config), indent=2, sort_keys=True)
         write_durably(folder / CONFIG_FILE, text + "\n")
 
     def check_stored_identity(self, stored_identity: Any, source: object) -> None:
-        """Raise UserError unless the checkpoint ``source``, which holds the identity ``stored_identity``, fits."""
+        """Check that a checkpoint belongs to this adapter and its base model.
+
+        Args:
+            stored_identity: The :attr:`identity` that the checkpoint recorded.
+            source: Path of the checkpoint, used in error messages.
+
+        Raises:
+            UserError: If the checkpoint is not a checkpoint of an adapter, or if the base model or a setting
+                differs.
+        """
         require(
             isinstance(stored_identity, dict),
             f"checkpoint.resume: {source} is no checkpoint of an adapter; choose another output_dir",
@@ -384,7 +441,7 @@ class Adapter:
 
 
 def build_training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
-    """The model that a run trains, on the meta device: with its adapter, if it has one."""
+    """Build the model that a run trains, with its adapter if it has one, on the meta device."""
     model = models.build_and_freeze_model(model_config, config)
     if config.adapter.type is not None:
         inject_adapter(model, model_config, config)
@@ -397,16 +454,23 @@ def inject_adapter(
     config: RunConfig,
     grown_from: int | None = None,
 ) -> Adapter:
-    """Freeze ``model``, on the meta device, and put the run's adapter into it.
+    """Inject the run's adapter into a model on the meta device, and freeze the other weights.
 
-    The model stays the transformers model itself. Frozen weights get the dtype ``adapter.base``, except those
-    that transformers keeps in fp32; trained ones are fp32.
+    peft replaces the adapted modules, and the model keeps its transformers class. Trained weights are fp32.
+    Frozen weights get the dtype ``adapter.base``, except the weights that transformers keeps in fp32.
 
     Args:
-        grown_from: see :func:`portable.model.pretrained.load_pretrained_weights`.
+        model: The base model on the meta device.
+        model_config: Config of the base model.
+        config: Config of the run.
+        grown_from: Rows of the vocabulary before tokens were added; see
+            :func:`portable.model.pretrained.load_pretrained_weights`.
+
+    Returns:
+        The adapter, which maps names and provides initial values.
 
     Raises:
-        UserError: for an adapter that the model cannot have.
+        UserError: If the model cannot have the adapter.
     """
     from portable.private.peft_internals import is_dora_magnitude_layer, peft, use_pattern_matcher
 
@@ -420,7 +484,7 @@ def inject_adapter(
     blueprint = InitialWeights.from_model(model, config.model.function)
     base_names_by_id = {id(tensor): name for name, tensor in get_state_tensors(model).items()}
     try:
-        # On the meta device from the start: peft only moves its tensors there, whatever their size.
+        # Create the tensors on the meta device. Otherwise peft would first allocate them on the CPU.
         with _ignore_peft_warnings(), use_pattern_matcher(matcher), torch.device("meta"):
             peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
@@ -446,7 +510,7 @@ def inject_adapter(
 
 
 def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor) -> bool:
-    """Whether two tensors have the same values; a few of their rows are in memory at a time."""
+    """Return whether a stored tensor has the values of a base weight, reading a few rows at a time."""
     if (
         base_weight is None
         or tuple(base_weight.shape) != tuple(stored.shape)
@@ -464,9 +528,10 @@ def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor)
 
 
 def _compute_lora_update(**layers: Any) -> Tensor:
-    """What DoRA adds to a weight. peft takes a unit matrix through both layers, to run hooks of FSDP1.
+    """Compute the product of the LoRA factors that DoRA adds to a weight.
 
-    The unit matrix, of the layer's inputs, can be larger than the layer.
+    This function replaces peft's method, which multiplies a unit matrix by both layers so that hooks of FSDP1
+    run. The unit matrix ``[inputs, inputs]`` can be larger than the layer.
     """
     product: Tensor = layers["lora_B"].weight @ layers["lora_A"].weight
     return product
@@ -474,17 +539,20 @@ def _compute_lora_update(**layers: Any) -> Tensor:
 
 @contextmanager
 def _ignore_peft_warnings() -> Iterator[None]:
-    """Without peft's warnings: about what is checked here, or about settings that it then corrects."""
+    """Suppress peft's warnings.
+
+    They are about settings that are checked here, or that are corrected afterward.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-# -- what is adapted -----------------------------------------------------------------------------------------
+# -- adapted modules -----------------------------------------------------------------------------------------
 
 
 def _list_head_modules(model: PreTrainedModel) -> list[str]:
-    """The modules outside the base model: what a classifier has that its checkpoint may not have."""
+    """List the modules outside the base model, such as a classifier's head, which its checkpoint may lack."""
     names = [
         name
         for name, module in model.named_children()
@@ -501,10 +569,13 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
     Args:
         model: The model on the meta device.
         settings: peft's config.
-        config: The config of the run.
+        config: Config of the run.
 
     Returns:
         Notes for the user about the excluded modules.
+
+    Raises:
+        UserError: If no module is left to adapt.
     """
     from portable.private.peft_internals import find_renamed_tensors, is_target_module_rejected
 
@@ -531,7 +602,7 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
             f"adapter.target_modules: all-linear excludes {shown}, because text does not reach these "
             "modules; list module names in adapter.target_modules to adapt them"
         )
-    head = model.get_output_embeddings()  # peft leaves it out of all-linear
+    head = model.get_output_embeddings()  # peft excludes the head from all-linear
     candidates = [
         name for name in linear if f"{name}.weight" not in unreached and model.get_submodule(name) is not head
     ]
@@ -587,7 +658,8 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
     if patterns:
         settings.exclude_modules = "|".join(patterns)
     if any(name.rpartition(".")[2].isdigit() for name in linear) and config.adapter.layers is None:
-        # peft would adapt every module with the same last component, such as a layer with this number.
+        # List full names. Otherwise peft would adapt every module with the same last component, which is
+        # only the number of a layer here.
         excludes = re.compile(settings.exclude_modules or "$^").fullmatch
         settings.target_modules = {
             name for name in linear if not excludes(name) and model.get_submodule(name) is not head
@@ -604,7 +676,7 @@ def _has_linear_output(module: Any) -> bool:
     try:
         with torch.no_grad():
             output = module(inputs)
-    except Exception:  # a module of another kind may raise any exception
+    except Exception:  # an unknown module may raise any exception
         return False
     return isinstance(output, torch.Tensor) and output.shape == (1, 2, module.out_features)
 
@@ -612,7 +684,7 @@ def _has_linear_output(module: Any) -> bool:
 def _find_tied_weights(model: PreTrainedModel) -> set[str]:
     """Return the names of the parameters that are tied to a parameter of another kind of module.
 
-    The layers of Zamba that share one module are of the same kind: each has its own adapter.
+    The layers of Zamba that share one module are of the same kind: each has a separate adapter.
     """
     groups = [{first, *others} for first, others in map_tied_names(model).items() if others]
     return {
@@ -621,12 +693,12 @@ def _find_tied_weights(model: PreTrainedModel) -> set[str]:
 
 
 def _build_name_pattern(part: str) -> str:
-    """Build a regular expression for a name that ``summarize_parameter_names`` returns."""
+    """Build a regular expression for a name that ``summarize_parameters`` returns."""
     return re.escape(part).replace(r"\*", r"\d+")
 
 
 def _contains_any(part: str, names: list[str]) -> bool:
-    """Return whether one of the parameters belongs to a module from ``summarize_parameter_names``."""
+    """Return whether a module from ``summarize_parameters`` contains one of the parameters."""
     pattern = re.compile(_build_name_pattern(part) + r"(\..*)?")
     return any(pattern.fullmatch(name) for name in names)
 
@@ -650,11 +722,15 @@ def _mark_unreached_with_adapters(model: PreTrainedModel, base_names: Mapping[st
 def _resolve_target_names(
     model: PreTrainedModel, settings: Any, run_config: RunConfig, matcher: PatternMatcher
 ) -> None:
-    """Check the names in ``settings``, and write out what peft would take another way or not at all.
+    """Check the names in ``settings``, and expand ``all-linear`` if ``adapter.layers`` is set.
+
+    Changes ``target_modules`` and ``exclude_modules`` of ``settings`` in that case, because peft accepts
+    layer numbers only together with a list of names.
 
     Raises:
-        UserError: for a name that matches nothing, with the nearest that the model has. Those in a file of
-            peft's may, as lists in it are often for several models; but not all of a list of targets.
+        UserError: If a name matches nothing; the message suggests similar names. Some names of a file in
+            peft's format may match nothing, because such lists are often written for several models, but at
+            least one target must match.
     """
     layers = run_config.adapter.layers
     in_peft_format = run_config.adapter.name_or_path is not None or run_config.adapter.config is not None
@@ -662,7 +738,7 @@ def _resolve_target_names(
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
     targets = settings.target_modules
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        if layers is not None:  # peft takes their numbers only beside names
+        if layers is not None:  # peft accepts layer numbers only together with a list of names
             excluded = re.compile(settings.exclude_modules or "$^")
             settings.target_modules = {
                 name for name in linear if _parse_layer_index(name) in layers and not excluded.fullmatch(name)
@@ -716,6 +792,7 @@ def _resolve_target_names(
 
 
 def _parse_layer_index(name: str) -> int | None:
+    """Parse the layer number in a module name such as ``model.layers.3.mlp``; None without a layer."""
     match = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
     return None if match is None else int(match[1])
 
@@ -728,6 +805,15 @@ def _check_names_exist(
     *,
     any_match_suffices: bool = False,
 ) -> None:
+    """Raise UserError if a requested name is not the end of any module name.
+
+    Args:
+        key: Setting of ``adapter`` with the names, used in error messages.
+        requested_names: Names to check.
+        module_names: Full names in the model.
+        suggested: Names from which the message suggests alternatives.
+        any_match_suffices: Whether some names may match nothing, if at least one of them matches.
+    """
     missing_names = [
         name
         for name in sorted(requested_names)
@@ -747,17 +833,19 @@ def _check_names_exist(
 
 
 def _list_last_components(names: list[str]) -> list[str]:
+    """List the distinct last components of module names, sorted."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _format_last_components(names: list[str]) -> str:
+    """Format the last components of module names for an error message."""
     tails = _list_last_components(names)
     more = f" and {len(tails) - _MAX_SHOWN} more" if len(tails) > _MAX_SHOWN else ""
     return ", ".join(tails[:_MAX_SHOWN]) + more
 
 
 def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternMatcher) -> None:
-    """Raise UserError if something trained would come apart from what it is tied to."""
+    """Raise UserError if training would separate a weight from the weight that it is tied to."""
     tied = {name: others for name, others in map_tied_names(model).items() if others}
     tied_modules = {n.rpartition(".")[0] for first, others in tied.items() for n in (first, *others)}
     for name in sorted(settings.modules_to_save or ()):
@@ -786,17 +874,24 @@ def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternM
 
 
 def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: int | None) -> None:
-    """Check the tokens whose rows are trained, and put the rows in without a wait for the device.
+    """Check ``trainable_token_indices``, and replace peft's lookup of the trained rows by a faster one.
+
+    peft copies the row indices to the device in each forward pass, which waits for the device.
+
+    Args:
+        model: The model with the adapter.
+        tied: Whether the model has tied weights.
+        num_base_rows: Rows of the vocabulary before ``data.added_tokens``, or None if no tokens were added.
 
     Raises:
-        UserError: for tokens that a table does not have or that are named twice, and if rows were added for
-            ``data.added_tokens`` which the adapter would not hold.
+        UserError: If a token is not in the vocabulary or is listed twice, or if the adapter would not save
+            the rows of added tokens.
     """
     trained: dict[str, list[int]] = {}
     layers: list[tuple[str, Any]] = [*model.named_modules()]
     for name, layer in layers:
         if hasattr(layer, "trainable_tokens_delta"):
-            layer.trainable_tokens_original = nn.ParameterDict()  # a second copy of the rows
+            layer.trainable_tokens_original = nn.ParameterDict()  # drop peft's second copy of the rows
             layer.get_merged_weights = _TableWithTrainedRows(layer)
             table, count = name.removesuffix(".token_adapter"), layer.base_layer.weight.shape[0]
             trained[table] = tokens = layer.token_indices[ADAPTER_NAME]
@@ -824,7 +919,10 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
 
 
 class _TableWithTrainedRows:
-    """The table of a module with its trained rows. peft sends their numbers to the device in each pass."""
+    """Replacement of ``get_merged_weights`` of peft's layer: the table with its trained rows.
+
+    Keeps the row indices on the device, because peft copies them there in each forward pass.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -846,11 +944,14 @@ class _TableWithTrainedRows:
 
 
 def _map_base_names(model: PreTrainedModel, base_names_by_id: Mapping[int, str]) -> dict[str, str]:
-    """For each tensor of ``model`` that starts from one of the base, the name of that one.
+    """Map the tensors of ``model`` that start from a base weight to the name of that weight.
 
     Args:
-        model: with its adapter; the base's tensors in it are the same objects as before.
-        base_names_by_id: their names, by identity.
+        model: The model with the adapter. It still contains the tensor objects of the base model.
+        base_names_by_id: Names of the tensors in the base model, keyed by ``id``.
+
+    Returns:
+        Names in the base model, keyed by the names in ``model``.
     """
     live = get_state_tensors(model)
     base_names = {
@@ -864,7 +965,7 @@ def _map_base_names(model: PreTrainedModel, base_names_by_id: Mapping[int, str])
 
 
 def _map_saved_names(model: PreTrainedModel) -> dict[str, str]:
-    """For each trained tensor its name in peft's files."""
+    """Map each trained tensor to its name in peft's files."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {name: (parse_adapter_name(name) or parse_replaced_name(name)).saved_name for name in trained}
 
@@ -873,6 +974,11 @@ def _map_saved_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
+    """Choose the dtype of the frozen weights from ``adapter.base`` and ``precision``.
+
+    Raises:
+        UserError: If the dtype is neither the compute dtype nor fp32.
+    """
     compute = COMPUTE_DTYPES.get(config.precision, torch.float32)
     dtype = {"auto": compute, **dict.fromkeys(QUANTIZATION_KINDS, compute), **COMPUTE_DTYPES}.get(
         config.adapter.base, torch.float32
@@ -886,7 +992,7 @@ def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
 
 
 def _cast_frozen_weights(model: PreTrainedModel, base_names: Mapping[str, str], dtype: torch.dtype) -> None:
-    """Cast what peft has frozen to ``dtype``, except what transformers keeps in fp32."""
+    """Cast the frozen weights to ``dtype``, except the weights that transformers keeps in fp32."""
     fp32_names = transformers_internals.list_fp32_name_parts(model, fp16=dtype == torch.float16)
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in fp32_names) or "$^")
     fp32_weights = {name for name in list_frozen_names(model) if pattern.search(base_names[name])}

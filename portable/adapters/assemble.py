@@ -1,4 +1,7 @@
-"""From a config and its data to the model on the meta device: one way for a run and all that looks at it."""
+"""Assembly of a run's model on the meta device from its config and its data.
+
+Training, ``--dry-run``, ``--show-data`` and the planner all use these functions, so they see the same model.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,13 @@ class AssembledModel(NamedTuple):
     """A model on the meta device, with its adapter."""
 
     model: PreTrainedModel
-    """As it is trained."""
+    """Model that the run trains, including the adapter."""
     adapter: Adapter | None
-    """In ``model``; None if all of it is trained."""
+    """Adapter in ``model``, or None if the run trains all weights."""
     grown_from: int | None
-    """The rows of its vocabulary before ``data.added_tokens``; None if it has not grown."""
+    """Rows of the vocabulary before ``data.added_tokens``, or None if no tokens were added."""
     replaced_tokens: list[str]
-    """The special tokens of a pretrained model that the tokenizer's replace, for the user."""
+    """Special tokens of a pretrained model that the tokenizer's replace, described for a note to the user."""
 
 
 def assemble_model(
@@ -51,18 +54,18 @@ def assemble_model(
     tokenizer: Any,
     data: RunData | DataSizes,
 ) -> AssembledModel:
-    """Build the model of a run for its data, with the rows, ids and adapter that it will have.
+    """Build the model of a run, with the vocabulary, special tokens and adapter that the run trains.
 
     Args:
-        config: of the run.
-        model_config: of the model; gets the vocabulary, the special tokens and what ``model.function``
-            changes, which are saved with the weights.
-        special_tokens: made of the two.
-        tokenizer: of the data; None while it is not here.
-        data: of the run, or what is known of it.
+        config: Config of the run.
+        model_config: Config of the model. This function sets the vocabulary size, the special tokens and the
+            changes of ``model.function`` in it, which are then saved with the weights.
+        special_tokens: Special tokens from ``model_config`` and ``config.model``.
+        tokenizer: Tokenizer of the data, or None if it is not on this machine.
+        data: Data of the run, or its sizes if the data is not opened.
 
     Raises:
-        UserError: for settings that do not fit the model, or a tokenizer that does not.
+        UserError: If a setting or the tokenizer does not fit the model.
     """
     if tokenizer is not None:
         special_tokens.replace_default_ids(tokenizer)
@@ -79,19 +82,23 @@ def assemble_model(
         from portable.adapters.adapter import inject_adapter
 
         adapter = inject_adapter(model, model_config, config, grown_from)
-    assign_parameter_groups(model, config.train)  # refuses patterns that do not fit
+    assign_parameter_groups(model, config.train)  # raises an error for patterns that do not fit the model
     if config.model.task == "causal-lm":
         check_causal_attention(model)
     check_custom_rotary_layers(model, config)
     if config.data.packing == "documents":
         check_document_separation(model, seq_len=config.data.seq_len)
     check_parallel_support(model, config)
-    # A new model has no special tokens to lose.
+    # A new model had no special tokens that the tokenizer could replace.
     return AssembledModel(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
 
 
 def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
-    """Raise UserError if the ranks or devices of a run cannot share the sequences or layers of ``model``."""
+    """Check that context-parallel and tensor-parallel ranks can share the sequences and layers of ``model``.
+
+    Raises:
+        UserError: If the model does not support one of them.
+    """
     if config.context_parallel_size > 1:
         from portable.model.context_parallel_support import check_context_parallel_support
 
@@ -103,21 +110,28 @@ def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 class InspectedRun(NamedTuple):
-    """The model of a run, and the sizes of its data."""
+    """The model of a run on the meta device, and the sizes of its data.
+
+    Attributes:
+        assembled: Model and adapter.
+        data: Sizes of the data that the files on this machine show.
+    """
 
     assembled: AssembledModel
     data: DataSizes
 
 
 def inspect_run(config: RunConfig) -> InspectedRun:
-    """Assemble the model of a run and inspect its data, without writing or downloading any data.
+    """Assemble the model of a run on the meta device, and inspect its data.
+
+    Does not write or download data. Used by ``--dry-run`` and the planner.
 
     Raises:
-        UserError: for what a run refuses.
+        UserError: If a run would refuse the config, the model or the data.
     """
     model_config = models.load_model_config(config.model)
     models.check_seq_len(model_config, config)
-    read_problem_type(model_config, config.model)  # refuses what a run refuses
+    read_problem_type(model_config, config.model)  # raises the errors that a run raises
     special_tokens = ModelSpecialTokens(model_config, config.model)
     data = inspect_data_sizes(
         config.data, task=config.model.task, **build_data_arguments(config, model_config)
@@ -128,7 +142,7 @@ def inspect_run(config: RunConfig) -> InspectedRun:
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Set the defaults that depend on the files of the adapter, the data and the model.
+    """Resolve the defaults that depend on the files of the adapter, the data and the model.
 
     Data is not downloaded. If the data is missing, ``data.format`` does not change.
 
@@ -144,12 +158,12 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
 
 
 class PlanInputs(NamedTuple):
-    """A resolved config and its model, for a plan.
+    """A resolved config and its model, from which a plan is computed.
 
     Attributes:
         config: The resolved config.
-        model: The model on the meta device.
-        sizes: The sizes of the data, or None if the data was not read.
+        model: Model on the meta device.
+        sizes: Sizes of the data, or None if the data was not read.
     """
 
     config: RunConfig
@@ -183,9 +197,13 @@ def resolve_and_build_model(config: RunConfig, *, with_data: bool = True) -> Pla
 
 
 def build_data_arguments(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
-    """What the model's settings and the loss say about the data, as arguments of ``build_data``.
+    """Build the arguments of ``build_data`` that depend on the model's config and the loss.
 
-    ``data.tokenizer: null`` means the pretrained model's tokenizer, or a new one of the model's size.
+    If ``data.tokenizer`` is null, ``build_data`` uses the tokenizer of the pretrained model, or trains a
+    tokenizer with the vocabulary size of a new model.
+
+    Returns:
+        Keyword arguments of ``build_data`` and ``inspect_data_sizes``.
     """
     return {
         "model_tokenizer": config.model.name_or_path,

@@ -1,4 +1,8 @@
-"""The values that an adapter starts with, computed layer by layer when they are read."""
+"""Initial values of an adapter, computed layer by layer when they are read.
+
+peft itself initializes each layer, on the CPU and with a seed that depends on the layer's name. So all ranks
+compute equal values, and no rank holds the values of all layers.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,16 @@ if TYPE_CHECKING:
     from portable.model.weight_sources import Index, ReadableTensor
 
 ADAPTER_NAME = "default"
-"""What peft calls the adapter inside a model; its files leave it out."""
+"""peft's name of the adapter in a live model. Files do not contain the name."""
 _BLOCK_ROWS = 1024
-"""Of a weight whose lengths are computed, in memory at a time."""
+"""Number of rows of a base weight that are in memory at a time while DoRA's magnitudes are computed."""
 
 
 class BaseDependentValue(NamedTuple):
     """A value of the adapter that is computed from a weight of the base model.
 
     Attributes:
-        value: Function of the weight: DoRA's magnitudes, or the rows of trained tokens.
+        value: DoRA's magnitudes or the rows of trained tokens, as a function of the weight.
         base_name: Name of the weight in the base model.
     """
 
@@ -40,7 +44,7 @@ class BaseDependentValue(NamedTuple):
 
 
 class InitialValues(NamedTuple):
-    """Initial values of an adapter, keyed by parameter name.
+    """Initial values of an adapter, keyed by parameter name. They are computed when they are read.
 
     Attributes:
         values: Values that do not depend on the base model.
@@ -54,14 +58,13 @@ class InitialValues(NamedTuple):
 def build_initial_values(
     model: nn.Module, config: Any, seed: int, base_names: Mapping[str, str]
 ) -> InitialValues:
-    """Describe the values that peft initializes in each of its layers, without computing them.
+    """Build the initial values that peft gives to each of its layers, without computing them yet.
 
     Args:
-        model: with its adapter, on the meta device.
-        config: peft's.
-        seed: of the run.
-        base_names: the base model's names of its tensors.
-
+        model: Model with the adapter, on the meta device.
+        config: peft's config.
+        seed: Seed of the run.
+        base_names: Names in the base model, keyed by the names in ``model``.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -94,9 +97,18 @@ def build_initial_values(
 
 
 class _DetachedPeftLayer:
-    """One of peft's layers without the module that it adapts; initialized by peft's own code."""
+    """Copy of one of peft's layers without the module that it adapts, which peft's code initializes.
 
-    # The layer that was computed last: its tensors are mostly read one after the other.
+    Args:
+        module: peft's layer in the model.
+        init: Kind of initialization, ``init_lora_weights`` of peft's config.
+        seed: Seed of this layer.
+
+    Attributes:
+        shapes: Shapes of the layer's parameters, keyed by their names in the layer.
+    """
+
+    # Cache of the last layer, because the tensors of a layer are usually read one after the other.
     _latest_values: tuple[_DetachedPeftLayer, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, module: Any, init: Any, seed: int) -> None:
@@ -105,14 +117,20 @@ class _DetachedPeftLayer:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._module.named_parameters()}
 
     def compute_all_values(self) -> dict[str, torch.Tensor]:
+        """Return the initial values of all parameters of the layer, keyed by name.
+
+        The last layer's values are cached.
+        """
         if _DetachedPeftLayer._latest_values is None or _DetachedPeftLayer._latest_values[0] is not self:
             _DetachedPeftLayer._latest_values = (self, self._initialize_on_cpu())
         return _DetachedPeftLayer._latest_values[1]
 
     def compute_value(self, name: str) -> torch.Tensor:
+        """Return the initial value of one parameter."""
         return self.compute_all_values()[name]
 
     def _initialize_on_cpu(self) -> dict[str, torch.Tensor]:
+        """Allocate the parameters on the CPU and initialize them with the layer's seed."""
         parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
         module = torch_internals.copy_with_submodules(self._module, parts)
         for child in parts.values():
@@ -125,11 +143,11 @@ class _DetachedPeftLayer:
 
 
 def _initialize_parameters(module: Any, init: Any) -> None:
-    """Initialize the parameters of one of peft's layers."""
+    """Initialize the parameters of one of peft's layers in place."""
     if hasattr(module, "reset_ia3_parameters"):
         module.reset_ia3_parameters(ADAPTER_NAME)
         return
-    for child in module.modules():  # what peft leaves as it was made
+    for child in module.modules():  # peft does not initialize these layers itself
         if isinstance(child, (nn.Linear, *CONVOLUTION_CLASSES)):
             child.reset_parameters()
     for holder in (module.lora_embedding_A, module.lora_embedding_B):
@@ -144,13 +162,13 @@ def _initialize_parameters(module: Any, init: Any) -> None:
 
 
 class _BaseLayerStub(nn.Module):
-    """In place of the module that is adapted: peft asks it for the dtype."""
+    """Stand-in for the adapted module, from which peft reads the dtype."""
 
     weight = torch.zeros(())
 
 
 def _copy_layer_without_base(module: Any) -> Any:
-    """A copy of one of peft's layers, on the meta device, around nothing."""
+    """Copy one of peft's layers on the meta device, with a stub for the adapted module."""
     children = {
         name: copy.deepcopy(child)
         for name, child in module.named_children()
@@ -160,13 +178,17 @@ def _copy_layer_without_base(module: Any) -> Any:
 
 
 class TrainedTokenRows:
-    """The rows of trained tokens at the start: those of the base."""
+    """The rows of trained tokens, which start from the rows of the base weight.
+
+    Args:
+        tokens: Token ids.
+    """
 
     def __init__(self, tokens: list[int]) -> None:
         self.token_indices = tokens
 
     def build_tensor(self, weight: ReadableTensor) -> ReadableTensor:
-        """Those of ``weight``, ``[tokens, hidden]``."""
+        """Read the rows from a base weight. Returns a tensor ``[tokens, hidden]``."""
         width = slice(0, weight.shape[1])
         return ComputedTensor.from_tensor(
             torch.cat(
@@ -176,22 +198,36 @@ class TrainedTokenRows:
 
 
 class DoraMagnitudes:
-    """DoRA's lengths at the start: of each output's row of the base weight plus what the adapter adds."""
+    """DoRA's initial magnitudes: the norm of each output's row in the base weight plus the LoRA update.
+
+    Args:
+        layer: Layer of the adapter, which computes the LoRA factors.
+        module: peft's layer in the model.
+    """
 
     def __init__(self, layer: _DetachedPeftLayer, module: Any) -> None:
         self._layer = layer
         self._scale = module.scaling[ADAPTER_NAME]
         self._is_embedding = bool(module.lora_embedding_A)
-        # Weights that are stored as [in, out], and tables, have their outputs along the second dim.
+        # Embeddings and weights that are stored as [inputs, outputs] have their outputs in dim 1.
         self._outputs_in_columns = self._is_embedding or bool(module.fan_in_fan_out)
         self.dtype = torch.float32
-        """Of the base weight in training."""
+        """Dtype of the base weight in training, to which the stored weight is rounded first."""
 
     def build_tensor(self, weight: ReadableTensor) -> _DoraMagnitudesTensor:
+        """Build the magnitudes of a base weight, which are computed when they are read."""
         return _DoraMagnitudesTensor(self, weight)
 
     def compute_magnitudes(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
-        """The lengths, fp32 ``[out]``; of a part of the outputs."""
+        """Compute the magnitudes of a base weight.
+
+        Args:
+            weight: The base weight.
+            rows: Range of outputs, or None for all outputs.
+
+        Returns:
+            Magnitudes, fp32 ``[outputs]``.
+        """
         layer_values = self._layer.compute_all_values()
         if self._is_embedding:
             down, up = (
@@ -220,16 +256,23 @@ class DoraMagnitudes:
 
 
 class _DoraMagnitudesTensor:
-    """A tensor of lengths, computed on reading."""
+    """A tensor of magnitudes that is computed when it is read.
+
+    Args:
+        lengths: Magnitudes as a function of the weight.
+        weight: Base weight.
+    """
 
     def __init__(self, lengths: DoraMagnitudes, weight: ReadableTensor) -> None:
         self._magnitudes, self._weight = lengths, weight
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the magnitudes, ``(outputs,)``."""
         return (self._weight.shape[1 if self._magnitudes._outputs_in_columns else 0],)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
+        """Compute the magnitudes, or a range of them if there is an index."""
         return to_numpy(
             self._magnitudes.compute_magnitudes(self._weight, None if index is None else index[0])
         )

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 def check_adapter_can_be_merged(adapter: Adapter) -> None:
     """Check that every tensor that the adapter changes is in the base model's files and can be changed.
 
+    Runs before training, because a run with ``checkpoint.export: merged`` would otherwise fail at its end.
     The check uses only names and shapes.
 
     Args:
-        adapter: The adapter.
+        adapter: Adapter of the run.
 
     Raises:
         UserError: If the base model lacks a parameter, or stores it in a format that cannot be changed.
@@ -45,7 +46,7 @@ def check_adapter_can_be_merged(adapter: Adapter) -> None:
 
 
 class _UnreadableBytes(InMemorySource):
-    """Placeholder for the bytes of a tensor of which only the shape is used."""
+    """Placeholder for the bytes of a tensor when only its shape is used."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(b"")

@@ -1,4 +1,8 @@
-"""The settings of an adapter: from the section ``adapter`` and a file in peft's format to peft's config."""
+"""Settings of an adapter: the section ``adapter``, files in peft's format, and peft's config.
+
+:func:`resolve_adapter_config` reads a file in peft's format into the section. :func:`build_peft_config` turns
+the section into peft's config.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-"""As peft names them; the first is preferred."""
+"""Names of the files to which peft saves the weights, the preferred name first."""
 _DOCUMENT_KEY = "adapter"
-"""The key of the parsed file among the documents of a config."""
+"""Key of the parsed ``adapter_config.json`` among the documents of a config."""
 _MAX_BYTES = 1 << 24
 
 PEFT_KEYS: dict[str, dict[str, str]] = {
@@ -46,7 +50,7 @@ PEFT_KEYS: dict[str, dict[str, str]] = {
     },
     "ia3": {"target_modules": "target_modules", "modules_to_save": "modules_to_save"},
 }
-"""For each type of adapter, what peft calls the settings of the section."""
+"""peft's names of the settings in the section ``adapter``, for each type of adapter."""
 
 _EXTRA_KEYS: dict[str, tuple[str, ...]] = {
     "lora": (
@@ -59,7 +63,7 @@ _EXTRA_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "ia3": ("exclude_modules", "fan_in_fan_out", "feedforward_modules"),
 }
-"""Keys of peft's files that the section has no name for."""
+"""Supported keys of peft's files for which the section has no setting."""
 
 _IGNORED_KEYS = (
     "peft_type",
@@ -71,14 +75,14 @@ _IGNORED_KEYS = (
     "inference_mode",
     "runtime_config",
     "megatron_core",
-    # Of kinds of initial values and quantization that are refused where they are used.
+    # Settings of initializations and quantizations that raise errors if they are used.
     "loftq_config",
     "eva_config",
     "corda_config",
     "lora_ga_config",
     "qalora_group_size",
 )
-"""Keys that change nothing in training."""
+"""Keys of peft's files that do not affect training."""
 
 _TARGET_TABLES: dict[str, dict[str, str]] = {
     "lora": {"target_modules": "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"},
@@ -87,7 +91,7 @@ _TARGET_TABLES: dict[str, dict[str, str]] = {
         "feedforward_modules": "TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING",
     },
 }
-"""The settings that peft finds by the type of the model where they are null, and its tables for them."""
+"""peft's tables of default modules by model type, for each setting that peft looks up if it is null."""
 
 _SUPPORTED_INITS = (True, False, "gaussian", "orthogonal")
 _PEFT_TASKS = {
@@ -99,12 +103,13 @@ _PEFT_TASKS = {
 
 
 def resolve_adapter_config(config: RunConfig) -> RunConfig:
-    """``config`` with the settings of the file that ``adapter.name_or_path`` or ``adapter.config`` names.
+    """Return the config with the settings from the file of ``adapter.name_or_path`` or ``adapter.config``.
 
-    Folders of runs become those of their exported models.
+    Folders of runs are replaced by their exported models first. If neither setting is set, nothing else
+    changes.
 
     Raises:
-        UserError: if the file cannot be used, or contradicts a setting.
+        UserError: If the file cannot be used or contradicts a setting.
     """
     config = replace_runs_by_exports(config)
     adapter = config.adapter
@@ -126,7 +131,8 @@ def resolve_adapter_config(config: RunConfig) -> RunConfig:
         f"{' and '.join(name.upper() for name in PEFT_KEYS)}; use another adapter",
     )
     if (init := document.get("init_lora_weights", True)) not in _SUPPORTED_INITS:
-        # Its adapters belong to a base whose weights were changed, or need data; eva has such a start only.
+        # These initializations change the base weights or need data. An existing adapter that eva
+        # initialized can be used, because eva changes only the initial values of the adapter.
         require(
             init is None or (init == "eva" and adapter.name_or_path is not None),
             f"{key}: {path}: init_lora_weights {format_short_value(init)} is not supported; use true, "
@@ -146,7 +152,7 @@ def resolve_adapter_config(config: RunConfig) -> RunConfig:
         setting_value = to_plain_value(getattr(adapter, name))
         if name == "dropout" and config.is_set("adapter.dropout"):
             continue
-        if name == "target_modules" and value is None:  # beside target_parameters
+        if name == "target_modules" and value is None:  # the file has target_parameters instead
             value = []
         if config.is_set(f"adapter.{name}") and setting_value is not None:
             require(
@@ -161,10 +167,11 @@ def resolve_adapter_config(config: RunConfig) -> RunConfig:
 
 
 def replace_runs_by_exports(config: RunConfig) -> RunConfig:
-    """``config`` with the exported model of each run that it names in place of a model or tokenizer.
+    """Replace each run that the config names as a model, tokenizer or adapter by the run's exported model.
 
     Raises:
-        UserError: if a run has none, or ``model.name_or_path`` is an adapter, with what to write.
+        UserError: If the run has no export, or if ``model.name_or_path`` is an adapter. The message gives the
+            settings or the command to use instead.
     """
     changes = {}
     keys = ("model.name_or_path", "data.tokenizer", "adapter.name_or_path")
@@ -192,10 +199,20 @@ def replace_runs_by_exports(config: RunConfig) -> RunConfig:
 def _add_default_targets(
     config: RunConfig, document: dict[str, Any], kind: str, path: Path, key: str
 ) -> dict[str, Any]:
-    """``document`` with the modules that peft adapts where it names none, which depend on the model's type.
+    """Add the target modules that peft uses by default for the type of the model, if the file names none.
+
+    Args:
+        config: Config of the run.
+        document: Content of the file.
+        kind: Type of the adapter.
+        path: Path of the file, used in error messages.
+        key: Setting that names the file, used in error messages.
+
+    Returns:
+        The content with the target modules.
 
     Raises:
-        UserError: if peft has no such modules for the model.
+        UserError: If peft has no default for the model.
     """
     missing_keys = [name for name in _TARGET_TABLES[kind] if document.get(name) is None]
     if not missing_keys:
@@ -216,7 +233,7 @@ def _add_default_targets(
 
 
 def _to_setting_value(name: str, value: Any) -> Any:
-    """A value of peft's file in the form of the section."""
+    """Convert a value of peft's file to the form of the setting ``name`` in the section."""
     if name == "layers":
         return [value] if isinstance(value, int) else value or None
     return sorted(value) if name in ("target_modules", "target_parameters") and _is_list(value) else value
@@ -233,6 +250,9 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
         path: Path of the file.
         key: Setting that names the file or its folder, used in error messages.
         folder: Folder that links must not leave. None if the setting names the file.
+
+    Raises:
+        UserError: If the file does not exist, cannot be read, or does not contain a mapping.
     """
     try:
         with open_file(path, folder) as file:
@@ -249,7 +269,7 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
 
 
 def _check_supported_keys(document: Mapping[str, Any], kind: str, path: Path, key: str) -> None:
-    """Raise UserError for a key of peft's file that would change the training and is not supported."""
+    """Raise UserError if the file sets a key that would change the training and is not supported."""
     supported = {*PEFT_KEYS[kind].values(), *_EXTRA_KEYS[kind], *_IGNORED_KEYS}
     defaults = _get_peft_defaults(kind)
     for name, value in document.items():
@@ -260,7 +280,7 @@ def _check_supported_keys(document: Mapping[str, Any], kind: str, path: Path, ke
 
 
 def _get_peft_defaults(kind: str) -> dict[str, Any]:
-    """What peft takes for the settings that a file lacks."""
+    """Return peft's defaults, keyed by the names in peft's files."""
     return {
         field.name: field.default_factory() if field.default_factory is not MISSING else field.default
         for field in fields(_get_peft_config_class(kind))
@@ -274,7 +294,14 @@ def _get_peft_config_class(kind: str) -> Any:
 
 
 def resolve_adapter_folder(name_or_path: str) -> Path:
-    """The folder of an adapter. Downloads one from the hub if it is not cached."""
+    """Return the folder of an adapter on this machine, after downloading it from the hub if it is not cached.
+
+    Args:
+        name_or_path: Path of a folder, or a name on the hub (``organization/name``).
+
+    Raises:
+        UserError: If the folder does not exist or cannot be downloaded.
+    """
     path = Path(name_or_path)
     check_folder_files("adapter.name_or_path", name_or_path)
     if path.is_dir():
@@ -295,20 +322,20 @@ def resolve_adapter_folder(name_or_path: str) -> Path:
 
 
 def find_adapter_weights(folder: Path) -> Path:
-    """The file with the weights of an adapter in ``folder``, or the folder itself."""
+    """Return the file with an adapter's weights in ``folder``, or the folder if there is no such file."""
     return next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), folder)
 
 
 def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: list[str]) -> Any:
-    """peft's config of the run's adapter.
+    """Build peft's config from the section ``adapter``.
 
     Args:
-        config: of the run, :func:`resolve_adapter_config`.
-        revision: commit of the base model on the hub.
-        modules_to_save: that are trained in full whatever the section says.
+        config: Config of the run, after :func:`resolve_adapter_config`.
+        revision: Commit of the base model on the hub, or None.
+        modules_to_save: Modules to train in full in addition to the modules in the section.
 
     Raises:
-        UserError: for values that peft refuses.
+        UserError: If peft refuses a value.
     """
     adapter, kind = config.adapter, config.adapter.type
     assert kind is not None
@@ -319,7 +346,8 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
     values["modules_to_save"] = list(saved) or None
     if kind == "lora":
         if isinstance(adapter.target_modules, str):
-            values["layers_to_transform"] = None  # peft takes both only beside names; see `adapt`
+            # peft accepts layer numbers only together with a list of names; see `inject_adapter`.
+            values["layers_to_transform"] = None
         alpha = values["lora_alpha"]
         values["lora_alpha"] = int(alpha) if alpha == int(alpha) else alpha
     else:
@@ -338,7 +366,7 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
 
 
 def to_peft_document(config: Any) -> dict[str, Any]:
-    """The content of ``adapter_config.json``, the same in every process."""
+    """Convert peft's config to the content of ``adapter_config.json``, which is the same in every process."""
     values = {**config.to_dict(), "inference_mode": True}
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in values.items()}
     document: dict[str, Any] = json.loads(json.dumps(values, default=str))

@@ -1,1 +1,13 @@
-"""Data: sources, tokens, samples, and what a run makes of them."""
+"""Data of a run, from files and hub datasets to batches.
+
+The data passes through these modules:
+
+1. :mod:`portable.data.sources` reads documents, conversations or tokens from files, the hub or user-defined
+code.
+2. :mod:`portable.data.tokens` tokenizes them into a cache of memory-mapped files. Each file of a stream has a
+separate cache, which is built during training.
+3. :mod:`portable.data.samples` builds samples of a fixed shape from the cache and determines their order. Its
+loaders yield the micro-batches of a rank.
+
+``tokenization.py`` combines these steps for one source, and ``dataset.py`` for all sources of a run.
+"""

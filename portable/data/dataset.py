@@ -1,4 +1,8 @@
-"""Build the tokenizer, the training set and the evaluation set from the ``data`` section of a config."""
+"""Build the tokenizer, the training set and the evaluation sets from the ``data`` section of a config.
+
+:func:`build_data` is the entry point of training. :func:`inspect_data_sizes` computes the same sizes for a
+plan, without writing or downloading.
+"""
 
 from __future__ import annotations
 
@@ -60,82 +64,102 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run."""
+    """Tokenizer, samples and sizes of a run."""
 
     tokenizer: Any
+    """Tokenizer of transformers."""
     train: Samples
+    """Samples to train on. A :class:`MixtureSamples` if ``data.sources`` has several sources."""
     evals: Mapping[str, Samples]
-    """To evaluate on, by name; a single source has the empty name."""
+    """Samples to evaluate on, keyed by source name. A single source has the empty name."""
     sizes: DataSizes
+    """Numbers for the first lines of the run and for the plan."""
     fingerprint: str
-    """A digest of every token and label; equal on all machines with the same text and tokenizer."""
+    """Digest of all training tokens and labels. It is equal on all machines with the same text and
+    tokenizer.
+    """
     vocab_size: int
-    """One more than the tokenizer's largest id: the minimum size of the model's embedding."""
+    """Minimum number of rows of the model's embedding: the largest token id of the tokenizer plus one."""
     classes: LabelMapping | None = None
-    """For classification, the outputs of the model."""
+    """Outputs of the model for classification. None for other tasks."""
     target_frame: Frame | None = None
-    """For seq2seq, the special tokens around each target."""
+    """Special tokens around each target text for seq2seq. None for other tasks."""
     tokenized_sources: Mapping[str, TokenizedSource] = field(default_factory=dict)
-    """The sources of ``train`` as tokens, by name; the only one has the empty name."""
+    """Tokenized sources of ``train``, keyed by name. A single source has the empty name."""
     end_of_turn_token: int | None = None
-    """For conversations, the token after which the assistant has said everything."""
+    """Token that ends an answer in conversations. None if no source has conversations."""
     stream_names: tuple[str, ...] = ()
-    """The names of the sources that are read while the run trains; ``tokenized_sources`` has the first part of each."""
+    """Names of the sources that are tokenized during training. ``tokenized_sources`` contains only the first
+    shard of each.
+    """
     eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """The same for each source of ``data.eval``. It may change between the launches of a run."""
+    """Fingerprint of each source of ``data.eval``, keyed by name. Unlike ``fingerprint``, it may change when
+    a run resumes.
+    """
 
     @property
     def first_tokens(self) -> TokenCache:
-        """All tokens of the first source of ``train``."""
+        """Token cache of the first training source."""
         return next(iter(self.tokenized_sources.values())).tokens
 
     @property
     def first_eval(self) -> Samples | None:
-        """The first of ``evals``."""
+        """First value of ``evals``. None if there is no evaluation data."""
         return next(iter(self.evals.values()), None)
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """For classification, the classes in the order of their ids."""
+        """Class names in the order of their ids. Empty unless the task is classification."""
         return () if self.classes is None else self.classes.output_names
 
     @property
     def num_labels(self) -> int | None:
+        """Number of classes. None unless the task is classification."""
         return len(self.label_names) or None
 
     @property
     def description(self) -> str:
+        """One-line summary of the sizes."""
         return str(self.sizes)
 
 
 class ModelDataHints(TypedDict, total=False):
-    """What a model and its loss say about their data."""
+    """Facts about the model and its loss that :func:`build_data` needs. All keys are optional."""
 
     model_tokenizer: str | None
-    """The pretrained model's tokenizer, used if ``data.tokenizer`` is null; None trains one."""
+    """Name of the pretrained model's tokenizer, used if ``data.tokenizer`` is null. If both are None, a
+    tokenizer is trained.
+    """
     model_vocab_size: int | None
-    """The size of a trained tokenizer if ``data.vocab_size`` is null."""
+    """Vocabulary size of a trained tokenizer if ``data.vocab_size`` is null."""
     trust_remote_code: bool
-    """Run Python code of the tokenizer."""
+    """Whether Python code of the tokenizer may run."""
     ends_texts: bool
-    """Every text must have an end token, because the model classifies there."""
+    """Whether every text must end with the end token, because the model classifies at this token."""
     seed: int
-    """For the masking of a masked language model."""
+    """Seed of the random masks of a masked language model, and of the order of a stream."""
     decoder_start_token_id: int | Callable[[Any], int] | None
-    """The first decoder input of seq2seq, a function of the tokenizer that returns it, or ``LAST_LABEL``;
-    None for the padding token."""
+    """First decoder input of seq2seq: a token id, a function that computes it from the tokenizer, or
+    ``LAST_LABEL``. The default is the padding token.
+    """
     label_shift: Callable[[Any], LabelShift | None] | None
-    """A function of the tokenizer that returns the label shift of a masked language model with a decoder."""
+    """Function that computes the :data:`LabelShift` of a masked language model with a decoder from the
+    tokenizer.
+    """
     pad_left: bool
-    """Pad a classifier's texts on the left."""
+    """Whether a classifier's texts are padded on the left."""
     whole: bool
-    """A causal model gets every token of a sample, not all but the last."""
+    """Whether the inputs of a causal model include the last token of a sample. By default, the last token is
+    only a label.
+    """
     with_last: bool
-    """A causal model gets the last token of a text as well if there is room for it."""
+    """Whether the inputs of a causal model include the last token of a text if it fits into
+    ``data.seq_len``.
+    """
 
 
 class _RunSamples(NamedTuple):
-    """Samples to train on and to evaluate on, keyed by source name."""
+    """Samples to train on and to evaluate on, each keyed by source name."""
 
     train: dict[str, Samples]
     evals: dict[str, Samples]
@@ -144,7 +168,7 @@ class _RunSamples(NamedTuple):
 def _build_run_samples(
     settings: DataConfig, sources: RunSources, classes: LabelMapping | None
 ) -> _RunSamples:
-    """The samples of each source: to train on, and to evaluate on, with those held out at the end."""
+    """Build the samples of each source. Held-out training samples become evaluation samples."""
     first = next(iter(sources.tokenized_training_sources.values()))
     train: dict[str, Samples] = {}
     held_out: dict[str, Samples] = {}
@@ -177,21 +201,26 @@ def build_data(
     progress: bool = False,
     **hints: Unpack[ModelDataHints],
 ) -> RunData:
-    """Open the data. Tokenizes it first if it is not cached.
+    """Open the data of a run, and tokenize it if it is not in the cache.
 
-    Every rank calls this with the same arguments. On each machine one rank builds what is missing in the
-    cache and shows progress, while the others wait.
+    Call it on every rank with the same arguments. On each machine, one rank writes the missing caches and
+    shows progress, and the other ranks wait for it.
 
     Args:
-        settings: the ``data`` section.
-        task: one of ``TASKS``.
-        model_classes: the classes of the model, if any.
-        problem_type: ``problem_type`` of the model's config.
-        global_batch_size: samples of a step, for ``data.weight_schedule``.
-        progress: show progress on stderr if it takes more than a second.
+        settings: The ``data`` section of the config.
+        task: Task of the model, one of ``TASKS``.
+        model_classes: Classes of the model. None if it has an untrained head or does not classify.
+        problem_type: ``problem_type`` of the model's config. None to detect it from the labels.
+        global_batch_size: Number of samples per step. It converts the steps of ``data.weight_schedule`` to
+            samples.
+        progress: Whether to show a progress bar on stderr if tokenizing takes more than a second.
+        **hints: Facts about the model, see :class:`ModelDataHints`.
+
+    Returns:
+        The tokenizer, the samples to train and evaluate on, and their sizes.
 
     Raises:
-        UserError: if the settings or the data cannot be used.
+        UserError: If the settings or the data cannot be used.
     """
     sources = open_sources(settings, task, progress=progress, **hints)
     context = sources.context
@@ -230,10 +259,18 @@ def build_data(
 def inspect_data_sizes(
     settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[ModelDataHints]
 ) -> DataSizes:
-    """Return the sizes that ``build_data`` would, as far as possible without writing or downloading.
+    """Compute the sizes of the data without writing or downloading.
+
+    Sizes that need a download, or tokens that are not in the cache, are None.
+
+    Args:
+        settings: The ``data`` section of the config.
+        task: Task of the model, one of ``TASKS``.
+        **hints: Facts about the model, see :class:`ModelDataHints`.
 
     Raises:
-        UserError: for the errors of ``build_data`` that the first document reveals.
+        UserError: If the settings or the first document of a source have an error that ``build_data``
+            reports.
     """
     sources = open_sources(settings, task, offline=True, **hints)
     if sources.custom_samples_source is not None and sources.context is not None:
@@ -245,16 +282,21 @@ def inspect_data_sizes(
 
 @dataclass
 class RunSources:
-    """The sources of a run, and what is known of their tokens.
+    """Opened sources of a run, with their tokens if they are available.
+
+    :func:`open_sources` fills the fields one after the other, so later fields may still be empty.
 
     Attributes:
-        training_sources, eval_sources: by name; the only one has the empty name.
-        tokenizer_name: its name, if it is not trained.
-        vocab_size: one more than the tokenizer's largest id.
-        context: what tokenizes; None while the tokenizer is not here.
-        tokenized_training_sources, tokenized_eval_sources: those whose tokens are here; of a stream, the
-        first part. streams: the samples of streams.
-        end_of_turn_token: for conversations, the token that ends an answer, as far as it is known.
+        training_sources: Sources to train on, keyed by name. A single source has the empty name.
+        eval_sources: Sources to evaluate on, keyed by name.
+        tokenizer_name: Hub id or folder of the tokenizer. None if the tokenizer is trained on the data.
+        vocab_size: Largest token id of the tokenizer plus one. None if it is not known yet.
+        context: Tokenizer and task. None if the tokenizer is not available without a download.
+        tokenized_training_sources: Tokenized training sources, keyed by name. For a stream, only its first
+            shard.
+        tokenized_eval_sources: Tokenized evaluation sources, keyed by name.
+        streams: Samples of the streams, keyed by source name.
+        end_of_turn_token: Token that ends an answer in conversations. None if it is not known.
     """
 
     training_sources: dict[str, DataSource]
@@ -269,7 +311,7 @@ class RunSources:
 
     @property
     def joined_training_source(self) -> DataSource:
-        """All that is trained on."""
+        """All training sources as one source. A tokenizer is trained on it."""
         if ONLY_SOURCE in self.training_sources:
             return self.training_sources[ONLY_SOURCE]
         from portable.data.sources.joined_sources import InterleavedSource
@@ -278,7 +320,11 @@ class RunSources:
 
     @property
     def custom_samples_source(self) -> DataSource | None:
-        """The only source, if its records are finished samples."""
+        """The single training source if its records are samples of user-defined code, otherwise None.
+
+        Raises:
+            UserError: If such a source is a part of a mixture.
+        """
         for name, source in self.training_sources.items():
             if source.settings.data.format == CUSTOM_SAMPLES:
                 if name:
@@ -289,6 +335,7 @@ class RunSources:
         return None
 
     def compute_sizes(self) -> DataSizes:
+        """Compute the sizes of all sources. Sizes of sources without tokens are None."""
         local_sources = {
             name: source
             for name, source in self.tokenized_training_sources.items()
@@ -328,11 +375,18 @@ def open_sources(
     progress: bool = False,
     **hints: Unpack[ModelDataHints],
 ) -> RunSources:
-    """Open the sources, then their tokenizer, then their tokens; what is not cached is made.
+    """Open the sources, then the tokenizer, then the tokens. Build tokens that are not in the cache.
 
     Args:
-        offline: stop before anything would be written or downloaded.
-        tokenize: make tokens.
+        settings: The ``data`` section of the config.
+        task: Task of the model, one of ``TASKS``.
+        offline: Whether to stop before anything would be written or downloaded.
+        tokenize: Whether to open or build the tokens.
+        progress: Whether to show a progress bar.
+        **hints: Facts about the model, see :class:`ModelDataHints`.
+
+    Raises:
+        UserError: If the settings or the data cannot be used.
     """
     sources = RunSources({}, {}, settings.tokenizer or hints.get("model_tokenizer"))
     _open_training_sources(sources.training_sources, build_training_settings(settings, task, offline=offline))
@@ -387,6 +441,7 @@ def open_sources(
 
 
 def _open_and_detect_format(settings: SourceSettings) -> DataSource:
+    """Open a source and set the format of its records, unless this needs a download while offline."""
     source = open_source(settings)
     if not (settings.offline and source.downloads_to_read):
         source.detect_and_set_format()
@@ -396,6 +451,11 @@ def _open_and_detect_format(settings: SourceSettings) -> DataSource:
 def _open_training_sources(
     sources_by_name: dict[str, DataSource], settings_by_name: Mapping[str, SourceSettings]
 ) -> None:
+    """Open the training sources into ``sources_by_name``.
+
+    Raises:
+        UserError: If a source cannot be used, or two sources have the same data.
+    """
     keys: dict[str, str] = {}
     for name, settings in settings_by_name.items():
         with settings.convert_errors():
@@ -415,6 +475,11 @@ def _open_training_sources(
 
 
 def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, SourceSettings]) -> None:
+    """Open the evaluation sources into ``sources.eval_sources``.
+
+    Raises:
+        UserError: If a source cannot be used, or is the training data itself.
+    """
     for name, settings in settings_by_name.items():
         with settings.convert_errors():
             source = sources.eval_sources[name] = _open_and_detect_format(settings)
@@ -433,9 +498,14 @@ def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, Sourc
 
 
 def _load_or_train_tokenizer(run_sources: RunSources, settings: DataConfig, hints: ModelDataHints) -> Any:
-    """The tokenizer; without a name, that of tokens made ahead of time, or one trained on the sources.
+    """Load the tokenizer of a run.
 
-    None if it would have to be trained or downloaded, and nothing may be.
+    Without ``data.tokenizer`` and a tokenizer of the model, use the tokenizer of pretokenized data if there
+    is some, otherwise train one on the sources. Sets ``run_sources.tokenizer_name`` and
+    ``run_sources.vocab_size``.
+
+    Returns:
+        The tokenizer, or None if it would have to be trained or downloaded while offline.
     """
     sources, combined_source = list(run_sources.training_sources.values()), run_sources.joined_training_source
     first = sources[0].settings
@@ -479,7 +549,10 @@ def _load_or_train_tokenizer(run_sources: RunSources, settings: DataConfig, hint
 
 
 def _read_mixture_shares(settings: DataConfig) -> dict[str, MixtureShare]:
-    """Weight and epochs of each source of a mixture; one without either is read once."""
+    """Read the weight or the epochs of each source of a mixture.
+
+    A source without either counts for one epoch.
+    """
     from portable.data.samples.mixture import MixtureShare
 
     return {
@@ -494,6 +567,10 @@ def _read_mixture_shares(settings: DataConfig) -> dict[str, MixtureShare]:
 def _build_mixture(
     settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str
 ) -> Samples:
+    """Build the mixture of all training sources.
+
+    ``step_samples`` converts the steps of the schedule to samples.
+    """
     from portable.data.samples.mixture import MixtureSamples
 
     phases = [(step * step_samples, weights) for step, weights in get_weight_schedule(settings)]
@@ -503,7 +580,7 @@ def _build_mixture(
 
 
 def _compute_mixture_fingerprint(settings: DataConfig, token_fingerprints: Mapping[str, str]) -> str:
-    """A digest of the tokens of a mixture and of the order in which they come."""
+    """Compute a digest of the tokens of all sources and of their shares in the mixture."""
     shares = [(name, share.weight, share.epochs) for name, share in _read_mixture_shares(settings).items()]
     return compute_text_digest(
         repr((shares, list(token_fingerprints.items()), get_weight_schedule(settings)))
@@ -513,6 +590,10 @@ def _compute_mixture_fingerprint(settings: DataConfig, token_fingerprints: Mappi
 def _map_eval_classes(
     classes: LabelMapping | None, training: TokenizedSource, other: TokenizedSource
 ) -> LabelMapping | None:
+    """Map the labels of a source to the classes of the model.
+
+    Returns None if the task is not classification.
+    """
     if classes is None:
         return None
     declared = training.source.class_names
@@ -524,7 +605,7 @@ def _map_eval_classes(
 def _build_custom_sample_data(
     settings: DataConfig, sources: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> RunData:
-    """The data of code of the user's that gives finished samples."""
+    """Build the data of a run from samples of user-defined code, which are not tokenized."""
     from portable.data.samples.custom_samples import CustomSamples
 
     vocab_size = max(context.vocabulary.size, model_vocab_size)

@@ -1,6 +1,7 @@
-"""Write the tokens of the sources of a run ahead of time: shard by shard, in parallel, and resumable.
+"""Write the tokens of a source to a folder or URL before training, shard by shard, for ``portable-data``.
 
-Each shard appears whole, and ``tokens.json`` last. What a killed process left is made again.
+Several machines can share the work. A shard counts as written once its last file exists, and ``tokens.json``
+is written after the last shard. The next call rewrites shards that a killed process left incomplete.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ MachinePart = tuple[int, int]
 """Number of this machine, from 0, and the number of machines that share the work."""
 _EMPTY_RECORD = ShardRecord(0, 0, "")
 _DRAFTS_FOLDER = ".making"
-_NUM_READ_THREADS = 32  # records that are read at a time: one is a request, or a file and its checksums
+_NUM_READ_THREADS = 32  # records read in parallel, because each takes a request or the checksums of a file
 
 
 @dataclass(frozen=True)
 class PretokenizeResult:
-    """What was written for a source.
+    """Progress of a source.
 
     Attributes:
-        num_shards, num_tokens: of the source, as far as it is written.
-        num_shards_left: shards that other machines have to write.
+        num_shards: Number of shards that are written by now, by this and earlier calls and by other machines.
+        num_tokens: Number of tokens in these shards.
+        num_shards_left: Number of shards that other machines have to write.
     """
 
     num_shards: int
@@ -73,13 +75,20 @@ def pretokenize_source(
 ) -> PretokenizeResult:
     """Write the tokens of ``source`` to ``output_folder``.
 
+    Shards that are already there are not written again.
+
     Args:
-        num_processes: that tokenize at a time.
-        machine_part: number of this machine and how many there are; each makes every so many-th shard.
+        context: Tokenizer and task.
+        source: Source to tokenize.
+        output_folder: Folder or URL to write to.
+        num_processes: Maximum number of processes that tokenize at the same time.
+        machine_part: Number of this machine and number of machines. Machine ``k`` of ``n`` writes every
+            ``n``-th shard, starting with shard ``k``.
+        progress: Whether to show a progress bar.
 
     Raises:
-        UserError: if the source or ``output_folder`` cannot be used, or ``output_folder`` has the tokens of
-        something else.
+        UserError: If the source or ``output_folder`` cannot be used, or the folder contains tokens of another
+            source or tokenizer.
     """
     drafts = (
         create_scratch_folder("portable-data")
@@ -113,7 +122,8 @@ def pretokenize_source(
                     records[number] = record
                     bar.update(source.shards[number].size_bytes)
             if machine_part[1] > 1:
-                _fill_in_finished_records(output_folder, records)  # the others may have ended meanwhile
+                # Other machines may have finished their shards by now.
+                _fill_in_finished_records(output_folder, records)
             finished_records = [record for record in records if record is not None]
             tokens = sum(record.tokens for record in finished_records)
             if len(finished_records) == len(records):
@@ -132,7 +142,19 @@ def pretokenize_source(
 
 
 def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], name: str) -> bool:
-    """Note what ``output_folder`` is made of, or compare it with that; return whether it has to be begun."""
+    """Record the files and settings of the tokens in ``output_folder``, or compare an existing record.
+
+    Args:
+        output_folder: Folder or URL to write to.
+        contents: Digests of the files and of the settings.
+        name: Name of the source, used in error messages.
+
+    Returns:
+        Whether the output is new. The tokenizer has to be saved then.
+
+    Raises:
+        UserError: If the folder contains shards with another record, or other files.
+    """
     create_folder(output_folder)
     has_begun = (output_folder / BEGUN_FILE).is_file()
     if has_begun:
@@ -156,7 +178,7 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
 
 
 def _fill_in_finished_records(output_folder: AnyPath, records: list[ShardRecord | None]) -> None:
-    """Fill in the records of the shards that are whole by now."""
+    """Replace each None in ``records`` whose shard is completely written by now."""
     missing = [number for number, record in enumerate(records) if record is None]
     names = list_files_below(output_folder / "shards")
     missing = [number for number in missing if f"{number:06}/{LAST_FILE}" in names]
@@ -169,6 +191,7 @@ def _fill_in_finished_records(output_folder: AnyPath, records: list[ShardRecord 
 
 
 def _read_shard_record(folder: AnyPath) -> ShardRecord | None:
+    """Read the record of a shard. Returns None if the shard is incomplete or damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / LAST_FILE).read_bytes())
         if not meta["documents"]:
@@ -182,12 +205,18 @@ def _read_shard_record(folder: AnyPath) -> ShardRecord | None:
 
 
 def _build_shard_record(tokens: TokenCache) -> ShardRecord:
+    """Build the record of a shard from its tokens."""
     return ShardRecord(tokens.num_documents, tokens.num_tokens, tokens.fingerprint)
 
 
 @dataclass(frozen=True)
 class _ShardWriter:
-    """Writes one shard; in other processes, too."""
+    """Function object that writes one shard. It can be pickled for worker processes.
+
+    Attributes:
+        job: Job that tokenizes a shard.
+        output_folder: Folder or URL of all shards.
+    """
 
     job: TokenizeJob
     output_folder: AnyPath
@@ -208,5 +237,6 @@ class _ShardWriter:
 
 
 def _save_tokenizer(tokenizer: Any, folder: AnyPath, scratch: Path) -> None:
+    """Save the tokenizer next to the shards."""
     tokenizer.save_pretrained(scratch / TOKENIZER_FOLDER)
     move_into_place(scratch / TOKENIZER_FOLDER, folder)

@@ -1,4 +1,4 @@
-"""Samples to look at: what the model is shown, and which tokens it is trained on."""
+"""Preview of a run's data: the first samples, with the tokens that are trained, and statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.data.dataset import RunData
 
 REPORT_SAMPLES = 3
-"""Samples in a run's file, for its report."""
+"""Number of samples in the output folder of a run, for its HTML report."""
 _NUM_NARROW_BINS = 12
 _CHUNK = 1 << 20
 _MAX_CHARS = 20_000
@@ -64,15 +64,15 @@ class _SequenceText(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplePreview:
-    """One sample of a run.
+    """One sample of a run, as text.
 
     Attributes:
-        position: its place in the run, from 0.
-        documents: the numbers of the source's documents in it.
-        source: its name in a mixture.
-        tokens: that are not padding.
-        trained: labels that count.
-        pieces: its text, cut where training begins and ends, each with whether it is trained.
+        position: Position of the sample in the run, from 0.
+        documents: Numbers of the source's documents in the sample.
+        tokens: Number of tokens without padding.
+        trained: Number of labels that count in the loss.
+        pieces: Text of the sample, in alternating trained and untrained pieces.
+        source: Name of the source in a mixture. Empty without a mixture.
     """
 
     position: int
@@ -85,13 +85,12 @@ class SamplePreview:
 
 @dataclass(frozen=True)
 class DataPreview:
-    """The data of a run in a few numbers and samples.
+    """Statistics and first samples of the data of a run.
 
     Attributes:
-        facts: the numbers, in words.
-        lengths: how many documents have a length from the first number to below the second, which is None
-            for the last.
-        samples: the first of the run.
+        facts: Statistics as text, keyed by name.
+        lengths: Histogram of the documents' lengths in tokens.
+        samples: First samples of the run.
     """
 
     facts: dict[str, str]
@@ -99,16 +98,17 @@ class DataPreview:
     samples: list[SamplePreview]
 
     def to_json_dict(self) -> dict[str, Any]:
+        """Convert the preview to values for ``json.dumps``."""
         return asdict(self)
 
 
 def build_preview(data: RunData, num_samples: int, seed: int) -> DataPreview:
-    """Look at the data of a run and at the first samples, or the first documents if they are packed.
+    """Build statistics of the data of a run, and the text of its first samples.
 
     Args:
         data: Data of a causal language model.
-        num_samples: Number of samples or packed documents.
-        seed: Seed of the run, which orders them.
+        num_samples: Number of samples to include. If documents are packed, the number of documents.
+        seed: Seed of the run, which determines the order of the samples.
     """
     length = data.sizes.seq_len
     caches = [source.tokens for source in data.tokenized_sources.values()]
@@ -141,10 +141,11 @@ def build_preview(data: RunData, num_samples: int, seed: int) -> DataPreview:
 
 
 def _compute_length_histogram(data: RunData) -> _LengthHistogram:
-    """The histogram of the documents' lengths, and the positions that they fill without packing."""
+    """Compute the histogram of document lengths, and the number of positions they fill without packing."""
     length = data.sizes.seq_len
     step = max(1, -(-length // (_NUM_NARROW_BINS - 4)))
-    # Equal bins up to about the length of a sample; beyond, each is twice as wide as the one before.
+    # Bins are equally wide up to about the length of a sample. After that, each bin is twice as wide as the
+    # previous one.
     edges = step * np.append(np.arange(_NUM_NARROW_BINS), _NUM_NARROW_BINS << np.arange(32, dtype=np.int64))
     counts = np.zeros(len(edges), dtype=np.int64)
     num_filled = 0
@@ -171,7 +172,7 @@ def _compute_length_histogram(data: RunData) -> _LengthHistogram:
 
 
 def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
-    """Yield the samples of a run in its order, and each document of a packed sample on its own."""
+    """Yield the samples of a run in order. Each document of a packed sample is yielded separately."""
     for position in range(len(data.train)):
         epoch, index = data.train.locate_sample(position, seed)
         arrays = data.train.build_arrays([EpochIndex(epoch, index)])
@@ -184,7 +185,7 @@ def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
                 yield SamplePreview(position, [number], *_decode_sequence(data, part), source)
                 start += length
             continue
-        num_sequences = data.train.sequences_per_sample  # one after the other
+        num_sequences = data.train.sequences_per_sample  # sequences of a pair are shown one after the other
         parts = (
             [select_sequence_of_samples(arrays, index) for index in range(num_sequences)]
             if num_sequences > 1
@@ -200,7 +201,12 @@ def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
 
 
 def _decode_sequence(data: RunData, arrays: Any) -> _SequenceText:
-    """Return the tokens, trained labels and the text of one sequence."""
+    """Decode one sequence to pieces of text.
+
+    Args:
+        data: Data of the run, with the tokenizer.
+        arrays: Batch with one sequence.
+    """
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
     filled = len(inputs)
     if "attention_mask" in arrays:
@@ -229,11 +235,11 @@ def _decode_sequence(data: RunData, arrays: Any) -> _SequenceText:
 
 
 def format_preview(preview: DataPreview, *, color: bool) -> str:
-    """The preview as text.
+    """Format a preview for the terminal.
 
     Args:
-        preview: from :func:`build_preview`.
-        color: mark what is trained by color, else by double brackets.
+        preview: Preview from :func:`build_preview`.
+        color: Whether to show trained text in green. Otherwise, it is enclosed in double brackets.
     """
     from portable.formatting import format_table
 
@@ -254,11 +260,13 @@ def format_preview(preview: DataPreview, *, color: bool) -> str:
 
 
 def _format_documents(documents: Sequence[int]) -> str:
+    """Format the numbers of a sample's documents, such as ``documents 3 to 5``."""
     several = f" to {documents[-1]}" if len(documents) > 1 else ""
     return f"document{'s' if several else ''} {documents[0] if documents else '?'}{several}"
 
 
 def _mark_trained_pieces(pieces: list[TextPiece], color: bool) -> str:
+    """Join the pieces of a sample, with marks around trained pieces."""
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     return "".join(
         f"{opening}{escape_control_characters(text)}{closing}" if trained else escape_control_characters(text)

@@ -1,4 +1,4 @@
-"""The size of the data, as a plan and the first lines of a run show it."""
+"""Sizes of the data, which a plan and the first lines of a run show."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_TRUNCATED_SHARE = 0.05  # a larger share of truncated tokens causes a warnin
 
 
 class EvalSize(NamedTuple):
-    """Name of an evaluation source, and its number of samples. None before the source is tokenized."""
+    """Description of an evaluation source, and its number of samples. None before the source is tokenized."""
 
     source: str
     num_samples: int | None
@@ -32,12 +32,14 @@ class EvalSize(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSizes:
-    """The size of the data; ``None`` for values that are unknown until it is tokenized."""
+    """Sizes of the data of a run. Values that need tokens are None until the data is tokenized."""
 
     source: str
+    """Names of the sources, with additional facts that are known without reading them."""
     tokenizer: str
+    """Name of the tokenizer, or a description of the tokenizer to train."""
     vocab_size: int | None
-    """One more than the tokenizer's largest id."""
+    """Largest token id of the tokenizer plus one."""
     seq_len: int
     packing: bool | Literal["documents"]
     documents: int | None = None
@@ -47,33 +49,36 @@ class DataSizes:
     held_out_records: int | None = None
     """Number of held-out records. If they are packed, there are fewer held-out samples than records."""
     truncated_share: float = 0.0
-    """The share of truncated tokens in documents longer than ``seq_len``."""
+    """Share of tokens that are cut off because their documents are longer than ``seq_len``."""
     padding_share: float | None = None
-    """With packed documents, the share of positions to train on that are padding."""
+    """Share of positions to train on that are padding. None unless complete documents are packed."""
     truncation_stats: TruncationStats | None = None
-    """What truncation does to conversations, or to texts where it does not only cut their ends."""
+    """Effect of truncation on conversations, or on texts if ``data.truncation`` is not ``end``."""
     trained_share: float | None = None
-    """The share of a conversation's tokens that is trained."""
+    """Share of the tokens of conversations that count in the loss. None if all tokens do."""
     notes: tuple[str, ...] = ()
-    """What the chat template does that may surprise."""
+    """Unexpected effects of the chat template and numbers of blank records, one sentence each."""
     size_bytes: int | None = None
-    """Of files of plain text or JSON."""
+    """Size of files of plain text or JSON. None for compressed files and for formats that have to be read
+    first.
+    """
     cache_folder: Path | None = None
-    """The token cache, if it exists."""
+    """Folder of the token cache. None if the tokens are not in the cache."""
     train_samples_by_source: Mapping[str, int] = field(default_factory=dict)
-    """For a mixture, the samples to train on of each source, by name."""
+    """Number of samples to train on of each source of a mixture, keyed by name."""
     evals: Mapping[str, EvalSize] = field(default_factory=dict)
-    """Source and samples of each of ``data.eval``, by name."""
+    """Description and number of samples of each source of ``data.eval``, keyed by name."""
     evals_in_training_data: tuple[str, ...] = ()
-    """The names of those that have files of the training data."""
+    """Names of the sources of ``data.eval`` that read a file of the training data."""
     tokenizer_object: Any = field(default=None, compare=False, repr=False)
-    """The tokenizer, if it is available locally."""
+    """The tokenizer of transformers. None if it is not available without a download."""
     end_of_turn_token: int | None = field(default=None, compare=False, repr=False)
-    """For conversations, the token that ends an answer, as far as it is known."""
+    """Token that ends an answer in conversations. None if it is not known."""
     target_frame: Frame | None = field(default=None, compare=False, repr=False)
-    """The special tokens around a target text, if the tokenizer is available."""
+    """Special tokens around a target text for seq2seq. None if the tokenizer is not available."""
 
     def __str__(self) -> str:
+        """Format the sizes as one line."""
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
         packed = "whole documents packed" if self.packing == "documents" else "packed"
         samples_text = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"
@@ -113,7 +118,7 @@ class DataSizes:
 
     @property
     def warnings(self) -> list[str]:
-        """What may surprise the user about the data, a line each."""
+        """Warnings about the data, one line each."""
         lines = []
         if self.truncation_stats is not None and (lost := str(self.truncation_stats)):
             lines.append(f"data.truncation: of the samples, {lost}")
@@ -127,6 +132,7 @@ class DataSizes:
 
     @property
     def _cut_warning(self) -> str:
+        """Warning that many tokens are cut off."""
         return (
             f"data.seq_len: {self.truncated_share:.0%} of the tokens are cut off, because documents are "
             f"truncated to {self.seq_len} tokens; raise it, set data.packing to true (language models), or "
@@ -140,10 +146,14 @@ def compute_data_sizes(
     tokenizer: str | None,
     vocab_size: int | None,
 ) -> DataSizes:
-    """The sizes of all sources of a run together, by name.
+    """Compute the sizes of all sources of a run together.
 
     Args:
-        tokenized_sources: those whose tokens are known.
+        sources: Training sources, keyed by name.
+        tokenized_sources: Tokenized training sources, keyed by name. If one is missing, the sizes that need
+            tokens are None.
+        tokenizer: Name of the tokenizer. None if it is trained on the data.
+        vocab_size: Largest token id of the tokenizer plus one. None if it is not known.
     """
     first = next(iter(sources.values()))
     lengths = [

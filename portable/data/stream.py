@@ -1,10 +1,10 @@
-"""Samples of files that are tokenized while the run trains: no more of them is on disk than a limit allows.
+"""Samples of files that are tokenized during training. A limit bounds the size of their tokens on disk.
 
-The files, or parts of long ones, are the shards. An epoch goes through them in a shuffled order, in windows
-of ``data.shuffle_window`` shards, and through the samples of each window in a shuffled order. Sample *i* of
-the stream therefore follows from the seed and from the lengths of the shards up to its window: the manifest.
-It is made as shards are first read, and saved with each checkpoint, so that a resumed run reads none of what
-it has consumed.
+The shards are files, or parts of long files. An epoch visits the shards in a shuffled order, in windows of
+``data.shuffle_window`` shards, and the samples of each window in a shuffled order. Sample *i* of the stream
+therefore depends on the seed and on the numbers of samples of the shards up to its window. These numbers form
+the manifest. It grows when shards are first read, and each checkpoint contains it, so that a resumed run does
+not read shards again that it has consumed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from portable.data.tokens.tokenize import TokenizeJob
 
 _INDEX_BITS = 32
-"""Bits of a sample's number within its shard."""
+"""Number of bits of a sample's index within its shard."""
 _WINDOWS_AHEAD = 2
-_SPARE_DIVISOR = 20  # a share of the limit
-_FINGERPRINT_CHARS = 16  # characters of a fingerprint in the manifest
+_SPARE_DIVISOR = 20  # one part in this many of the limit is kept free
+_FINGERPRINT_CHARS = 16  # characters of each fingerprint in the manifest
 
 
 class ShardEntry(NamedTuple):
@@ -59,19 +59,22 @@ class ShardEntry(NamedTuple):
 
 
 class StreamSamples(Samples):
-    """The samples of a stream; the index of sample *s* of shard *k* is ``k << 32 | s``.
+    """Samples of a stream. The index of sample *s* of shard *k* is ``k << 32 | s``.
 
     Args:
-        name: for messages.
-        source: the files.
-        job: makes tokens of a shard.
-        build_samples: makes samples of its tokens; None for a shard that is too short for one.
-        count_samples: the number of samples of a shard, if it is known without the tokens.
-        seed: of the order.
-        window_shards: shards whose samples are mixed.
-        limit_bytes: bytes of tokens on disk; those in use may exceed it.
-        num_processes: that tokenize shards before they are needed. 0: another process of this machine sees to
-            that, and to the limit.
+        name: Name of the source, used in error messages.
+        source: Files of the stream.
+        job: Job that tokenizes a shard.
+        build_samples: Function that builds the samples of a shard from its tokens. It returns None if the
+            shard is too short for one sample.
+        count_samples: Function that returns the number of samples of a shard, or None if its tokens are
+            needed for that.
+        seed: Seed of the order.
+        window_shards: Number of shards whose samples are mixed.
+        limit_bytes: Maximum size of the tokens on disk in bytes. Tokens in use may exceed it. None for no
+            limit.
+        num_processes: Number of processes that tokenize the next shards. With 0, another process of this
+            machine does this and enforces the limit.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class StreamSamples(Samples):
         )
         self.num_samples = len(self._shards) << _INDEX_BITS
         self._manifest: dict[int, ShardEntry] = {}
-        """Samples and fingerprint of each shard that was read, or is known."""
+        """Entry of each shard whose number of samples is known."""
         for number, shard in enumerate(source.shards):
             if (num_samples := count_samples(shard)) is not None:
                 self._manifest[number] = ShardEntry(num_samples, shard.fingerprint[:_FINGERPRINT_CHARS])
@@ -107,13 +110,13 @@ class StreamSamples(Samples):
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._ends: list[int] = []
-        """For the epoch, how many samples the shards up to each in order have, as far as they are known."""
+        """Cumulative number of samples of the epoch's shards, up to the last shard whose number is known."""
         self._total: int | None = None
         self._read_ahead_window = -1
         self._ahead: BackgroundTokenizer | None = None
         self._lock = threading.RLock()
         self.fingerprint = ""
-        """A digest of the list of files and of how they are read."""
+        """Digest of the list of files and of the settings for reading them. The caller sets it."""
         first = self._load_shard_samples(self._get_shard_at(0, 0))
         if first is not None:
             self.valid_labels_per_sample, self.mean_context_length, self.sequences_per_sample = (
@@ -124,7 +127,7 @@ class StreamSamples(Samples):
             self.padding_share = first.padding_share
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that prepares batches: what is open there, it opens itself."""
+        """Leave out open shards, threads and locks, because a worker process creates its own."""
         return {
             **self.__dict__,
             "_open": OrderedDict(),
@@ -139,12 +142,13 @@ class StreamSamples(Samples):
         self._lock = threading.RLock()
 
     def load_first_tokens(self) -> TokenCache:
-        """The tokens of the first shard that has a sample.
+        """Load the tokens of the first shard that has a sample.
 
         Raises:
-            UserError: if none has.
+            UserError: If no shard has a sample.
         """
-        processes, self._processes = self._processes, 0  # a resumed run begins elsewhere
+        # Do not tokenize ahead, because a resumed run begins elsewhere.
+        processes, self._processes = self._processes, 0
         shard = self.locate_sample(0, self._seed)[1] >> _INDEX_BITS
         self._processes = processes
         return _load_shard_tokens(self._job, self._shards[shard], self._disk)
@@ -152,23 +156,28 @@ class StreamSamples(Samples):
     # -- the order --------------------------------------------------------------------------------------
 
     def _get_shard_at(self, epoch: int, position: int) -> int:
-        """The shard that comes at ``position`` in an epoch."""
+        """Return the shard at a position of an epoch."""
         return get_epoch_permutation(len(self._shards), self._seed, epoch)(position)
 
     def _begin_epoch(self, epoch: int) -> None:
+        """Compute the order of the shards if ``epoch`` is not the current epoch."""
         if epoch != self._epoch:
             order = get_epoch_permutation(len(self._shards), self._seed, epoch)
             self._order = order.permute_array(np.arange(len(self._shards)))
             self._epoch, self._ends, self._read_ahead_window = epoch, [], -1
 
     def _extend_ends(self, number: int) -> None:
-        """Learn the lengths of the shards up to ``number`` in the order of the epoch."""
+        """Determine the numbers of samples of the shards up to ``number`` in the order of the epoch.
+
+        Reads unknown shards.
+        """
         while len(self._ends) <= min(number, len(self._order) - 1):
             shard = int(self._order[len(self._ends)])
             before = self._ends[-1] if self._ends else 0
             self._ends.append(before + self._get_num_samples(shard))
 
     def _get_num_samples(self, shard: int) -> int:
+        """Return the number of samples of a shard. Reads the shard if it is not in the manifest."""
         entry = self._manifest.get(shard)
         if entry is None:
             self._load_shard_samples(shard)
@@ -176,7 +185,7 @@ class StreamSamples(Samples):
         return entry.num_samples
 
     def _count_epoch_samples(self) -> int | None:
-        """The samples of an epoch, once every shard was read."""
+        """Return the number of samples of an epoch. None until all shards are in the manifest."""
         if self._total is None and len(self._manifest) == len(self._shards):
             self._total = sum(length for length, _ in self._manifest.values())
             if not self._total:
@@ -184,18 +193,20 @@ class StreamSamples(Samples):
         return self._total
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """See :meth:`Samples.locate_sample`; the seed is the stream's own."""
+        """See :meth:`Samples.locate_sample`. The seed of the stream is used instead of ``seed``."""
         with self._lock:
             return self._locate_position(position)
 
     def _locate_position(self, position: int) -> EpochIndex:
+        """Locate a sample while the lock is held. Reads shards whose numbers of samples are not known."""
         total = self._count_epoch_samples()
         epoch, offset = (0, position) if total is None else divmod(position, total)
         self._begin_epoch(epoch)
         last = len(self._order) - 1
         while (not self._ends or self._ends[-1] <= offset) and len(self._ends) <= last:
             self._extend_ends(len(self._ends))
-        if self._ends[-1] <= offset:  # the epoch ended, and is known now
+        # The position is in a later epoch, and the size of an epoch is known now.
+        if self._ends[-1] <= offset:
             return self._locate_position(position)
         window = bisect_right(self._ends, offset) // self._window
         first, end = window * self._window, min((window + 1) * self._window, len(self._order))
@@ -209,22 +220,33 @@ class StreamSamples(Samples):
         return EpochIndex(epoch, int(self._order[number]) << _INDEX_BITS | within)
 
     def _derive_window_seed(self, window: int) -> int:
+        """Derive the seed for the order of the samples of a window."""
         return derive_seed(f"window {window}", self._seed)
 
     def find_early_sample(self) -> EpochIndex:
+        """Return the first sample of the first epoch."""
         return self.locate_sample(0, self._seed)
 
     def count_epochs(self, num_samples: int) -> float | None:
+        """Convert a number of samples to epochs.
+
+        Returns:
+            Number of epochs, with a fraction. None until all shards are in the manifest.
+        """
         return None if self._total is None else num_samples / self._total
 
     # -- the shards -------------------------------------------------------------------------------------
 
     def _request_shards_ahead(self, epoch: int, window: int) -> None:
+        """Tokenize the shards after a window in the background.
+
+        Stops after the shards that the limit allows.
+        """
         if not self._processes or window == self._read_ahead_window:
             return
         self._read_ahead_window = window
         if self._ahead is None:
-            # Not a method of this object, which the tokenizer's thread would keep alive.
+            # Do not pass a method of this object, otherwise the tokenizer's threads would keep it alive.
             self._ahead = BackgroundTokenizer(self._job, self._disk.add_prefetched_folder, self._processes)
             weakref.finalize(self, self._ahead.close)
         first = (window + 1) * self._window
@@ -236,7 +258,14 @@ class StreamSamples(Samples):
         self._ahead.request_shards([self._shards[shard] for shard in coming])
 
     def _load_shard_samples(self, shard: int) -> Samples | None:
-        """The samples of a shard, tokenized if they are not in the cache."""
+        """Load the samples of a shard. Tokenizes the shard if its tokens are not in the cache.
+
+        Returns:
+            None if the shard has no text or is too short for one sample.
+
+        Raises:
+            RunError: If the tokens differ from the manifest.
+        """
         with self._lock:
             if shard in self._open:
                 self._open.move_to_end(shard)
@@ -263,6 +292,7 @@ class StreamSamples(Samples):
     # -- samples ----------------------------------------------------------------------------------------
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Build all columns of the samples. Loads shards that are not open."""
         rows: dict[int, list[int]] = {}
         for row, (_, index) in enumerate(indices):
             rows.setdefault(index >> _INDEX_BITS, []).append(row)
@@ -283,28 +313,36 @@ class StreamSamples(Samples):
         return out
 
     def list_document_numbers(self, index: int) -> Sequence[int]:
+        """List the numbers of the documents in their shard."""
         samples = self._load_shard_samples(index >> _INDEX_BITS)
         assert samples is not None
         return samples.list_document_numbers(index & ((1 << _INDEX_BITS) - 1))
 
     def get_source_name(self, index: int) -> str:
+        """Return the name of the file that contains a sample."""
         return self._get_shard_name(index >> _INDEX_BITS)
 
     def _get_shard_name(self, shard: int) -> str:
+        """Return the name of a shard's file, used in error messages."""
         return self._shards[shard].open_source(self._job.settings).name
 
     # -- the manifest -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The manifest, for a checkpoint: ``[shard, samples, fingerprint]`` of each shard that was read."""
+        """Return the manifest for a checkpoint.
+
+        Returns:
+            ``[shard, samples, fingerprint]`` of each known shard, keyed by source name.
+        """
         manifest = dict(self._manifest)
         return {self._name: [[shard, *manifest[shard]] for shard in sorted(manifest)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the manifest of a checkpoint.
+        """Add the manifest of a checkpoint.
 
         Raises:
-            ValueError: if it is none.
+            ValueError: If the manifest is invalid.
+            RunError: If a shard has changed since the checkpoint.
         """
         for shard, length, fingerprint in state.get(self._name, ()):
             if not 0 <= shard < len(self._shards) or length < 0:
@@ -314,12 +352,13 @@ class StreamSamples(Samples):
                 raise _build_changed_error(self._name, self._get_shard_name(shard), "the checkpoint")
 
     def close(self) -> None:
+        """Stop the processes that tokenize shards. They are started again if more samples are located."""
         if self._ahead is not None:
             self._ahead.close()
         self._ahead, self._read_ahead_window = None, -1
 
     def compute_consumed_digest(self, position: int) -> str:
-        """A digest of the manifest up to ``position``, which is the same on all ranks."""
+        """Compute a digest of the manifest up to ``position``, which is the same on all ranks."""
         with self._lock:
             total = self._count_epoch_samples()
             manifest = dict(self._manifest)
@@ -332,13 +371,14 @@ class StreamSamples(Samples):
 
 
 def _build_changed_error(source: str, file: str, since: str) -> RunError:
+    """Build the error for a file that has changed. ``since`` describes the earlier state."""
     return RunError(f"{source}: {file} has changed since {since}; restore the file, or begin another run")
 
 
 def _select_consumed_shards(
     position: int, manifest: dict[int, ShardEntry], order: Sequence[int]
 ) -> dict[int, ShardEntry]:
-    """The shards of a manifest that hold the samples before ``position``."""
+    """Select the shards of a manifest that contain the samples before ``position``."""
     consumed, before = {}, 0
     for shard in order:
         if before >= position:
@@ -349,46 +389,59 @@ def _select_consumed_shards(
 
 
 class _TokenCacheLimiter:
-    """Keeps the tokens in the cache within a limit, which those in use may exceed.
+    """Limit for the size of the tokens in the cache.
+
+    Removes the token caches that were unused for the longest time.
 
     Args:
-        cache: the folder with a folder for the tokens of each shard.
-        limit: bytes of them all; None for no limit.
-        window: shards whose samples are mixed.
+        cache: Folder with one subfolder per shard.
+        limit: Maximum size of all tokens in bytes. Tokens in use may exceed it. None for no limit.
+        window: Number of shards whose samples are mixed.
     """
 
     def __init__(self, cache: Path, limit: int | None, window: int) -> None:
         self._cache, self._limit, self._window = cache, limit, window
         self.used_folders: dict[int, Path] = {}
-        """Of the shards that are open."""
+        """Folder of each open shard."""
         self._prefetched_folders: deque[Path] = deque(maxlen=_WINDOWS_AHEAD * window)
-        """Those that were made ahead last."""
+        """Folders of the shards that were tokenized last in the background."""
         self._free_bytes = 0
-        """Bytes of tokens that may come until the limit is looked at again."""
+        """Number of bytes that can be added until the size of the folder has to be computed again."""
 
     def compute_num_shards_ahead(self) -> int:
-        """How many shards the limit allows besides those of two windows, as long as those that are open."""
+        """Compute how many shards can be tokenized in advance.
+
+        The number follows from the limit and the mean size of the open shards. The tokens of two windows are
+        reserved for open shards.
+        """
         sizes = [_compute_folder_bytes(folder) for folder in self.used_folders.values()]
         if self._limit is None or not sum(sizes):
             return _WINDOWS_AHEAD * self._window
         return max(1, self._limit * len(sizes) // sum(sizes) - 2 * self._window)
 
     def add_prefetched_folder(self, folder: Path) -> None:
-        """The tokens of a shard were made ahead; called in another thread."""
+        """Protect the tokens of a shard that was tokenized in the background, and enforce the limit.
+
+        The threads of :class:`BackgroundTokenizer` call it.
+        """
         self._prefetched_folders.append(folder)
         self.enforce_limit(folder)
 
     def enforce_limit(self, folder: Path) -> None:
-        """Look at the limit again, once so many tokens came that it may be exceeded."""
+        """Enforce the limit after the tokens in ``folder`` were added.
+
+        The size of all folders is only computed if the added tokens may exceed the limit.
+        """
         if self._limit is not None:
             self._free_bytes -= _compute_folder_bytes(folder)
             if self._free_bytes <= 0:
                 self.remove_oldest_tokens(self._limit)
 
     def remove_oldest_tokens(self, limit: int) -> None:
-        """Remove the tokens that were not used for the longest time, if all exceed the limit.
+        """Remove the tokens that were unused for the longest time if all tokens exceed the limit.
 
-        A cache may have very many folders: a little more is removed, so that the next look is not soon.
+        A cache may have many folders. It therefore removes a little more than necessary, so that the next
+        computation of the size is not needed soon.
         """
         used = {*dict(self.used_folders).values(), *tuple(self._prefetched_folders)}
         folders = []
@@ -399,7 +452,8 @@ class _TokenCacheLimiter:
                         folders.append((folder.stat().st_mtime_ns, _compute_folder_bytes(folder), folder))
         total = sum(size for _, size, _ in folders)
         most = limit if total <= limit else limit - limit // _SPARE_DIVISOR
-        for _, size, folder in sorted(folders)[: -self._window - 1]:  # another process may use the newest
+        # Keep the newest folders: another process may be reading them.
+        for _, size, folder in sorted(folders)[: -self._window - 1]:
             if total <= most:
                 break
             if folder not in used:
@@ -408,26 +462,30 @@ class _TokenCacheLimiter:
                     folder.rename(trash)
                     shutil.rmtree(trash, ignore_errors=True)
                     total -= size
-        self._free_bytes = (limit - total) // 2  # another run may write as much
+        self._free_bytes = (limit - total) // 2  # half, because another run may write the same amount
 
 
 def _load_shard_tokens(job: TokenizeJob, shard: SourceShard, limiter: _TokenCacheLimiter) -> TokenCache:
-    """The tokens of a shard. Where the disk is full, those that are not in use make room."""
+    """Load the tokens of a shard.
+
+    If the disk is full, remove the tokens that are not in use and try again.
+    """
     try:
         tokens = job.tokenize_shard(shard)
     except UserError as error:
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        limiter.remove_oldest_tokens(0)  # the disk is full: keep only what is in use
+        limiter.remove_oldest_tokens(0)  # the disk is full, so all tokens that are not in use are removed
         tokens = job.tokenize_shard(shard)
-    if tokens.folder.parent == job.cache / TOKENS_FOLDER:  # not where the user's tokens are
+    if tokens.folder.parent == job.cache / TOKENS_FOLDER:  # pretokenized data of the user is not changed
         with suppress(OSError):
-            os.utime(tokens.folder)  # used last
+            os.utime(tokens.folder)  # mark as recently used
     return tokens
 
 
 def _compute_folder_bytes(folder: Path) -> int:
+    """Compute the size of a folder in bytes. 0 if it does not exist."""
     with suppress(OSError):
         return sum(file.stat().st_size for file in folder.iterdir())
     return 0

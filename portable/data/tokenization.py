@@ -1,4 +1,4 @@
-"""Turn the sources of a run into tokens, and the tokens into samples."""
+"""Tokenize the sources of a run, and build samples from the tokens."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 
 
 class SampleCounts(NamedTuple):
-    """Number of samples of a source.
+    """Numbers of samples of a source.
 
     Attributes:
         train: Number of samples to train on.
         held_out: Number of samples held out for evaluation.
-        padding_share: Share of positions to train on that are padding. None unless whole documents are
-        packed.
+        padding_share: Share of positions to train on that are padding. None unless complete documents are
+            packed.
     """
 
     train: int
@@ -75,13 +75,22 @@ class OpenedStream(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizationContext:
-    """How the sources of a run become tokens and samples: equal for all of them.
+    """Tokenizer and task that all sources of a run share.
 
-    What may differ between sources (files, fields, lengths) stands in the settings of each.
+    Settings that may differ between sources, such as files, fields and lengths, are in
+    :class:`SourceSettings`.
 
     Attributes:
-        task: one of ``TASKS``.
-        seed, decoder_start_token_id, label_shift, pad_left, keep_last_input: as in :func:`build_data`.
+        task: Task of the model, one of ``TASKS``.
+        tokenizer: Tokenizer of transformers.
+        vocabulary: Special tokens and size of the tokenizer.
+        seed: Seed of random masks and of the order of streams.
+        decoder_start_token_id: First decoder input of seq2seq, see :class:`ModelDataHints`.
+        label_shift: Function that computes the label shift from the tokenizer, see :class:`ModelDataHints`.
+        pad_left: Whether a classifier's texts are padded on the left.
+        keep_last_input: Whether the inputs of a causal model include the last token of a sample.
+        keep_last_input_if_room: Whether the inputs of a causal model include the last token of a text if it
+            fits.
     """
 
     task: str
@@ -95,9 +104,13 @@ class TokenizationContext:
     keep_last_input_if_room: bool = False
 
     def build_frame(self, settings: SourceSettings) -> Frame:
-        """The special tokens around each text."""
+        """Build the special tokens around each text of a source.
+
+        Raises:
+            UserError: If the tokenizer lacks a token, does not support the languages or cannot encode pairs.
+        """
         if settings.fields.pair is not None:
-            self._build_pair_frame(settings)  # raises before anything is tokenized
+            self._build_pair_frame(settings)  # report errors before anything is tokenized
             return Frame((), ())  # special tokens are added after truncation
         if self.task != SEQ2SEQ:
             return build_special_token_frame(self.task, self.vocabulary)
@@ -108,11 +121,16 @@ class TokenizationContext:
         )
 
     def build_target_frame(self, settings: SourceSettings) -> Frame | None:
-        """The special tokens around each target text."""
+        """Build the special tokens around each target text.
+
+        Returns:
+            None unless the task is seq2seq.
+        """
         frame = self.build_frame(settings)
         return (frame.target or frame) if self.task == SEQ2SEQ else None
 
     def _build_pair_frame(self, settings: SourceSettings) -> PairFrame:
+        """Build the special tokens around two texts, and check that ``data.seq_len`` has room for both."""
         frame = PairFrame.from_tokenizer(self.tokenizer)
         if settings.data.seq_len < frame.num_special_tokens + 2:
             raise UserError(
@@ -123,6 +141,11 @@ class TokenizationContext:
 
     @property
     def required_mask_token(self) -> int:
+        """Id of the mask token.
+
+        Raises:
+            UserError: If the tokenizer has no mask token.
+        """
         if self.vocabulary.mask_token is None:
             raise UserError(
                 "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
@@ -131,7 +154,14 @@ class TokenizationContext:
         return self.vocabulary.mask_token
 
     def check_special_tokens(self, *, ends_texts: bool) -> None:
-        """Raise UserError if the tokenizer lacks a token that the task or the model needs."""
+        """Check that the tokenizer has the special tokens that the task and the model need.
+
+        Args:
+            ends_texts: Whether the model needs an end token in every text.
+
+        Raises:
+            UserError: If a token is missing.
+        """
         if self.task == MASKED:
             self.required_mask_token  # noqa: B018 - raises
         end = self.tokenizer.eos_token_id
@@ -142,7 +172,15 @@ class TokenizationContext:
             )
 
     def build_tokenize_job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
-        """What turns a source of these settings into tokens. Saves a chosen template with the tokenizer."""
+        """Build the job that tokenizes a source with these settings.
+
+        A template that ``data.chat_template`` selects also becomes the template of the tokenizer, so exports
+        contain it.
+
+        Args:
+            settings: Settings of the source.
+            cache: Folder of the cache. By default, the folder in the settings.
+        """
         frame = self.build_frame(settings)
         chat = self._build_conversation_encoder(settings, frame)
         return TokenizeJob(
@@ -152,13 +190,14 @@ class TokenizationContext:
     def _build_conversation_encoder(
         self, settings: SourceSettings, frame: Frame
     ) -> ConversationEncoder | None:
+        """Build the encoder of conversations. Returns None for plain text."""
         if not settings.has_conversations:
             return None
         from portable.data.tokens.chat_template import ConversationEncoder, load_chat_template
 
         data = settings.data
         has_template = data.chat_template is not None or getattr(self.tokenizer, "chat_template", None)
-        # Prompts and completions may be strings, which need none.
+        # Prompts and completions may be strings, which need no template.
         needs_template = data.format != "prompt_completion" or has_template
         templates = load_chat_template(self.tokenizer, data.chat_template) if needs_template else None
         if data.chat_template is not None:
@@ -174,24 +213,43 @@ class TokenizationContext:
         )
 
     def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenizedSource:
-        """Tokenize ``source``, if it is not cached."""
+        """Tokenize a source, or open its tokens in the cache."""
         tokens = self.build_tokenize_job(source.settings).tokenize_source(source, progress=progress)
         return TokenizedSource(self, source, tokens)
 
     def open_cached_source(self, source: DataSource) -> TokenizedSource | None:
-        """``source``, if its tokens are cached."""
+        """Open the tokens of a source in the cache.
+
+        Returns:
+            None if the tokens are not in the cache, or if the source is a stream or needs a download.
+        """
         if source.downloads_to_open or isinstance(source, StreamSource):
             return None
         tokens = TokenCache.open_if_intact(self.build_tokenize_job(source.settings).get_cache_folder(source))
         return None if tokens is None else TokenizedSource(self, source, tokens)
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
-        """The token that ends an answer; raises UserError for what the first conversations reveal."""
+        """Find the token that ends an answer by encoding the first conversations of a source.
+
+        Returns:
+            None if the source has no conversations, or cannot be read without a download.
+
+        Raises:
+            UserError: If the first conversations cannot be encoded.
+        """
         readable = not source.downloads_to_read and source.find_tokenizer_folder() is None
         return self.build_tokenize_job(source.settings).find_end_of_turn(source) if readable else None
 
     def open_stream_source(self, source: StreamSource, name: str) -> OpenedStream:
-        """The samples of a stream, and its first shard as tokens."""
+        """Open the samples of a stream. Tokenizes its first shard.
+
+        Only local rank 0 of each machine starts processes that tokenize the next shards, and keeps the size
+        of the tokens below ``data.cache_limit``. The default limit is half of the free disk space.
+
+        Args:
+            source: Files of the stream.
+            name: Name of the source in a mixture. Empty without a mixture.
+        """
         from portable.data.stream import StreamSamples
 
         data, job = source.settings.data, self.build_tokenize_job(source.settings)
@@ -205,7 +263,7 @@ class TokenizationContext:
             name or "data.source",
             source,
             job,
-            # Other processes get these, which a causal model has no use for and which cannot go there.
+            # A causal model does not need these functions, which cannot be pickled for worker processes.
             partial(
                 _build_shard_samples, replace(self, label_shift=None, decoder_start_token_id=None), source
             ),
@@ -213,7 +271,7 @@ class TokenizationContext:
             seed=derive_seed(name, self.seed) if name else self.seed,
             window_shards=data.shuffle_window,
             limit_bytes=room,
-            # One reader for a machine.
+            # One process per machine tokenizes shards in advance.
             num_processes=max(1, data.num_workers) if os.environ.get("LOCAL_RANK", "0") == "0" else 0,
         )
         first = stream.load_first_tokens()
@@ -225,7 +283,13 @@ class TokenizationContext:
 
 @dataclass(frozen=True)
 class TokenizedSource:
-    """A source, or a shard of a stream, as tokens."""
+    """A source, or a shard of a stream, with its tokens.
+
+    Attributes:
+        context: Tokenizer and task.
+        source: Source of the documents.
+        tokens: Token cache of all documents.
+    """
 
     context: TokenizationContext
     source: DataSource
@@ -233,25 +297,29 @@ class TokenizedSource:
 
     @property
     def settings(self) -> SourceSettings:
+        """Settings of the source."""
         return self.source.settings
 
     @cached_property
     def frame(self) -> Frame:
-        """The special tokens around each text."""
+        """Special tokens around each text."""
         return self.context.build_frame(self.settings)
 
     @property
     def end_of_turn_token(self) -> int | None:
-        """For conversations, the token that ends an answer."""
+        """Token that ends an answer. None unless the source has conversations."""
         return self.tokens.meta.get("end_of_turn")
 
     @property
     def num_trained_tokens(self) -> int | None:
-        """How many tokens are trained, where not all are."""
+        """Number of tokens that count in the loss. None if all tokens do."""
         return self.tokens.meta.get("trained_tokens")
 
     def count_truncated_tokens(self) -> int:
-        """How many tokens no sample has, since they are too far from the start of their text."""
+        """Count the tokens that no sample contains because their documents are longer than a sample.
+
+        For a mode other than ``end`` of ``data.truncation``, see :attr:`truncation_stats`.
+        """
         settings, tokens, cut = self.settings, self.tokens, 0
         if settings.packing is True:
             return 0
@@ -268,12 +336,21 @@ class TokenizedSource:
 
     @property
     def _num_blocks(self) -> int:
+        """Number of samples if all documents are concatenated.
+
+        Raises:
+            UserError: If there are too few tokens for one sample.
+        """
         shifted = self.settings.task == CAUSAL
         return count_packed_samples(self.tokens.num_tokens, self.settings.data.seq_len, shifted=shifted)
 
     @cached_property
     def truncation_stats(self) -> TruncationStats | None:
-        """What truncation does; None where it only cuts the ends of plain texts, or joins them."""
+        """Effect of ``data.truncation`` on the documents of a causal language model.
+
+        None for other tasks, and for plain texts if the documents are concatenated or only their ends are cut
+        off.
+        """
         tokens, data = self.tokens, self.settings.data
         if self.settings.task != CAUSAL:
             return None
@@ -286,7 +363,10 @@ class TokenizedSource:
         )
 
     def split_samples(self) -> TrainEvalSplit:
-        """The samples to train on, and those that are held out to evaluate on; none of a stream."""
+        """Split the samples into samples to train on and held-out samples. A stream has no held-out samples.
+
+        With packed documents, the ranges are of documents instead of samples.
+        """
         data, packing = self.settings.data, self.settings.packing
         share = 0.0 if data.stream else data.eval_fraction
         left_out = None if self.truncation_stats is None else self.truncation_stats.left_out
@@ -298,7 +378,7 @@ class TokenizedSource:
         return split_packed_blocks(self._num_blocks, share, left_out)
 
     def count_samples(self) -> SampleCounts:
-        """Samples to train and to evaluate on; with packed documents, the share of padding in the first."""
+        """Count the samples to train on and the held-out samples. Writes nothing."""
         train, held_out = self.split_samples()
         if self.settings.packing != "documents":
             return SampleCounts(train.num_samples, held_out.num_samples, None)
@@ -313,7 +393,11 @@ class TokenizedSource:
         return SampleCounts(packed.samples, packed_held_out.samples, packed.padding_share)
 
     def check_end_of_turn_kept(self) -> None:
-        """Raise UserError if truncation takes the end of every answer: the model would never stop."""
+        """Check that truncation leaves the end of at least one answer, otherwise the model would never stop.
+
+        Raises:
+            UserError: If truncation removes the end of every answer.
+        """
         end = self.end_of_turn_token
         if (
             end is None
@@ -330,7 +414,12 @@ class TokenizedSource:
     def build_samples(
         self, sample_range: SampleRange | None = None, classes: LabelMapping | None = None
     ) -> Samples:
-        """The samples of a part; of all that is not held out without one."""
+        """Build the dataset for a range of the samples.
+
+        Args:
+            sample_range: Samples to include. By default, all samples that are not held out.
+            classes: Mapping of the labels to the outputs of a classifier. None for other tasks.
+        """
         samples = self._build_samples(
             self.split_samples().train if sample_range is None else sample_range, classes
         )
@@ -338,6 +427,7 @@ class TokenizedSource:
         return samples
 
     def _build_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:
+        """Build the dataset of the task, without ``data.columns``."""
         context, tokens, data = self.context, self.tokens, self.settings.data
         if context.task != CAUSAL:
             return self._build_task_samples(part, classes)
@@ -370,7 +460,7 @@ class TokenizedSource:
         )
 
     def _build_task_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:
-        """The samples of another task than a causal language model's."""
+        """Build the dataset of a task other than causal language modeling."""
         from portable.data.samples.tasks import ClassificationSamples, MaskedLMSamples, Seq2SeqSamples
 
         context, tokens, data = self.context, self.tokens, self.settings.data
@@ -410,7 +500,7 @@ class TokenizedSource:
 
 
 def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | None:
-    """The number of samples of a shard, if it is known without its tokens."""
+    """Count the samples of a shard without reading its tokens. Returns None if this is not possible."""
     if shard.num_tokens is None or settings.data.packing is not True or settings.has_conversations:
         return None
     return max(0, (shard.num_tokens - 1) // settings.data.seq_len)
@@ -419,7 +509,7 @@ def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | 
 def _build_shard_samples(
     context: TokenizationContext, source: DataSource, tokens: TokenCache
 ) -> Samples | None:
-    """The samples of a shard; None if it is too short for one."""
+    """Build the samples of a shard. Returns None if the shard is too short for one sample."""
     data = source.settings.data
     if data.packing is True and tokens.num_tokens <= data.seq_len:
         return None

@@ -1,1 +1,1 @@
-"""The output folder or URL: locking, contents and export."""
+"""Output folder or URL of a run: the lock, the uploads, the export, and the repository on the hub."""

@@ -1,4 +1,4 @@
-"""The existing run in an output folder."""
+"""Run that already exists in an output folder."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
 _MAX_SHOWN_CHANGES = 3
-"""Most changes that a refusal lists."""
+"""Maximum number of changed settings that an error message lists."""
 DATA_SAMPLES_FILE = "data_samples.json"
-"""Samples to look at."""
+"""File with samples of the training data, which the HTML report shows."""
 
 
 @dataclass(frozen=True)
 class ExistingRun:
-    """The existing run in an output folder.
+    """Run that already exists in an output folder.
 
     Attributes:
-        config: its resolved config; None if there is no run.
-        config_digest: of the config file, for :func:`check_config_unchanged`.
+        config: Resolved config of the run. None if the folder does not contain a run.
+        config_digest: Digest of the config file, used by :func:`check_config_unchanged`. None if there is no
+            file.
     """
 
     config: RunConfig | None
@@ -40,10 +41,16 @@ class ExistingRun:
 
 
 def read_existing_run(folder: AnyPath) -> ExistingRun:
-    """Read the config of the run in ``folder``.
+    """Read the config of the run in an output folder.
+
+    Args:
+        folder: Output folder or URL. It may not exist.
+
+    Returns:
+        The run. Its config is None if the folder does not contain a run.
 
     Raises:
-        UserError: if ``folder`` cannot be used, or its config is damaged.
+        UserError: If the folder cannot be used, or the config is damaged.
     """
     try:
         with convert_storage_errors("output_dir"):
@@ -58,9 +65,16 @@ def read_existing_run(folder: AnyPath) -> ExistingRun:
 
 
 def check_config_unchanged(folder: AnyPath, existing: ExistingRun) -> None:
-    """Raise UserError if another run started in ``folder`` after ``existing`` was read.
+    """Check that no other run has started in a folder since its config was read.
 
-    Call it while holding the lock.
+    The caller must hold the lock of the folder.
+
+    Args:
+        folder: Output folder or URL.
+        existing: The run that was read before the lock was taken.
+
+    Raises:
+        UserError: If the config file has changed.
     """
     if _compute_config_digest(folder / CONFIG_FILE) != existing.config_digest:
         raise UserError(
@@ -70,8 +84,9 @@ def check_config_unchanged(folder: AnyPath, existing: ExistingRun) -> None:
 
 
 def _compute_config_digest(path: AnyPath) -> str | None:
+    """Compute the digest of a config file. Returns None if the file does not exist."""
     with convert_storage_errors("output_dir"):
-        if not path_exists(path):  # also for an invalid name
+        if not path_exists(path):  # an invalid name does not exist either
             return None
         try:
             content = read_small_file(path, max_bytes=MAX_CONFIG_BYTES + 1, truncate=True)
@@ -84,18 +99,19 @@ def _compute_config_digest(path: AnyPath) -> str | None:
 
 
 def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunConfig) -> None:
-    """Check that a launch may continue the run in ``folder``.
+    """Check that a launch may continue the run in an output folder.
 
     A run may become longer. Other settings of the optimizer and the schedule may change with
     ``checkpoint.allow_changes``. A run that has written neither a checkpoint nor a model may be replaced.
 
     Args:
-        folder: Output folder.
-        existing: The run in it.
+        folder: Output folder or URL.
+        existing: The run in the folder.
         config: Resolved config of the launch.
 
     Raises:
-        UserError: If a setting differs that may not.
+        UserError: If a setting has changed that may not change, or the run is already past the end of the new
+            schedule.
     """
     if existing.config is None:
         return
@@ -119,7 +135,8 @@ def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunCo
 
 
 def _format_changes(changes: list[SettingChange]) -> str:
-    # A longer run needs no permission, so its length is not the reason of a refusal.
+    """Format the first changed settings and the number of the others."""
+    # List changes of the length last, because they need no permission and do not cause an error.
     ordered = sorted(changes, key=lambda change: change.setting in LENGTH_SETTINGS)
     others = len(changes) - _MAX_SHOWN_CHANGES
     more = [f"{others} more {'settings differ' if others > 1 else 'setting differs'}"] if others > 0 else []
@@ -127,13 +144,19 @@ def _format_changes(changes: list[SettingChange]) -> str:
 
 
 def _format_branch_hint(changes: list[SettingChange], newest: AnyPath | None) -> str:
+    """Format the advice to start a new run from the newest checkpoint. Empty if it does not help."""
     if newest is None or not all(is_allowed_in_new_folder(change) for change in changes):
         return ""
     return f" and start there from this run with --checkpoint.resume {newest}"
 
 
 def _check_schedule_reaches_step(newest: AnyPath, changes: list[SettingChange], config: RunConfig) -> None:
-    """Raise UserError if the run has passed the end of the new schedule, or its end is not known in steps."""
+    """Check that the new schedule does not end before the newest checkpoint.
+
+    Raises:
+        UserError: If the run is past the end of the new schedule, or the end is given in epochs although the
+            batch size has changed.
+    """
     with convert_storage_errors("output_dir"):
         state = TrainerState.read(newest)
     train = config.train

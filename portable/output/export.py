@@ -1,13 +1,14 @@
-"""Export the model to ``final/`` at the end of a run. Replaces only files of an earlier export.
+"""Export of the model to ``final/`` at the end of a run.
 
-A marker in the folder lists the files of the export with sizes and times. If ``final`` contains anything
-else, or is not a folder, it is moved to another name before the new export replaces it.
+Only files of an earlier export are replaced. A marker in the folder lists the files of the export with their
+sizes and modification times. If ``final`` contains anything else, or is not a folder, it is moved to another
+name before the new export replaces it.
 
-    .final.new        being written
-    .final.replaced   the previous ``final`` during the exchange, until it is checked and deleted or moved
+    .final.new        the new export while it is being written
+    .final.replaced   the previous ``final`` during the exchange, until it is deleted or moved
 
-In an object store the completion marker lists the objects with their versions. Other objects are moved one by
-one, because a folder cannot be renamed there.
+In an object store, the completion marker lists the objects with their versions. Other objects are moved one
+by one, because an object store cannot rename a folder.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 EXPORT_MARKER_FILE = ".export.json"
 EXPORT_FACT = "exported"
-"""The key in a completion marker that identifies an export."""
+"""Key in a completion marker that identifies an export."""
 
 
 def export_model(
@@ -53,21 +54,27 @@ def export_model(
     rename_to_published: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None = None,
     group: WriterGroup | None = None,
 ) -> None:
-    """Write ``checkpoint`` as safetensors with config and tokenizer into ``folder``.
+    """Write a checkpoint of a run as safetensors, with its config and tokenizer.
+
+    An earlier export in the folder is replaced. Other files in the folder are moved to another name, with a
+    warning. If writing fails, the earlier export remains.
 
     Args:
-        checkpoint: of this program.
-        folder: what to write.
-        is_adapter: whether it is an adapter's.
-        base: the model to merge an adapter into; None: write the adapter, in peft's format.
-        quantized_like: a quantized model, whose layout is written.
-        extra_files: further files to write, by name.
-        uses_average: write the average of the weights.
-        rename_to_published: Function that converts a checkpoint without an adapter to its published names and
-        returns the
-            model and the names of the tensors that are identical to the base model's.
-        group: Processes that call this function together and write some of the files each. None: this process
-            writes all files.
+        checkpoint: Folder or URL of the checkpoint.
+        folder: Folder or URL of the export.
+        is_adapter: Whether the run trained an adapter.
+        base: Base model to merge the adapter into. None to write the adapter in the format of peft.
+        quantized_like: Quantized model whose layout the export has. None to write the weights unquantized.
+        extra_files: Further files to copy into the export, keyed by name.
+        uses_average: Whether to export the moving average of the weights.
+        rename_to_published: Function that converts a checkpoint without an adapter to its published names. It
+            returns the model, and the names of the tensors that are identical to the base model's. None to
+            keep the names.
+        group: Processes that call this function together and write some of the files each. None if this
+            process writes all files.
+
+    Raises:
+        UserError: If the export cannot be written.
     """
     is_leader = group is None or group.number == 0
     models: list[Checkpoint | StoredAdapter] = []
@@ -124,7 +131,7 @@ def _open_exported_model(
     uses_average: bool,
     rename_to_published: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None,
 ) -> Checkpoint | StoredAdapter:
-    """Open a checkpoint as the model or adapter to export. The arguments are those of :func:`export_model`."""
+    """Open the model or adapter to export. See :func:`export_model` for the arguments."""
     opened = converters.open_checkpoint(checkpoint).with_companions(extra_files)
     if uses_average:
         opened = opened.with_state_as_weights(AVERAGE_KEY)
@@ -150,12 +157,18 @@ def _write_safetensors_or_adapter(model: Checkpoint | StoredAdapter, out: AnyPat
 
 
 def recover_export(folder: Path) -> None:
-    """Clean up after a killed export into ``folder``. The caller holds the run's lock."""
+    """Clean up after an export that was killed.
+
+    The caller must hold the lock of the run.
+
+    Args:
+        folder: Folder of the export, which is restored from ``.final.replaced`` if it is missing.
+    """
     new, replaced = _get_new_path(folder), _get_replaced_path(folder)
     if not os.path.lexists(folder) and os.path.lexists(replaced):
         replaced.rename(folder)
     _delete_export_or_move(replaced, folder)
-    recover_replaced_folder(new)  # the converter's partial files
+    recover_replaced_folder(new)  # removes the temporary folder of the converter
     _delete_path(new)
 
 
@@ -168,18 +181,18 @@ def _get_replaced_path(folder: Path) -> Path:
 
 
 def _replace_export(new: Path, folder: Path) -> None:
-    """Replace ``folder`` by ``new``, atomically if the system supports it."""
+    """Replace the export by a new folder, atomically if the file system supports it."""
     move_into_place(new, folder, _get_replaced_path(folder))
     sync_folder(folder.parent)
     _delete_export_or_move(_get_replaced_path(folder), folder)
 
 
 def _move_foreign_objects(folder: RemotePath) -> None:
-    """Move objects that no export wrote to another folder, with a warning."""
+    """Move the objects that no export wrote to another folder, with a warning."""
     from portable.converters.writers.store_output import list_content_objects, read_written_objects
 
     folder.clear_listings()
-    # If an export was killed near its end, only the names of its objects are known.
+    # If an export was killed near its end, the marker lists its objects without versions.
     written = read_written_objects(folder, EXPORT_FACT)
     planned = {name for name, version in written.items() if version is None}
     objects = {name: version for name, version in list_content_objects(folder).items() if name not in planned}
@@ -196,7 +209,7 @@ def _move_foreign_objects(folder: RemotePath) -> None:
 
 
 def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
-    """Delete an old export. Move anything else to another name, with a warning."""
+    """Delete an old export. Any other folder or file is moved to another name, with a warning."""
     if not os.path.lexists(old_folder):
         return
     reason = _find_foreign_content(old_folder)
@@ -210,7 +223,7 @@ def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
 
 
 def _find_foreign_content(folder: Path) -> str | None:
-    """Why ``folder`` is not entirely an export; None if it is."""
+    """Return the reason why a folder is not entirely an export, or None if it is."""
     if folder.is_symlink() or not folder.is_dir():
         return "it was a link or a file, not an export"
     try:
@@ -225,21 +238,21 @@ def _find_foreign_content(folder: Path) -> str | None:
 
 
 def _find_version_difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
-    """Why a file is not that of the export; None if it is."""
+    """Return the difference between a file and the exported file, or None if they are equal."""
     if written.get(name) == version:
         return None
     return f"{name} was {'changed after' if name in written else 'not part of'} the export"
 
 
 class _FileVersion(NamedTuple):
-    """Size and modification time of a file, by which a later change is recognized."""
+    """Size and modification time of a file, from which a later change is recognized."""
 
     size_bytes: int
     mtime_ns: int
 
 
 def _list_file_versions(folder: Path) -> dict[str, _FileVersion]:
-    """Size and time of every file and link below ``folder``, except the marker."""
+    """Return the version of each file and symlink below a folder, except the export marker."""
     files: dict[str, _FileVersion] = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():

@@ -1,4 +1,4 @@
-"""A model repository on the Hugging Face hub, through huggingface_hub."""
+"""Model repository on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 RETRY_WAIT_SECONDS = (10.0, 60.0)
-"""Seconds between the attempts of an upload. Within each, huggingface_hub repeats most requests."""
-_UPLOAD_TIMEOUT_SECONDS = 300.0  # seconds after which a request fails; the library's own limit is none
+"""Seconds between the attempts of an upload. In each attempt, huggingface_hub also repeats most requests."""
+_UPLOAD_TIMEOUT_SECONDS = 300.0  # seconds until a request fails, because huggingface_hub has no limit
 _START_TIMEOUT_SECONDS = 30.0
 _RETRIED_STATUS_CODES = (408, 409, 425, 429)
 _TOKEN_HINT = "set HF_TOKEN to a token that may write, or log in with: hf auth login"
 
 
 class HubRepository:
-    """The repository that a run pushes to.
+    """Model repository that a run uploads its export to.
 
     Args:
-        config: of the run, with ``hub.push``.
+        config: Config of the run, which must set ``hub.push``.
 
     Raises:
-        UserError: if its name cannot be one.
+        UserError: If the name of the repository is invalid.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -42,7 +42,7 @@ class HubRepository:
 
         repo = config.hub.repo
         self.name = repo or parse_place_setting("output_dir", config.output_dir).name
-        """With the organization or user as far as it is known."""
+        """Name of the repository. It may lack the owner until the hub has returned the user of the token."""
         self._private = config.hub.private
         self._created = False
         try:
@@ -52,12 +52,12 @@ class HubRepository:
             raise UserError(f"hub.repo: {hint}{to_one_line(error)}") from error
 
     def check_access(self) -> None:
-        """Check token, name and rights before a run, without changing anything there.
+        """Check the token, the name, and the permissions before a run, without changing anything on the hub.
 
-        A hub that does not answer is only told: the run can train, and upload later.
+        If the hub does not respond, only a warning is printed, because the run can train and upload later.
 
         Raises:
-            UserError: for what a run could not upload with.
+            UserError: If the run could not upload its export.
         """
         from huggingface_hub import HfApi, constants
 
@@ -72,18 +72,27 @@ class HubRepository:
             )
 
     def create_repository(self) -> None:
-        """Create the repository, if there is none.
+        """Create the repository, if it does not exist.
+
+        If the hub does not respond, the repository is created before the upload.
 
         Raises:
-            UserError: if the hub refuses that. A hub that does not answer is asked again at an upload.
+            UserError: If the hub rejects the request.
         """
         self._find_connection_error(self._create_repository_once)
 
     def push_export(self, folder: Path, message: str) -> str:
-        """Upload an export as a commit; return the repository's URL. Fails after :data:`RETRY_WAIT_SECONDS`.
+        """Upload an export as a commit. Failed attempts are repeated after :data:`RETRY_WAIT_SECONDS`.
+
+        Args:
+            folder: Folder of the export.
+            message: Message of the commit.
+
+        Returns:
+            The URL of the repository.
 
         Raises:
-            RunError: if it failed.
+            RunError: If the last attempt failed, or if repeating the upload cannot help.
         """
         from huggingface_hub import HfApi
 
@@ -105,12 +114,26 @@ class HubRepository:
         raise AssertionError
 
     def format_upload_command(self, folder: object) -> str:
-        """The command that uploads ``folder``, an export."""
+        """Format the shell command that uploads an export.
+
+        Args:
+            folder: Folder or URL of the export.
+        """
         private = " --private" if self._private else ""
         return f"hf upload {self.name} {folder} . --exclude {EXPORT_MARKER_FILE}{private}"
 
     def _find_connection_error(self, action: Callable[[], None]) -> Exception | None:
-        """Why the hub did not answer, if so; raises UserError for what it refuses."""
+        """Run an action on the hub, and return the error if the hub did not respond.
+
+        Args:
+            action: Function that sends requests to the hub.
+
+        Returns:
+            The error. None if the action succeeded.
+
+        Raises:
+            UserError: If the hub rejected a request.
+        """
         try:
             with _limit_request_seconds(_START_TIMEOUT_SECONDS):
                 action()
@@ -121,6 +144,7 @@ class HubRepository:
         return None
 
     def _check_repository_access(self, api: Any) -> None:
+        """Check the token and the permissions, and add the user's name to a repository name without one."""
         from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
         try:
@@ -149,6 +173,7 @@ class HubRepository:
         api.auth_check(self.name, write=True)
 
     def _create_repository_once(self) -> None:
+        """Check the access and create the repository, unless this object has already created it."""
         from huggingface_hub import HfApi
 
         if self._created:
@@ -159,7 +184,7 @@ class HubRepository:
         self._created = True
 
     def _build_user_error(self, error: Exception) -> UserError | None:
-        """The mistake of the user's that ``error`` tells of; None if trying again may help."""
+        """Build the error for a mistake of the user. Returns None if repeating the request may help."""
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
         if isinstance(error, UserError):
@@ -181,14 +206,14 @@ class HubRepository:
 
 
 def _format_reason(error: BaseException) -> str:
-    """The cause in one short line."""
+    """Format the cause of an error as one short line."""
     text = to_one_line(error)
     return text if len(text) <= 300 else text[:297] + "..."
 
 
 @contextmanager
 def _limit_request_seconds(seconds: float) -> Iterator[None]:
-    """Let requests fail that have no answer for so long."""
+    """Limit the time of requests to the hub within this context."""
     from huggingface_hub.utils import get_session
 
     session = get_session()
@@ -201,7 +226,7 @@ def _limit_request_seconds(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _disable_hub_progress_bars() -> Iterator[None]:
-    """Draw no progress bars: the run has its own."""
+    """Disable the progress bars of huggingface_hub within this context, because the run has its own bar."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     before = are_progress_bars_disabled()

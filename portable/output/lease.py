@@ -1,13 +1,14 @@
-"""A lease for an output URL: one run at a time.
+"""Lease of an output URL, so that only one run writes to it.
 
-A store does not notice when a process dies. So a run keeps an object that identifies it, and changes it every
-:data:`RENEWAL_SECONDS` seconds. A new run takes over a lease that does not change while it watches for
-:data:`STALE_SECONDS` seconds; no clock of any host matters.
+An object store does not notice when a process dies. A run therefore keeps an object that identifies it, the
+lease, and changes the object every :data:`RENEWAL_SECONDS` seconds. A new run takes over a lease that does
+not change for :data:`STALE_SECONDS` seconds. The clocks of the hosts are never compared.
 
-Every write is conditional: the lease is created only where there is none, and replaced only where it is
-still the one that was read. So of two runs that start at the same moment one is refused. What is read after
-a write, and not its answer, tells whose the lease is. A store without conditional writes is told once; there
-both may begin, and the one whose lease was overwritten ends at its next renewal or save.
+All writes are conditional. The lease is only created if it does not exist, and only replaced if it is still
+the version that was read. If two runs start at the same moment, only one of them succeeds. After each write,
+the lease is read again to determine its holder, because the response to the write may be lost. If a store has
+no conditional writes, a note is printed. Both runs may then start, and the run whose lease was overwritten
+stops at its next renewal or save.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _StoredLease(NamedTuple):
 
     Attributes:
         holder: JSON object that identifies the run that holds the lease. Empty if there is no lease.
-        tag: Version of the object, which a conditional write has to match. `""` if there is no object.
+        tag: Version of the object, which a conditional write must match. ``""`` if there is no object.
     """
 
     holder: dict[str, Any]
@@ -52,10 +53,12 @@ class _StoredLease(NamedTuple):
 
 
 class Lease:
-    """Holds the lease of ``place`` within a context.
+    """Context that holds the lease of a URL. A thread renews the lease until the context ends.
 
-    Raises:
-        UserError: if another run holds it.
+    Entering the context raises `UserError` if another run holds the lease.
+
+    Args:
+        place: URL of the run.
     """
 
     def __init__(self, place: RemotePath) -> None:
@@ -73,10 +76,10 @@ class Lease:
                 holder, tag = lease
                 if holder and not _is_dead_process(holder):
                     self._wait_until_gone(holder)
-                with suppress(ConflictError, FileNotFoundError):  # it has changed, or is gone
+                with suppress(ConflictError, FileNotFoundError):  # another run has changed or deleted it
                     self._write_lease(tag)
             with suppress(ConflictError):
-                self._write_lease("")  # a condition that does not hold
+                self._write_lease("")  # the store must reject this write, because the lease exists
                 print_status(
                     f"note: output_dir: the store of {self._place} has no conditional writes; of two runs "
                     "that start at the same moment, both may begin"
@@ -94,10 +97,10 @@ class Lease:
                 self._object.unlink()
 
     def check_not_taken(self) -> None:
-        """Check that no other run writes here. Call it before completing a write.
+        """Check that no other run has taken the lease. Call this method before a write is completed.
 
         Raises:
-            RunError: if another run took the lease.
+            RunError: If another run has taken the lease.
         """
         if self._taken_by is None:
             self._detect_takeover()
@@ -108,22 +111,28 @@ class Lease:
             )
 
     def _detect_takeover(self) -> Any:
+        """Read the lease, record whether another run has taken it, and return the tag of the lease."""
         holder, tag = self._read_lease()
         if holder.get("id") not in (None, self._holder_id):
             self._taken_by = _format_holder(holder)
         elif not holder and time.monotonic() - self._last_write_time > STALE_SECONDS:
-            self._taken_by = "which took over the lease and has ended"  # while this process stood still
+            self._taken_by = "which took over the lease and has ended"  # while this process was suspended
         return tag
 
     def _renew_until_ended(self) -> None:
+        """Renew the lease in the background until the context ends or another run takes the lease."""
         while not self._end_event.wait(RENEWAL_SECONDS) and self._taken_by is None:
-            with suppress(Exception):  # unreachable for now: saves raise if that persists
+            with suppress(Exception):  # the store is unreachable; if that persists, saves raise errors
                 tag = self._detect_takeover()
                 if self._taken_by is None:
                     self._write_lease(tag)
 
     def _wait_until_gone(self, holder: dict[str, Any]) -> None:
-        """Return when the holder is found to be gone."""
+        """Wait until a holder has not renewed the lease for `STALE_SECONDS` seconds, or has deleted it.
+
+        Raises:
+            UserError: If the holder renews the lease.
+        """
         print_status(
             f"output_dir: {self._place} was in use by {_format_holder(holder)}; checking for "
             f"{STALE_SECONDS:.0f} s whether it still is"
@@ -145,7 +154,7 @@ class Lease:
         )
 
     def _read_lease(self) -> _StoredLease:
-        """The lease, and what identifies it for a write; empty if there is none."""
+        """Read the lease. A missing object is an empty lease, and an invalid object is a damaged one."""
         try:
             content, tag = self._object.read_versioned()
         except FileNotFoundError:
@@ -157,9 +166,16 @@ class Lease:
         return _StoredLease({"damaged": True}, tag)
 
     def _write_lease(self, tag: Any) -> None:
-        """Write the lease in place of that with this tag; ConflictError if there is another."""
+        """Write a new version of the lease.
+
+        Args:
+            tag: Version that the write replaces. ``""`` if the lease must not exist.
+
+        Raises:
+            ConflictError: If the lease is another version.
+        """
         self._last_write_time = time.monotonic()
-        # A new content gives it a new tag.
+        # Each renewal has new content, so that the object gets a new tag.
         lease = {
             "id": self._holder_id,
             "host": socket.gethostname(),
@@ -178,7 +194,7 @@ def _format_holder(holder: dict[str, Any]) -> str:
 
 
 def _is_dead_process(holder: dict[str, Any]) -> bool:
-    """Whether the holder is known to be dead without watching."""
+    """Return whether the holder is a process of this machine that has ended."""
     pid, machine = holder.get("pid"), _read_machine_identity()
     if machine is None or holder.get("machine") != machine or not isinstance(pid, int):
         return False
@@ -194,7 +210,11 @@ def _is_dead_process(holder: dict[str, Any]) -> bool:
 
 
 def _read_machine_identity() -> str | None:
-    """Identify the boot of this machine and the container, within which process ids are unique."""
+    """Return an id of the running system and the container, in which process ids are unique.
+
+    Returns:
+        The id. None on systems other than Linux.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

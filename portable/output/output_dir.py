@@ -1,4 +1,4 @@
-"""The output of a run: ``output_dir``, its lock, and the local folder that this process writes into."""
+"""Output of a run: ``output_dir``, its lock, and the local folder that this process writes to."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 
 
 def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
-    """Return the output that ``output_dir`` names.
+    """Open the output that ``output_dir`` specifies.
 
     Args:
         config: Config of the run.
         rank: Rank of this process.
+
+    Returns:
+        The output. Nothing has been created, locked, or checked yet.
 
     Raises:
         UserError: If ``output_dir`` cannot be used.
@@ -39,7 +42,7 @@ def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
     place = parse_place_setting("output_dir", config.output_dir)
     if not is_in_store(place):
         return RunOutput(place, rank)
-    from portable.output.publisher import Publisher  # a run on a disk does not need it
+    from portable.output.publisher import Publisher  # not at the top, because only URLs need it
 
     checkpoint = config.checkpoint
     publisher = Publisher(
@@ -49,22 +52,23 @@ def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
 
 
 class RunOutput:
-    """Output of a run: a local folder, its checkpoints, and the publisher that uploads them, if any.
+    """Output of a run: a local folder, the checkpoints, and a publisher that uploads files to a URL.
 
-    Without a publisher, all ranks share the folder that ``output_dir`` names. If ``output_dir`` is a URL,
-    each rank has a local folder, and its :class:`~portable.output.publisher.Publisher` uploads the files.
+    Without a publisher, all ranks share the folder that ``output_dir`` specifies. If ``output_dir`` is a URL,
+    each rank has a local folder, and the :class:`~portable.output.publisher.Publisher` of the rank uploads
+    the files.
 
     Args:
-        place: Path or URL that ``output_dir`` names.
+        place: Path or URL that ``output_dir`` specifies.
         rank: Rank of this process.
         publisher: Publisher of this rank. Required if ``place`` is a URL.
 
     Attributes:
         work_folder: Local folder for the files of this process. They appear at ``place`` under the same
-        names. scratch_folder: Local folder for temporary files, which are not published. It may not exist.
+            names.
+        scratch_folder: Local folder for temporary files, which are not published. It may not exist.
         agreed_location: Part of ``output_dir`` that must be equal on all ranks. Empty for a local folder,
-        because a
-            shared folder may have another path on each rank.
+            because a shared folder may have another path on each rank.
     """
 
     def __init__(self, place: AnyPath, rank: int, publisher: Publisher | None = None) -> None:
@@ -82,16 +86,28 @@ class RunOutput:
             self.work_folder, self.scratch_folder, self.agreed_location = place, place / ".scratch", ""
 
     def check_writable(self) -> None:
-        """Check early that a URL is writable. A folder is checked when its lock is taken."""
+        """Check that a URL is writable, before the run has spent time on anything else.
+
+        A local folder is checked when its lock is taken.
+
+        Raises:
+            UserError: If the URL is not writable.
+        """
         if self._publisher is not None:
             self._publisher.check_writable()
 
     def lock_against_other_runs(self) -> AbstractContextManager[object]:
-        """Lock ``place`` against other runs. Called on rank 0."""
+        """Return a context that locks the output against other runs. Call this method only on rank 0.
+
+        Returns:
+            The context. Entering it raises `UserError` if another run has the lock or the output is not
+            writable.
+        """
         return self._lock_and_recover_folder() if self._publisher is None else self._publisher.build_lease()
 
     @contextmanager
     def _lock_and_recover_folder(self) -> Iterator[None]:
+        """Lock the local folder within this context, and restore an export that was killed."""
         is_new = not self.work_folder.exists()
         with lock_run_folder(self.work_folder):
             recover_replaced_folder(self.work_folder / FINAL_FOLDER)
@@ -99,25 +115,30 @@ class RunOutput:
                 yield
             except UserError:
                 if is_new and not (self.work_folder / CONFIG_FILE).exists():
-                    shutil.rmtree(
-                        self.work_folder, ignore_errors=True
-                    )  # the run was refused: leave no empty folder
+                    # The run was refused before it started, so it leaves no empty folder.
+                    shutil.rmtree(self.work_folder, ignore_errors=True)
                 raise
 
     def prepare_work_folder(self, estimate_shard_bytes: Callable[[], int]) -> None:
-        """Prepare ``work_folder`` with the logs of earlier launches. Called on all ranks while rank 0 has the lock.
+        """Create the local folders of a URL, and download the logs of earlier launches.
+
+        Call this method on all ranks while rank 0 holds the lock.
 
         Args:
-            estimate_shard_bytes: Function that estimates the size of this rank's shards of a checkpoint.
+            estimate_shard_bytes: Function that estimates the size of this rank's shards of a checkpoint in
+                bytes.
+
+        Raises:
+            UserError: If a local folder cannot be created or has too little space.
         """
         if self._publisher is not None:
             self._publisher.prepare_local_folders(estimate_shard_bytes)
 
     def open_checkpoints(self, *, keep: int | None) -> CheckpointStore[Any]:
-        """Return the checkpoints of the run, which this rank can write.
+        """Return the checkpoints of the run, to which this rank can add new ones.
 
         Args:
-            keep: Number of recent checkpoints to keep. None keeps all of them.
+            keep: Number of recent checkpoints to keep. None to keep all checkpoints.
         """
         place = self.place if self._publisher is None else self._publisher.store
         return CheckpointStore(
@@ -125,25 +146,25 @@ class RunOutput:
         )
 
     def publish(self) -> None:
-        """Upload the new files of this process to ``place``.
+        """Upload the new files of this process to ``place``. Without a publisher, do nothing.
 
         Raises:
-            RunError: If the upload failed.
+            RunError: If the upload failed, or another run has started to write to ``place``.
         """
         if self._publisher is not None:
             self._publisher.publish()
 
     def publish_in_background(self, *, starts_now: bool = False) -> None:
-        """Publish in the background, without raising errors.
+        """Upload the new files of this process in a background thread. A failure only prints a warning.
 
         Args:
-            starts_now: Whether to start now, and not some time after the last call.
+            starts_now: Whether to start now. By default, nothing is uploaded if the last upload was recent.
         """
         if self._publisher is not None:
             self._publisher.publish_in_background(starts_now=starts_now)
 
     def close(self) -> None:
-        """Publish the last files and clean up. Never raises."""
+        """Upload the last files and delete the local folders of a URL. Never raises."""
         if self._publisher is not None:
             self._publisher.close()
 
@@ -153,10 +174,15 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` within this context. The system releases the lock when the process ends.
+    """Lock a folder within this context.
+
+    The operating system releases the lock when the process ends, even if the process is killed.
+
+    Args:
+        folder: Output folder, which is created if it does not exist.
 
     Raises:
-        UserError: if another process has the lock, or ``folder`` is not writable.
+        UserError: If another process has the lock, or the folder is not writable.
     """
     import fcntl
 

@@ -1,8 +1,8 @@
-"""Uploads of a run in an object store.
+"""Uploads of a run whose ``output_dir`` is a URL.
 
-Each rank of such a run writes to a local folder. Its :class:`Publisher` uploads the checkpoints, once they
-are written, and the files of the run that have changed. A marker that is uploaded last completes a
-checkpoint.
+Each rank of the run writes to a local folder. Its :class:`Publisher` uploads the checkpoints once they are
+written, and the other files of the run when they have changed. A checkpoint is complete once rank 0 has
+uploaded its marker, which is the last upload.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ if TYPE_CHECKING:
     from portable.converters.storage.object_store import RemotePath
 
 NUM_PARALLEL_UPLOADS = 8  # files that a rank uploads in parallel
-RETRY_SECONDS = 30.0  # seconds for which a request of a save is repeated: the next save tries again
-MIN_PAUSE_SECONDS = 30.0  # minimum seconds between uploads of records
-PAUSE_TO_UPLOAD_RATIO = (
-    20  # these take at most 1/20 of the time, because a file that grows is uploaded again as a whole
-)
+RETRY_SECONDS = 30.0  # seconds for which a request is repeated; the next save repeats a failed upload
+MIN_PAUSE_SECONDS = 30.0  # minimum seconds between background uploads of the changed files
+# Background uploads take at most 1/20 of the time, because a growing file is uploaded again completely.
+PAUSE_TO_UPLOAD_RATIO = 20
 
 
 class Publisher:
     """Uploads the files of one rank to the URL of a run.
 
-    Every rank has a local folder of its own, so that the ranks do not need a shared file system.
+    Each rank has a separate local folder, so that the ranks do not need a shared file system.
 
     Args:
         place: URL of the run.
@@ -54,7 +53,7 @@ class Publisher:
             stops the run.
 
     Attributes:
-        store: URL of the run, for requests that are repeated for a limited time.
+        store: URL of the run. Requests to it are repeated for `RETRY_SECONDS` seconds.
         work_folder: Local folder for the files of the run, which appear under the same names at ``store``.
         shards_folder: Local folder for checkpoints that are being written.
         scratch_folder: Local folder for temporary files, which are not uploaded. It may not exist.
@@ -69,9 +68,9 @@ class Publisher:
         self.store = place.with_retry_limit(RETRY_SECONDS)
         self._staging_base = Path(staging or get_lasting_folder()).absolute()
         self._folder_prefix = f"portable-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}-rank-{rank}-"
-        # Nobody else can guess this name and make the folder first, where all may write.
+        # The name is random, so that no other user can create the folder first in a shared temporary folder.
         self._staging_folder = self._staging_base / f"{self._folder_prefix}{uuid.uuid4().hex}"
-        # Trackers and plots name the run by the last parts of the URL.
+        # The path ends like the URL, because trackers name the run after the last parts of the path.
         self.work_folder = self._staging_folder / "run" / place.parent.name / place.name
         self.shards_folder = self._staging_folder / "shards"
         self.scratch_folder = self._staging_folder / "scratch"
@@ -83,27 +82,39 @@ class Publisher:
         self._upload_thread: threading.Thread | None = None
 
     def check_writable(self) -> None:
-        """Write and delete an object."""
+        """Check that the URL is writable by writing and deleting an object.
+
+        Raises:
+            UserError: If the object cannot be written.
+        """
         probe = self.store / f".probe-{uuid.uuid4().hex}"
         with convert_storage_errors("output_dir"):
             probe.write_bytes(b"")
             probe.unlink()
 
     def build_lease(self) -> Lease:
-        """Build the lease of the URL. While another run holds it, uploads fail. Called on rank 0."""
+        """Build the lease of the URL. Call this method only on rank 0.
+
+        While another run holds the lease, uploads of this publisher fail.
+
+        Returns:
+            The lease, which the caller enters as a context.
+        """
         self._lease = Lease(self.store)
         return self._lease
 
     def prepare_local_folders(self, estimate_shard_bytes: Callable[[], int]) -> None:
-        """Create the local folders, and download the log files of earlier launches.
+        """Create the local folders, and download the log files of earlier launches on rank 0.
 
-        Called on all ranks while rank 0 has the lease.
+        Call this method on all ranks while rank 0 has the lease. Local folders of killed launches are
+        deleted.
 
         Args:
-            estimate_shard_bytes: Function that estimates the size of this rank's shards of a checkpoint.
+            estimate_shard_bytes: Function that estimates the size of this rank's shards of a checkpoint in
+                bytes.
 
         Raises:
-            UserError: If the local folder cannot be created or has too little space.
+            UserError: If a local folder cannot be created or has too little space.
         """
         try:
             for leftover in self._staging_base.glob(f"{self._folder_prefix}*"):  # of a killed launch
@@ -118,7 +129,7 @@ class Publisher:
                 f"checkpoint.staging_dir: {self._staging_folder} cannot be created ({to_one_line(error)}); "
                 "choose a writable local folder"
             ) from error
-        self.store.clear_listings()  # another launch may have written since
+        self.store.clear_listings()  # another launch may have written to the URL in the meantime
         needed = estimate_shard_bytes() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if needed > free:
             raise UserError(
@@ -130,7 +141,7 @@ class Publisher:
             self._download_logs()
 
     def _download_logs(self) -> None:
-        """Download the log files, to which every launch of the run appends."""
+        """Download the log files, because each launch of the run appends to them."""
         with convert_storage_errors("output_dir"):
             for entry in self.store.iterdir() if self.store.exists() else ():
                 if entry.name.endswith((".jsonl", ".txt")) and entry.is_file():
@@ -139,11 +150,19 @@ class Publisher:
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def begin_checkpoint(self, final: RemotePath) -> None:
-        """Mark a checkpoint as being uploaded. Called on rank 0, before any rank uploads."""
+        """Mark a checkpoint as being uploaded. Call this method on rank 0, before any rank uploads.
+
+        Args:
+            final: URL of the checkpoint.
+        """
         self._marker_token = mark_folder_incomplete(final)
 
     def upload_checkpoint(self, local_folder: Path, final: RemotePath) -> None:
         """Upload this rank's files of a checkpoint, and the changed files of the run.
+
+        Args:
+            local_folder: Local folder with the files of the checkpoint.
+            final: URL of the checkpoint.
 
         Raises:
             RemoteError: If the upload failed. Uploaded files remain, and the checkpoint is marked as
@@ -153,10 +172,15 @@ class Publisher:
         self._upload_changed_files()
 
     def complete_checkpoint(self, final: RemotePath, step: int | None) -> None:
-        """Mark a checkpoint as complete. Called on rank 0, after all ranks have uploaded.
+        """Mark a checkpoint as complete. Call this method on rank 0, after all ranks have uploaded.
+
+        Args:
+            final: URL of the checkpoint.
+            step: Step of the checkpoint, which the marker records.
 
         Raises:
             RunError: If another run has taken the lease.
+            RemoteError: If another process has begun to write the same checkpoint.
         """
         self._check_lease_not_taken()
         mark_folder_complete(final, self._marker_token, step=step)
@@ -185,7 +209,7 @@ class Publisher:
             began = time.monotonic()
             try:
                 self._check_lease_not_taken()
-                # Hidden files are temporary and will be renamed.
+                # Skip hidden files, because they are temporary and will be renamed.
                 names = {n: f for n, f in list_files_below(self.work_folder).items() if "/." not in f"/{n}"}
                 changed = {
                     name: file for name, file in names.items() if self._uploaded_files.get(name) != file
@@ -198,10 +222,11 @@ class Publisher:
             self._uploaded_files.update(changed)
 
     def publish_in_background(self, *, starts_now: bool = False) -> None:
-        """Upload the changed files of the run in the background, without raising errors.
+        """Upload the changed files of the run in a background thread. A failure only prints a warning.
 
         Args:
-            starts_now: Whether to start now, and not some time after the last upload.
+            starts_now: Whether to start now. By default, nothing is uploaded if the last upload was recent or
+                still runs.
         """
         busy = self._upload_thread is not None and self._upload_thread.is_alive()
         if not starts_now and (busy or time.monotonic() < self._next_upload_time):
@@ -210,6 +235,7 @@ class Publisher:
         self._upload_thread.start()
 
     def _try_to_publish(self) -> None:
+        """Upload the changed files, and print a warning if the upload fails."""
         try:
             self.publish()
         except RunError as error:
@@ -223,6 +249,6 @@ class Publisher:
 
 
 def _upload_files(files: Mapping[Path, RemotePath]) -> None:
-    """Upload files in parallel. The first error is raised after the running uploads have ended."""
+    """Upload files in parallel. After an error, wait for the running uploads and raise the first error."""
     jobs = (lambda _, path=path, target=target: target.upload_file(path) for path, target in files.items())
     run_jobs_in_threads(jobs, lambda _: None, NUM_PARALLEL_UPLOADS)

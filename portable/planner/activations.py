@@ -1,8 +1,8 @@
-"""Memory of one micro-batch's forward and backward pass, besides parameters and gradients.
+"""Memory of the forward and backward pass of a micro-batch, without parameters and gradients.
 
-The model runs on fake tensors, which have shapes, dtypes and storages but no memory. So whatever the
-architecture, the attention kernel, autocast, recomputation and the loss allocate is counted. Of equal layers
-one and then two are run; the difference is what each further layer adds.
+The model runs on fake tensors, which have shapes, dtypes, and storages, but no memory. Therefore, all
+allocations are counted, regardless of the architecture, attention kernel, autocast, recomputation, and loss.
+Only one and then two layers of each kind are run, and the difference is the memory of each further layer.
 """
 
 from __future__ import annotations
@@ -48,14 +48,21 @@ _MODEL, _GRADIENT, _COPY, _WORK = range(4)
 
 
 def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
-    """Run ``model`` (on the meta device; not changed) at two depths and extrapolate to its own.
+    """Measure the peak memory of the passes of a model by running it on fake tensors.
+
+    The model is run at two depths, and the results are extrapolated to the number of its layers.
+
+    Args:
+        model: Model on the meta device, which is not changed.
+        request: Pass to run.
 
     Raises:
-        Exception: whatever the model raises if its control flow depends on values.
+        Exception: Any error that the model raises if its control flow depends on values.
     """
     kinds = group_layers_by_kind(model)
-    # Where much is frozen or a graph returns them, the first gradient of a layer comes late in its backward
-    # pass, and a second layer shows what is there before.
+    # If most parameters are frozen, or if a graph returns the gradients, the first gradient of a layer is
+    # ready late in its backward pass. In this case, a second layer is necessary to measure the memory before
+    # it.
     late = request.compiler is not None or request.compiled
     base = {
         kind: min(len(names), 1 + (late or _is_mostly_frozen(model, names[0])))
@@ -82,6 +89,7 @@ def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
 
 
 def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
+    """Return whether some, but less than half, of the parameters of a layer are trained."""
     parameters = list(model.get_submodule(layer).parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return 0 < trained < sum(p.numel() for p in parameters) / 2
@@ -90,18 +98,23 @@ def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
 def _measure_passes(
     model: nn.Module, request: PassRequest, kinds: LayerKinds, counts: dict[Any, int]
 ) -> list[Peak]:
-    """Peaks as (work, copies): forward, backward until a layer has gradients, and backward from there on."""
+    """Measure the peaks of three phases with a given number of layers of each kind.
+
+    Returns:
+        The peaks of the forward pass, of the backward pass until a layer has gradients, and of the remaining
+        backward pass.
+    """
     layer_names = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
     small = copy_with_only_layers(model, layer_names)
     dtype = TORCH_DTYPES[request.precision]
-    # Before the fake tensors: it tests the model on the meta device.
+    # Install it before the fake tensors, because this tests the model on the meta device.
     chunked = install_chunked_head(small, request.loss_chunk_tokens)
     shrink_to_one_rank(small, request.tensor_parallel_size)
     if chunked is not None:
-        chunked.max_chunks = 2  # further parts have the same peak, and a large vocabulary has hundreds
+        chunked.max_chunks = 2  # More parts have the same peak, and a large vocabulary has hundreds of parts.
     with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # about fake tensors
+        warnings.simplefilter("ignore")  # Warnings about fake tensors
         if request.compiler is not None and request.compiler.prepare_model is not None:
             request.compiler.prepare_model(small)
         _replace_by_fake_tensors(small, dtype if request.compute == "cast" else None)
@@ -111,7 +124,7 @@ def _measure_passes(
         batch = build_fake_batch(small, request)
         if request.compiled:
             _replace_layers_by_graphs(small)
-            _compute_loss(small, batch, chunked, request).backward()  # traces the graphs
+            _compute_loss(small, batch, chunked, request).backward()  # This traces the graphs.
             small.zero_grad()
         watch = (
             LiveStorageTracker(small) if request.compiler is None else OperationTape(small, request.compiler)
@@ -150,7 +163,7 @@ def _measure_passes(
 def _compute_loss(
     model: nn.Module, batch: Batch, head: ChunkedHead | None, request: PassRequest
 ) -> torch.Tensor:
-    """The loss of a micro-batch, computed as ``request`` says."""
+    """Compute the loss of a micro-batch with the precision of the request."""
     with ExitStack() as stack:
         stack.enter_context(skip_mask_value_checks())
         if request.compute == "autocast":
@@ -162,7 +175,7 @@ def _compute_loss(
 
 
 class _OriginalLayer(nn.Module):
-    """A layer by its forward method, which another is about to replace."""
+    """Module with the original forward method of a layer, whose `forward` is replaced afterward."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -171,7 +184,11 @@ class _OriginalLayer(nn.Module):
 
 
 def _replace_layers_by_graphs(model: nn.Module) -> None:
-    """Let each layer keep for its backward pass what it does where inductor compiles it; a graph a kind."""
+    """Replace the forward method of each layer by graphs that save the same activations as inductor's graphs.
+
+    The partitioner of torch chooses the activations. Layers of the same kind share one graph, so only one
+    layer per kind is traced.
+    """
     for names in group_layers_by_kind(model).values():
         layers = [_OriginalLayer(model.get_submodule(name)) for name in names]
         graphs = torch_internals.trace_partitioned_graphs(functools.partial(functional_call, layers[0]))
@@ -185,7 +202,12 @@ def _call_graphs(graphs: Any, state: dict[str, torch.Tensor], *args: Any, **kwar
 
 
 def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replace all tensors by fake ones, floats of ``dtype`` or as they are."""
+    """Replace all parameters and buffers by fake tensors.
+
+    Args:
+        model: Model on the meta device.
+        dtype: Dtype of the floating-point parameters. None keeps their dtypes.
+    """
 
     def make_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
         kind = dtype if dtype is not None and meta.is_floating_point() else meta.dtype
@@ -195,14 +217,15 @@ def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Non
 
 
 def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
-    """A micro-batch with the shapes of the real data; see :data:`portable.backend.Batch`."""
+    """Build a micro-batch with the shapes of the real data, see :class:`portable.batch.Batch`."""
     shape = (request.micro_batch, request.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     targets = torch.zeros(request.micro_batch, request.target_seq_len, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": targets}
     if not request.packed:
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
-    # A CPU attends to one document at a time, at most to a whole sample. Elsewhere there is a mask.
+    # On a CPU, attention runs for one document at a time, which is at most a complete sample. On other
+    # devices, the documents are separated by a mask.
     if request.packed == "documents" and (request.on_gpu or request.compiler):
         batch["position_ids"] = torch.zeros(shape, dtype=torch.int64)
     if request.task == "seq2seq-lm":
@@ -213,10 +236,10 @@ def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
 
 
 class LiveStorageTracker:
-    """Counts the bytes of all live storages and records the peak.
+    """Tracker that counts the bytes of all live storages and records their peak.
 
     Args:
-        model: its parameters, buffers and complete gradients are not counted.
+        model: Model that is run. Its parameters, buffers, and complete gradients are not counted.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -232,16 +255,25 @@ class LiveStorageTracker:
                 parameter.register_post_accumulate_grad_hook(self._mark_complete_gradient)
 
     def end_phase(self) -> None:
-        """A new phase begins, with a peak of its own."""
+        """End a phase, and begin the next phase with a separate peak."""
         self._peaks.append(self._peak)
         self._peak = Peak(self._live[_WORK], self._live[_COPY])
 
     def get_peaks(self) -> list[Peak]:
-        """The peak of each phase as (work, copies), in bytes."""
+        """Return the peak of each completed phase."""
         return self._peaks
 
     def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The results of an operation, which are counted."""
+        """Run an operation, and count the storages of its results.
+
+        Args:
+            func: Operation of torch.
+            args: Positional arguments of the operation.
+            kwargs: Keyword arguments of the operation.
+
+        Returns:
+            The results of the operation.
+        """
         if func is _GROUPED and args[0].dtype != torch.bfloat16:
             results = _run_grouped_mm(func, args, kwargs)
         else:
@@ -262,6 +294,7 @@ class LiveStorageTracker:
         return self._kinds.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _track_storage(self, tensor: torch.Tensor, kind: int) -> None:
+        """Count the storage of a tensor until it is freed. Does nothing if the storage is already tracked."""
         storage = tensor.untyped_storage()
         key, size = torch_internals.get_storage_id(storage), storage.nbytes()
         if key in self._kinds:
@@ -276,6 +309,7 @@ class LiveStorageTracker:
         self._live[kind] += size
 
     def _mark_complete_gradient(self, parameter: torch.Tensor) -> None:
+        """Stop counting the storage of a complete gradient."""
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
         key = torch_internals.get_storage_id(storage)
@@ -292,7 +326,10 @@ _GROUPED, _TO_COPY = (
 
 
 def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Grouped matrix products in other dtypes than bf16, the only one with a fake implementation in torch."""
+    """Compute a grouped matrix product of fake tensors with a dtype other than bfloat16.
+
+    torch has a fake implementation only for bfloat16.
+    """
     product = func(
         *(a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args),
         **kwargs,
@@ -301,7 +338,14 @@ def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tenso
 
 
 def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
-    """Attention whose scores exist for ``chunk_rows`` tokens at a time, and again in the backward pass."""
+    """Create an attention function that computes the scores of some tokens at a time.
+
+    The scores are recomputed in the backward pass.
+
+    Args:
+        chunk_rows: Number of tokens whose scores exist at the same time.
+        attention: Attention function to call for each chunk.
+    """
 
     def attend_by_rows(
         query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any
@@ -313,7 +357,7 @@ def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
                 mask = mask[:, :, : chunk.shape[2]]
             attend = functools.partial(attention, **options)
             parts.append(checkpoint(attend, chunk, key, value, mask, *rest, use_reentrant=False))
-        # Of further rows there are the results alone: a loop has the scores in the same place.
+        # Further rows only need memory for their results, because a loop reuses the memory of the scores.
         parts.append(query[:, :, 2 * chunk_rows :] @ query.new_zeros(query.shape[-1], value.shape[-1]))
         return torch.cat(parts, dim=2)
 
@@ -321,7 +365,15 @@ def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
 
 
 def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
-    """Attention over whole sequences with a share of the heads, in place of a part with all heads."""
+    """Create the attention function of a context-parallel rank.
+
+    It computes the attention of complete sequences with a fraction of the heads, instead of a part of the
+    sequences with all heads.
+
+    Args:
+        num_ranks: Number of context-parallel ranks.
+        attention: Attention function to call.
+    """
 
     def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
         key, value = repeat_key_heads(num_ranks, key), repeat_key_heads(num_ranks, value)
@@ -337,7 +389,7 @@ def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Computes in fp32 what autocast on CUDA does, but on a CPU does not."""
+    """Mode in which the CPU computes in fp32 the same operations as autocast on CUDA."""
 
     _IN_FP32 = ("layer_norm", "softmax", "log_softmax", "group_norm", "softplus", "cumsum", "norm")
 

@@ -30,7 +30,7 @@ def resolve_target(
 
     Args:
         config: Config of the run.
-        device: Name of the accelerator, for example ``h100``. None for the devices of this machine.
+        device: Name of the accelerator, for example ``h100``. None if it is unknown.
         devices: Number of devices.
         device_memory: Memory of a device, for example ``80GB``. None for the memory of the named device.
         host_memory: Memory of a node, for example ``512GB``. None if it is unknown.
@@ -55,7 +55,7 @@ def resolve_target(
 
 
 def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] | None = None) -> Plan:
-    """Compute what a run needs on a target under each strategy, and recommend one of them.
+    """Compute the resources that a run requires on a target under each strategy, and recommend an option.
 
     Args:
         config: Config of the run, checked, with the backend of the target.
@@ -86,6 +86,7 @@ def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] |
 
 
 def _fits_without_offloading(option: PlanOption | None) -> bool:
+    """Return whether there is an option, and it does not use offloading."""
     return option is not None and not option.setting.offload_targets
 
 
@@ -126,6 +127,6 @@ def _find_option_with_settings(
             model.check_parallel_sizes(config)
         changed_planner = Planner(config, model, planner.target)
         best = changed_planner.find_best_option(changed_planner.build_options(offloading=False))
-    except UserError:  # of the model, or of the combination with another setting
+    except UserError:  # the changed settings are not supported
         return None
     return best if _fits_without_offloading(best) else None

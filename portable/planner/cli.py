@@ -1,4 +1,4 @@
-"""``portable-plan``."""
+"""Command ``portable-plan``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ examples:
 
 
 class PlanOptions(CommandOptions):
-    """Those of ``portable-plan``."""
+    """Options of ``portable-plan``."""
 
     device: str = ""
     """Accelerator to plan for: h100, h200, a100-80, l4, v5e, v5p, v6e ..."""
@@ -88,12 +88,19 @@ class PlanOptions(CommandOptions):
 
 @exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-plan``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
+    """Run ``portable-plan``.
+
+    Args:
+        argv: Arguments of the command. By default, these are the arguments of the process.
+
+    Returns:
+        One of :data:`portable.converters.commands.EXIT_CODES`.
+    """
     if argv is None:
         argv = sys.argv[1:]
         # transformers would import torch_xla, which takes seconds and is not needed here.
         os.environ.setdefault("USE_TORCH_XLA", "0")
-        gc.disable()  # the process lives for seconds
+        gc.disable()  # The process only runs for seconds.
     try:
         return run_command(argv)
     except UserError as error:
@@ -102,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Plan and print."""
+    """Compute the plan for the arguments of the command, and print it. Returns the exit code."""
     config, options = parse_command_line(argv, PlanOptions, USAGE)
     check_config(config)
     _check_compile_options(options)
@@ -129,9 +136,10 @@ _DEVICE_COUNTS = (1, 2, 4, 8)
 
 
 def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[str, float]) -> int:
-    """Print the machines that hold the run, by what it costs on them.
+    """Print the machines on which the run fits, sorted by the cost of the run. Returns the exit code.
 
-    Of each kind as few devices are taken as hold it without offloading: more finish sooner at the same cost.
+    For each kind of device, the smallest number of devices is used on which the run fits without offloading.
+    More devices finish sooner, but cost the same.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", options["budget"])
     require(match is not None, f"--budget: {options['budget']!r} is not an amount of money; write 50")
@@ -157,7 +165,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
                 device_config, target = _resolve_target(
                     config, {"device": name, "devices": count}, notes=False
                 )
-            except UserError:  # the batch cannot be divided so, or the config names another backend
+            except UserError:  # The batch cannot be divided, or the backend differs.
                 continue
             if target.backend not in models:
                 models[target.backend] = build_model_and_work(device_config)
@@ -193,6 +201,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
 
 
 def _check_compile_options(options: dict[str, Any]) -> None:
+    """Check that options for the compiler are only set with ``--compile``."""
     compiles = options.get("compile")
     require(
         compiles or "topology" not in options,
@@ -205,14 +214,18 @@ def _check_compile_options(options: dict[str, Any]) -> None:
 
 
 class _CompilerResult(NamedTuple):
-    """The compiled graphs of a run, and the figures of the plan next to the compiler's."""
+    """Compiled graphs of a run, and a comparison of the plan with the compiler's figures."""
 
     compiled: CompiledRun
     comparisons: list[compiled_report.Comparison]
 
 
 def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _CompilerResult | None:
-    """What the device's compiler says of the config as it is, beside the plan; None if nobody asks."""
+    """Compile the configured run with the compiler of the target device, if ``--compile`` is set.
+
+    Returns:
+        The compiled graphs and the comparison with the plan, or None if ``--compile`` is not set.
+    """
     if not options.get("compile"):
         return None
     option = planner.build_option(StrategySetting.from_config(planner.config))
@@ -221,9 +234,8 @@ def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _Compile
         device=None if target.device is None else target.device.name,
         num_devices=target.cluster.devices,
         topology=options.get("topology"),
-        min_listed_elements=planner.micro_batch
-        * planner.config.data.seq_len
-        * planner.model.vocab_size,  # as the logits
+        # Number of elements of the logits.
+        min_listed_elements=planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,
         stops_after_memory_report=bool(options.get("only_memory")),
     )
     compiled = load_backend_package(target.backend).compile_graphs(planner.config, wanted)

@@ -1,4 +1,4 @@
-"""Graphs of a training step as a compiler sees them."""
+"""Statistics of the compiled graphs of a training step."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class CollectiveStatistics:
-    """All collectives of one kind in a graph. A loop's count as often as it runs."""
+    """Statistics of all collectives of one kind in a graph.
+
+    A collective in a loop counts once per iteration.
+    """
 
     count: int = 0
     bytes: int = 0
-    """Bytes that a device sends, on a ring."""
+    """Number of bytes that a device sends on a ring."""
     asynchronous: int = 0
     """Number of collectives with a separate start and end in the schedule."""
     overlapped: int = 0
-    """Number of these that have computation between start and end."""
+    """Number of asynchronous collectives that overlap with computation."""
     compute_cycles: int = 0
-    """The compiler's estimate of the cycles of that computation."""
+    """Number of cycles of this computation, as the compiler estimates it."""
 
     def __add__(self, other: CollectiveStatistics) -> CollectiveStatistics:
         return CollectiveStatistics(
@@ -30,31 +33,31 @@ class CollectiveStatistics:
 
 @dataclass(frozen=True)
 class LargeValue:
-    """A result in device memory with at least as many elements as the logits of a device's micro-batch."""
+    """Result in device memory with at least as many elements as the logits of a device's micro-batch."""
 
     shape: str
     bytes: int
     operation: str
-    """Operation of the model, if the compiler has kept it."""
+    """Operation of the model that computes the value. Empty if the compiler has not kept it."""
     source: str
-    """``models/llama.py:12``; empty if unknown."""
+    """Line of code that computes the value, such as ``models/llama.py:12``. Empty if it is unknown."""
     count: int = 1
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """One graph, as compiled; sizes in bytes, FLOPs and traffic of one device."""
+    """Compiled graph. Sizes are in bytes, and FLOPs and memory traffic are per device."""
 
     name: str
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    """Arguments whose memory results take over."""
+    """Size of the arguments whose memory is reused for results."""
     temporary_bytes: int
     code_bytes: int
     flops: float
     bytes_accessed: float
-    """By the compiler's cost analysis, which does not consider caches."""
+    """Memory traffic according to the compiler's cost analysis, which ignores caches."""
     compile_seconds: float
     collectives: dict[str, CollectiveStatistics] = field(default_factory=dict)
     large_values: tuple[LargeValue, ...] = ()
@@ -65,52 +68,54 @@ class CompiledGraph:
 
     @property
     def working_bytes(self) -> int:
-        """Device memory that the graph takes in addition to its arguments and code while it runs."""
+        """Device memory that the running graph requires in addition to its arguments and its code."""
         return self.output_bytes - self.alias_bytes + self.temporary_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a device sends in all collectives."""
+        """Number of bytes that a device sends in all collectives."""
         return sum(collective.bytes for collective in self.collectives.values())
 
 
 @dataclass(frozen=True)
 class CompiledRun:
-    """A run's graphs, compiled for a topology."""
+    """All graphs of a run, compiled for a topology."""
 
     topology: str
     compiler: str
-    """Name and version."""
+    """Name and version of the compiler."""
     hbm_bytes: int
-    """Bytes of a device's memory that programs may fill."""
+    """Device memory that is available to programs."""
     graphs: tuple[CompiledGraph, ...]
     problems: tuple[str, ...] = ()
-    """Reasons why a graph, or all graphs together, do not fit, one line per reason. A graph that alone
-    does not fit is not among ``graphs``."""
+    """Reasons why a graph or the graphs together do not fit, one line per reason. ``graphs`` does not contain
+    a graph that does not fit by itself.
+    """
     needed_bytes: int = 0
-    """The most that such a graph would take, by the compiler; 0 if there is none."""
+    """Largest memory that such a graph would require, according to the compiler. 0 if there is no such graph.
+    """
     notes: tuple[str, ...] = ()
     host_bytes: int = 0
-    """The most memory of this machine that the compiler took."""
+    """Peak memory of the compiler on this machine."""
 
     @property
     def state_bytes(self) -> int:
-        """The largest arguments: the state that stays from graph to graph, with a batch."""
+        """Size of the largest arguments, which are the state and a batch."""
         return max((graph.argument_bytes for graph in self.graphs), default=0)
 
     @property
     def working_bytes(self) -> int:
-        """The most that a graph takes while it runs."""
+        """Largest working memory of a graph."""
         return max((graph.working_bytes for graph in self.graphs), default=0)
 
     @property
     def code_bytes(self) -> int:
-        """Size of the code of all graphs, whose programs stay loaded."""
+        """Size of the code of all graphs. All programs stay loaded."""
         return sum(graph.code_bytes for graph in self.graphs)
 
     @property
     def peak_bytes(self) -> int:
-        """State, the code of all graphs, and the working memory of the largest graph."""
+        """Size of the state, the code of all graphs, and the working memory of the largest graph."""
         return max(self.state_bytes + self.code_bytes + self.working_bytes, self.needed_bytes)
 
     @property
@@ -119,10 +124,10 @@ class CompiledRun:
         return not self.problems and self.peak_bytes <= self.hbm_bytes
 
     def find_graph(self, name: str) -> CompiledGraph | None:
-        """Return the graph of this name; None if there is none."""
+        """Return the graph with a name, or None if there is none."""
         return next((graph for graph in self.graphs if graph.name == name), None)
 
     def compute_sent_bytes_per_step(self, micro_batches: int) -> int:
-        """Bytes that a device sends in a step of ``micro_batches`` micro-batches."""
+        """Compute the number of bytes that a device sends in a step with a number of micro-batches."""
         times = {"step": 1, "micro-batch": micro_batches, "update": 1}
         return sum(graph.sent_bytes * times.get(graph.name, 0) for graph in self.graphs)

@@ -1,4 +1,4 @@
-"""What a device's own compiler says of a run's graphs, beside the plan."""
+"""Report of the compiled graphs of a run, and a comparison with the plan."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ if TYPE_CHECKING:
     from portable.planner.plan import PlanOption
 
 MAX_COLUMNS = 100
-"""Columns of a terminal that the text fits into."""
+"""Maximum number of characters in a line of the report."""
 _MAX_SHOWN_VALUES = 5
-"""Large values that the text lists for a graph."""
+"""Maximum number of large values to list per graph."""
 
 
 GRAPH_ADAPTER = TypeAdapter(CompiledGraph)
-"""Makes a graph of what :func:`dataclasses.asdict` made of one."""
+"""Pydantic adapter that parses a graph from the result of :func:`dataclasses.asdict`."""
 
 
 def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
-    """``compiled``, with the settings to change named wherever it does not fit.
+    """Add a remedy to each problem of a compiled run.
+
+    If the compiler found no problem but the graphs do not fit, a problem is added.
 
     Args:
-        compiled: what the compiler says.
-        remedy: settings that take less memory.
+        compiled: Result of the compiler.
+        remedy: Settings that reduce the memory.
     """
     problems = compiled.problems
     if not problems and not compiled.fits:
@@ -45,6 +47,7 @@ def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
 
 
 def _describe_largest_value(compiled: CompiledRun) -> str:
+    """Describe the largest value of all graphs. Empty if there are no large values."""
     values = [value for graph in compiled.graphs for value in graph.large_values]
     if not values:
         return ""
@@ -57,7 +60,7 @@ def _describe_largest_value(compiled: CompiledRun) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A figure of the plan beside the compiler's."""
+    """Figure of the plan and the corresponding figure of the compiler."""
 
     name: str
     planned: int
@@ -65,14 +68,23 @@ class Comparison:
 
     @property
     def percent(self) -> float | None:
-        """By how much the compiler's figure exceeds the plan's; None where the plan has none."""
+        """Percentage by which the compiler's figure exceeds the plan's figure.
+
+        None if the plan's figure is 0.
+        """
         return (self.compiled / self.planned - 1) * 100 if self.planned else None
 
 
 def compare_with_plan(compiled: CompiledRun, option: PlanOption, micro_batches: int) -> list[Comparison]:
-    """The plan of the configured setting beside the compiler's figures.
+    """Compare the figures of the plan with the compiler's figures.
 
-    The gradients' sums are arguments where a step has several micro-batches, and temporary where it has one.
+    If a step has several micro-batches, the accumulated gradients are arguments of the graphs. Otherwise,
+    they are temporary values.
+
+    Args:
+        compiled: Result of the compiler.
+        option: Plan of the configured settings.
+        micro_batches: Number of micro-batches in a step.
     """
     planned = option.device_bytes
     resident = planned.parameters + planned.optimizer
@@ -92,7 +104,12 @@ def compare_with_plan(compiled: CompiledRun, option: PlanOption, micro_batches: 
 
 
 def to_json_values(compiled: CompiledRun, compared: Sequence[Comparison]) -> dict[str, Any]:
-    """For programs; sizes in bytes, of one device."""
+    """Convert the report to plain values for JSON. Sizes are in bytes per device.
+
+    Args:
+        compiled: Result of the compiler.
+        compared: Comparison with the plan.
+    """
     return {
         "topology": compiled.topology,
         "libtpu": compiled.compiler,
@@ -111,7 +128,12 @@ def to_json_values(compiled: CompiledRun, compared: Sequence[Comparison]) -> dic
 
 
 def format_report(compiled: CompiledRun, compared: Sequence[Comparison]) -> str:
-    """For people, in :data:`MAX_COLUMNS` columns."""
+    """Format the report as text with lines of at most :data:`MAX_COLUMNS` characters.
+
+    Args:
+        compiled: Result of the compiler.
+        compared: Comparison with the plan.
+    """
     parts = [f"compiled for {compiled.topology} by {compiled.compiler}; bytes and FLOPs of one device"]
     parts += compiled.problems
     if compiled.graphs:
@@ -132,6 +154,7 @@ def format_report(compiled: CompiledRun, compared: Sequence[Comparison]) -> str:
 
 
 def _format_graphs(compiled: CompiledRun) -> str:
+    """Format a table with the sizes of each graph."""
     head = ("graph", "arguments", "results", "aliased", "temporary", "code", "TFLOP", "accessed", "seconds")
     lines = [
         (
@@ -151,6 +174,7 @@ def _format_graphs(compiled: CompiledRun) -> str:
 
 
 def _format_collectives(compiled: CompiledRun) -> str:
+    """Format a table with the collectives of each graph. Empty if there are none."""
     head = ("graph", "collective", "count", "sends", "asynchronous", "overlapped")
     lines = [
         (
@@ -168,6 +192,11 @@ def _format_collectives(compiled: CompiledRun) -> str:
 
 
 def _format_findings(graph: CompiledGraph) -> list[str]:
+    """Format the large values, host transfers, and notes of a graph as one block of lines.
+
+    Returns:
+        A list with the block. Empty if there are no findings.
+    """
     lines = [
         f"{graph.name}: {value.count} x {value.shape} ({format_bytes(value.bytes)}), as large as the logits"
         + (f": {' '.join(filter(None, (value.operation, value.source)))}" if value.operation else "")

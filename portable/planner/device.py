@@ -1,25 +1,30 @@
-"""Accelerators and the figures that a plan needs of them."""
+"""Accelerators and the properties that a plan requires."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 SHARE_KEPT_FREE = 0.1
-"""Share of memory that a plan leaves free: planned activations are within about a tenth of the truth."""
+"""Fraction of the memory that a plan leaves free, because planned activations may be wrong by about a tenth.
+"""
 SHARE_NOT_SEARCHED = 0.03
-"""Share that the search for a micro-batch leaves free. It measures, so less will do."""
+"""Fraction of the memory that the search for a micro-batch size leaves free. The search measures the memory,
+so this fraction can be smaller.
+"""
 KEPT_FOR_COLLECTIVES = 1 << 30
-"""Bytes left free for the buffers of collectives, which the allocator does not see, and for fragmentation."""
+"""Number of bytes that are left free for the buffers of collectives, which are not part of the allocator's
+memory, and for fragmentation.
+"""
 
 
 @dataclass(frozen=True)
 class ReachedUtilization:
-    """The share of a device's peak that runs have reached."""
+    """Model FLOPs utilization (MFU) that runs on a device have reached."""
 
     mfu_range: tuple[float, float]
-    """The lowest and the highest of the usual, as MFU."""
+    """Lowest and highest usual MFU, as fractions."""
     source: str
-    """Description of these runs, for the user."""
+    """Description of the runs for the user."""
 
 
 NOT_MEASURED = ReachedUtilization((0.30, 0.50), "a guess: no run on this device is published")
@@ -27,30 +32,34 @@ NOT_MEASURED = ReachedUtilization((0.30, 0.50), "a guess: no run on this device 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of accelerator."""
+    """Kind of accelerator."""
 
     name: str
+    """Name of the device in the planner's options, such as ``h100``."""
     backends: tuple[str, ...]
-    """The backends that drive it, the usual one first."""
+    """Backends that support the device. The most common backend is first."""
     memory_bytes: int
-    """Bytes."""
+    """Memory in bytes."""
     bf16: bool
-    """Whether it multiplies in bf16."""
+    """Whether the device multiplies in bf16."""
     devices_per_node: int
-    """Devices in a node, or in the largest slice."""
+    """Number of devices in a node, or in the largest TPU slice."""
     collective_buffer_bytes: int = 0
-    """Bytes to leave to the collectives' buffers if there are several devices."""
+    """Number of bytes to leave free for buffers of collectives if there are several devices."""
     peak_flops_by_precision: tuple[tuple[str, float], ...] = ()
-    """Dense peak FLOP/s by precision, of the data sheet."""
+    """Pairs of a precision and the dense peak FLOP/s in the data sheet."""
     reached: ReachedUtilization = NOT_MEASURED
+    """Utilization that runs on this device have reached."""
     link_bytes_per_second: float | None = None
-    """Bytes a second that it sends to others in its machine or slice, of the data sheet; None if unknown."""
+    """Number of bytes per second that the device can send to other devices in its node or slice, according to
+    the data sheet. None if it is unknown.
+    """
 
     def compute_usable_bytes(self, num_devices: int) -> int:
-        """Bytes on each device that a run on ``num_devices`` devices can fill."""
+        """Compute the number of bytes on each device that a run on a number of devices can use."""
         free = int(self.memory_bytes * SHARE_KEPT_FREE)
         return self.memory_bytes - free - (self.collective_buffer_bytes if num_devices > 1 else 0)
 
     def with_memory(self, memory_bytes: int) -> Device:
-        """Return this device with ``memory_bytes`` bytes."""
+        """Return this device with another memory size in bytes."""
         return replace(self, memory_bytes=memory_bytes)

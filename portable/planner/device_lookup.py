@@ -1,4 +1,4 @@
-"""Devices by name, with the memory that a plan may fill."""
+"""Lookup of devices by name, and parsing of memory sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from portable.registry import BACKENDS, DEFAULT_PLANNED_BACKEND, load_backend_pa
 
 
 def build_generic_device(backend: str) -> Device:
-    """A device of which only the memory is known. Everything else is that of a common one."""
+    """Build a device with unknown properties except for its memory.
+
+    The other properties come from a common device of the backend.
+
+    Args:
+        backend: Name of the backend, or ``auto``.
+    """
     package = load_backend_package(DEFAULT_PLANNED_BACKEND if backend == "auto" else backend)
     return replace(
         find_device(package.typical_device), name="device", reached=NOT_MEASURED, link_bytes_per_second=None
@@ -26,13 +32,13 @@ def build_generic_device(backend: str) -> Device:
 
 
 def list_known_devices() -> dict[str, Device]:
-    """All devices that the backend packages list, by name."""
+    """Return all devices of all backends, keyed by name."""
     return {device.name: device for name in BACKENDS for device in load_backend_package(name).list_devices()}
 
 
 _MAKERS = re.compile("^(nvidia-|amd-|google-)?(tpu-|geforce-|instinct-)?(tesla-|rtx-?)?")
 _VARIANTS = re.compile(r"-?(sxm\d?|hbm\de?|oam|pcie)(?=-|$)")
-"""Variants of a card in the names that drivers report. Variants that differ in speed have separate names."""
+"""Variants of a card in names that drivers report. Variants with different speeds are separate devices."""
 _SIZE = re.compile(r"-?(\d+)gb$")
 _SIZE_OF_HOST = ("gh200", "gb200")
 """Devices whose drivers report the memory of the CPU in the name, such as ``GH200 480GB``."""
@@ -75,7 +81,7 @@ def find_device(name: str, flag: str = "--device") -> Device:
 
 
 class DeviceAndCount(NamedTuple):
-    """A kind of device, and the number of devices."""
+    """Kind of device, and number of devices."""
 
     device: Device
     num_devices: int
@@ -119,17 +125,26 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def load_rental_device_names() -> dict[str, Any]:
-    """What programs that rent machines call devices, by our names, and the topologies of slices."""
+    """Load the names that programs for renting machines use for the devices.
+
+    Returns:
+        Names in each program, keyed by the name of the device, and the topologies of TPU slices under the key
+        ``topologies``.
+    """
     text = files("portable").joinpath("configs", "machines", "names.yaml").read_text("utf-8")
     entries: dict[object, Any] = yaml.safe_load(text)
     return {str(name): value for name, value in entries.items()}
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """Parse a size such as ``80GB``, ``79.6GiB`` or a plain number of bytes.
+    """Parse a memory size such as ``80GB``, ``79.6GiB``, or a number of bytes.
+
+    Args:
+        text: Text to parse.
+        flag: Option that contains the text, used in error messages.
 
     Raises:
-        UserError: ``text`` is none of these. The message names ``flag``.
+        UserError: If the text is not a memory size.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", text)
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):

@@ -1,7 +1,9 @@
-"""Memory of a pass that a compiler runs: what is cheap is computed where it is read, and takes none.
+"""Memory of a pass that a compiler runs with fused operations.
 
-The operations are recorded as they come. What is in memory then follows from which results the compiler
-writes; that is known to the backend, see :class:`portable.planner.pass_cost.CompilerModel`.
+A compiler does not store cheap results, but computes them again for each operation that reads them. So these
+results require no memory. First, the operations of the pass are recorded. Then, the memory at each point
+follows from the results that the compiler writes to memory. The backend defines which results are written,
+see :class:`portable.planner.pass_cost.CompilerModel`.
 """
 
 from __future__ import annotations
@@ -25,32 +27,37 @@ if TYPE_CHECKING:
     from portable.planner.pass_cost import CompilerModel, ResultKind
 
 _MAX_RECOMPUTED_SIZES = 5
-"""A result is written rather than computed for each reader if it has more readers than one, and these and the
-values that it is computed from, counted in its own size, are more than this."""
+"""Limit for recomputing a result that several operations read.
+
+The result is written to memory if the number of its readers, plus the ratio between the size of the values
+from which it is computed and its size, exceeds this limit. Otherwise, each reader computes it.
+"""
 
 
 @dataclass(frozen=True)
 class RecordedValue:
-    """A result of an operation; its views are the same value."""
+    """Result of an operation. Views of the result are the same value."""
 
     bytes: int
     inputs: tuple[int, ...]
-    """The values that it is computed from."""
+    """Numbers of the values from which this value is computed."""
     result: ResultKind
 
 
 class OperationTape:
-    """Records the operations of a pass on fake tensors.
+    """Recorder for the operations of a pass on fake tensors.
 
     Args:
-        model: its parameters and buffers are no values of the pass. A gradient leaves it once it is complete.
-        compiler: of the pass.
+        model: Model that is run. Its parameters and buffers are not values of the pass, and neither are
+            gradients after they are complete.
+        compiler: Compiler of the pass.
     """
 
     def __init__(self, model: nn.Module, compiler: CompilerModel) -> None:
         self._compiler = compiler
         self._values: list[RecordedValue] = []
-        self._newest_values: dict[int, int] = {}  # by storage; those of the model have none
+        # Number of the newest value in each storage. The model's own storages have none.
+        self._newest_values: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._transient_values: set[int] = set()
         self._phase_ends: list[int] = []
@@ -62,18 +69,27 @@ class OperationTape:
                 self._mark_saved_tensors(layer)
 
     def end_phase(self) -> None:
-        """A new phase begins, with a peak of its own."""
+        """End a phase, and begin the next phase with a separate peak."""
         self._phase_ends.append(len(self._values))
 
     def get_peaks(self) -> list[Peak]:
-        """The peak of each phase as (work, copies), in bytes."""
+        """Compute the peak of each completed phase."""
         return [
             Peak(peak, 0)
             for peak in compute_phase_peaks(self._values, self._phase_ends, self._transient_values)
         ]
 
     def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The results of an operation, which are recorded."""
+        """Run an operation, and record its results.
+
+        Args:
+            func: Operation of torch.
+            args: Positional arguments of the operation.
+            kwargs: Keyword arguments of the operation.
+
+        Returns:
+            The results of the operation.
+        """
         results = func(*args, **kwargs)
         storage_ids = [
             _get_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
@@ -90,12 +106,13 @@ class OperationTape:
                 _get_storage_id(tensor) in storage_ids
                 and not torch_internals.get_operation_schema(func).is_mutable
             ):
-                continue  # a view
+                continue  # The result is a view.
             self._values.append(RecordedValue(tensor.untyped_storage().nbytes(), inputs, kind))
             self._set_newest(tensor, len(self._values) - 1)
         return results
 
     def _set_newest(self, tensor: torch.Tensor, value: int) -> None:
+        """Record that the storage of a tensor contains a new value."""
         storage = tensor.untyped_storage()
         key = torch_internals.get_storage_id(storage)
         if key not in self._references:
@@ -108,13 +125,17 @@ class OperationTape:
         self._newest_values[key] = value
 
     def _remove_gradient(self, parameter: torch.Tensor) -> None:
+        """Count the value of a complete gradient as transient, because gradients are not part of the pass."""
         assert parameter.grad is not None
         value = self._newest_values.pop(_get_storage_id(parameter.grad), None)
         if value is not None:
             self._transient_values.add(value)
 
     def _mark_saved_tensors(self, layer: nn.Module) -> None:
-        """What autograd saves in ``layer`` is written: a loop hands it to the backward loop."""
+        """Mark all values that autograd saves in a layer as written.
+
+        The compiler runs the layers in a loop and passes these values to the backward loop.
+        """
         forward = layer.forward
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,19 +159,19 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 def compute_phase_peaks(
     values: Sequence[RecordedValue], phase_ends: Sequence[int], transient: set[int]
 ) -> list[int]:
-    """The most bytes that are in memory at once, in each phase.
+    """Compute the peak memory of each phase in bytes.
 
     Args:
-        values: in the order in which they are computed.
-        phase_ends: of the phases: numbers of values.
-        transient: values that take memory only while they are computed.
+        values: Values in the order in which they are computed.
+        phase_ends: Number of values at the end of each phase.
+        transient: Numbers of the values that only require memory while they are computed.
     """
     values = _fuse_elementwise_into_products(values)
     readers = [0] * len(values)
     for value in values:
         for behind in value.inputs:
             readers[behind] += 1
-    # Of each value, the written ones that a reader of it needs.
+    # For each value, the written values that are necessary to compute it
     sources: list[frozenset[int]] = []
     last = list(range(len(values)))
     change = [0] * (len(values) + 1)
@@ -164,7 +185,7 @@ def compute_phase_peaks(
             for j in needs:
                 last[j] = i
         sources.append(needs if computed else frozenset((i,)))
-    # A loop keeps what it has saved of all its layers until its end.
+    # A loop keeps the saved values of all layers until its end.
     end = max((last[i] for i, value in enumerate(values) if value.result == "saved"), default=0)
     for i, value in enumerate(values):
         if value.result == "saved":
@@ -185,7 +206,11 @@ def compute_phase_peaks(
 
 
 def _fuse_elementwise_into_products(values: Sequence[RecordedValue]) -> list[RecordedValue]:
-    """``values``, with elementwise operations that follow a product in its place, if only they read it."""
+    """Move matrix products to the elementwise operations that consume them.
+
+    If a single elementwise operation reads a product and its result is not larger, the compiler writes the
+    result of the elementwise operation instead of the product.
+    """
     readers: list[list[int]] = [[] for _ in values]
     for i, value in enumerate(values):
         for behind in value.inputs:
@@ -197,7 +222,8 @@ def _fuse_elementwise_into_products(values: Sequence[RecordedValue]) -> list[Rec
         reader = readers[i][0]
         if moved[reader].result != "computed" or moved[reader].bytes > value.bytes:
             continue
-        if all(other.result != "product" for other in values[i + 1 : reader]):  # else it is put off
+        # otherwise, the operation runs later
+        if all(other.result != "product" for other in values[i + 1 : reader]):
             moved[i] = replace(moved[i], result="computed")
             moved[reader] = replace(moved[reader], result="product")
     return moved

@@ -1,4 +1,4 @@
-"""The model that is planned for: inspected on the meta device, and run on fake tensors."""
+"""Model on the meta device, with its inventory and the memory of its passes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class ContextParallelTraffic(NamedTuple):
-    """Bytes that a context-parallel rank sends in a micro-batch.
+    """Number of bytes that a context-parallel rank sends in a micro-batch.
 
     Attributes:
-        sent_bytes: Bytes that it sends to all other ranks of its group.
-        sent_between_nodes: Bytes of these that it sends to ranks on other nodes.
+        sent_bytes: Number of bytes that it sends to all other ranks of its group.
+        sent_between_nodes: Number of these bytes that it sends to ranks on other nodes.
     """
 
     sent_bytes: float
@@ -43,11 +43,11 @@ class ContextParallelTraffic(NamedTuple):
 
 
 class MetaModel:
-    """A model on the meta device, with its inventory and the peaks of its passes.
+    """Model on the meta device, with its inventory and the memory of its passes.
 
     Args:
-        model: on the meta device; not changed.
-        config: of the run, with a backend other than ``auto``.
+        model: Model on the meta device, which is not changed.
+        config: Config of the run, with a backend other than ``auto``.
     """
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
@@ -59,24 +59,33 @@ class MetaModel:
                 load_backend_package(config.backend).load_footprint().find_gathered_units(model, config),
                 sharing=sharing,
             )
-        except UserError as error:  # it matters only to strategies that gather units
+        except UserError as error:  # This only concerns strategies that gather units.
             self.inventory = replace(
                 build_inventory(model, config.train, sharing=sharing), unit_error=str(error)
             )
         self.flops_per_token = compute_flops_per_token(model, model.config, config.data.seq_len)
-        """Forward and backward, without recomputation."""
+        """Number of FLOPs per token in the forward and backward pass, without recomputation."""
         self._model = model
         self._cached_activations: dict[PassRequest, Activations] = {}
 
     def check_parallel_sizes(self, config: RunConfig) -> None:
-        """Raise UserError if the devices of ``config`` cannot share the sequences or layers of the model."""
+        """Check the tensor-parallel and context-parallel sizes of a config against the model.
+
+        Raises:
+            UserError: If the model does not support one of the sizes.
+        """
         check_parallel_support(self._model, config)
 
     def compute_context_parallel_traffic(self, config: RunConfig, cluster: Cluster) -> ContextParallelTraffic:
-        """Bytes that a device which shares sequences sends in a micro-batch, and of these between nodes.
+        """Compute the number of bytes that a context-parallel rank sends in a micro-batch.
 
-        Each of ``context_parallel_size`` devices sends the others their share of the queries, keys, values
-        and results of all layers: forward, once more if layers are recomputed, and of gradients backward.
+        Each of the ``context_parallel_size`` ranks sends its share of the queries, keys, values, and results
+        of all layers to the other ranks: in the forward pass, again if layers are recomputed, and for the
+        gradients in the backward pass.
+
+        Args:
+            config: Config of the run.
+            cluster: Devices of the run.
         """
         parts, data, micro = config.context_parallel_size, config.data, config.train.micro_batch_size
         if parts == 1:
@@ -85,7 +94,7 @@ class MetaModel:
         heads, keys = count_attention_heads(self._model)
         head = getattr(text, "head_dim", None) or text.hidden_size // heads
         query, value = getattr(text, "qk_head_dim", head), getattr(text, "v_head_dim", head)
-        # Heads of keys are repeated, so that each device has one.
+        # The heads of the keys are repeated so that each rank has at least one.
         width = text.num_hidden_layers * (heads + max(keys, parts)) * (query + value)
         assert micro != "auto"
         tokens = micro * data.sequences_per_sample * data.max_sequence_length // parts
@@ -94,14 +103,21 @@ class MetaModel:
         return ContextParallelTraffic(share * (parts - 1), share * max(0, parts - cluster.per_node))
 
     def measure_activations(self, request: PassRequest) -> Activations:
-        """Peaks of a pass; an estimate if control flow depends on values, which the meta device lacks."""
+        """Measure the peak memory of a pass. Results are cached.
+
+        If the control flow of the model depends on values, which do not exist on the meta device, the result
+        is an estimate.
+
+        Args:
+            request: Pass to run.
+        """
         from portable.planner.activations import measure_activations
 
         if request not in self._cached_activations:
             try:
                 peaks = measure_activations(self._model, request)
             except Exception as error:
-                if request.compiled:  # a graph cannot be traced, or breaks; then no layer is fused
+                if request.compiled:  # A graph cannot be traced or breaks, so layers are not fused.
                     peaks = self.measure_activations(replace(request, compiled=False))
                 else:
                     why = f"{type(error).__name__}: {to_one_line(error)}"
@@ -113,17 +129,18 @@ class MetaModel:
 def build_inventory(
     module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = (), *, sharing: int = 1
 ) -> ModelInventory:
-    """Return the inventory of a transformers model.
+    """Build the inventory of a transformers model.
 
     Args:
-        module: the model, on any device.
-        train: what is trained, and in which groups.
-        units: its modules that FSDP gathers as one, outer before inner.
-        sharing: ranks that share each layer.
+        module: Model on any device.
+        train: Settings that determine the trained parameters and the parameter groups.
+        units: Modules that FSDP gathers as one unit, with outer modules before inner modules.
+        sharing: Number of tensor-parallel ranks.
     """
     model = cast("PreTrainedModel", module)
     layers = [layer for _, layer in find_transformer_layers(model)]
-    # A parameter that several layers share belongs to the first; of nested units, to the innermost.
+    # A parameter that several layers share belongs to the first layer. A parameter in nested units belongs to
+    # the innermost unit.
     layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
     groups = assign_parameter_groups(model, train)
@@ -157,11 +174,16 @@ def build_inventory(
 
 
 def _estimate_activations(model: ModelInventory, request: PassRequest, failure: str) -> Activations:
-    """Estimate activations by formula, for a model that cannot run without values.
+    """Estimate activations with a formula, for a model that cannot run without values.
 
-    34 bytes a token, layer and hidden unit in 16 bits (Korthikanti et al., 2022, "Reducing Activation
-    Recomputation in Large Transformer Models", without attention scores), 2 for recomputed layers, and three
-    copies of the logits in fp32.
+    The formula has 34 bytes per token, layer, and hidden unit in 16-bit precision (Korthikanti et al., 2022,
+    "Reducing Activation Recomputation in Large Transformer Models", without attention scores), 2 bytes for
+    recomputed layers, and three copies of the logits in fp32.
+
+    Args:
+        model: Inventory of the model.
+        request: Pass to estimate.
+        failure: Reason why the model cannot run, for the user.
     """
     tokens = request.micro_batch * max(request.seq_len, request.target_seq_len)
     width = 2 if request.compute == "plain" else 1

@@ -1,4 +1,4 @@
-"""Bytes that optimizers keep for each parameter."""
+"""Size of the optimizer state of a parameter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
 FP32_BYTES = 4
-"""Bytes of a master weight, of its gradient, and of a moment: all fp32."""
+"""Element size of a master weight, of its gradient, and of a moment, which are all fp32."""
 
 
 class CustomStateBytes(NamedTuple):
-    """Bytes of the state that a custom optimizer keeps for a parameter.
+    """Size of the state that a custom optimizer keeps for a parameter, in bytes.
 
     Attributes:
         sharded: State with the shape of the parameter, which is sharded like the parameter.
@@ -30,11 +30,17 @@ class CustomStateBytes(NamedTuple):
 
 
 def compute_custom_state_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> CustomStateBytes:
-    """Bytes of the state that a user's optimizer keeps of a part of a parameter: of its shape, and others.
+    """Compute the size of the state that a custom optimizer keeps for a shard of a parameter.
 
-    State of another shape counts completely. The optimizer is run on meta tensors.
+    State with another shape than the parameter counts completely. The optimizer is run on meta tensors.
+
+    Args:
+        train: Settings with the optimizer.
+        shape: Shape of the complete parameter.
+        elements: Number of elements of the shard.
     """
-    from portable.optim.custom_optimizer import list_state_tensor_layouts  # only here: it needs torch
+    # Imported here, because it imports torch.
+    from portable.optim.custom_optimizer import list_state_tensor_layouts
 
     sharded = replicated = 0
     for size, itemsize in list_state_tensor_layouts(train, shape):
@@ -53,14 +59,16 @@ def compute_optimizer_state_bytes(
     keeps_fp32_moments: bool,
     uses_muon: bool = False,
 ) -> int:
-    """Bytes of the optimizer state of a parameter, or of ``num_rows`` of its rows.
+    """Compute the size of the optimizer state of a parameter or of some of its rows.
+
+    This includes the average of the weights if it is enabled.
 
     Args:
         train: Settings with the optimizer.
         shape: Shape of the complete parameter.
         num_rows: Number of rows along the first dimension.
-        keeps_fp32_moments: whether 8-bit AdamW keeps its moments in fp32.
-        uses_muon: whether Muon updates it as matrices.
+        keeps_fp32_moments: Whether 8-bit AdamW keeps the moments of this parameter in fp32.
+        uses_muon: Whether Muon updates the parameter.
     """
     row = math.prod(shape[1:])
     elements = num_rows * row if shape else 1
@@ -79,6 +87,7 @@ def _compute_state_bytes_without_average(
     keeps_fp32_moments: bool,
     uses_muon: bool,
 ) -> int:
+    """Compute the size of the optimizer state without the average, see `compute_optimizer_state_bytes`."""
     row, step = math.prod(shape[1:]), FP32_BYTES
     if is_plugin_name(train.optimizer):
         return sum(compute_custom_state_bytes(train, shape, elements))

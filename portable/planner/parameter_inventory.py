@@ -1,7 +1,7 @@
-"""The parameters of a model and the few other numbers that a plan needs, as plain data.
+"""Parameters of a model and other properties that a plan requires, as plain data.
 
-:func:`portable.planner.meta_model.build_inventory` reads them from the model on the meta device. This
-module needs no torch.
+:func:`portable.planner.meta_model.build_inventory` reads them from the model on the meta device. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -21,69 +21,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """A parameter. A tied parameter is listed once."""
+    """Parameter of a model. A tied parameter is listed once."""
 
     name: str
-    """The first name, if it has several."""
+    """Name of the parameter. A tied parameter has the first of its names."""
     shape: tuple[int, ...]
     group: OptimizerGroup | None
-    """Its parameter group; None if it is frozen."""
+    """Parameter group. None if the parameter is frozen."""
     is_embedding: bool
-    """Whether it is an embedding table."""
+    """Whether the parameter is an embedding table."""
     is_output_head: bool
-    """Whether it is the output head's matrix."""
+    """Whether the parameter is the matrix of the output head."""
     layer_index: int | None
-    """Index of its transformer layer; None outside the layers."""
+    """Index of the transformer layer. None outside of the layers."""
     unit_index: int | None
-    """Index of its innermost FSDP unit; None outside the units."""
+    """Index of the innermost FSDP unit. None outside of the units."""
     itemsize: int = 4
-    """Bytes of an element as FSDP2, DDP and XLA keep it: 4 if it is trained."""
+    """Element size in bytes in FSDP2, DDP, and XLA. It is 4 if the parameter is trained."""
     sharded_dim: int | None = None
-    """The dim along which ranks that share layers have a part of it; None: each has all of it."""
+    """Dimension along which tensor-parallel ranks split the parameter. None if each rank has the complete
+    parameter.
+    """
 
     @cached_property
     def num_elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_trained(self) -> bool:
+        """Whether the parameter is trained."""
         return self.group is not None
 
     @property
     def uses_muon(self) -> bool:
-        """Whether Muon updates it as matrices."""
+        """Whether Muon updates the parameter."""
         return self.group is not None and self.group.uses_muon
 
 
 @dataclass(frozen=True)
 class ModelInventory:
-    """What a plan needs to know of a model."""
+    """Parameters of a model, and other properties that a plan requires."""
 
     architecture: str
     weights: tuple[ParameterEntry, ...]
     state_bytes: int
-    """Bytes of its weights and persistent buffers in a checkpoint."""
+    """Size of the weights and persistent buffers in a checkpoint, in bytes."""
     hidden_size: int
     num_layers: int
-    """Layers that a token passes through. Layers that share parameters count each time."""
+    """Number of layers that a token passes through. Layers that share parameters count several times."""
     vocab_size: int
     num_parameters: int
-    """Parameters that the weights stand for; quantized ones have fewer elements."""
+    """Number of parameters of the model. Quantized weights have fewer elements than parameters."""
     unit_error: str | None = None
-    """Why FSDP cannot make units of this model, as a message for the user; None if it can."""
+    """Error message that explains why FSDP cannot split the model into units. None if it can."""
 
     @cached_property
     def num_elements(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(w.num_elements for w in self.weights)
 
     @cached_property
     def trained_weights(self) -> tuple[ParameterEntry, ...]:
-        """The parameters that are not frozen."""
+        """Parameters that are not frozen."""
         return tuple(w for w in self.weights if w.is_trained)
 
     def shard_for_tensor_parallel(self, ranks: int) -> ModelInventory:
-        """What a rank has of the model where so many share its layers."""
+        """Return the inventory of one of several tensor-parallel ranks."""
 
         def cut_weight(weight: ParameterEntry) -> ParameterEntry:
             shape = [
@@ -96,7 +100,12 @@ class ModelInventory:
     def count_elements_by_part(
         self, part: Literal["layer", "unit"], *, only_trained: bool = False
     ) -> list[int]:
-        """Elements, or ``only_trained`` elements, of each transformer layer, or of each FSDP unit."""
+        """Count the elements of each transformer layer or FSDP unit.
+
+        Args:
+            part: ``layer`` or ``unit``.
+            only_trained: Whether to count only trained elements.
+        """
         counts: Counter[int] = Counter()
         for weight in self.trained_weights if only_trained else self.weights:
             index = weight.layer_index if part == "layer" else weight.unit_index
@@ -105,11 +114,11 @@ class ModelInventory:
         return list(counts.values())
 
     def compute_checkpoint_bytes(self, train: TrainConfig) -> int:
-        """Bytes of the tensors of one checkpoint: fp32 weights and optimizer state."""
+        """Compute the size of the tensors of a checkpoint, which are fp32 weights and optimizer state."""
         return self.state_bytes + self.compute_optimizer_state_bytes(train)
 
     def compute_optimizer_state_bytes(self, train: TrainConfig) -> int:
-        """Bytes of the whole optimizer state."""
+        """Compute the size of the complete optimizer state."""
         return sum(
             compute_optimizer_state_bytes(
                 train,

@@ -1,6 +1,6 @@
-"""What the planner asks about one forward and backward pass, and the answer.
+"""Description of a forward and backward pass, and its memory.
 
-:mod:`portable.planner.activations` runs the passes and needs torch. This module does not.
+:mod:`portable.planner.activations` runs the passes and requires torch. This module does not.
 """
 
 from __future__ import annotations
@@ -14,91 +14,126 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 ComputeMode = Literal["plain", "autocast", "cast"]
-"""How the compute dtype is reached. ``plain``: it is fp32. ``autocast``: autocast keeps a copy of each
-weight. ``cast``: the parameters have the dtype themselves, as in FSDP2 and DeepSpeed."""
+"""Mode in which the compute dtype is reached. ``plain``: the compute dtype is fp32. ``autocast``: autocast
+keeps a copy of each weight. ``cast``: the parameters themselves have the compute dtype, as in FSDP2 and
+DeepSpeed.
+"""
 
 
 class Peak(NamedTuple):
-    """Peak bytes on one device."""
+    """Peak number of bytes on a device."""
 
     work_bytes: int
-    """Saved activations and temporary tensors of the backward pass, logits and loss included."""
+    """Size of saved activations and temporary tensors of the backward pass, including the logits and the
+    loss.
+    """
     copy_bytes: int
-    """Copies of weights that autocast makes."""
+    """Size of the copies of weights that autocast creates."""
 
     @property
     def total_bytes(self) -> int:
+        """Sum of both sizes."""
         return self.work_bytes + self.copy_bytes
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The peaks of a pass."""
+    """Peaks of the two parts of a pass."""
 
     before_layers: Peak
-    """Forward pass, and backward pass until the first layer has gradients."""
+    """Peak of the forward pass, and of the backward pass until the first layer has gradients."""
     in_layers: Peak
-    """Backward pass from the first layer with gradients on."""
+    """Peak of the backward pass after the first layer has gradients."""
     failure: str | None = None
-    """Why the model could not be run. The peaks are then an estimate by formula."""
+    """Reason why the model could not be run, for the user. In this case, the peaks are an estimate. None if
+    the model was run.
+    """
 
     @property
     def total_bytes(self) -> int:
+        """Larger total of both peaks."""
         return max(self.before_layers.total_bytes, self.in_layers.total_bytes)
 
 
 ResultKind = Literal["written", "product", "computed", "rows", "saved"]
-"""What a compiler does with the result of an operation. ``written``: it lies in memory. ``product``: so does
-what elementwise operations make of it, in its place, if nothing else reads it. ``computed``: it takes no
-memory, and is computed where it is read. ``rows``: the same, after a reduction of what is in memory.
-``saved``: written, for a backward loop."""
+"""Treatment of the result of an operation by a compiler. ``written``: the result is in memory. ``product``:
+like ``written``, but if a single elementwise operation reads the result, the result of that operation is in
+memory instead. ``computed``: the result requires no memory, because each reader computes it. ``rows``: like
+``computed``, after a reduction of values in memory. ``saved``: written for a backward loop.
+"""
 
 
 class ResultRule(Protocol):
-    """Tells what a compiler does with the result of an operation of torch (``mm``, ``_to_copy``)."""
+    """Function that returns how a compiler treats the result of an operation of torch."""
 
-    def __call__(self, operation: str, *, elementwise: bool) -> ResultKind: ...
+    def __call__(self, operation: str, *, elementwise: bool) -> ResultKind:
+        """Return how the compiler treats the result of an operation.
+
+        Args:
+            operation: Name of the operation, such as ``mm`` or ``_to_copy``.
+            elementwise: Whether the operation is elementwise.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class CompilerModel:
-    """How a compiler runs a pass."""
+    """Properties of a compiler that determine the memory of a pass."""
 
     classify_result: ResultRule
+    """Function that takes the name of an operation, such as ``mm`` or ``_to_copy``, and returns a
+    `ResultKind`.
+    """
     loops_over_layers: bool = False
-    """Whether layers run in a loop: what autograd saves of them is then written."""
+    """Whether layers run in a loop. In this case, tensors that autograd saves in a layer are written to
+    memory.
+    """
     attention_rows: int | None = None
-    """Rows of attention scores that exist at once, computed again in the backward pass; None for all."""
+    """Number of rows of attention scores that exist at the same time, and are recomputed in the backward
+    pass. None for all rows.
+    """
     context_parallel_size: int = 1
-    """Devices that share a sequence, each of which attends over all of it with its share of the heads."""
+    """Number of context-parallel devices. Each device computes the attention of complete sequences with its
+    share of the heads.
+    """
     prepare_model: Callable[[Any], None] | None = None
-    """Changes a model's modules as the engine does before it runs them."""
+    """Function that changes the modules of a model in the same way as the engine, if any."""
 
 
 @dataclass(frozen=True)
 class PassRequest:
-    """A pass to run: everything that the peaks of a model depend on."""
+    """Pass to run, with all values on which its memory depends."""
 
     micro_batch: int
+    """Number of sequences in a micro-batch."""
     seq_len: int
+    """Number of tokens of a sequence on one device."""
     target_seq_len: int
-    """Of the labels: of a decoder's input, where there is an encoder."""
+    """Length of the labels, which is also the length of the decoder's input in an encoder-decoder model."""
     task: str
+    """Value of ``model.task``."""
     packed: bool | Literal["documents"]
+    """Value of ``data.packing``."""
     compute: ComputeMode
+    """Mode in which the compute dtype is reached."""
     precision: str
-    """fp32, bf16 or fp16."""
+    """``fp32``, ``bf16``, or ``fp16``."""
     recompute: str
+    """Value of ``memory.activation_checkpointing``."""
     on_gpu: bool
-    """Whether autocast follows CUDA's rules, which keep more operations in fp32 than the CPU's."""
+    """Whether autocast follows the rules of CUDA, which compute more operations in fp32 than the rules of the
+    CPU.
+    """
     loss_chunk_tokens: int | Literal["auto"]
-    """Tokens whose loss is computed at a time; 0 for all. See ``memory.loss_chunk_tokens``."""
+    """Number of tokens whose loss is computed at a time, or 0 for all tokens. See
+    ``memory.loss_chunk_tokens``.
+    """
     tensor_parallel_size: int = 1
-    """Ranks that share each layer."""
+    """Number of tensor-parallel ranks."""
     compiler: CompilerModel | None = None
-    """What compiles it. There is no fused attention kernel then."""
+    """Compiler of the pass, if any. A compiled pass has no fused attention kernel."""
     compiled: bool = False
-    """Whether inductor compiles each layer, and chooses what is kept for the backward pass."""
+    """Whether inductor compiles each layer, and chooses the tensors that are kept for the backward pass."""
 
     @classmethod
     def from_config(
@@ -110,11 +145,20 @@ class PassRequest:
         on_gpu: bool,
         compiler: CompilerModel | None = None,
     ) -> PassRequest:
-        """The pass that a run of ``config`` makes."""
+        """Return the pass of a run.
+
+        Args:
+            config: Config of the run.
+            micro_batch: Number of samples in a micro-batch.
+            compute: Mode in which the engine reaches the compute dtype.
+            on_gpu: Whether autocast follows the rules of CUDA.
+            compiler: Compiler of the pass, if any.
+        """
         precision = "fp32" if config.precision == "tf32" else config.precision
         in_parts = not (compiler or config.strategy.startswith("zero"))
         if in_parts and config.train.loss is not None:
-            from portable.model.training_loss import LOGITS, build_training_loss  # which needs torch
+            # Imported here, because it imports torch.
+            from portable.model.training_loss import LOGITS, build_training_loss
 
             loss = build_training_loss(config)
             in_parts = loss is not None and LOGITS not in loss.needs
@@ -132,6 +176,6 @@ class PassRequest:
             config.memory.loss_chunk_tokens if in_parts else 0,
             config.tensor_parallel_size,
             compiler,
-            # What recomputes a layer decides alone what is kept.
+            # If a layer is recomputed, inductor does not choose the tensors that are kept.
             config.compile and compiler is None and config.memory.activation_checkpointing == "none",
         )

@@ -1,6 +1,7 @@
-"""Plan the memory of a run under each strategy, before a machine is rented.
+"""Plan of the memory of a run under each strategy, before a machine is rented.
 
-The order of strategies is fixed: what sends the fewest bytes in a step comes first, as in docs/planning.md.
+The order of the strategies is fixed. Strategies that send fewer bytes in a step come first, see
+docs/planning.md.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
     from portable.planner.meta_model import MetaModel
     from portable.planner.parameter_inventory import ModelInventory
 
-# Cheapest in communication first. DDP and ZeRO-1 sum gradients once a step, ZeRO-2 with each micro-batch;
-# keeping gathered parameters (shard_grad_op) adds one gather of them, sharding them (full_shard, zero3) two.
-# Inside a node links are fast, so hybrid_shard comes before full_shard. Offloading comes last: copies to the
-# host are slower than collectives, and a disk is slower than the host. Equal numbers cost about the same;
-# among them the family of the configured strategy comes first, which is FSDP2 by default.
+# Strategies with less communication come first. DDP and ZeRO-1 sum gradients once per step, and ZeRO-2 once
+# per micro-batch. Keeping gathered parameters (shard_grad_op) adds one gather of the parameters, and sharding
+# them (full_shard, zero3) adds two. Links inside a node are fast, so hybrid_shard comes before full_shard.
+# Offloading comes last, because copies to the host are slower than collectives, and a disk is slower than the
+# host. Settings with equal numbers cost about the same. Among them, settings of the configured family come
+# first, which is FSDP2 by default.
 _ORDER: dict[StrategySetting, int] = {
     StrategySetting("no_shard"): 0,
     StrategySetting("shard_grad_op"): 1,
@@ -56,19 +58,19 @@ _LAST_POSITION = 11
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """Where the run will be."""
+    """Backend and devices on which the run is planned."""
 
     backend: str
-    """cpu, cuda or xla."""
+    """Name of the backend: cpu, cuda, or xla."""
     cluster: Cluster
     device: Device | None
-    """None if unknown: then no option is said to fit."""
+    """Kind of device. If it is None, the plan does not determine which options fit."""
     host_memory: int | None
-    """Bytes of a node; None if unknown."""
+    """Memory of a node in bytes. None if it is unknown."""
 
 
 class ConfigAndTarget(NamedTuple):
-    """A config as the target would run it, and the target."""
+    """Config for a target, and the target."""
 
     config: RunConfig
     target: PlanTarget
@@ -76,44 +78,52 @@ class ConfigAndTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Peak bytes on the device of the rank that holds the most."""
+    """Peak number of bytes on the device of the rank with the most memory."""
 
     parameters: int
     gathered: int
+    """Size of gathered parameters, communication buffers, and copies of weights at the time of the peak."""
     gradients: int
     optimizer: int
     activations: int
 
     @property
     def resident(self) -> int:
-        """Bytes that stay from step to step. They do not depend on the micro-batch."""
+        """Number of bytes that stay allocated between steps. They do not depend on the micro-batch size."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
+        """Number of all bytes."""
         return self.resident + self.gathered + self.activations
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """One way to run a config, with what it needs."""
+    """Setting under which a config can run, and the resources that it requires."""
 
     setting: StrategySetting
     micro_batch: int
+    """Value of ``train.micro_batch_size``."""
     recompute: str
+    """Value of ``memory.activation_checkpointing``."""
     device_bytes: DeviceBytes
     host_bytes: int
-    """Host memory of a node, for all its ranks."""
+    """Host memory of a node for all of its ranks."""
     disk_bytes: int
-    """Local disk of a node to which its ranks swap."""
+    """Space on the local disk of a node for offloading."""
     checkpoint_bytes: int
+    """Size of the tensors of a checkpoint."""
     communication_bytes: int
-    """Bytes that a device sends in a step."""
+    """Number of bytes that a device sends in a step."""
     fits: bool | None
+    """Whether the memory of the devices, and of the hosts if it is known, is sufficient. None if the memory
+    of the devices is unknown.
+    """
     context_parallel_size: int = 1
 
     def format_config_yaml(self, config: RunConfig) -> str:
-        """The YAML lines to add to the run's file."""
+        """Format the settings of this option as YAML lines for the config file of the run."""
         memory = {
             "activation_checkpointing": self.recompute,
             "offload_optimizer": self.setting.offload_optimizer,
@@ -131,12 +141,12 @@ class PlanOption:
 
 
 class Planner:
-    """Computes what a run needs under each setting. Results are cached in memory.
+    """Planner that computes the resources of a run under each setting. Results are cached.
 
     Args:
-        config: of the run, with a precision other than ``auto``.
-        model: the model on the meta device.
-        target: where it will run.
+        config: Config of the run, with a precision other than ``auto``.
+        model: Model on the meta device.
+        target: Devices to plan for.
     """
 
     def __init__(self, config: RunConfig, model: MetaModel, target: PlanTarget) -> None:
@@ -153,16 +163,22 @@ class Planner:
         self.batch_per_group = share
         self._footprints: dict[tuple[StrategySetting, int | str, str], Footprint] = {}
         self.failure: str | None = None
-        """Why activations are estimated by formula; None if they were run."""
+        """Reason why activations are estimated with a formula. None if they were measured."""
         self._checkpoint = self.model.compute_checkpoint_bytes(config.train)
 
     def get_peak_flops(self) -> float | None:
-        """Peak FLOP/s of a device in the run's precision, by its data sheet; None if unknown."""
+        """Return the peak FLOP/s of a device in the run's precision, according to its data sheet.
+
+        Returns None if the device or its peak is unknown.
+        """
         device = self.target.device
         return None if device is None else dict(device.peak_flops_by_precision).get(self.config.precision)
 
     def compute_max_tokens_per_second(self) -> float | None:
-        """What all devices would train at their peak FLOP/s; no run is faster. None if that is unknown."""
+        """Compute the training throughput of all devices at their peak FLOP/s, which is an upper bound.
+
+        Returns None if the peak is unknown.
+        """
         peak = self.get_peak_flops()
         return None if peak is None else peak * self.target.cluster.devices / self.meta_model.flops_per_token
 
@@ -171,10 +187,15 @@ class Planner:
     def build_option(
         self, setting: StrategySetting, *, micro_batch: int | None = None, recompute: str | None = None
     ) -> PlanOption:
-        """What the run needs under ``setting``.
+        """Compute the resources that the run requires under a setting.
+
+        Args:
+            setting: Strategy with its offloading.
+            micro_batch: Micro-batch size. By default, this is the configured size.
+            recompute: Value of ``memory.activation_checkpointing``. By default, this is the configured value.
 
         Raises:
-            UserError: ``setting`` contradicts the rest of the config.
+            UserError: If the setting is not possible with the other settings.
         """
         micro_batch = micro_batch or self.micro_batch
         config = setting.apply_to(self.config).replaced({"train.micro_batch_size": micro_batch})
@@ -208,6 +229,7 @@ class Planner:
         )
 
     def _get_footprint(self, config: RunConfig) -> Footprint:
+        """Return the footprint of a config. Results are cached."""
         key = (
             StrategySetting.from_config(config),
             config.train.micro_batch_size,
@@ -220,6 +242,10 @@ class Planner:
         return self._footprints[key]
 
     def _measure_activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
+        """Measure the activations of a config.
+
+        If the result is an estimate, the reason is stored in ``failure``.
+        """
         request = PassRequest.from_config(
             config,
             micro_batch=micro_batch,
@@ -234,11 +260,14 @@ class Planner:
     # -- all of them ---------------------------------------------------------------------------------------
 
     def build_options(self, *, offloading: bool = True) -> list[PlanOption]:
-        """Every setting as configured otherwise: those that fit, then the rest, both in order.
+        """Compute an option for each supported setting. Other settings stay as configured.
+
+        Options that fit come first. Apart from that, the options have the order of the strategies.
 
         Args:
-            offloading: False for those alone that do without, and fit if everything is recomputed of
-                micro-batches of one. No pass is run of what has no room for the state alone.
+            offloading: Whether to include offloading. If False, the result only contains options without
+                offloading that fit with micro-batches of one sample and full recomputation. For other
+                settings, no pass is run.
         """
         configured = StrategySetting.from_config(self.config)
         settings = list(self._footprint_module.iter_settings(self.config, self.target.cluster))
@@ -256,10 +285,14 @@ class Planner:
 
     @staticmethod
     def get_order_position(setting: StrategySetting) -> int:
-        """Position of ``setting`` in the order, from 0; equal for those that cost about the same."""
+        """Return the position of a setting in the order of strategies, from 0.
+
+        Settings that cost about the same have the same position.
+        """
         return _ORDER.get(setting, _LAST_POSITION)
 
     def _compute_order_key(self, setting: StrategySetting) -> tuple[int, bool, int]:
+        """Return the sort key of a setting: its position, and whether it belongs to the other family."""
         family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
         return (
             self.get_order_position(setting),
@@ -268,11 +301,14 @@ class Planner:
         )
 
     def comes_before(self, option: PlanOption, other: PlanOption) -> bool:
-        """Whether ``option`` comes before ``other`` in the order."""
+        """Return whether an option comes before another option in the order of strategies."""
         return self._compute_order_key(option.setting) < self._compute_order_key(other.setting)
 
     def describe_next_setting(self, setting: StrategySetting) -> str | None:
-        """The next setting in the order, as settings of the config; None after the last."""
+        """Describe the setting that follows a setting in the order of strategies. None for the last setting.
+
+        The description consists of settings of the config.
+        """
         later = [
             s
             for s in self._footprint_module.iter_settings(self.config, self.target.cluster)
@@ -286,10 +322,17 @@ class Planner:
         return f"strategy {next_setting.strategy}" + (f" with {' and '.join(moved)}" if moved else "")
 
     def find_best_option(self, options: list[PlanOption]) -> PlanOption | None:
-        """The first option that fits; None if none does or the memory is unknown.
+        """Find the first option that fits.
 
-        Strategies without offloading are tried in order: as configured, then with smaller micro-batches (more
-        accumulation, little cost), then with full recomputation (a third more work). Offloading comes last.
+        Strategies without offloading are tried in order: first as configured, then with smaller micro-batches
+        (more accumulation, which costs little), then with full recomputation (a third more computation).
+        Strategies with offloading are tried last.
+
+        Args:
+            options: Options to start with, from `build_options`.
+
+        Returns:
+            The option, or None if no option fits or if the memory of the device is unknown.
         """
         if self.target.device is None:
             return None
@@ -299,6 +342,7 @@ class Planner:
         return None
 
     def _iter_candidates(self, options: list[PlanOption]) -> Iterator[PlanOption]:
+        """Yield options in the order in which `find_best_option` tries them."""
         ordered = sorted(
             (option for option in options if self._has_room_for_state(option.setting)),
             key=lambda option: self._compute_order_key(option.setting),
@@ -318,7 +362,7 @@ class Planner:
             yield from self._iter_largest_fitting(option.setting, [self.micro_batch, *sizes], "full")
 
     def _has_room_for_state(self, setting: StrategySetting) -> bool:
-        """Whether the part fits that neither a smaller micro-batch nor recomputation reduces."""
+        """Return whether the memory that does not depend on the micro-batch size or recomputation fits."""
         target, footprint = self.target, self._get_footprint(setting.apply_to(self.config))
         assert target.device is not None
         resident = footprint.parameters + footprint.gradients + footprint.optimizer
@@ -328,6 +372,7 @@ class Planner:
         )
 
     def _can_fit_without_offloading(self, setting: StrategySetting) -> bool:
+        """Return whether a setting fits with a micro-batch of one sample and full recomputation."""
         return self._has_room_for_state(setting) and bool(
             self.build_option(setting, micro_batch=1, recompute="full").fits
         )
@@ -349,13 +394,20 @@ class Planner:
     def _iter_largest_fitting(
         self, setting: StrategySetting, sizes: list[int], recompute: str | None
     ) -> Iterator[PlanOption]:
-        """The largest of ``sizes`` (descending) that fits. If the smallest does not, none does."""
+        """Yield the option with the largest micro-batch size that fits, if there is one.
+
+        Args:
+            setting: Strategy with its offloading.
+            sizes: Micro-batch sizes in descending order. If the smallest size does not fit, no other is
+                tried.
+            recompute: Value of ``memory.activation_checkpointing``, or None for the configured value.
+        """
         if sizes and self.build_option(setting, micro_batch=sizes[-1], recompute=recompute).fits:
             options = (self.build_option(setting, micro_batch=size, recompute=recompute) for size in sizes)
             yield next(option for option in options if option.fits)
 
     def _list_smaller_micro_batches(self) -> list[int]:
-        """At most two smaller micro-batches, descending; the last is 1."""
+        """Return at most two smaller micro-batch sizes in descending order. The last one is 1."""
         if self.micro_batch == 1:
             return []
         half = find_largest_divisor(self.batch_per_group, max(1, self.micro_batch // 2))
@@ -364,11 +416,18 @@ class Planner:
     # -- micro-batches -------------------------------------------------------------------------------------
 
     def find_largest_micro_batch(self, sizes: list[int]) -> int | None:
-        """The largest of ``sizes`` (ascending) that fits under the configured setting, or None."""
+        """Find the largest micro-batch size that fits under the configured setting, with a binary search.
+
+        Args:
+            sizes: Micro-batch sizes in ascending order.
+
+        Returns:
+            The size, or None if no size fits or if the memory of the device is unknown.
+        """
         if self.target.device is None:
             return None
         configured = StrategySetting.from_config(self.config)
-        good, bad = -1, len(sizes)  # what is known to fit, and not to fit
+        good, bad = -1, len(sizes)  # Indices of a size that fits and of a size that does not fit
         while bad - good > 1:
             middle = (good + bad) // 2
             if self.build_option(configured, micro_batch=sizes[middle]).fits:
@@ -379,10 +438,16 @@ class Planner:
 
 
 def _compute_device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
-    """The peak: before the backward pass reaches the layers, in them, at their end, or in the update.
+    """Compute the peak memory of a device.
 
-    Gradients count as complete, which holds from the second micro-batch of a step on. With one micro-batch
-    they appear while activations are freed, and the real peak is lower.
+    The peak occurs before the backward pass reaches the layers, in the layers, at the end of the backward
+    pass, or in the update. Gradients are assumed to be complete, as they are from the second micro-batch of a
+    step on. If a step has only one micro-batch, gradients appear while activations are freed, so the actual
+    peak is lower.
+
+    Args:
+        footprint: Footprint of the engine.
+        working: Peaks of the passes.
     """
     before, layers = working.before_layers, working.in_layers
     moments = [

@@ -1,4 +1,4 @@
-"""A plan as text and as JSON."""
+"""Plan of a run as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ if TYPE_CHECKING:
 
 _TEXT_COLUMNS = ("strategy", "offload", "recompute")
 _MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
-"""The columns of device memory, in a wide table only."""
+"""Columns with the parts of the device memory, which only a wide table has."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes on a target, and what is recommended.
+    """Resources that a run requires on a target, with a recommendation.
 
     Attributes:
-        planner: that made it.
-        options: all ways to run the config.
-        best: the recommended one; None if none fits, or the memory is unknown.
-        adapter: what fits with an adapter, where without one nothing does, or only with offloading.
-        shared: the same of the fewest devices that share sequences.
-        work: the tokens, if they are known.
-        price: of a device for an hour.
+        planner: Planner that computed the plan.
+        options: All options for running the config.
+        best: Recommended option. None if no option fits, or if the memory of the devices is unknown.
+        adapter: Option that fits with an adapter. None if no such option fits, or if it was not searched
+            because the best option fits without offloading.
+        shared: Option that fits with the smallest `context_parallel_size`. None for the same reasons as
+            `adapter`.
+        work: Amount of training, if it is known.
+        price: Price of a device for an hour, if it is known.
     """
 
     planner: Planner
@@ -53,19 +55,19 @@ class Plan:
 
     @cached_property
     def hours(self) -> Hours | None:
-        """How long the run takes under the recommended option, as far as that is known."""
+        """Hours that the run takes under the recommended option. None if they are unknown."""
         return estimate_run_hours(self.planner, self.best, self.work) if self.best and self.work else None
 
     @cached_property
     def cost(self) -> Hours | None:
-        """What that costs."""
+        """Range of the run's cost in the currency of the price. None if it is unknown."""
         if self.hours is None or self.price is None:
             return None
         return self.hours.compute_cost(self.price * self.planner.target.cluster.devices)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan for programs; sizes in bytes."""
+    """Convert a plan to plain values for JSON. Sizes are in bytes."""
     planner, target, hours = plan.planner, plan.planner.target, plan.hours
     device, devices = target.device, target.cluster.devices
     reached = device.reached if device and hours else None
@@ -94,6 +96,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _option_to_json(option: PlanOption) -> dict[str, Any]:
+    """Convert an option to plain values for JSON."""
     return {
         **asdict(option.setting),
         "context_parallel_size": option.context_parallel_size,
@@ -109,12 +112,12 @@ def _option_to_json(option: PlanOption) -> dict[str, Any]:
 
 
 def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
-    """The plan for people.
+    """Format a plan as text.
 
     Args:
-        plan: to show.
-        wide: show what device memory consists of.
-        width: of a line of prose.
+        plan: Plan to format.
+        wide: Whether to show the parts of the device memory.
+        width: Maximum number of characters in a line of prose.
     """
     planner, best = plan.planner, plan.best
     device, cluster = planner.target.device, planner.target.cluster
@@ -156,7 +159,7 @@ def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
 
 
 def build_time_rows(plan: Plan) -> list[tuple[str, str]]:
-    """How long the run takes and what that costs, as far as that is known."""
+    """Return table rows with the time and the cost of the run. Empty if they are unknown."""
     device, work = plan.planner.target.device, plan.work
     if device is None or work is None or plan.hours is None:
         return []
@@ -171,7 +174,7 @@ def build_time_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def wrap_text(text: str, width: int) -> str:
-    """``text`` in lines of at most ``width`` characters; words stay whole."""
+    """Wrap a text into lines of at most ``width`` characters, without breaking words."""
     return "\n".join(
         part
         for line in text.splitlines()
@@ -180,7 +183,14 @@ def wrap_text(text: str, width: int) -> str:
 
 
 def format_option_table(plan: Plan, *, wide: bool = False) -> str:
-    """One line for each option; the best first, with a star. Columns that say nothing new are left out."""
+    """Format a table with one row per option. The best option is first and has a star.
+
+    Columns whose values are the same as in the config are omitted.
+
+    Args:
+        plan: Plan with the options.
+        wide: Whether to show the parts of the device memory.
+    """
     planner, best = plan.planner, plan.best
     shown = [*plan.options]
     if best is not None:
@@ -204,6 +214,7 @@ def format_option_table(plan: Plan, *, wide: bool = False) -> str:
 
 
 def _format_cells(option: PlanOption, star: str) -> dict[str, str]:
+    """Format the cells of an option's row in the table, keyed by column."""
     size = option.device_bytes
     numbers = {name: getattr(size, name) for name in _MEMORY_COLUMNS}
     numbers |= {"device": size.total, "host": option.host_bytes, "disk": option.disk_bytes}
@@ -219,7 +230,7 @@ def _format_cells(option: PlanOption, star: str) -> dict[str, str]:
 
 
 def format_offloading_cell(option: PlanOption) -> str:
-    """What is offloaded, for a cell."""
+    """Format the offloading of an option for a table cell."""
     moved = option.setting.offload_targets
     if len(moved) == 2 and len(set(moved.values())) == 1:
         moved = {"all": next(iter(moved.values()))}
@@ -227,14 +238,17 @@ def format_offloading_cell(option: PlanOption) -> str:
 
 
 def describe_option(option: PlanOption) -> str:
-    """The name of an option, for a sentence."""
+    """Return the name of an option for a sentence."""
     moved = "+".join(option.setting.offload_targets)
     location = "on a disk" if option.setting.uses_disk else "on the host"
     return option.setting.strategy + (f" with {moved} {location}" if moved else "")
 
 
 def explain_choice(plan: Plan) -> str:
-    """Why the best is recommended, what to reduce next, what fits with an adapter or shared sequences."""
+    """Explain why the best option is recommended, and which settings reduce the memory further.
+
+    The explanation includes options with an adapter or context parallelism if they were searched.
+    """
     planner, best = plan.planner, plan.best
     device = planner.target.device
     assert device is not None
@@ -281,7 +295,7 @@ def explain_choice(plan: Plan) -> str:
 
 
 def list_changed_settings(planner: Planner, option: PlanOption) -> list[str]:
-    """Settings of ``option`` that differ from the config, except its strategy."""
+    """List the settings of an option, except for its strategy, that differ from the config."""
     changes = []
     if option.micro_batch != planner.micro_batch:
         changes.append(f"train.micro_batch_size {option.micro_batch} in place of {planner.micro_batch}")
@@ -291,14 +305,14 @@ def list_changed_settings(planner: Planner, option: PlanOption) -> list[str]:
 
 
 def describe_largest_part(option: PlanOption) -> str:
-    """The largest part of an option's device memory, with its size."""
+    """Describe the largest part of an option's device memory, with its size."""
     parts = asdict(option.device_bytes)
     name = max(parts, key=lambda part: parts[part])
     return f"{name} ({format_bytes(parts[name])})"
 
 
 def describe_next_reductions(planner: Planner, option: PlanOption) -> str:
-    """The next two settings to change if ``option`` does not fit."""
+    """Describe the next two settings to change if an option does not fit."""
     steps = []
     if option.micro_batch > 1:
         steps.append(f"train.micro_batch_size {max(1, option.micro_batch // 2)}")
@@ -312,7 +326,7 @@ def describe_next_reductions(planner: Planner, option: PlanOption) -> str:
 
 
 def _list_backend_remedies(planner: Planner) -> list[str]:
-    """The backend's remedies that are in no option of a plan."""
+    """List the backend's remedies that are not part of an option."""
     remedies = load_backend_package(planner.target.backend).iter_memory_remedies(
         planner.config, planner.target.cluster.devices
     )
@@ -321,6 +335,7 @@ def _list_backend_remedies(planner: Planner) -> list[str]:
 
 
 def _describe_last_resorts(planner: Planner) -> str:
+    """Describe the settings to change if even the smallest option does not fit."""
     more = [*_list_backend_remedies(planner), "more devices", "a shorter data.seq_len"]
     if planner.config.train.optimizer == "adamw":
         more.append("train.optimizer adafactor")

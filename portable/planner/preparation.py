@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ModelAndWork(NamedTuple):
-    """A model on the meta device, and the amount of training, or None if it is unknown."""
+    """Model on the meta device, and amount of training, or None if it is unknown."""
 
     model: MetaModel
     work: TrainingWork | None

@@ -1,7 +1,8 @@
-"""How long a run takes and what that costs, as a range.
+"""Range of the time that a run takes, and its price.
 
-The FLOPs of all tokens, over a device's peak and the share of it that published runs reached; or, if that
-takes longer, the bytes that a device sends in its machine, over the speed of its links.
+The time is the number of FLOPs of all tokens, divided by the peak FLOP/s of the devices and the utilization
+that published runs have reached. If sending takes longer, the time is the number of bytes that a device sends
+within its node, divided by the speed of its links.
 """
 
 from __future__ import annotations
@@ -25,29 +26,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """What there is to train on."""
+    """Amount of training in a run."""
 
     steps: int
+    """Number of steps."""
     tokens: int
-    """Positions of all sequences, padding included."""
+    """Number of positions in all sequences, including padding."""
     is_upper_bound: bool = False
-    """Whether it is a bound: a token for each byte of a text that is not tokenized yet."""
+    """Whether the number of tokens is an upper bound: one token per byte of text that is not tokenized yet.
+    """
 
 
 @dataclass(frozen=True)
 class Hours:
-    """The hours of a run, from the fastest to the slowest."""
+    """Range of hours from the fastest to the slowest run, or range of a cost."""
 
     least: float
     most: float
 
     @property
     def likely(self) -> float:
-        """The middle."""
+        """Middle of the range."""
         return (self.least + self.most) / 2
 
     def compute_cost(self, price_per_hour: float) -> Hours:
-        """What they cost, at ``price_per_hour`` for an hour of all devices."""
+        """Return the range of the cost if all devices together cost ``price_per_hour``."""
         return Hours(self.least * price_per_hour, self.most * price_per_hour)
 
     def __str__(self) -> str:
@@ -57,16 +60,19 @@ class Hours:
 
 
 def format_two_digits(value: float) -> str:
-    """Two digits, or whole numbers: what an estimate is worth."""
+    """Format an estimate with two significant digits, and without decimals from 10 on."""
     return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
 
 
 def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> TrainingWork | None:
-    """What a run trains on; None if the data is not here, and its steps follow from it.
+    """Compute the amount of training in a run.
 
     Args:
-        config: of the run.
-        sizes: of its data.
+        config: Config of the run.
+        sizes: Sizes of the data. None if the data is not on this machine.
+
+    Returns:
+        The amount, or None if it depends on the number of samples and this number is unknown.
     """
     at_most, samples = False, None if sizes is None else sizes.train_samples
     if samples is None and config.train.epochs is not None:
@@ -80,14 +86,17 @@ def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> Traini
 def compute_hours(
     device: Device, devices: int, precision: str, flops: float, sending_hours: float = 0.0
 ) -> Hours | None:
-    """The hours for ``flops``; None if the device's peak in this precision is unknown.
+    """Compute the range of hours for a number of FLOPs.
 
     Args:
-        device: of each.
-        devices: how many.
-        precision: of the products.
-        flops: of all tokens, forward and backward, without recomputation.
-        sending_hours: hours in which a device sends, which go on beside the computation.
+        device: Kind of device.
+        devices: Number of devices.
+        precision: Precision of the matrix products.
+        flops: Number of FLOPs of all tokens in the forward and backward pass, without recomputation.
+        sending_hours: Hours in which a device sends data, at the same time as the computation.
+
+    Returns:
+        The range, or None if the peak FLOP/s of the device in this precision is unknown.
     """
     peak = dict(device.peak_flops_by_precision).get(precision)
     if peak is None:
@@ -97,7 +106,16 @@ def compute_hours(
 
 
 def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork) -> Hours | None:
-    """The hours of a run under ``option``; None where nothing tells, as with offloading."""
+    """Estimate the hours of a run under an option.
+
+    Args:
+        planner: Planner of the run.
+        option: Option under which the run is planned.
+        work: Amount of training.
+
+    Returns:
+        The range, or None if it cannot be estimated, for example with offloading.
+    """
     device, devices = planner.target.device, planner.target.cluster.devices
     if device is None or option.setting.offload_targets:
         return None
@@ -115,14 +133,18 @@ def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork)
 
 
 def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
-    """What an hour of one device costs, by the planner's names.
+    """Parse the value of ``--price-per-hour``.
 
     Args:
-        text: of ``--price-per-hour``: ``2.50`` for the device at hand, or ``h100=2.50,a100-80=1.30``.
-        device: at hand, if one is named.
+        text: Price such as ``2.50`` for the device of ``--device``, or prices by name such as
+            ``h100=2.50,a100-80=1.30``.
+        device: Value of ``--device``, if it is set.
+
+    Returns:
+        Price of a device for an hour, keyed by the name of the device.
 
     Raises:
-        UserError: if it is neither, or gives a device two prices.
+        UserError: If the text has another form, or if a device has two prices.
     """
     prices: dict[str, float] = {}
     for part in () if text is None else text.split(","):
@@ -141,16 +163,19 @@ def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
 
 
 def fetch_sky_prices() -> dict[str, float]:
-    """The lowest prices of one device in SkyPilot's catalog, by the planner's names; none without SkyPilot.
+    """Read the lowest price of each device from SkyPilot's catalog.
+
+    Returns:
+        Price of a device for an hour, keyed by the name of the device. Empty if SkyPilot is not installed.
 
     Raises:
-        UserError: if its catalog cannot be read.
+        UserError: If the catalog cannot be read.
     """
     if find_spec("sky") is None:
         return {}
     try:
         offers: dict[str, list[Any]] = import_module("sky.catalog").list_accelerators(gpus_only=True)
-    except Exception as error:  # whatever fetching a catalog raises
+    except Exception as error:  # Fetching a catalog may raise any error.
         raise UserError(
             f"--price-per-hour: missing, and SkyPilot's catalog cannot be read ({to_one_line(error)}); "
             "give NAME=PRICE: h100=2.50,l4=0.70"

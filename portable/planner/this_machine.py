@@ -1,4 +1,4 @@
-"""Plan a run for the machine that it runs on."""
+"""Plan of a run for the machine on which it runs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def build_planner_for_backend(
     config: RunConfig, model: PreTrainedModel, backend: Backend, ranks: int = 1
 ) -> Planner:
-    """Return a planner for the devices of ``backend``.
+    """Build a planner for the devices of a backend.
 
     Args:
-        config: the resolved config of the run.
-        model: the model on the meta device.
-        backend: its driver, if any, reports the memory of a device.
-        ranks: ranks that this process will start; 1 if it is a rank itself.
+        config: Resolved config of the run.
+        model: Model on the meta device.
+        backend: Backend whose driver reports the memory of a device, if there is a driver.
+        ranks: Number of ranks that this process will start. 1 if the process itself is a rank.
     """
     count = max(ranks, backend.world_size) * backend.devices_per_rank
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) * backend.devices_per_rank
@@ -47,7 +47,7 @@ def build_planner_for_backend(
 
 
 def build_memory_table_rows(planner: Planner) -> list[tuple[str, str]]:
-    """What this config needs, as rows of a table with two columns."""
+    """Build rows of a table with the memory that the configured run requires."""
     option = planner.build_option(StrategySetting.from_config(planner.config))
     size = option.device_bytes
     parts = ("parameters", "gathered", "gradients", "optimizer", "activations")
@@ -65,7 +65,12 @@ def build_memory_table_rows(planner: Planner) -> list[tuple[str, str]]:
 
 
 def describe_best_fit(planner: Planner) -> str | None:
-    """The first setting in the planner's order that fits; None if none does, or the memory is unknown."""
+    """Describe the best option that fits.
+
+    Returns:
+        Settings of the option. None if the config has these settings already, if no option fits, or if the
+        memory of the device is unknown.
+    """
     best = planner.find_best_option(planner.build_options())
     configured = (
         StrategySetting.from_config(planner.config),

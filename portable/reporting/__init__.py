@@ -1,1 +1,1 @@
-"""Progress, metrics, events, pictures and the HTML report of a run."""
+"""Progress, metrics, events, the HTML report, the model card, and traces of a run."""

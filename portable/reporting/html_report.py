@@ -1,6 +1,7 @@
-"""``portable-report``: one run, or several side by side, as one page of HTML.
+"""HTML report of one run, or of several runs next to each other, and the command ``portable-report``.
 
-The page contains its data and its script. It opens from a disk or a mail and makes no network request.
+The page contains all data and scripts. It can be opened from a disk or an email and makes no network
+requests.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ if TYPE_CHECKING:
 
 _Point = TypeVar("_Point", bound=tuple[Any, ...])
 TARGET_NUM_POINTS = 2000
-"""About the number of points that a curve keeps: it is a few hundred pixels wide."""
+"""Approximate number of points of a curve, which is a few hundred pixels wide."""
 
 
 class CurvePoint(NamedTuple):
-    """One logged value and its position on each x axis.
+    """Logged value and its position on each x axis.
 
     Attributes:
         step: Training step.
         num_tokens: Number of tokens seen so far. None if it is unknown.
         hours: Hours of training so far. None if they are unknown.
-        value: The value.
+        value: Logged value.
     """
 
     step: int
@@ -74,7 +75,7 @@ class CurvePoint(NamedTuple):
 
 
 class _LaunchStart(NamedTuple):
-    """Start of a launch in seconds since 1970, and the seconds that earlier launches worked."""
+    """Start of a launch in seconds since 1970, and the duration of all earlier launches in seconds."""
 
     time: float
     worked_seconds: float
@@ -85,7 +86,7 @@ class _RunSettings(NamedTuple):
 
     Attributes:
         values: Values of the settings, keyed by dotted key.
-        error: Reason why the file cannot be read. Empty if it can.
+        error: Reason why ``config.yaml`` cannot be read. Empty if the file can be read or does not exist.
     """
 
     values: dict[str, Any]
@@ -94,17 +95,17 @@ class _RunSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the page.
+    """Chart of the page.
 
     Attributes:
-        title: of the chart.
-        series: the keys of ``metrics.jsonl`` drawn in it.
-        unit: bytes, fraction, or a plain number.
-        hint: what the numbers are, shown in the corner.
-        wide: whether it takes the whole width.
-        smooth: whether the page's smoothing applies.
-        log: whether the page's logarithmic scale applies.
-        zero: whether the axis begins at 0.
+        title: Title of the chart.
+        series: Metrics of ``metrics.jsonl`` to draw as curves.
+        unit: Unit of the values: ``"bytes"``, ``"fraction"``, or ``""`` for plain numbers.
+        hint: Description of the values, shown in a corner of the chart.
+        wide: Whether the chart has the full width of the page.
+        smooth: Whether the smoothing that the reader selects applies to the chart.
+        log: Whether the logarithmic scale that the reader selects applies to the chart.
+        zero: Whether the y axis begins at 0.
     """
 
     title: str
@@ -138,7 +139,7 @@ _HINTS = {
     "graphs_compiled": "of this launch, so far",
     "transfers_from_device": "of this launch, so far",
 }
-# Limits for untrusted files; a run's own stay far below.
+# Limits for untrusted files. The files that a run writes are far below them.
 _MAX_MATRICES = 8
 _MAX_CHARTS, _MAX_NAME_LENGTH, _MAX_PATH_LENGTH, _MAX_TEXT_LENGTH = 60, 100, 500, 10_000
 _RELOAD_SECONDS = 30
@@ -149,14 +150,14 @@ _METRICS_WITHOUT_CHART = {"step", "samples", "time", "samples_per_second"}
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What a run's folder contains.
+    """Contents of the output folder of a run, as the report shows them.
 
     Attributes:
-        folder: of the run.
-        rows: of ``metrics.jsonl``.
-        events: of ``events.jsonl``.
-        settings: ``config.yaml`` by dotted key; empty if there is no file.
-        unreadable_parts: what could not be read, for a message; empty if everything could.
+        folder: Output folder or URL of the run.
+        rows: Rows of ``metrics.jsonl``.
+        events: Rows of ``events.jsonl``.
+        settings: Settings in ``config.yaml``, keyed by dotted key. Empty without the file.
+        unreadable_parts: Description of the parts that could not be read. Empty if everything was read.
     """
 
     folder: AnyPath
@@ -165,21 +166,27 @@ class ReportedRun:
     settings: dict[str, Any]
     unreadable_parts: str = ""
     preview: dict[str, Any] | None = None
-    """Facts, lengths and samples of its data; None without a file."""
+    """Facts, lengths and samples of the training data. None without the file."""
     log: str = ""
-    """The end of ``log.txt``."""
+    """Last lines of ``log.txt``."""
 
     @classmethod
     def read(cls, folder: AnyPath) -> ReportedRun:
-        """Read the run in ``folder``.
+        """Read the files of a run.
+
+        Args:
+            folder: Output folder or URL of the run.
+
+        Returns:
+            The contents. Parts that cannot be read are empty, and are listed in ``unreadable_parts``.
 
         Raises:
-            UserError: the folder holds no run.
+            UserError: If the folder does not contain a run with a logged step.
         """
         try:
             if not folder.is_dir():
                 raise UserError(f"{folder}: is not a folder; give the output_dir of a run")
-        except (OSError, ValueError) as error:  # too long a name
+        except (OSError, ValueError) as error:  # for example, the name is too long
             raise UserError(f"{folder}: {to_one_line(error)}; give the output_dir of a run") from error
         try:
             rows, bad_rows = read_log_rows(folder / METRICS_FILE)
@@ -206,7 +213,14 @@ class ReportedRun:
     # -- x axes ---------------------------------------------------------------------------------------------
 
     def compute_token_count(self, samples: Any) -> int | None:
-        """Tokens seen after ``samples`` samples; None if unknown."""
+        """Compute the number of tokens in a number of samples.
+
+        Args:
+            samples: Value of ``samples`` in a row, which may be missing or invalid.
+
+        Returns:
+            The number of tokens, including padding. None if it is unknown.
+        """
         length = self.settings.get("data.seq_len")
         return (
             samples * length
@@ -215,12 +229,12 @@ class ReportedRun:
         )
 
     def list_launch_events(self) -> list[dict[str, Any]]:
-        """The events that started a launch of the run."""
+        """Return the events that started a launch, in the order of the file."""
         return [event for event in self.events if event["event"] in ("start", "resume")]
 
     @cached_property
     def _launch_starts(self) -> list[_LaunchStart]:
-        """Start of each launch, in order."""
+        """Start of each launch, in order of time."""
         starts = sorted(float(launch["time"]) for launch in self.list_launch_events() if "time" in launch)
         times = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
         launch_starts: list[_LaunchStart] = []
@@ -232,7 +246,14 @@ class ReportedRun:
         return launch_starts
 
     def compute_worked_hours(self, unix_time: Any) -> float | None:
-        """Hours worked until ``unix_time`` (seconds since 1970), without the time between launches."""
+        """Compute the hours that the run worked until a time, without the time between launches.
+
+        Args:
+            unix_time: Time in seconds since 1970, which may be missing or invalid.
+
+        Returns:
+            The hours. None if they are unknown.
+        """
         if not is_number(unix_time) or not self._launch_starts:
             return None
         launch = max(0, bisect_right(self._launch_starts, (unix_time, float("inf"))) - 1)
@@ -240,7 +261,11 @@ class ReportedRun:
         return round((worked + max(0.0, float(unix_time) - start)) / 3600, 5)
 
     def build_series(self, name: str) -> list[CurvePoint]:
-        """The values of ``name``, thinned to what a curve can show."""
+        """Build the points of a curve, downsampled to the width of a chart.
+
+        Args:
+            name: Name of the metric.
+        """
         points = [
             CurvePoint(
                 row["step"],
@@ -256,7 +281,12 @@ class ReportedRun:
     # -- text of the page -----------------------------------------------------------------------------------
 
     def describe_events(self) -> list[dict[str, Any]]:
-        """The events with their text and their place on each axis."""
+        """Describe the events of the run, with their position on each x axis.
+
+        Returns:
+            One JSON object for each event, with the kind that determines its mark: the kind of the event,
+            ``"move"`` if the launch runs on other devices, or ``"change"`` if settings changed.
+        """
         described: list[dict[str, Any]] = []
         machine: str | None = None
         for event in self.events:
@@ -292,7 +322,11 @@ class ReportedRun:
         return described
 
     def collect_facts(self) -> dict[str, str]:
-        """Key numbers of the run."""
+        """Collect the key numbers of the run, such as the last loss and the median speed.
+
+        Returns:
+            Formatted values, keyed by label.
+        """
         last = self.rows[-1]
         losses = self._list_numbers("loss")
         evaluated = dict.fromkeys(n for row in self.rows for n in row if n.partition("/")[0] == "eval_loss")
@@ -329,7 +363,7 @@ class ReportedRun:
         return facts
 
     def list_confusion_matrices(self) -> list[dict[str, Any]]:
-        """The last confusion matrix of each evaluation source."""
+        """Return the last confusion matrix of each evaluation source."""
         last = {
             key: (row["step"], row[key]) for row in self.rows for key in row if isinstance(row[key], dict)
         }
@@ -344,10 +378,16 @@ class ReportedRun:
 
 
 def downsample_points(points: list[_Point]) -> list[_Point]:
-    """About :data:`TARGET_NUM_POINTS` of ``points``: the lowest and highest of each stretch, so that no spike is lost.
+    """Downsample a curve to about :data:`TARGET_NUM_POINTS` points, without losing spikes.
+
+    The curve is divided into stretches of equal length. The lowest and the highest point of each stretch
+    remain, and the last point of the curve.
 
     Args:
-        points: tuples whose last element is the value.
+        points: Points of the curve, as tuples whose last element is the value.
+
+    Returns:
+        The remaining points, in their order.
     """
     if len(points) <= TARGET_NUM_POINTS:
         return points
@@ -361,16 +401,19 @@ def downsample_points(points: list[_Point]) -> list[_Point]:
 
 
 def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> str:
-    """Build the whole page.
+    """Build the complete HTML page.
 
     Args:
         runs: Runs to show.
         reloads: Whether the page reloads itself in the browser, because it is written again during training.
+
+    Returns:
+        The page. Credentials in texts are replaced by ``***``.
     """
     names = _list_short_names([run.folder for run in runs])
     all_rows = [row for run in runs for row in run.rows]
     charted_names = {name for metric in CHARTS for name in metric.series}
-    # Other numbers are drawn too, in the order of the file, up to a limit.
+    # Draw other numbers too, in the order of the file, up to a limit.
     numeric_names = dict.fromkeys(key for row in all_rows for key in row if is_number(row[key]))
     uncharted_names = [
         key
@@ -378,7 +421,7 @@ def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> 
         if key not in charted_names | _METRICS_WITHOUT_CHART and len(key) <= _MAX_NAME_LENGTH
     ][:_MAX_CHARTS]
     keys = [key for key in numeric_names if key in charted_names or key in uncharted_names]
-    # The evaluations on several sources are one chart, as is F1 of all classes.
+    # Combine the evaluations on several sources into one chart, and the F1 scores of all classes.
     charts: dict[str, tuple[str, ...]] = {}
     sources = {key.partition("/")[2] for key in numeric_names if key.startswith("eval_loss/")}
     for key in uncharted_names:
@@ -434,10 +477,10 @@ def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> 
             [key, *(_format_setting_value(run.settings.get(key)) for run in runs)] for key in settings
         ],
     }
-    # Inside a script element only "</" and "<!" could end the data; JSON may write "<" as an escape.
+    # Escape "<", because "</" and "<!" could end the script element that contains the data.
     text = json.dumps(_redact_nested(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = Path(__file__).with_name("report_template.html").read_text("utf-8")
-    # Split before inserting: the name of a folder may equal a mark of the template.
+    # Split the template before inserting, because the name of a folder may equal a mark of the template.
     head, rest = template.split("__TITLE__", 1)
     middle, tail = rest.split("__DATA__", 1)
     shown = html.escape(title).encode("utf-8", "replace").decode("utf-8")
@@ -454,32 +497,37 @@ def _redact_nested(value: Any) -> Any:
 
 
 def _choose_chart_name(name: str, source_names: Container[str]) -> str:
-    """The chart of a value: that of an evaluation without the name of its source, one of ``source_names``."""
+    """Return the name of the chart that shows a metric.
+
+    Args:
+        name: Name of the metric.
+        source_names: Names of the evaluation sources. Evaluations on several sources share a chart.
+    """
     value, _, source = name.rpartition("/")
     chart = value if is_evaluation_metric(name) and source in source_names else name
     return "eval_f1 of each class" if chart.startswith("eval_f1.") else chart
 
 
 def _format_metric_name(name: str) -> str:
-    """The name of a value in words."""
+    """Format the name of a metric as words, such as "Evaluation loss, news" for ``eval_loss/news``."""
     value, _, source = name.partition("/") if is_evaluation_metric(name) else (name, "", "")
     words = value.replace("eval_", "evaluation ").replace("_", " ").capitalize()
     return f"{words}, {source}" if source else words
 
 
 def write_report(folders: Sequence[AnyPath], page_path: Path, *, reloads: bool = False) -> list[str]:
-    """Write the page about the runs in ``folders``, replacing ``page_path`` atomically.
+    """Write the HTML page about one or several runs. An existing page is replaced atomically.
 
     Args:
-        folders: Output folders of the runs.
+        folders: Output folders or URLs of the runs.
         page_path: Path of the page.
-        reloads: Whether the page reloads itself in the browser.
+        reloads: Whether the page reloads itself in the browser, because it is written again during training.
 
     Returns:
-        One line for each run with unreadable parts.
+        A warning for each run with unreadable parts.
 
     Raises:
-        UserError: a folder holds no run, or ``page_path`` cannot be written.
+        UserError: If a folder does not contain a run, or the page cannot be written.
     """
     runs = [ReportedRun.read(folder) for folder in folders]
     text = build_report_html(runs, reloads=reloads)
@@ -493,7 +541,7 @@ def write_report(folders: Sequence[AnyPath], page_path: Path, *, reloads: bool =
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``portable-report``."""
+    """Build the argument parser of ``portable-report``."""
     parser = CommandParser(
         prog="portable-report",
         description="Write one self-contained HTML page about a run, or several side by side:\n"
@@ -514,7 +562,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 @exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-report``; the exit code is as :data:`portable.converters.commands.EXIT_CODES` has it."""
+    """Run ``portable-report``.
+
+    Args:
+        argv: Command-line arguments. None for the arguments of the process.
+
+    Returns:
+        The exit code, see :data:`portable.converters.commands.EXIT_CODES`.
+    """
     arguments = build_parser().parse_args(argv)
     try:
         folders = [parse_place_setting("RUN", run) for run in arguments.runs]
@@ -534,7 +589,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_events(folder: AnyPath) -> LogRows:
-    """The events of a run, empty without a file, and the number of invalid lines."""
+    """Read the events of a run. There are none if the file cannot be read."""
     try:
         return read_log_rows(folder / EVENTS_FILE, "event")
     except OSError:
@@ -542,7 +597,11 @@ def _read_events(folder: AnyPath) -> LogRows:
 
 
 def _read_log_end(path: AnyPath) -> str:
-    """The last lines of a log; empty without a file, or with one far larger than a run's."""
+    """Read the last lines of a log.
+
+    Returns:
+        The lines. Empty if the file does not exist, or is far larger than the log of a run.
+    """
     try:
         text = read_small_file(path, max_bytes=_MAX_LOG_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
@@ -551,7 +610,14 @@ def _read_log_end(path: AnyPath) -> str:
 
 
 def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
-    """The samples of a run's data, as far as they have the form that a run writes; None without a file."""
+    """Read the preview of the training data that a run has written.
+
+    Args:
+        path: Path or URL of the file.
+
+    Returns:
+        Facts, lengths and samples of the data. None if the file does not exist or is invalid.
+    """
     try:
         preview = json.loads(read_small_file(path, max_bytes=_MAX_CONFIG_BYTES))
         facts, lengths, samples = preview["facts"], preview["lengths"], preview["samples"]
@@ -578,7 +644,7 @@ def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
 
 
 def _read_settings(path: AnyPath) -> _RunSettings:
-    """The settings of a run by dotted key, and why they cannot be read, if so. Empty without a file."""
+    """Read the settings in a ``config.yaml``. A missing file has no settings."""
     try:
         text = read_small_file(path, max_bytes=_MAX_CONFIG_BYTES).decode("utf-8")
         tree = parse_yaml(text, path.name, max_nodes=_MAX_SETTINGS).value
@@ -593,8 +659,9 @@ def _read_settings(path: AnyPath) -> _RunSettings:
 
 
 def _iter_dotted_settings(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Yield the nested settings with their dotted keys."""
     for key, value in tree.items():
-        # Each setting below a long key would repeat it.
+        # Truncate long names, because each nested setting repeats the key.
         name = f"{prefix}{key}"[:_MAX_PATH_LENGTH]
         if isinstance(value, dict) and value:
             yield from _iter_dotted_settings(f"{name}.", value)
@@ -603,12 +670,14 @@ def _iter_dotted_settings(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[s
 
 
 def _format_setting_value(value: Any) -> str:
+    """Format the value of a setting as text or JSON. Long values are truncated."""
     if value is None or isinstance(value, str):
         return (value or "")[:_MAX_TEXT_LENGTH]
     return json.dumps(to_json_value(value), default=str)[:_MAX_TEXT_LENGTH]
 
 
 def _format_devices(launch: dict[str, Any]) -> str:
+    """Format the backend, the strategy, and the number of devices of a launch."""
     ranks = launch.get("world_size")
     text = f"{launch.get('backend')}, {launch.get('strategy')}, {ranks} rank{'' if ranks == 1 else 's'}"
     devices = launch.get("devices_per_rank")
@@ -616,6 +685,7 @@ def _format_devices(launch: dict[str, Any]) -> str:
 
 
 def _format_launch(launch: dict[str, Any]) -> str:
+    """Format the event that started a launch."""
     text = f"{'started' if launch['event'] == 'start' else 'resumed'} on {_format_devices(launch)}"
     for name in ("device", "precision"):
         if launch.get(name) not in (None, launch.get("backend")):
@@ -624,7 +694,7 @@ def _format_launch(launch: dict[str, Any]) -> str:
 
 
 def _list_short_names(folders: Sequence[AnyPath]) -> list[str]:
-    """The folders' names, or whole paths if two names are equal."""
+    """Return the name of each run's folder, or the full paths if two names are equal."""
     names = [resolve_links(folder).name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]

@@ -1,7 +1,9 @@
-"""A run's logs, one JSON object a line. The files are untrusted: crashes cut lines, disks flip bits.
+"""Log files of a run in the JSON Lines format, with one JSON object on each line.
 
-Invalid lines are skipped and counted, but for a last one that a crash cut short. A value that this program
-never writes (NaN, a number of a thousand digits, a nested object that is no confusion matrix) reads as null.
+Log files are untrusted, because crashes truncate lines and disks flip bits. Invalid lines are skipped and
+counted. An invalid last line is not counted, because a crash may have truncated it. A value that this program
+never writes, such as NaN, an integer of a thousand digits, or a nested object that is not a confusion matrix,
+is read as None.
 """
 
 from __future__ import annotations
@@ -21,23 +23,23 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.path_or_url import AnyPath
 
-# The largest exact integer in JavaScript, which draws the page.
+# Larger integers are not exact in JavaScript, which draws the charts of the report.
 MAX_SAFE_INTEGER = 1 << 53
-# More than the log of a million steps.
+# A log of a million steps is smaller.
 _MAX_LOG_BYTES = 1 << 30
 # Seconds since 1970, up to the year 9999.
 _MAX_UNIX_TIME = 253_402_300_799
 _MAX_TEXT_LENGTH = 1000
-# Bytes of the end of a log that are read at once: some thousand rows.
+# Size of the blocks in which the end of a log is read. A block contains several thousand rows.
 _BLOCK_BYTES = 1 << 20
 
 
 class LogLine(NamedTuple):
-    """A valid line of a log.
+    """Valid line of a log.
 
     Attributes:
         content: Bytes of the line, without the line feed.
-        row: The JSON object, without values that a page cannot show.
+        row: JSON object of the line. Values that the report cannot show are None.
     """
 
     content: bytes
@@ -45,67 +47,92 @@ class LogLine(NamedTuple):
 
 
 class LogLines(NamedTuple):
-    """Valid lines of a log, and the number of its invalid lines."""
+    """Valid lines of a log, and the number of invalid lines."""
 
     lines: list[LogLine]
     num_invalid: int
 
 
 class LogRows(NamedTuple):
-    """Valid rows of a log, and the number of its invalid lines."""
+    """Valid rows of a log, and the number of invalid lines."""
 
     rows: list[dict[str, Any]]
     num_invalid: int
 
 
 class JsonLinesWriter:
-    """A log that is appended to, through no link."""
+    """Log file that rows are appended to.
+
+    Args:
+        path: Path of the file, which is created if it does not exist. A symlink is not followed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = os.fdopen(open_for_writing(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
     def append_row(self, row: Mapping[str, Any]) -> None:
-        """Append a row; a number that is not finite is null."""
+        """Append a row and flush it to the operating system.
+
+        Args:
+            row: JSON object. NaN and infinite values are written as null.
+        """
         infinite = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         self._file.write(json.dumps({**row, **dict.fromkeys(infinite)}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def read_log_rows(path: AnyPath, *required_keys: str) -> LogRows:
-    """Return the rows of a file, and the number of invalid lines; see :func:`read_log_lines`."""
+    """Read the rows of a log.
+
+    Args:
+        path: Path or URL of the log.
+        required_keys: Keys that a valid row must contain in addition to ``step``.
+
+    Returns:
+        The valid rows, and the number of invalid lines.
+
+    Raises:
+        OSError: If the file does not exist or is not a regular file.
+        CheckpointError: If a symlink points outside the folder of the log.
+    """
     lines, num_invalid = read_log_lines(path, *required_keys)
     return LogRows([line.row for line in lines], num_invalid)
 
 
 def read_log_lines(path: AnyPath, *required_keys: str) -> LogLines:
-    """Return the valid lines of a file with their rows as a page shows them, and the number of invalid lines.
+    """Read the lines of a log together with the rows that they contain.
 
     Args:
-        path: of the file.
-        required_keys: keys that a row must have besides ``step``.
+        path: Path or URL of the log.
+        required_keys: Keys that a valid row must contain in addition to ``step``.
+
+    Returns:
+        The valid lines, and the number of invalid lines.
 
     Raises:
-        OSError: the file does not exist or is not a regular file.
-        CheckpointError: a link leads out of its folder.
+        OSError: If the file does not exist or is not a regular file.
+        CheckpointError: If a symlink points outside the folder of the log.
     """
     return _parse_lines(read_small_file(path, max_bytes=_MAX_LOG_BYTES).split(b"\n"), *required_keys)
 
 
 def remove_rows_after_step(path: Path, last_step: int) -> LogRows:
-    """Remove the rows after a step from the end of a log, and the invalid lines between them.
+    """Remove the rows after a step, and the invalid lines between them, from the end of a log.
 
-    Rows are logged in the order of their steps. So the file, which may be large, is read backward in blocks
-    of `_BLOCK_BYTES` bytes, until a whole block has no later row.
+    Rows are logged in the order of their steps, and the file may be large. The file is therefore read
+    backward in blocks of ``_BLOCK_BYTES`` bytes, until a block contains no later row.
 
     Args:
-        path: Path of the file.
-        last_step: The last step whose rows stay.
+        path: Path of the log.
+        last_step: Last step whose rows remain.
 
     Returns:
-        The rows that stay in the part of the file that was read, and the number of its invalid lines.
+        The remaining rows in the part of the file that was read, and the number of invalid lines in this
+        part.
     """
     with os.fdopen(open_for_writing(path, os.O_RDWR), "r+b") as file:
         size = os.fstat(file.fileno()).st_size
@@ -131,7 +158,7 @@ def remove_rows_after_step(path: Path, last_step: int) -> LogRows:
 
 
 def _seek_next_line(file: BinaryIO, offset: int) -> int:
-    """Move to the first line that begins at or after an offset, and return its offset."""
+    """Move to the first line that begins at or after an offset, and return the offset of the line."""
     file.seek(max(0, offset - 1))
     if offset:
         file.readline()
@@ -139,6 +166,7 @@ def _seek_next_line(file: BinaryIO, offset: int) -> int:
 
 
 def _parse_lines(lines: list[bytes], *required_keys: str) -> LogLines:
+    """Parse the lines of a log. See :func:`read_log_lines` for the arguments and the result."""
     valid_lines: list[LogLine] = []
     num_invalid = 0
     for number, line in enumerate(lines, start=1):
@@ -159,17 +187,17 @@ def _parse_lines(lines: list[bytes], *required_keys: str) -> LogLines:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a number."""
+    """Return whether a value is an int or a float. A bool is not a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_valid_count(value: Any) -> bool:
-    """Whether ``value`` is a valid count of steps, samples or tokens."""
+    """Return whether a value is a valid count of steps, samples, or tokens."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_SAFE_INTEGER
 
 
 def _sanitize_value(value: Any) -> Any:
-    """``value``, shortened if it is text; None if a page cannot show it."""
+    """Truncate a text, and replace a value that the report cannot show by None."""
     if isinstance(value, str):
         return value[:_MAX_TEXT_LENGTH]
     if isinstance(value, bool):
@@ -182,7 +210,13 @@ def _sanitize_value(value: Any) -> Any:
 
 
 def _is_confusion_matrix(classes: Any = None, counts: Any = None, **other_fields: Any) -> bool:
-    """Whether these are the names of a few classes, and a square of counts."""
+    """Return whether a JSON object with these fields is a confusion matrix.
+
+    Args:
+        classes: Names of the classes. There may be at most ``MAX_LOGGED_CLASSES``.
+        counts: Square matrix of counts, as a list of rows.
+        other_fields: Any other fields, which a confusion matrix does not have.
+    """
     return (
         not other_fields
         and isinstance(classes, list)

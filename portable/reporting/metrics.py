@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` and ``events.jsonl`` of a run: names, writers and readers."""
+"""Metrics and events of a run: the files ``metrics.jsonl`` and ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile(JsonLinesWriter):
-    """``metrics.jsonl``, to which every launch of a run appends.
+    """Writer of ``metrics.jsonl``, to which every launch of a run appends.
 
-    Rows after ``from_step`` are dropped: the earlier launch was killed after logging them, and they will be
-    logged again. Only the end of the file is read, because it may have a million rows.
+    Opening the file removes the rows after ``from_step``. An earlier launch was killed after it had logged
+    these rows, and the steps will be logged again. Only the end of the file is read, because the file may
+    have a million rows.
+
+    Args:
+        folder: Output folder of the run.
+        from_step: Step that the launch continues from. 0 for a new run.
     """
 
     def __init__(self, folder: Path, *, from_step: int) -> None:
@@ -35,33 +40,55 @@ class MetricsFile(JsonLinesWriter):
         self._evaluated_steps = {row["step"] for row in rows if any(map(is_evaluation_metric, row))}
 
     def append_row(self, row: Mapping[str, Any]) -> None:
-        """Append a row."""
+        """Append a row.
+
+        Args:
+            row: Values of a step, keyed by metric name. ``step`` is required.
+        """
         super().append_row(row)
         if any(map(is_evaluation_metric, row)):
             self._evaluated_steps.add(row["step"])
 
     def has_evaluation(self, step: int) -> bool:
-        """Return whether the file has an evaluation of a step, which is not before ``from_step``."""
+        """Return whether the file contains an evaluation of a step.
+
+        Args:
+            step: Step, which must not be before ``from_step``.
+        """
         return step in self._evaluated_steps
 
 
 def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
-    """The rows of a run's ``metrics.jsonl``; invalid lines are skipped."""
+    """Read the rows of ``metrics.jsonl``, without invalid lines.
+
+    Args:
+        folder: Output folder of the run.
+
+    Returns:
+        The rows in the order in which they were logged.
+
+    Raises:
+        OSError: If the file does not exist or is not a regular file.
+    """
     return read_log_rows(folder / METRICS_FILE).rows
 
 
 EVALUATION_PREFIX = "eval_"
-"""Begins the name of each value of an evaluation: eval_loss, and eval_loss/news for a source with a name."""
+"""Prefix of the metrics of an evaluation, such as ``eval_loss``, or ``eval_loss/news`` for a named source."""
 _MAX_SHOWN_VALUES = 8
 
 
 def is_evaluation_metric(name: str) -> bool:
-    """Whether a value of ``metrics.jsonl`` is of an evaluation."""
+    """Return whether a metric of ``metrics.jsonl`` belongs to an evaluation."""
     return name.startswith(EVALUATION_PREFIX)
 
 
 def format_evaluation_line(values: Mapping[str, float]) -> str:
-    """The values of an evaluation in one line; F1 of each class is left out."""
+    """Format the values of an evaluation as one line for the terminal.
+
+    Args:
+        values: Values of the evaluation, keyed by metric name. The F1 scores of single classes are omitted.
+    """
     shown = [name for name in values if not name.startswith("eval_f1.")]
     text = "  ".join(
         f"{name.removeprefix(EVALUATION_PREFIX)} {values[name]:.4f}" for name in shown[:_MAX_SHOWN_VALUES]
@@ -75,27 +102,38 @@ EventKind = Literal["start", "resume", "save", "skip", "stop", "end"]
 
 
 class EventsFile(JsonLinesWriter):
-    """Appends to ``events.jsonl`` in a run's folder.
+    """Writer of ``events.jsonl``, to which every launch of a run appends its start, saves, and end.
 
-    Unlike rows of ``metrics.jsonl``, the events of a killed launch stay: they record that it happened.
+    Unlike the rows of ``metrics.jsonl``, the events of a killed launch remain, because they record that the
+    launch happened.
+
+    Args:
+        folder: Output folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / EVENTS_FILE)
 
     def append_event(self, kind: EventKind, step: int, **facts: Any) -> None:
-        """Append an event.
+        """Append an event with the current time.
 
         Args:
-            kind: of the event.
-            step: optimizer steps done so far.
-            facts: further fields of the JSON object.
+            kind: Kind of the event.
+            step: Number of optimizer steps so far.
+            facts: Further fields of the JSON object.
         """
         self.append_row({"event": kind, "step": step, "time": round(time.time(), 3), **facts})
 
 
 def read_events(folder: AnyPath) -> list[dict[str, Any]]:
-    """The events of a run, oldest first; empty if there is no file."""
+    """Read the events of a run.
+
+    Args:
+        folder: Output folder of the run.
+
+    Returns:
+        The events that have a time, oldest first. Empty if the file cannot be read.
+    """
     try:
         rows, _ = read_log_rows(folder / EVENTS_FILE)
     except OSError:

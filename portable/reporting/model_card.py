@@ -1,4 +1,4 @@
-"""The model card of an export: what it was made from, on which data, how, and how the losses went."""
+"""Model card of an export, which describes the base model, the data, the settings, and the losses."""
 
 from __future__ import annotations
 
@@ -58,27 +58,31 @@ def build_model_card(
     missing_names: Sequence[str] = (),
     is_chat_model: bool = False,
 ) -> str:
-    """The text of the card.
+    """Build the text of the model card in Markdown.
 
-    It has no samples of the data, and of local files the names alone: exports are made to be shared.
+    Exports are made to be shared. The card therefore contains no samples of the data, and only the names of
+    local files.
 
     Args:
-        config: of the run.
-        adapter: of the run, if there is one.
-        architecture: the model's class.
-        model_type: transformers' name of its kind.
-        data_description: the data in words.
-        metrics: the rows of ``metrics.jsonl`` up to the exported checkpoint.
+        config: Config of the run.
+        adapter: Adapter of the run. None if the run did not train an adapter.
+        architecture: Class of the model in transformers.
+        model_type: Model type in transformers, such as ``llama``.
+        data_description: Description of the training data.
+        metrics: Rows of ``metrics.jsonl`` up to the exported checkpoint.
         copied_names: Names of tensors that were copied from the base model without training.
         missing_names: Names of the base model's tensors that the export lacks.
-        is_chat_model: Whether the model was trained on conversations, so that it is asked with messages.
+        is_chat_model: Whether the model was trained on conversations, so that prompts are lists of messages.
+
+    Returns:
+        The text. Credentials are replaced by ``***``.
     """
     name = config.model.name_or_path
     local = name is not None and (Path(name).exists() or Path(name).is_absolute())
     base = Path(name).name if name is not None and local else name
     loader, pipeline = AUTO_CLASSES[config.model.task]
     if config.model.task == "causal-lm" and architecture.endswith("ForConditionalGeneration"):
-        loader = architecture  # AutoModelForCausalLM maps this type to another class or to none
+        loader = architecture  # AutoModelForCausalLM opens another class or none for this type
     kind = None if adapter is None else str(config.adapter.type)
     is_adapter_export, rows = exports_adapter(config), None if adapter is None else adapter.grown_vocab_size
     on_hub = None if local or config.model.from_scratch else name
@@ -151,6 +155,7 @@ def _format_front_matter(
     *,
     is_adapter_export: bool,
 ) -> str:
+    """Format the YAML metadata of the card, which the hub evaluates."""
     from huggingface_hub import ModelCardData
 
     return ModelCardData(
@@ -166,6 +171,7 @@ def _format_front_matter(
 def _describe_origin(
     config: RunConfig, adapter: Adapter | None, architecture: str, *, is_adapter_export: bool
 ) -> str:
+    """Describe the base model and how the export relates to it."""
     base = "a model with random weights" if config.model.from_scratch else f"`{config.model.name_or_path}`"
     if adapter is None:
         return f"Architecture: {architecture}. Trained from {base}."
@@ -177,7 +183,7 @@ def _describe_origin(
 
 
 def _format_untrained_tensors(copied: Sequence[str], missing: Sequence[str]) -> list[str]:
-    """Describe the base model's tensors that transformers does not load, as lines of Markdown."""
+    """Format the base model's tensors that transformers does not load, as lines of Markdown."""
     lines = []
     if copied:
         names = ", ".join(f"`{name}`" for name in copied)
@@ -191,6 +197,7 @@ def _format_untrained_tensors(copied: Sequence[str], missing: Sequence[str]) -> 
 def _format_adapter_usage(
     auto_class: str, base_name: str | None, num_embedding_rows: int | None, *, is_adapter_export: bool
 ) -> list[str]:
+    """Format the Python code that loads an adapter. Empty if the export is a complete model."""
     if not is_adapter_export or base_name is None:
         return []
     grown = [] if num_embedding_rows is None else [f"base.resize_token_embeddings({num_embedding_rows})"]
@@ -208,7 +215,7 @@ def _format_adapter_usage(
 
 
 def _list_hub_datasets(config: RunConfig) -> list[str]:
-    """The data sets of the hub that are trained on."""
+    """Return the names of the hub's datasets that the model was trained on."""
     sources = [settings.source for settings in get_training_sources(config.data).values()]
     names = [
         source[0] if isinstance(source, list | tuple) and len(source) == 1 else source for source in sources
@@ -224,7 +231,7 @@ def _list_hub_datasets(config: RunConfig) -> list[str]:
 
 
 def _format_curve_table(metrics: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    """Up to ten points of one curve, as a table."""
+    """Format up to ten points of a curve as a table."""
     points = [(row["step"], row[key]) for row in metrics if isinstance(row.get(key), int | float)]
     if not points:
         return []
@@ -234,7 +241,7 @@ def _format_curve_table(metrics: Sequence[Mapping[str, Any]], key: str) -> list[
 
 
 def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The last evaluation, as a table."""
+    """Format the values of the last evaluation as a table. Empty if the curves already show them."""
     rows = [row for row in metrics if any(map(is_evaluation_metric, row))]
     values = {
         n: v
@@ -242,7 +249,7 @@ def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
         for n, v in row.items()
         if is_evaluation_metric(n) and isinstance(v, int | float)
     }
-    if len(values) < 2:  # the curve shows it
+    if len(values) < 2:  # the curve of the evaluation loss already shows a single value
         return []
     return [
         "| last evaluation | value |",
@@ -253,7 +260,7 @@ def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _format_user_settings(config: RunConfig) -> str:
-    """The settings that the user gave, as YAML, without what only the user's machine has."""
+    """Format the settings that the user gave as YAML, without settings and folders of the user's machine."""
     settings = {
         key: _strip_parent_folders(value)
         for key, value in config.given().items()
@@ -263,7 +270,7 @@ def _format_user_settings(config: RunConfig) -> str:
 
 
 def _strip_parent_folders(value: Any) -> Any:
-    """``value`` with the last part of each absolute path in its place."""
+    """Replace each absolute path in a nested value by its last part."""
     if isinstance(value, str):
         return Path(value).name if value.startswith("/") else value
     if isinstance(value, list | tuple):
@@ -279,11 +286,11 @@ def _format_table_cell(value: Any) -> str:
 
 
 class AutoClass(NamedTuple):
-    """How transformers opens the models of a task.
+    """Class of transformers that opens the models of a task.
 
     Attributes:
-        name: Name of the auto class.
-        pipeline: The hub's name of the task, and the name of its pipeline.
+        name: Name of the class.
+        pipeline: Name of the task on the hub, which is also the name of its pipeline.
     """
 
     name: str
@@ -296,26 +303,26 @@ AUTO_CLASSES = {
     "sequence-classification": AutoClass("AutoModelForSequenceClassification", "text-classification"),
     "masked-lm": AutoClass("AutoModelForMaskedLM", "fill-mask"),
 }
-"""The class of transformers that opens the model of a task, and the hub's name of its pipeline."""
+"""Class of transformers that opens the models of a task, keyed by ``model.task``."""
 PIPELINE_PROMPTS = {
     "causal-lm": "'Once upon a time'",
     "sequence-classification": "'Once upon a time'",
     "masked-lm": "'Once upon a ' + p.tokenizer.mask_token",
 }
-"""What to ask the pipelines that transformers has."""
+"""Example prompt for each task that has a pipeline in transformers, as a Python expression."""
 _CHAT_PROMPT = "[{'role': 'user', 'content': 'Write a short story.'}]"
-"""What to ask a model that was trained on conversations, in the form of transformers' pipelines."""
+"""Example prompt for a model that was trained on conversations, as a Python expression."""
 _VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What ``vllm serve --max-lora-rank`` takes."""
+"""Ranks that ``vllm serve --max-lora-rank`` accepts."""
 
 
 def exports_adapter(config: RunConfig) -> bool:
-    """Whether the run's export is an adapter alone."""
+    """Return whether the run exports only an adapter, and not a complete model."""
     return config.adapter.type is not None and config.checkpoint.export not in ("merged", "like_base")
 
 
 class UsageCommand(NamedTuple):
-    """A program or purpose, such as `vLLM`, and the shell command for an exported model."""
+    """Program or purpose, such as ``vLLM``, and the shell command that uses an exported model."""
 
     purpose: str
     command: str
@@ -331,18 +338,18 @@ def list_usage_commands(
     adapter: Adapter | None = None,
     is_chat_model: bool = False,
 ) -> list[UsageCommand]:
-    """List what can be done with an exported model, with the command for each.
+    """List the programs that can use an exported model, with the command for each.
 
-    Programs that cannot open the model are left out.
+    Programs that cannot open the model are omitted.
 
     Args:
         config: Config of the run.
-        location: The export, as a path, a URL or a name on the hub.
-        model_type: Model type in its ``config.json``.
-        architecture: Class of the model.
+        location: Location of the export, as a path, a URL, or a name on the hub.
+        model_type: Model type in the ``config.json`` of the export.
+        architecture: Class of the model in transformers.
         base_text: Text for the base model in the commands. None for its path or name.
-        adapter: Adapter of the run.
-        is_chat_model: Whether the model was trained on conversations, so that it is asked with messages.
+        adapter: Adapter of the run. None if the run did not train an adapter.
+        is_chat_model: Whether the model was trained on conversations, so that prompts are lists of messages.
 
     Returns:
         The commands, in the order in which they are shown.
@@ -356,15 +363,14 @@ def list_usage_commands(
     gguf = (
         f"portable-convert {shlex.quote(location)} {local}.gguf --to gguf{merge} && llama-cli -m {local}.gguf"
     )
-    has_resized_embeddings = (
-        adapter is not None and adapter.grown_vocab_size is not None
-    )  # vLLM and lm_eval do not resize embeddings
+    # vLLM and lm_eval do not resize embeddings.
+    has_resized_embeddings = adapter is not None and adapter.grown_vocab_size is not None
     serves_as_adapter = (
         merge and config.adapter.type == "lora" and not (has_resized_embeddings or is_url(location))
     )
     serves_as_adapter = serves_as_adapter and not (config.adapter.use_dora or config.adapter.modules_to_save)
     commands: list[UsageCommand] = []
-    model, loaded = shlex.quote(location), location  # as a word of the shell, and as it is
+    model, loaded = shlex.quote(location), location  # with and without quotes for the shell
     if (merge and not serves_as_adapter) or is_url(location):
         purpose = "merge" if merge else "fetch"
         commands.append(UsageCommand(purpose, f"portable-convert {model} {local}{merge}"))
@@ -383,7 +389,7 @@ def list_usage_commands(
     else:
         code = f"from transformers import {loader} as M; print(M.from_pretrained({loaded!r}{option}))"
     needs_module_import = is_custom_type and not trusts_remote_code
-    if needs_module_import:  # importing its module registers the type
+    if needs_module_import:  # importing the module of the model registers its type
         module = str(config.model.function or "").partition(":")[0]
         if not all(map(str.isidentifier, module.split("."))):
             return commands
@@ -421,4 +427,5 @@ def list_usage_commands(
 
 
 def _quote_for_shell(code: str) -> str:
+    """Quote Python code for the shell with double quotes."""
     return '"' + code.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`") + '"'

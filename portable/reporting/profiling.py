@@ -1,4 +1,7 @@
-"""``--profile``: a trace of a few training steps, for Perfetto (https://ui.perfetto.dev) or chrome://tracing."""
+"""Profiling of a few training steps with ``--profile``.
+
+The trace can be opened with Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,30 @@ if TYPE_CHECKING:
     from portable.callbacks import Run
 
 NUM_SKIPPED_STEPS, NUM_WARMUP_STEPS, NUM_RECORDED_STEPS = 2, 1, 3
-"""Steps skipped, because the first ones compile and allocate; steps in which the profiler warms up; steps
-recorded."""
+"""Number of steps that are skipped, that warm up the profiler, and that are recorded.
+
+The first steps are skipped because they compile and allocate.
+"""
 
 
 class Profiler(Callback):
-    """Writes ``<folder>/rank<r>.json.gz`` after the recorded steps.
+    """Callback that records a trace of a few steps and writes it to ``<folder>/rank<r>.json.gz``.
 
     Args:
-        folder: ``profile`` in the run's folder; created when the trace is written.
-        rank: of this process; each writes its own trace.
+        folder: Folder of the traces, ``profile`` in the output folder. It is created when the trace is
+            written.
+        rank: Rank of this process. Each rank writes a separate trace.
+
+    Attributes:
+        trace_path: Path of the trace.
+        has_written_trace: Whether the trace has been written.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self.trace_path = folder / f"rank{rank}.json.gz"
         self.has_written_trace = False
-        # By default it records the host and every kind of device present.
+        # By default, the profiler records the host and all kinds of devices.
         self._profile = profile(
             schedule=schedule(
                 wait=NUM_SKIPPED_STEPS, warmup=NUM_WARMUP_STEPS, active=NUM_RECORDED_STEPS, repeat=1
@@ -42,10 +52,11 @@ class Profiler(Callback):
         self._profile.start()
 
     def on_step(self, run: Run) -> None:
+        """Notify the profiler of the end of a step."""
         self._profile.step()
 
     def close(self) -> None:
-        """Stop. A shorter trace is written too."""
+        """Stop the profiler. If the run ends during the recorded steps, a shorter trace is written."""
         self._profile.stop()
 
     def _write_trace(self, recorded: profile) -> None:

@@ -1,4 +1,4 @@
-"""Progress bar, log lines, metrics, events and the closing summary of a launch."""
+"""Progress bar, log lines, metrics, events, and the final summary of a launch."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ if TYPE_CHECKING:
     from portable.run.stages import RestoredRun
 
 _WAIT_SHARE_WARNING = 0.05
-"""A larger share of the time in which a step waits for its batches causes a warning."""
+"""Share of the training time spent waiting for batches above which a warning is printed."""
 _MAX_REPORT_TIME_SHARE = 0.01
-"""Share of the training time that updates of the report may take."""
+"""Maximum share of the training time that updates of the HTML report may take."""
 _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-"""Without the seconds of a step: tokens a second say it, and eighty columns have no room for both."""
+"""Format of tqdm's progress bar without the time per step.
+
+The bar already shows tokens per second, and a terminal of 80 columns has no room for both.
+"""
 
 
 class TrainingProgressBar(Callback):
-    """Progress bar of a launch at a terminal.
+    """Progress bar of a launch in a terminal.
 
     Args:
-        total_steps: Length of the schedule.
-        completed_steps: Steps of earlier launches.
+        total_steps: Number of steps in the schedule of the run.
+        completed_steps: Number of steps of earlier launches.
     """
 
     def __init__(self, total_steps: int, completed_steps: int) -> None:
@@ -62,31 +65,44 @@ class TrainingProgressBar(Callback):
         )
 
     def on_step(self, run: Run) -> None:
+        """Advance the bar by one step."""
         self._bar.update(1)
 
     def show_values(self, values: Mapping[str, str]) -> None:
-        """Show values beside the bar."""
-        # A bar of a hundred columns has no room for more.
+        """Show values next to the bar.
+
+        Args:
+            values: Formatted values, keyed by label. The memory is omitted, because the bar has no room for
+                it.
+        """
+        # A terminal of 100 columns has no room for the memory.
         self._bar.set_postfix({name: value for name, value in values.items() if name != "mem"})
 
     def close(self) -> None:
+        """Close the bar."""
         self._bar.close()
 
 
 class RunReporter(Callback):
-    """Callback that reports one launch of a run, on rank 0.
+    """Callback that reports one launch of a run.
 
-    Opens the logs and records the start.
+    All ranks create a reporter, because each rank reads the loss from its device and passes it to the
+    ``on_log`` hooks of its callbacks. Only rank 0 writes files and prints. On rank 0, the constructor opens
+    the log files and records the start of the launch.
 
     Args:
         run: The run that owns this callback.
         output: Output of the run.
-        restored: The model and the checkpoint that it comes from.
-        batches: Batches of the training.
+        restored: The engine with its weights, and the checkpoint that the weights come from.
+        batches: Iterator over the training batches.
 
     Attributes:
         speed: Samples per second, and the time that steps wait for batches.
-        bar: Progress bar, which is a callback of the run as well. None if there is no terminal.
+        bar: Progress bar, which is a callback of the run as well. None on other ranks, and without a
+            terminal.
+        last_loss: Training loss of the last logged step. None before the first one.
+        last_evaluation: Numbers of the last evaluation, keyed by metric name. Empty before the first
+            evaluation.
     """
 
     def __init__(self, run: Run, output: RunOutput, restored: RestoredRun, batches: BatchIterator) -> None:
@@ -151,6 +167,11 @@ class RunReporter(Callback):
     # -- hooks -------------------------------------------------------------------------------------------
 
     def log_step(self, run: Run) -> None:
+        """Read the loss and the metrics of the step from the device, and log them.
+
+        The metrics are passed to ``on_log`` of all callbacks, and written to ``metrics.jsonl`` and the
+        trackers.
+        """
         run.health.report_skipped_updates(run)
         result = run.result
         loss, grad_norm, *metrics = self._backend.read_to_host(
@@ -171,9 +192,12 @@ class RunReporter(Callback):
         )
 
     def _get_wait_share_and_warn(self) -> float:
-        """The share of the time that steps waited for data; a warning where it is long, once."""
+        """Return the share of the time that steps waited for data, and print a warning if it is large.
+
+        The warning is only printed once.
+        """
         share = self.speed.wait_share
-        # The first steps also wait because the queue has to be filled.
+        # The first steps always wait, because the queue of batches is still empty.
         if share > _WAIT_SHARE_WARNING and self.speed.num_steps > self._log_every and not self._has_warned:
             self._has_warned = True
             remedy = "raise data.num_workers" + (", or use more CPU cores" if self._has_streams else "")
@@ -188,7 +212,18 @@ class RunReporter(Callback):
         of_step: Mapping[str, float],
         numbers: Mapping[str, float],
     ) -> None:
-        """Record a step, and show it. ``numbers`` are those of the loss, the data and callbacks."""
+        """Write the values of a step to ``metrics.jsonl`` and the trackers, and show them.
+
+        Args:
+            progress: Progress of the run after the step.
+            samples_per_second: Samples per second since the last logged step.
+            of_step: Loss, gradient norm, and learning rate of the step.
+            numbers: Other values to log: metrics of the loss and of the data, and values that callbacks have
+                logged.
+
+        Raises:
+            UserError: If a custom loss or a callback logs a value under the name of a metric.
+        """
         loss, learning_rate = of_step["loss"], of_step["learning_rate"]
         self.last_loss = loss
         if self._metrics_file is None:
@@ -230,25 +265,45 @@ class RunReporter(Callback):
             self.bar.show_values(shown)
         pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
         line = f"step {progress.step}/{self._total_steps}  {pairs}"
-        if self.speed.num_steps > 1:  # the first step, which compiles, does not tell
+        if self.speed.num_steps > 1:  # the first step also compiles, so it does not predict later ones
             remaining = (self._total_steps - progress.step) * self.speed.compute_seconds_per_step()
             line += f"  left {format_time(remaining)}"
         LOG.log(logging.INFO if self.bar is None else logging.DEBUG, "%s", line)
 
     def on_save(self, run: Run) -> None:
+        """Record the save as an event."""
         self.record_event("save", run.progress, checkpoint=f"step-{run.step:06d}")
         self._update_report_if_due()
 
     def record_skipped_updates(self, run: Run, count: int, message: str) -> None:
+        """Print a warning about skipped updates, and record them as an event.
+
+        Args:
+            run: The run.
+            count: Number of updates that were skipped since the last check.
+            message: Description of the latest skipped update.
+        """
         since = "" if count == 1 else f"{count} updates were skipped since the last check, the latest in "
         self.print_on_rank0(f"warning: {since}{message}")
         self.record_event("skip", run.progress, count=count, told=message)
 
     def record_pause(self, run: Run, seconds: float) -> None:
+        """Exclude a pause from the speed.
+
+        Args:
+            run: The run.
+            seconds: Duration of the evaluation or save in seconds.
+        """
         self.speed.exclude_seconds(seconds)
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
-        """``values`` are numbers, and mappings that only ``metrics.jsonl`` gets."""
+        """Write the values of an evaluation to ``metrics.jsonl`` and the trackers, and print the numbers.
+
+        Args:
+            run: The run.
+            values: Values, keyed by metric name. Confusion matrices are mappings, which only
+                ``metrics.jsonl`` receives.
+        """
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.last_evaluation = numbers
         self._append_metrics(run.progress, values)
@@ -258,21 +313,40 @@ class RunReporter(Callback):
     # -- called by the run -------------------------------------------------------------------------------
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether an evaluation of this step is recorded, as far as this rank can tell."""
+        """Return whether an evaluation of a step is recorded.
+
+        Args:
+            step: Step, which must not be before the first step of this launch.
+
+        Returns:
+            Whether ``metrics.jsonl`` contains the evaluation. Always True on ranks other than 0, which have
+            no log.
+        """
         return True if self._metrics_file is None else self._metrics_file.has_evaluation(step)
 
     def record_event(self, kind: EventKind, progress: RunProgress, **facts: Any) -> None:
-        """Append an event to ``events.jsonl``."""
+        """Append an event to ``events.jsonl``. Other ranks than 0 do nothing.
+
+        Args:
+            kind: Kind of the event.
+            progress: Progress of the run.
+            facts: Further fields of the event.
+        """
         if self._events_file is not None:
             self._events_file.append_event(kind, progress.step, samples=progress.samples, **facts)
 
     def print_on_rank0(self, line: str) -> None:
-        """Print a line above the progress bar."""
+        """Print a line above the progress bar. Other ranks than 0 do nothing."""
         if self._is_rank0:
             print_status(line)
 
     def format_launch_summary(self, output_rows: Sequence[tuple[str, str]]) -> str:
-        """The closing table of a launch."""
+        """Format the table that is printed at the end of a launch.
+
+        Args:
+            output_rows: Labels and paths or URLs of the files that the launch has written, shown as the last
+                rows.
+        """
         seconds = time.perf_counter() - self.speed.start_time
         rate = self.speed.samples_per_second
         peak = self._backend.measure_memory().peak_bytes
@@ -305,6 +379,7 @@ class RunReporter(Callback):
         return format_table([*rows, *output_rows], get_terminal_width(sys.stderr))
 
     def close(self) -> None:
+        """Close the logs, update the report for the last time, and finish the trackers."""
         if self._metrics_file is not None:
             self._metrics_file.close()
         if self._events_file is not None:
@@ -314,7 +389,14 @@ class RunReporter(Callback):
         self._trackers = []
 
     def _update_report_if_due(self, *, is_last: bool = False) -> None:
-        """Write the report again if that takes a small share of the time, or for the last time."""
+        """Write the HTML report again, unless the updates would take too much of the training time.
+
+        A failure does not stop the run. It is printed as a warning after the last update.
+
+        Args:
+            is_last: Whether this is the last update of the launch, which is always due. The page then no
+                longer reloads itself.
+        """
         now = time.perf_counter()
         if not self._is_rank0 or not self._has_logged or (now < self._next_report_time and not is_last):
             return
@@ -329,6 +411,7 @@ class RunReporter(Callback):
         self._output.publish_in_background()
 
     def _append_metrics(self, progress: RunProgress, values: Mapping[str, Any]) -> None:
+        """Append a row to ``metrics.jsonl``, and send its numbers to the trackers."""
         if self._metrics_file is None:
             return
         row = {"step": progress.step, **values, "samples": progress.samples, "time": round(time.time(), 3)}
@@ -338,7 +421,10 @@ class RunReporter(Callback):
         self._output.publish_in_background()
 
     def _call_trackers(self, function: Callable[[Tracker], None]) -> None:
-        """Call something of each. One that fails gets nothing more: ``metrics.jsonl`` has the numbers."""
+        """Call a function with each tracker, and remove trackers that fail.
+
+        A failure only causes a warning, because ``metrics.jsonl`` contains the values.
+        """
         for tracker in tuple(self._trackers):
             try:
                 with convert_user_errors(f"{TRACKERS_KEY}: {tracker.name}"):

@@ -1,4 +1,7 @@
-"""``log.txt`` in the run's folder: what was told, and the warnings of libraries, kept off the terminal."""
+"""Log file of a launch: ``log.txt`` in the folder of the run.
+
+The file contains the printed messages, and the warnings of libraries, which are not shown in the terminal.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,20 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class RunLogHandler(logging.Handler):
-    """Collects what is logged in this process, and writes it once there is a folder.
+    """Logging handler that collects the log records of this process and writes them to a file.
 
-    Libraries print their warnings to stderr, in the middle of the progress bar. In this context those below
-    errors go into the file alone. Without a folder (a run that was refused) they are printed at the end.
+    Libraries print warnings to stderr, in the middle of the progress bar. Within the context of this handler,
+    warnings only go to the file. Errors are still printed. Until the log file is open, records are kept in
+    memory. If the file is never opened, because the run was refused, the warnings are printed when the
+    context ends.
+
+    Args:
+        rank: Rank of this process. Only rank 0 logs the messages of this program, and other ranks only create
+            a file if a library logs something.
 
     Attributes:
-        num_library_warnings: warnings of libraries so far.
-        path: of the file.
+        num_library_warnings: Number of warnings and errors of libraries so far.
+        path: Path of the log file. None until `open_log_file` is called.
     """
 
     def __init__(self, rank: int) -> None:
@@ -48,7 +57,7 @@ class RunLogHandler(logging.Handler):
     def __enter__(self) -> Self:
         logging.captureWarnings(True)
         self._last_resort = None if logging.root.handlers else logging.lastResort
-        if self._last_resort is not None:  # Python prints with it what no handler took
+        if self._last_resort is not None:  # Python uses it to print the records that have no handler
             logging.root.addHandler(self._last_resort)
         loggers = [
             entry for entry in logging.root.manager.loggerDict.values() if isinstance(entry, logging.Logger)
@@ -62,7 +71,11 @@ class RunLogHandler(logging.Handler):
         return self
 
     def open_log_file(self, folder: Path) -> None:
-        """Write into ``folder`` what came so far and what will come; ranks other than 0 only if need be."""
+        """Open the log file, and write the records that were logged before.
+
+        Args:
+            folder: Folder of the run.
+        """
         self.path = folder / (LOG_FILE if self._rank == 0 else f"log.rank{self._rank}.txt")
         self._file_handler = _LinkFreeFileHandler(self.path, delay=self._rank != 0)
         self._file_handler.setFormatter(_EscapingFormatter(_FORMAT))
@@ -71,20 +84,27 @@ class RunLogHandler(logging.Handler):
             self._write_record(record)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record is self._latest_record:  # it passes several handlers
+        """Write a record, or keep it in memory until the log file is open."""
+        if record is self._latest_record:  # several handlers pass on the same record
             return
         self._latest_record = record
         self.num_library_warnings += record.name != LOG.name and record.levelno >= logging.WARNING
         self._write_record(record)
 
     def _write_record(self, record: logging.LogRecord) -> None:
+        """Write a record to the file, or keep it in memory if the file is not open yet."""
         if self._file_handler is None:
             self._pending_records.append(record)
-        elif self._rank == 0 or record.name != LOG.name:  # rank 0 tells for all
+        elif self._rank == 0 or record.name != LOG.name:  # only rank 0 logs messages of this program
             self._file_handler.handle(record)
 
     def record_failure(self, error: BaseException) -> None:
-        """Record why the run ended; a bug with its traceback."""
+        """Write the error that ends the run to the log file.
+
+        Args:
+            error: The exception. Its traceback is included unless the error is expected, such as an invalid
+                setting.
+        """
         is_expected = isinstance(error, UserError | RunError)
         cause = None if is_expected else (type(error), error, error.__traceback__)
         record = logging.LogRecord(LOG.name, logging.ERROR, "", 0, to_one_line(error), None, cause)
@@ -92,7 +112,11 @@ class RunLogHandler(logging.Handler):
             self._file_handler.handle(record)
 
     def _take_console_record(self, record: logging.LogRecord) -> bool:
-        """Take the record; whether its own handler is to print it as well."""
+        """Handle a record that a handler of a library would print.
+
+        Returns:
+            Whether the library's handler prints the record as well, which is the case for errors.
+        """
         self.handle(record)
         return record.levelno >= logging.ERROR
 
@@ -110,20 +134,22 @@ class RunLogHandler(logging.Handler):
             if record.name != LOG.name and logging.WARNING <= record.levelno < logging.ERROR:
                 print(escape_control_characters(record.getMessage()), file=sys.stderr)
         if self._file_handler is not None:
-            with suppress(OSError):  # a full disk, which takes the last line no more
+            with suppress(OSError):  # the disk is full, so the last lines cannot be flushed
                 self._file_handler.close()
 
 
 class _EscapingFormatter(logging.Formatter):
+    """Formatter that escapes control characters, because file names and other logged texts are untrusted."""
+
     def format(self, record: logging.LogRecord) -> str:
         return escape_control_characters(super().format(record))
 
 
 class _LinkFreeFileHandler(logging.FileHandler):
-    """Appends to a file of the run's, through no link."""
+    """File handler that appends to a log file without following a symlink."""
 
     def __init__(self, path: Path, *, delay: bool) -> None:
-        self._path = path  # as errors are to name it
+        self._path = path  # logging stores an absolute path, but error messages show this one
         super().__init__(path, encoding="utf-8", delay=delay)
 
     def _open(self) -> TextIOWrapper:
@@ -131,7 +157,10 @@ class _LinkFreeFileHandler(logging.FileHandler):
         return os.fdopen(descriptor, "a", encoding=self.encoding)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Go without the line where the disk is full: the error that ends the run has its own."""
+        """Ignore errors of the file system, such as a full disk. Other errors are printed.
+
+        If the disk is full, the error that ends the run reports it.
+        """
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpeedUnits:
-    """Converts samples per second to tokens per second and MFU.
+    """Conversion from samples per second to tokens per second and MFU.
 
     Attributes:
         tokens_per_sample: Mean number of tokens of a sample, without padding.
-        flops_per_token: Floating-point operations of the forward and backward pass for one token.
+        flops_per_token: Floating-point operations of the forward and the backward pass for one token.
         peak_flops: Peak FLOP/s of all devices of the run together. None if the peak is unknown.
     """
 
@@ -25,7 +25,11 @@ class SpeedUnits:
     peak_flops: float | None
 
     def compute_tokens_per_second(self, samples_per_second: float) -> float:
-        """Compute the number of tokens per second."""
+        """Compute the number of tokens per second.
+
+        Args:
+            samples_per_second: Samples per second of all ranks.
+        """
         return samples_per_second * self.tokens_per_sample
 
     def compute_mfu(self, samples_per_second: float) -> float | None:
@@ -50,21 +54,23 @@ class _Reading(NamedTuple):
 
 
 class SpeedMeter:
-    """Measures the speed of a launch in samples per second, and the time that steps wait for batches.
+    """Measures the speed of a launch in samples per second, and how long steps wait for batches.
 
     Evaluations and saves do not count. The first step, which compiles and allocates, only counts until there
     is a second step. Work after the last measurement, such as the export, does not count either.
 
     Args:
         samples_per_step: Number of samples in each step, on all ranks.
-        batches: Batches of the training.
+        batches: Iterator over the training batches, which counts the seconds that steps wait for it.
 
     Attributes:
-        start_time: Time at which the launch started, in seconds of `time.perf_counter`.
+        start_time: Time at which the launch started, in seconds of ``time.perf_counter``.
         num_steps: Number of steps of this launch, as of the last measurement.
-        excluded_seconds: Time in seconds of evaluations and saves.
-        samples_per_second: Speed of this launch until the last measurement.
-        wait_share: Share of the time between the last two measurements in which steps waited for batches.
+        excluded_seconds: Duration of the evaluations and saves so far, in seconds.
+        samples_per_second: Speed of this launch until the last measurement. The first step is excluded if
+            there are later ones.
+        wait_share: Share of the time between the last two measurements in which steps waited for batches,
+            from 0 to 1.
     """
 
     def __init__(self, samples_per_step: int, batches: BatchIterator) -> None:
@@ -93,6 +99,8 @@ class SpeedMeter:
     def measure_speed(self, num_steps: int) -> float:
         """Measure the speed since the last call, and update the attributes.
 
+        The reporter calls this method on each logged step.
+
         Args:
             num_steps: Number of steps of this launch so far.
 
@@ -115,7 +123,11 @@ class SpeedMeter:
         return latest_rate
 
     def exclude_seconds(self, seconds: float) -> None:
-        """Exclude the duration of an evaluation or a save from the speed."""
+        """Exclude the duration of an evaluation or a save from the speed.
+
+        Args:
+            seconds: Duration in seconds.
+        """
         self.excluded_seconds += seconds
 
 

@@ -1,4 +1,7 @@
-"""Trackers: where metrics go besides ``metrics.jsonl``. They are Accelerate's, or have the methods of one."""
+"""Experiment trackers, which receive the same metrics as ``metrics.jsonl``.
+
+A tracker is a class of Accelerate, or a custom class with the same methods.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +32,40 @@ _TRACKER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "comet_ml": ("experiment_key",),
     "clearml": ("task_name",),
 }
-"""What each takes of the run, so that all launches are one run there where its library can do that."""
+"""Constructor arguments that identify the run, for each tracker of Accelerate.
+
+If the library of a tracker supports it, all launches of a run then appear as one run.
+"""
 
 
 class Tracker(Protocol):
-    """The part of ``accelerate.tracking.GeneralTracker`` that is used."""
+    """Methods of ``accelerate.tracking.GeneralTracker`` that a run calls."""
 
     name: str
 
-    def log(self, values: dict[str, float], step: int) -> None: ...
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Log the metrics of a step."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Send what is left, and close the tracker."""
 
 
 def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_step: int) -> list[Tracker]:
-    """The trackers that ``log.trackers`` names.
+    """Open the trackers that ``log.trackers`` lists.
+
+    Call this function only on rank 0.
 
     Args:
-        log: the settings.
-        folder: of the run, whose start is recorded.
-        config: what the trackers show as the run's settings.
-        from_step: the step that the launch goes on from.
+        log: Settings of the section ``log``.
+        folder: Output folder of the run. The start of the run must be recorded in its ``events.jsonl``.
+        config: Settings of the run, which the trackers show.
+        from_step: Step that the launch continues from.
+
+    Returns:
+        The trackers, in the order of the setting.
+
+    Raises:
+        UserError: If a tracker cannot be opened.
     """
     lasting, name = _build_stable_run_id(folder), log.name or folder.name
     facts = {
@@ -67,6 +83,10 @@ def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_
 def _open_tracker(
     tracker_name: str, log: LogConfig, folder: Path, config: Mapping[str, Any], run_facts: Mapping[str, Any]
 ) -> Tracker:
+    """Open one tracker, and send the settings of the run to it.
+
+    A tracker that writes files next to ``config.yaml`` does not receive the settings.
+    """
     classes = get_tracker_classes()
     kind: Any = (
         classes[tracker_name]
@@ -75,14 +95,14 @@ def _open_tracker(
     )
     keywords = {name: run_facts[name] for name in _TRACKER_ARGUMENTS.get(tracker_name, ())}
     writes_files = getattr(getattr(kind, "func", kind), "requires_logging_directory", False)
-    if writes_files:  # beside config.yaml, which has the settings
+    if writes_files:  # the settings are already in config.yaml of the same folder
         keywords["logging_dir"] = str(prepare_path_inside(folder, tracker_name, "events").parent.parent)
     project = (
         log.project or os.environ.get(f"{tracker_name.upper()}_PROJECT") or folder.parent.name or "portable"
     )
     with plugins.convert_user_errors(f"{TRACKERS_KEY}: {tracker_name}"):
         opened = kind(tracker_name if writes_files else project, **keywords)
-        opened.main_process_only = False  # this is the one rank that opens any
+        opened.main_process_only = False  # only rank 0 opens trackers
         opened.start()
         if not writes_files:
             plain = (bool, int, float, str)
@@ -93,13 +113,23 @@ def _open_tracker(
 
 
 def _build_stable_run_id(folder: Path) -> str:
-    """The same in every launch of a run: its folder's name, and when it first started."""
+    """Build an id that is the same in every launch of a run.
+
+    The id consists of the name of the folder and the time of the first start.
+    """
     began = next((event["time"] for event in read_events(folder)), 0)
     return f"{re.sub('[^A-Za-z0-9_-]', '-', folder.name)[:40]}-{int(began * 1000):x}"
 
 
 def check_trackers_available(names: Sequence[str]) -> None:
-    """Raise UserError if the package of a tracker, or the user's class, is not there."""
+    """Check that the package or the custom class of each tracker can be imported.
+
+    Args:
+        names: Names of trackers, as in ``log.trackers``.
+
+    Raises:
+        UserError: If a package is not installed, or a custom class cannot be loaded.
+    """
     for name in names:
         if plugins.is_plugin_name(name):
             plugins.load_plugin_factory(TRACKERS_KEY, name)

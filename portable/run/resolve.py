@@ -103,6 +103,13 @@ def plan_batches_of_rank_0(config: RunConfig, world: World) -> BatchPlan:
     """Compute the batch plan of rank 0, and check that the global batch can be divided.
 
     The plan assumes a micro-batch of one sequence if ``train.micro_batch_size`` is still ``auto``.
+
+    Args:
+        config: Config of the run.
+        world: Ranks and devices of the launch.
+
+    Raises:
+        UserError: If the global batch cannot be divided among the ranks.
     """
     if config.train.micro_batch_size == "auto":
         config = config.replaced({"train.micro_batch_size": 1})

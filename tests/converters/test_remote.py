@@ -157,7 +157,7 @@ def test_remote_path_ignores_empty_folder_objects(s3: ObjectStore, folder: Remot
 OPERATIONS: dict[str, Any] = {
     "list": lambda folder, _: sorted(folder.objects()) == ["x", "y"],
     "list of a folder": lambda folder, _: sorted(path.name for path in folder.iterdir()) == ["x", "y"],
-    "size": lambda folder, _: (folder / "x").file_size() == 1000,
+    "size": lambda folder, _: (folder / "x").get_file_size() == 1000,
     "read": lambda folder, _: (folder / "x").read_bytes() == b"x" * 1000,
     "read of a range": lambda folder, _: (folder / "x").read_range(500, 600) == b"x" * 100,
     "write": lambda folder, _: (folder / "z").write_bytes(b"z"),

@@ -428,7 +428,7 @@ def test_background_save_has_state_of_its_step(
         engine = trial.engine
         for _ in range(2):
             trial.step()
-        handle = engine.save(folder, background=True)
+        handle = engine.save_shards(folder, background=True)
         parameters = engine._optimized
         kept = {name: to_local(p.detach()).cpu().clone() for name, p in parameters.items()}
         moments = {
@@ -471,7 +471,7 @@ def test_fp16_loss_scale_is_lowered_after_overflow(device: str, tmp_path: Path, 
         assert all(same)  # the update overflowed, and was left out
         results = [trial.step() for _ in range(19)]
         counted = trial.backend.get_metrics()
-        assert trial.engine.read_health().first_bad_update is None
+        assert trial.engine.read_update_health().first_bad_update is None
         losses = trial.backend.read_to_host([result.loss for result in results])
     assert counted["loss_scale"] == 2.0 ** (30 - counted["overflows"])
     assert 1 < counted["overflows"] < 20

@@ -120,7 +120,7 @@ def saved(config: RunConfig) -> int:
     folder.mkdir(parents=True, exist_ok=True)
 
     def save(engine: Any) -> None:
-        engine.save(folder, background=False).wait()
+        engine.save_shards(folder, background=False).wait()
 
     stepped(config, save)
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -134,7 +134,7 @@ def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
         # Stage 1 reduces gradients with the last micro-batch. Before that, all gradients exist.
         first = config.strategy == "zero1"
         batch = trial.backend.copy_to_device(next(trial.batches))
-        trial.engine.accumulate(batch, torch.tensor(100), last=not first)
+        trial.engine.accumulate_gradients(batch, torch.tensor(100), is_last_micro_batch=not first)
         return look(trial.engine)
 
 

@@ -40,8 +40,10 @@ def test_training_step_reads_no_value(settings: dict[str, Any], tmp_path: Path, 
     with opened(config) as trial, seen.looking():
         for _ in range(2):
             for last in (False, True):
-                sums = trial.engine.accumulate(next(trial.batches), torch.tensor(100), last=last)
-            trial.engine.update(1e-3, 1.0, sums.values[0])
+                sums = trial.engine.accumulate_gradients(
+                    next(trial.batches), torch.tensor(100), is_last_micro_batch=last
+                )
+            trial.engine.take_optimizer_step(1e-3, 1.0, sums.values[0])
     assert not seen.found, seen.found[0]
 
 

@@ -40,9 +40,9 @@ def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
         trial.step(3e-3)
         for path in (one, other):
             path.mkdir(exist_ok=True)
-        trial.engine.save(one, background=False).wait()
+        trial.engine.save_shards(one, background=False).wait()
         patch.setattr(zero_saving._CheckpointFile, "write", held_up)
-        handle = trial.engine.save(other, background=True)
+        handle = trial.engine.save_shards(other, background=True)
         for _ in range(2):
             assert not handle.is_done()
             trial.step(3e-3)

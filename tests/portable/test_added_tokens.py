@@ -46,7 +46,7 @@ def tables(config: RunConfig) -> tuple[dict[str, Any], float]:
     with opened(config) as trial:
         folder = Path(config.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        trial.engine.save(folder, background=False).wait()
+        trial.engine.save_shards(folder, background=False).wait()
         loss = float(trial.step().loss)
     from portable.converters import open_checkpoint
 

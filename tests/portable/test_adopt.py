@@ -252,7 +252,7 @@ def test_classifier_problem_type_follows_config_or_labels(row: dict[str, Any], t
         names = data.label_names
         assert (data.classes.problem, model.config.num_labels) == (problem, outputs)
         for index in range(len(labels)):
-            label, found = labels[data.train.list_documents(index)[0]], data.train[index]["labels"]
+            label, found = labels[data.train.list_document_numbers(index)[0]], data.train[index]["labels"]
             if problem == SINGLE:
                 expected: Any = names.index(str(label))
             elif problem == MULTI and not any(isinstance(item, bool | float) for item in label):

@@ -40,7 +40,7 @@ def averaged(folder: Path, config: Any) -> dict[str, Any]:
         for what, one in {"weights": plain, "average": run, "weights again": plain}.items():
             found[what] = evaluate_all_sources(one, trial.engine)["eval_loss"]
         folder.mkdir(exist_ok=True)
-        trial.engine.save(folder, background=False).wait()
+        trial.engine.save_shards(folder, background=False).wait()
         return found
 
 

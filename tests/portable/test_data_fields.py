@@ -181,7 +181,7 @@ def test_label_kind_depends_on_all_cells(cells: str, tmp_path: Path) -> None:
         data = build_classifier_data(path, tmp_path)
         assert data.label_names == wanted
         names = [data.label_names[int(data.train[i]["labels"])] for i in range(len(labels))]
-        texts = [data.train.list_documents(i)[0] for i in range(len(labels))]
+        texts = [data.train.list_document_numbers(i)[0] for i in range(len(labels))]
         spelled = [labels[number] for number in texts]
         same = [
             name == label or float(name) == float(label) for name, label in zip(names, spelled, strict=True)

@@ -162,7 +162,8 @@ DOORS: dict[str, str] = {
     "converters/writers/targets.py": "names of this package's modules",
     "portable/adapters/settings.py": "check_folder_files; the JSON is read by this project",
     "portable/cli.py": "names of this package's modules",
-    "portable/commands/chat.py": "check_downloaded_settings, also of the adapter; safetensors only, no custom code",
+    "portable/commands/chat.py": "check_downloaded_settings, also of the adapter; safetensors only, no "
+    "custom code",
     "portable/config/yaml_text.py": "a loader without tags, which counts the values of aliases",
     "portable/data/sources/hub_dataset.py": "check_hub_card; saved datasets: check_folder_files",
     "portable/data/sources/hub_files.py": "check_folder_files, and the check of the card",
@@ -184,7 +185,8 @@ DOORS: dict[str, str] = {
     "portable/planner/run_time.py": "names of libraries in the source",
     "portable/plugins.py": "an import path that the user's config names",
     "portable/private/__init__.py": "names of libraries in the source",
-    "portable/private/transformers_internals.py": "check_downloaded_settings, in load_model_config, which runs before",
+    "portable/private/transformers_internals.py": "check_downloaded_settings, in load_model_config, which "
+    "runs before",
     "portable/registry.py": "names of this package's modules",
     "portable/untrusted_settings.py": "the check itself",
     "tpu/compile/child_process.py": "standard input, from the parent process",

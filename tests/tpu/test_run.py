@@ -85,8 +85,8 @@ def reports_of_odd_steps(config: RunConfig) -> list[str]:
         def step(length: int, scale: float) -> None:
             tokens = torch.ones(8, length, dtype=torch.int64)
             batch = backend.copy_to_device({"input_ids": tokens, "labels": tokens})
-            sums = engine.accumulate(batch, backend.sum_host_numbers(8), last=True)
-            engine.update(1e-3, 1.0, sums.values[0] * scale)
+            sums = engine.accumulate_gradients(batch, backend.sum_host_numbers(8), is_last_micro_batch=True)
+            engine.take_optimizer_step(1e-3, 1.0, sums.values[0] * scale)
 
         for length, scale in ((16, 2.0), (16, 2.0), (12, 2.0), (16, 1.0)):
             step(length, scale)
@@ -187,7 +187,7 @@ def counted_by_hosts() -> list[torch.Tensor]:
         patch.setattr(
             "portable.tpu.xla.backend.sum_over_ranks", lambda numbers: [2 * number for number in numbers]
         )
-        return [backend.total(number) for number in ((1 << 24) + 1, 0.5)]
+        return [backend.sum_host_numbers(number) for number in ((1 << 24) + 1, 0.5)]
 
 
 def test_xla_hosts_with_shared_sequences_count_them_once(xla: XlaPool) -> None:

@@ -219,8 +219,8 @@ def unsound(config: RunConfig) -> list[str]:
         with torch.no_grad():
             weight.mul_(trial.engine.layout.replicate(nan))
         batch = next(trial.batches)
-        trial.engine.accumulate(
-            trial.backend.copy_to_device(batch), trial.backend.sum_host_numbers(1), last=False
+        trial.engine.accumulate_gradients(
+            trial.backend.copy_to_device(batch), trial.backend.sum_host_numbers(1), is_last_micro_batch=False
         )
         names: list[str] = trial.engine.find_nonfinite_gradients()
         return names

@@ -1,0 +1,1 @@
+"""Reader of torch.distributed.checkpoint (DCP) folders."""

@@ -1,13 +1,14 @@
-"""Checksums that DCP leaves out: a record of which bytes belong to one save.
+"""Checksums that DCP does not record, which show that all files belong to one save.
 
-The items of a `.distcp` file carry CRC32s of their data but no name, so two files with one layout can be
-swapped unnoticed; `.metadata` carries no checksum at all. `shard_checksums.json`, beside the shards, holds
-the CRC32 of each metadata file and of each item's zip directory, which in turn holds those of its data:
+The items of a `.distcp` file contain CRC32s of their data but no name, so a swap of two files with the same
+layout would not be noticed. `.metadata` has no checksum at all. `shard_checksums.json`, in the folder of the
+shards, records the CRC32 of each metadata file and of each item's zip directory. The zip directory contains
+the CRC32s of the item's data:
 
     {"version": 1, "metadata": {".metadata": 123}, "items": {"__0_0.distcp": {"0": 456, "7296": 789}}}
 
-In version 2, each rank has written a table of its own pieces, `__0.metadata`, in the format of `.metadata`.
-There each piece has its checksum as a further attribute, `checksum`, and this file lists the tables:
+In version 2, each rank has written a table of its pieces, `__0.metadata`, in the format of `.metadata`. Each
+piece in a table has its checksum as an additional attribute, `checksum`. The file lists the tables:
 
     {"version": 2, "metadata": {".metadata": 123, "__0.metadata": 456},
      "bytes": {".metadata": 7890, "__0.metadata": 5678},
@@ -16,7 +17,7 @@ There each piece has its checksum as a further attribute, `checksum`, and this f
 For each shape of a tensor, `boxes` has the offsets and sizes of the smallest box that contains all pieces of
 such tensors in a table. So a reader can choose the tables that it needs.
 
-Other tools ignore the file. A folder without it is read unchecked.
+Other tools ignore the file. This reader opens a folder without the file, but cannot check its content.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 
 CHECKSUMS = "shard_checksums.json"
+"""Name of the file with the checksums."""
 _VERSION = 1
 TABLES_VERSION = 2
 """Version of the file if each rank has written a table."""
@@ -68,10 +70,12 @@ class ShardChecksums:
 
     Attributes:
         path: Path of the file.
-        metadata_checksums: CRC32 of each metadata file.
-        items: Shard file -> offset of an item -> CRC32; None if the metadata files hold these CRC32s.
-        metadata_sizes: Bytes of each metadata file; empty without tables.
-        boxes: Table -> shape -> offsets and sizes; empty without tables.
+        metadata_checksums: CRC32 of each metadata file, keyed by name.
+        items: CRC32 of each item, keyed by shard file and then by the offset of the item; None if the
+            metadata files contain these CRC32s.
+        metadata_sizes: Size of each metadata file in bytes; empty without tables.
+        boxes: Region of the pieces, keyed by table and then by the shape of the tensors; empty without
+            tables.
     """
 
     path: AnyPath
@@ -81,7 +85,7 @@ class ShardChecksums:
     boxes: dict[str, dict[str, Region]] = field(default_factory=dict)
 
     def check_metadata_file(self, name: str, data: bytes) -> None:
-        """CheckpointError unless `data` is the metadata file that was recorded."""
+        """Raise CheckpointError unless `data` is the content of the metadata file that was recorded."""
         if self.metadata_checksums.get(name) != isal_zlib.crc32(data):
             raise CheckpointError(f"{self.path.parent / name}: damaged, or from another save ({CHECKSUMS})")
 
@@ -91,7 +95,7 @@ class ShardChecksums:
         Args:
             file: Name of the shard file.
             offset: Position of the item in bytes.
-            recorded: The CRC32 that the metadata file holds, if it holds one.
+            recorded: CRC32 in the metadata file, or None if the metadata file does not record it.
 
         Raises:
             CheckpointError: If no such item is recorded.
@@ -105,7 +109,14 @@ class ShardChecksums:
 
 
 def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
-    """The checksums of a DCP folder, None where it has none; CheckpointError where they are damaged."""
+    """Read the checksums of a DCP folder.
+
+    Returns:
+        The checksums, or None if the folder has none.
+
+    Raises:
+        CheckpointError: If the file is damaged, or if it is missing although the manifest lists it.
+    """
     if not (folder.path / CHECKSUMS).is_file():
         if is_listed_in_manifest(folder.path, CHECKSUMS):
             raise CheckpointError(f"{folder.path / CHECKSUMS}: missing, although {MANIFEST} names it")
@@ -128,6 +139,7 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
 
 
 def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksums:
+    """Parse the content of version 2, which lists a table for each rank."""
     metadata, sizes, boxes = (content.get(name) for name in ("metadata", "bytes", "boxes"))
     if (
         not isinstance(metadata, dict)
@@ -147,6 +159,7 @@ def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksum
 
 
 def _parse_region(path: AnyPath, box: Any) -> Region:
+    """Parse a box, which is a list of offsets and sizes."""
     offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
     if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
         raise CheckpointError(f"{path}: damaged, a box is not one of offsets and sizes")
@@ -154,31 +167,37 @@ def _parse_region(path: AnyPath, box: Any) -> Region:
 
 
 def read_item_checksums(folder: str | AnyPath, items: Iterable[tuple[str, int, int]]) -> list[int]:
-    """The CRC32 of each item's zip directory, for `write_shard_checksums`.
+    """Read the CRC32 of each item's zip directory, for `write_shard_checksums`.
 
-    Reads the directories, a few kilobytes each, and no tensor data.
+    Reads only the directories, which have a few kilobytes each, and no tensor data.
 
     Args:
-        folder: of the shards; files that no item names may be missing.
-        items: file, offset and length in bytes of each, as DCP's metadata has them.
+        folder: Folder of the shards. It need not contain files without items in `items`.
+        items: File, offset and length in bytes of each item, as in DCP's metadata.
+
+    Returns:
+        The CRC32s, in the order of `items`.
 
     Raises:
-        CheckpointError: a shard is missing or damaged.
+        CheckpointError: If a shard is missing or damaged.
     """
     opened = CheckpointFolder(parse_path_or_url(folder))
     return [TorchZip(opened.get_file(name), offset, length).checksum for name, offset, length in items]
 
 
 def write_shard_checksums(folder: str | AnyPath, items: Mapping[str, Mapping[str, int]]) -> None:
-    """Write `shard_checksums.json`, once every rank has written its shards and before they are published.
+    """Write `shard_checksums.json`.
+
+    Call this function in one process, after every rank has written its shards and before they are published.
 
     Args:
-        folder: of the metadata.
-        items: shard file -> offset of an item -> its `read_item_checksums`, from all ranks.
+        folder: Folder of the metadata.
+        items: Results of `read_item_checksums` from all ranks, keyed by shard file and then by the offset of
+            the item.
 
     Raises:
-        CheckpointError: there is no metadata.
-        OSError: the file exists already, or cannot be written.
+        CheckpointError: If there is no metadata.
+        OSError: If the file already exists or cannot be written.
     """
     folder = parse_path_or_url(folder)
     metadata = {name: isal_zlib.crc32((folder / name).read_bytes()) for name in list_metadata_files(folder)}
@@ -188,21 +207,24 @@ def write_shard_checksums(folder: str | AnyPath, items: Mapping[str, Mapping[str
     write_new_file(folder / CHECKSUMS, (json.dumps(document) + "\n").encode())
 
 
-# One `.metadata`, or one per rank where the ranks saved without communicating.
+# One `.metadata`, or one file per rank if the ranks saved without communicating.
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 
 def list_metadata_files(folder: AnyPath) -> list[str]:
-    """The names of the metadata files in `folder`; empty where it is no complete DCP folder."""
+    """List the names of the metadata files in a folder.
+
+    Without any, the folder is not a complete DCP folder.
+    """
     names = [name for name in list_entry_names(folder) if _METADATA.fullmatch(name)]
     return [".metadata"] if ".metadata" in names else names
 
 
 def has_metadata_name(path: AnyPath) -> bool:
-    """Whether `path` is named like DCP metadata."""
+    """Return whether the last component of `path` is a name of DCP metadata."""
     return is_metadata_name(path.name)
 
 
 def is_metadata_name(name: str) -> bool:
-    """Return whether a file of this name holds DCP metadata."""
+    """Return whether a file with this name contains DCP metadata."""
     return _METADATA.fullmatch(name) is not None

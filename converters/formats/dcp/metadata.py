@@ -1,8 +1,8 @@
-"""DCP's `.metadata`: the keys of the state dict, and where their chunks lie.
+"""DCP's `.metadata`: the keys of the state dict, and the locations of their chunks.
 
-A pickled `Metadata` holds three tables: shapes and chunks by key (`state_dict_metadata`), where each chunk
-lies (`storage_data`), and the nesting the keys were flattened from (`planner_data`). The file carries no
-checksum, so the tables are checked against each other and against the sizes of the files.
+A pickled `Metadata` contains three tables: the shapes and chunks of each key (`state_dict_metadata`), the
+location of each chunk (`storage_data`), and the nested path of each flattened key (`planner_data`). The file
+has no checksum, so the tables are compared with each other and with the sizes of the files.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py, default_planner.py.
 """
@@ -53,9 +53,13 @@ _STANDINS: Mapping[str, Standin | None] = {
 
 @dataclass(frozen=True)
 class ItemLocation:
-    """Where one chunk or pickled value lies: a torch.save zip at [offset, offset + length) of a file.
+    """Location of one chunk or pickled value, which is a `torch.save` zip within a file.
 
-    `checksum` is the CRC32 of its zip directory, if the folder records one.
+    Attributes:
+        file: Name of the file in the folder.
+        offset: Position of the zip in bytes.
+        length: Size of the zip in bytes.
+        checksum: CRC32 of its zip directory, or None if the folder does not record it.
     """
 
     file: str
@@ -69,10 +73,13 @@ class TensorEntry:
     """A tensor of the state dict.
 
     Attributes:
-        path: the dict keys and list indices it was flattened from, or None where the writer kept none.
-        shape: of the whole tensor.
+        folder: Folder of the checkpoint.
+        key: Flattened key.
+        path: Dict keys and list indices of the nested value, or None if the writer did not record them.
+        dtype: Safetensors dtype.
+        shape: Full, unsharded shape.
         chunks: Region of each chunk.
-        items: `format_chunk_key` of a chunk's offsets -> where it lies.
+        items: Location of each chunk, keyed by `format_chunk_key` of its offsets.
     """
 
     folder: CheckpointFolder
@@ -86,7 +93,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ValueEntry:
-    """A pickled value of the state dict; `path` as in `TensorEntry`."""
+    """A pickled value of the state dict.
+
+    Attributes:
+        folder: Folder of the checkpoint.
+        key: Flattened key.
+        path: Path as in `TensorEntry`.
+        item: Location of the value.
+    """
 
     folder: CheckpointFolder
     key: str
@@ -98,16 +112,24 @@ Entry = TensorEntry | ValueEntry
 
 
 def format_chunk_key(offsets: Dims | None) -> str:
-    """The dict key of a chunk: a string, since numbers can be chosen to collide (`pickle_reader.MAX_KEY`)."""
+    """Return the dict key of a chunk with these offsets, or of a pickled value if they are None.
+
+    The key is a string, because a file could contain numbers whose hashes collide (`pickle_reader.MAX_KEY`).
+    """
     return repr(offsets)
 
 
 def read_folder_metadata(folder: CheckpointFolder) -> dict[str, Entry]:
-    """Every key of one DCP folder.
+    """Read the entries of all keys of one DCP folder.
+
+    If the ranks saved without communicating, their metadata files are merged.
+
+    Returns:
+        Entries, keyed by the keys of the state dict.
 
     Raises:
-        CheckpointError: the metadata is damaged or not DCP's, a file is missing or too short, a name leaves
-            the folder, or two items share bytes.
+        CheckpointError: If the metadata is damaged or was not written by DCP, if a file is missing or too
+            short, if a name points outside the folder, or if two items share bytes.
     """
     merged: dict[str, Entry] = {}
     checksums = read_shard_checksums(folder)
@@ -125,10 +147,11 @@ def read_metadata_file(
     Args:
         folder: Folder of the checkpoint.
         name: Name of the file.
-        checksums: Checksums of the folder, if it has any.
+        checksums: Checksums of the folder, or None if it has none.
 
     Returns:
-        The keys of the state dict. In the table of a rank, a tensor has only the pieces of that rank.
+        Entries, keyed by the keys of the state dict. In the table of a rank, a tensor has only the pieces of
+        that rank.
 
     Raises:
         CheckpointError: If the file is damaged.
@@ -153,7 +176,7 @@ def read_metadata_file(
     ):
         raise CheckpointError(f"{location}: damaged, its tables name different keys")
     entries: dict[str, Entry] = {}
-    # planner_data keeps the order of the state dict; the other tables are in the order the ranks wrote.
+    # planner_data has the order of the state dict. The other tables have the order in which the ranks wrote.
     for key in descriptions if key_paths is None else key_paths:
         description = descriptions[key]
         if not isinstance(key, str):
@@ -178,7 +201,10 @@ def read_metadata_file(
 
 
 def _merge_entries(first: Entry, second: Entry) -> Entry:
-    """One key as two ranks saw it; a chunk or value that both stored is taken from the first."""
+    """Merge the entries of one key from two ranks.
+
+    A chunk or value that both ranks stored is read from the first.
+    """
     if isinstance(first, ValueEntry) and isinstance(second, ValueEntry) and first.path == second.path:
         return first
     if (
@@ -192,7 +218,8 @@ def _merge_entries(first: Entry, second: Entry) -> Entry:
 
 
 def _parse_key_path(path: Any, key: str, location: str) -> KeyPath:
-    # The key is the path joined with dots, so each verifies the other.
+    """Check and return the path of a key from `planner_data`."""
+    # The key is the path joined with dots, so the key and the path can be compared.
     is_key_path = (
         isinstance(path, tuple) and path and all(type(part) is str or is_safe_index(part) for part in path)
     )
@@ -204,10 +231,13 @@ def _parse_key_path(path: Any, key: str, location: str) -> KeyPath:
 def _parse_item_locations(
     folder: CheckpointFolder, storage_data: dict[Any, Any], location: str, checksums: ShardChecksums | None
 ) -> dict[str, dict[str, ItemLocation]]:
-    """Key -> `format_chunk_key` -> item.
+    """Parse the location of each chunk and value, and check that no two items share bytes.
 
-    No two items may share a byte, but for tied tensors: the same item under two keys, in a file all of whose
-    bytes have an item. A damaged position leaves some without.
+    Only tied tensors may have the same item under two keys, and only in a file whose bytes all belong to an
+    item. A damaged position would leave bytes without an item.
+
+    Returns:
+        Locations, keyed by key and then by `format_chunk_key`.
     """
     items: dict[str, dict[str, ItemLocation]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
@@ -259,6 +289,8 @@ def _parse_item_locations(
 
 
 class _TensorProperties(NamedTuple):
+    """Dtype, shape and chunks of a tensor."""
+
     dtype: str
     shape: Dims
     chunks: tuple[Region, ...]

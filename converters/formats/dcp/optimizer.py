@@ -1,4 +1,4 @@
-"""Optimizer state and groups from flattened DCP keys, in the layout of each program that writes DCP."""
+"""Optimizer state and parameter groups from flattened DCP keys, in the layouts of several programs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,23 @@ def build_optimizer_state(
     location: str,
     order: Sequence[str] | None = None,
 ) -> OptimizerState:
-    """The optimizer of a flattened state dict.
+    """Build the optimizer from the keys of a flattened state dict.
 
     Args:
-        roles: the role of each key.
-        tensors: the model's, for naming index-keyed state.
-        read_state: (key, name for errors) -> the state's tensor or number, None to leave it out.
-        read_value: key -> the stored Python value, for parameter groups.
-        order: the names of `tensors` in module order, without aliases.
+        roles: Role of each key.
+        tensors: Tensors of the model, to which state with indices as keys is assigned.
+        read_state: Function of a key and of a name that is used in error messages. It returns the state's
+            tensor or number, or None to leave the state out.
+        read_value: Function of a key that returns the stored Python value, for parameter groups.
+        location: Path of the checkpoint, used in error messages.
+        order: Names of `tensors` in module order, without aliases; None for the order of `tensors`.
+
+    Returns:
+        The optimizer state, keyed by parameter name.
 
     Raises:
-        CheckpointError: index-keyed state does not fit the model's parameters.
+        CheckpointError: If two states have the same name, or if state with indices as keys does not fit the
+            model's parameters.
     """
     state: State = {}
     for parameter, entries in roles.optimizer_state.items():
@@ -74,7 +80,13 @@ def build_optimizer_state(
 def _build_param_groups(
     values: Mapping[StateDictPath, Any], tensors: Mapping[str, Tensor], location: str
 ) -> ParamGroups:
-    """`param_groups` from one list, one item per value, or one item per parameter and value."""
+    """Build `param_groups` from one list, from one key per value, or from one key per parameter and value.
+
+    Args:
+        values: Values of the groups, keyed by path.
+        tensors: Tensors of the model.
+        location: Path of the checkpoint, used in error messages.
+    """
     complete_list = values.get(())
     if complete_list is not None:
         groups = to_json_value(complete_list)
@@ -82,7 +94,7 @@ def _build_param_groups(
         groups = []
         for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
             index = int(path[0])
-            if index > len(groups):  # every group has a value, and the values are sorted by group
+            if index > len(groups):  # the values are sorted by group, so a group without values is missing
                 raise CheckpointError(
                     f"{location}: damaged, param_groups {len(groups)} of the optimizer is missing"
                 )
@@ -104,21 +116,24 @@ def _build_param_groups(
 
 
 def _set_group_value(group: dict[str, Any], path: StateDictPath, value: Any) -> None:
-    """Set a value in a group; integer path components rebuild a flattened list."""
+    """Set a value in a group. Integers in the path rebuild a flattened list."""
     if not path:
         group.update(value if isinstance(value, dict) else {})
         return
     if len(path) == 1:
         group[str(path[0])] = value
         return
-    # torch flattens a list only when it holds tensors (such as betas).
+    # torch flattens a list, such as betas, only if it contains tensors.
     items = group.setdefault(str(path[0]), [])
     if isinstance(items, list):
         items.append(value)
 
 
 def _group_flat_hyperparameters(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Groups from torch's flattened `<parameter>.<hyperparameter>`: equal values make one group."""
+    """Build groups from torch's flattened keys `<parameter>.<hyperparameter>`.
+
+    Parameters with equal values form one group.
+    """
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         parameter, _, hyperparameter = key.rpartition(".")

@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 BuildOnce = Callable[[str, Callable[[Path], None]], "Path | None"]
 """Function that writes a file in one process of each node.
 
-It takes a key of the content, and a function that writes the file at a path. It returns the path of the
-file, or None if the processes of this node cannot share files.
+Its arguments are a key of the content, and a function that writes the file to a path. It returns the path of
+the file, or None if the processes of this node cannot share files.
 """
 _ALIGNMENT = 64
 _FACTS = 4
-"""Columns of a row after its offsets and sizes."""
+"""Number of columns of a row after its offsets and sizes."""
 
 
 class PieceIndex:
-    """A mapped index.
+    """A mapped index of pieces.
 
     Args:
         folder: Folder of the checkpoint.
@@ -69,7 +69,7 @@ class PieceIndex:
             start = _round_up_to_alignment(file.tell())
             has_rows = file.seek(0, 2) > start
         empty = np.zeros(0, np.int64)
-        # A plain array, because slices of np.memmap are slow.
+        # Convert to a plain array, because slices of np.memmap are slow.
         self._numbers: npt.NDArray[np.int64] = (
             np.asarray(np.memmap(path, np.int64, "r", start)) if has_rows else empty
         )
@@ -110,6 +110,7 @@ class PieceIndex:
         return replace(entry, chunks=tuple(chunks), items=items)
 
     def _to_item_location(self, facts: list[int]) -> ItemLocation:
+        """Convert the last columns of a row to the location of a piece."""
         file, offset, length, checksum = facts
         return ItemLocation(self._files[file], offset, length, None if checksum < 0 else checksum)
 
@@ -122,8 +123,8 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
         path: Path of the new file.
 
     Raises:
-        CheckpointError: If a piece has another number of dimensions than its tensor, or a checksum is not
-            one.
+        CheckpointError: If a piece does not have the number of dimensions of its tensor, or if a checksum is
+            not a CRC32.
     """
     files: dict[str, int] = {}
     keys: list[Any] = []
@@ -188,7 +189,7 @@ def open_piece_index(folder: CheckpointFolder, build_once: BuildOnce) -> PieceIn
 
 
 def _describe_metadata_files(folder: CheckpointFolder) -> str:
-    """Describe which metadata a folder has, so that a changed folder gets another index."""
+    """Describe the metadata files of a folder, so that a changed folder gets a new index."""
     facts: list[object] = [str(folder.path)]
     for name in (*list_metadata_files(folder.path), CHECKSUMS):
         path = folder.path / name
@@ -203,4 +204,5 @@ def _describe_metadata_files(folder: CheckpointFolder) -> str:
 
 
 def _round_up_to_alignment(position: int) -> int:
+    """Round a position up to a multiple of the alignment."""
     return -(-position // _ALIGNMENT) * _ALIGNMENT

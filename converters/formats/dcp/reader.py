@@ -1,9 +1,10 @@
-"""torch.distributed.checkpoint (DCP): `.metadata` and `__<rank>_<n>.distcp` files.
+"""Checkpoints of torch.distributed.checkpoint (DCP): `.metadata` and `__<rank>_<n>.distcp` files.
 
-Each chunk of a tensor, and each pickled value, is a complete torch.save zip within a `.distcp` file. It is
-located and checked against `.metadata` at its first read, since a large run has a hundred thousand.
+Each chunk of a tensor, and each pickled value, is a complete `torch.save` zip within a `.distcp` file. A
+chunk is located and compared with `.metadata` when it is first read, because a large run has a hundred
+thousand chunks.
 
-Source: torch/distributed/checkpoint/filesystem.py (`_write_item`).
+Source: `_write_item` in torch/distributed/checkpoint/filesystem.py.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ if TYPE_CHECKING:
     from portable.converters.names.canonical import StateDictPath as KeyPath
     from portable.converters.storage.path_or_url import AnyPath
 
-# Accelerate and the Trainer: numbered folders, one for the model and one for the optimizer.
+# Accelerate and transformers' Trainer write numbered folders, one for the model and one for the optimizer.
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
 _COUNTED = ("train_state", "lr_scheduler")
 MEGATRON_COMMON_FILE = "common.pt"
-"""Beside the shards of Megatron-Core, which has a format of its own."""
+"""Name of a file next to the shards of Megatron-Core, which are a separate format."""
 
 
 def _find_dcp_folders(path: AnyPath) -> list[AnyPath]:
-    """The DCP folders of the checkpoint at `path`: itself, or Accelerate's pair below it."""
+    """Find the DCP folders of a checkpoint: the folder itself, or Accelerate's two folders in it."""
     if list_metadata_files(path):
         return [] if is_megatron_folder(path) else [path]
     pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
@@ -67,13 +68,14 @@ def _find_dcp_folders(path: AnyPath) -> list[AnyPath]:
 
 
 def is_megatron_folder(folder: AnyPath) -> bool:
-    """Whether the DCP shards in a folder are Megatron-Core's."""
+    """Return whether the DCP shards in a folder are from Megatron-Core."""
     return (folder / MEGATRON_COMMON_FILE).is_file() or header_contains(
         folder / "metadata.json", b'"torch_dist"'
     )
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
+    """Explain that a path is one file of a checkpoint, or a folder of an unfinished save."""
     path = source.path
     if path.is_file() and (path.name.endswith(".distcp") or has_metadata_name(path)):
         return f"{path}: one file of a DCP checkpoint; give its folder"
@@ -84,6 +86,7 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 
 
 def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> Checkpoint:
+    """Open the DCP folders of one checkpoint."""
     location = str(source.path)
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
         raise CheckpointError(f"{location}: holds several models; give one of its {_MODEL_FOLDER}* folders")
@@ -140,7 +143,7 @@ def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> 
 
 
 def open_tensors(folder: AnyPath, build_once: BuildOnce | None = None) -> dict[str, Tensor]:
-    """Return every tensor of one DCP folder, under its full key.
+    """Return every tensor of one DCP folder, keyed by its full key. The values are read lazily.
 
     Args:
         folder: The folder.
@@ -155,7 +158,7 @@ class _FolderEntries(NamedTuple):
 
     Attributes:
         entries: Entry of each key.
-        build_tensor: Function that builds the tensor of an entry, given the name for error messages.
+        build_tensor: Function that builds a tensor from an entry and a name, which is used in error messages.
     """
 
     entries: Mapping[str, Entry]
@@ -165,7 +168,13 @@ class _FolderEntries(NamedTuple):
 def _open_folder_entries(
     path: AnyPath, rank: tuple[int, int] | None, build_once: BuildOnce | None
 ) -> _FolderEntries:
-    """Read the keys of one DCP folder."""
+    """Read the keys of one DCP folder.
+
+    Args:
+        path: The folder.
+        rank: Rank and world size of the reader, or None if the reader needs all pieces.
+        build_once: Function that writes a file in one process of each node, or None.
+    """
     folder = CheckpointFolder(path)
     if rank is not None or build_once is not None:
         tables = open_shard_tables(folder, rank, build_once)
@@ -175,7 +184,7 @@ def _open_folder_entries(
 
 
 def _build_world_size_metadata(folders: Sequence[AnyPath]) -> dict[str, Any]:
-    """The number of writers."""
+    """Build metadata with the number of ranks that wrote the files."""
     names = [name for folder in folders for name in list_entry_names(folder)]
     ranks = {match[1] for name in names if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     return {"world_size": len(ranks)} if ranks else {}
@@ -187,7 +196,7 @@ def _read_training_counters(
     entries: Mapping[str, Entry],
     build_tensor: Callable[[TensorEntry, str], Tensor],
 ) -> dict[str, Scalar]:
-    """The counters that torchtitan keeps of its trainer and schedule."""
+    """Read the counters of torchtitan's trainer and learning-rate schedule."""
     counters: dict[str, Scalar] = {}
     for key in keys:
         entry = entries[key]
@@ -199,28 +208,32 @@ def _read_training_counters(
 
 
 def _build_tensor_of_pieces(entry: TensorEntry, name: str) -> Tensor:
-    """The tensor of one key; its chunks are located at their first read."""
+    """Build the tensor of one key. Its chunks are located when they are first read."""
     boxes = build_piece_boxes(entry)
     with prefix_checkpoint_errors(entry.folder.path):
         return Tensor(name, entry.dtype, entry.shape, boxes)
 
 
 def build_piece_boxes(entry: TensorEntry) -> list[Box]:
-    """Build the boxes of the pieces of one key, which are located at their first read."""
+    """Build the boxes of the pieces of one key, which are located when they are first read.
+
+    Raises:
+        CheckpointError: If a piece is not stored or too short.
+    """
     boxes = []
     for offsets, sizes in entry.chunks:
         item = entry.items.get(format_chunk_key(offsets))
         if not prod(sizes):
             if prod(entry.shape):
-                continue  # an empty shard, stored or not
+                continue  # an empty shard, which may not be stored
             if item is not None:
-                _open_piece(entry, item, sizes)  # never read later, so check it now
+                _open_piece(entry, item, sizes)  # check it now, because it is never read
             boxes.append(Box(offsets, sizes, View(InMemorySource(b""), 0, (0,) * len(sizes))))
             continue
         if item is None:
             raise CheckpointError(f"{entry.folder.path}: {entry.key!r} at {list(offsets)} is not stored")
         if item.length < prod(sizes) * get_itemsize(entry.dtype):
-            open_item_archive(entry, item).load_object()  # a tensor's subclass (torchao) says so itself
+            open_item_archive(entry, item).load_object()  # raises a better error for a tensor subclass
             raise CheckpointError(f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short")
         boxes.append(Box(offsets, sizes, partial(_open_piece, entry, item, sizes)))
     return boxes
@@ -238,7 +251,12 @@ def _build_table_backed_tensor(tables: ShardTables, entry: TensorEntry, name: st
 
 
 def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
-    """One chunk in its `.distcp` file, checked against `.metadata`."""
+    """Open one chunk in its `.distcp` file, and compare it with `.metadata`.
+
+    Raises:
+        CheckpointError: If the chunk is not a plain tensor, or has another dtype or shape than in
+            `.metadata`.
+    """
     archive = open_item_archive(entry, item)
     stored = archive.load_object()
     if not isinstance(stored, StoredTensor):
@@ -252,7 +270,11 @@ def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
 
 
 def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
-    """The zip of one item; CheckpointError where it is damaged or fails its recorded checksum."""
+    """Open the zip of one item.
+
+    Raises:
+        CheckpointError: If the zip is damaged or does not have its recorded checksum.
+    """
     file = entry.folder.get_file(item.file)
     archive = TorchZip(file, item.offset, item.length, description=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
@@ -261,7 +283,7 @@ def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
 
 
 def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], Tensor]) -> Any:
-    """The value of one key: numbers for a tensor, else the plain pickled value."""
+    """Read the value of one key: numbers for a tensor, otherwise the pickled value."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, entry.key).tolist()
     return open_item_archive(entry, entry.item).load_object()
@@ -270,7 +292,7 @@ def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], T
 def _read_optimizer_state(
     entry: Entry, name: str, build_tensor: Callable[[TensorEntry, str], Tensor]
 ) -> Tensor | Scalar | None:
-    """One optimizer state: a tensor, a number, or None for anything else."""
+    """Read one optimizer state: a tensor or a number; None for other values."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, name)
     value = _read_entry_value(entry, build_tensor)

@@ -1,8 +1,9 @@
 """Tables of pieces: the metadata of each rank, read by the ranks that need it.
 
-`.metadata` describes the pieces of all ranks, a thousand times more than one of a thousand ranks needs. A
-rank that resumes begins with one table, in an unchanged world its own. It reads another table when it reads a
-slice that the tables so far do not cover; `shard_checksums.json` lists the tables that may have the rest.
+`.metadata` describes the pieces of all ranks. In a job of a thousand ranks, this is a thousand times as much
+as one rank needs. A rank that resumes begins with one table, which is its own table if the world size has not
+changed. It reads another table when it reads a slice that the previous tables do not cover.
+`shard_checksums.json` lists the tables that may contain the rest.
 
 Checkpoints of earlier versions and of other programs have no tables. One process of each node parses their
 `.metadata` and writes an index, which the other processes map
@@ -34,12 +35,12 @@ _COMPLETE_TABLE = ".metadata"
 
 
 class ShardTables:
-    """The tables of one checkpoint. As few as possible are read.
+    """The tables of one checkpoint. As few tables as possible are read.
 
     Args:
         folder: Folder of the checkpoint.
-        checksums: Its `shard_checksums.json`, which lists the tables. None if it has none.
-        first_table: The table to begin with, and its name.
+        checksums: The `shard_checksums.json` that lists the tables, or None if the folder has none.
+        first_table: Name of the table to begin with, and the table.
         build_once: Function that writes a file in one process of each node, for the index of `.metadata`.
 
     Attributes:
@@ -95,7 +96,7 @@ class ShardTables:
     def _build_boxes_from_read_tables(
         self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region
     ) -> list[Box]:
-        """Build the boxes of the pieces in the tables read so far."""
+        """Build the boxes of the pieces in the tables that were read before."""
         boxes: dict[str, Box] = {}
         for table in self._tables_read.values():
             entry = (
@@ -106,7 +107,7 @@ class ShardTables:
             ):
                 raise CheckpointError(f"{self._folder.path}: the ranks' metadata disagree about {key!r}")
             for box in build_boxes(entry):
-                # As text, because numbers can be chosen to collide.
+                # Use text as the key, because a file could contain numbers whose hashes collide.
                 boxes.setdefault(repr((box.offsets, box.sizes)), box)
         return [
             box
@@ -214,6 +215,7 @@ def open_shard_tables(
 
 
 def _get_dtype_and_shape(entry: Entry) -> tuple[str, Dims] | None:
+    """Return the dtype and shape of a tensor's entry; None for a pickled value."""
     return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
 
 
@@ -232,5 +234,6 @@ def _intersect_regions(box: Region, region: Region) -> Region | None:
 
 
 def _clip_boxes_to_region(boxes: Sequence[Box], region: Region) -> list[Region]:
+    """Return the parts of the boxes in a region, relative to the region."""
     clipped = (_intersect_regions(Region(box.offsets, box.sizes), region) for box in boxes)
     return [overlap for overlap in clipped if overlap is not None]

@@ -1,7 +1,8 @@
-"""Compare what several files of a run hold alike, by samples of the values.
+"""Comparison of files that contain the same tensors, by samples of the values.
 
-Below stage 3 the model states hold every weight in the compute dtype: after each step, the rounded master. A
-sample of values from every rank shows whether the files were saved together and are in the right order.
+Below stage 3, the model states contain every weight in the compute dtype, which is the rounded master after
+each step. A sample of values from every rank shows whether the files were saved together and have the right
+order.
 """
 
 from __future__ import annotations
@@ -29,17 +30,27 @@ if TYPE_CHECKING:
     from portable.converters.storage.byte_sources import ByteSource
     from portable.converters.tensors.tensor import Array, Tensor
 
-# Elements at the start, in the middle and at the end of each tensor, about.
 _SAMPLE_ELEMENTS = 4096
-# Sampled from each rank: about this many parameters, and elements of each.
+"""Approximate number of elements to compare at the start, in the middle and at the end of each tensor."""
 _MAX_FRAGMENTS = 16
+"""Approximate number of parameters to compare on each rank."""
 _MAX_ELEMENTS = 64
+"""Number of elements to compare of each parameter."""
 
 
 def check_equal_copies(
     copies: Sequence[Tensor], location: str, cause: str = "files of two runs or steps"
 ) -> None:
-    """CheckpointError, with a reason, if the ranks' copies of one tensor differ."""
+    """Compare the ranks' copies of one tensor.
+
+    Args:
+        copies: Tensor of each rank.
+        location: Tensor and file, used in the error message.
+        cause: Probable cause of a difference, used in the error message.
+
+    Raises:
+        CheckpointError: If the dtypes, the shapes or a sample of the values differ.
+    """
     first, *others = copies
     sample = [part.tobytes() for part in _read_sample_rows(first)]
     for other in others:
@@ -49,7 +60,10 @@ def check_equal_copies(
 
 
 def has_equal_rounded_sample(master: Tensor, copy: Tensor) -> bool:
-    """Whether a master, rounded to the dtype of its copy of the same shape, equals it; NaN equals NaN."""
+    """Return whether a master has the values of its copy after rounding to the copy's dtype. NaN equals NaN.
+
+    Only a sample of the values is compared. Both tensors must have the same shape.
+    """
     for ours, theirs in zip(_read_sample_rows(master), _read_sample_rows(copy), strict=True):
         cast = round_to_dtype(ours, copy.dtype)
         if not np.all((cast == theirs) | ((cast != cast) & (theirs != theirs))):
@@ -58,6 +72,7 @@ def has_equal_rounded_sample(master: Tensor, copy: Tensor) -> bool:
 
 
 def _read_sample_rows(tensor: Tensor) -> list[Array]:
+    """Read a few rows at the start, in the middle and at the end of a tensor."""
     if not tensor.shape:
         return [tensor.read()]
     rows = tensor.shape[0]
@@ -77,16 +92,23 @@ def compare_with_module_weights(
     zenflow: bool = False,
     sampled_ranks: Sequence[int] | None = None,
 ) -> int:
-    """Compare shapes and a sample of values; returns how many were compared.
+    """Compare the masters of one group with the weights in the model states, by shapes and some values.
 
     Args:
-        module_weights: the pickled weights, by their names in the whole model.
-        optional_names: names that may be missing in `module_weights`.
-        zenflow: masters are newer than the weights, so values are not compared.
-        sampled_ranks: positions of the ranks whose slices are compared; None for all.
+        layout: Layout of the group.
+        share: Group and ranks of the masters.
+        flat: Flat masters of these ranks.
+        module_weights: Pickled weights, keyed by their names in the complete model.
+        location: Path of the model states, used in error messages.
+        optional_names: Names that `module_weights` need not contain.
+        zenflow: Whether to skip the values, because ZenFlow's masters are newer than the weights.
+        sampled_ranks: Positions of the ranks whose slices are compared; None for all ranks.
+
+    Returns:
+        Number of compared samples.
 
     Raises:
-        CheckpointError: shape, position in the flat buffer or values differ.
+        CheckpointError: If a shape, a position in the flat buffer or a value differs.
     """
     stored: dict[str, StoredTensor] = {}
     for name, shape in layout.shapes.items():
@@ -123,9 +145,17 @@ def compare_with_module_weights(
 def sample_rounds_to_weight(
     master: FlatPiece, master_start: int, weight: StoredTensor, count: int, weight_start: int = 0
 ) -> bool | None:
-    """Whether elements of a master, from `master_start`, round to those of a weight, from `weight_start`.
+    """Return whether a sample of a master's elements, after rounding, equals the elements of a weight.
 
-    Compares a sample; None where they cannot be compared.
+    Args:
+        master: Flat master.
+        master_start: First element of the parameter in `master`.
+        weight: Weight in the compute dtype.
+        count: Number of elements to compare at most.
+        weight_start: First element in `weight`.
+
+    Returns:
+        Whether the elements are equal, or None if the tensors cannot be compared in this way.
     """
     count = min(count, _MAX_ELEMENTS)
     if not weight.is_contiguous or not prod(weight.shape):
@@ -150,7 +180,10 @@ def sample_rounds_to_weight(
 def _check_buffer_positions(
     layout: Stage12GroupLayout, stored: dict[str, StoredTensor], location: str
 ) -> None:
-    """The weights are views of one flat buffer with the layout of the masters, unless they were copied."""
+    """Check that weights that are views of one flat buffer have the same positions as the masters.
+
+    Copied weights have separate storages and are not checked.
+    """
     tensors = list(stored.values())
     if len(tensors) < 2 or len({tensor.storage.key for tensor in tensors}) != 1:
         return
@@ -162,16 +195,19 @@ def _check_buffer_positions(
 
 
 def _round_to_bfloat16(data: bytes) -> bytes:
-    """Round finite fp32 elements to bfloat16 without NumPy, whose import takes longer than this."""
+    """Round finite fp32 elements to bfloat16 without NumPy, because its import takes longer."""
     words = struct.unpack(f"<{len(data) // 4}I", data)
-    # Adding this before the lower half is cut off rounds to nearest, and ties to even.
+    # Adding this number before the lower half is removed rounds to nearest, ties to even.
     return struct.pack(
         f"<{len(words)}H", *(word + 0x7FFF + (word >> 16 & 1) >> 16 & 0xFFFF for word in words)
     )
 
 
 def _read_unverified_elements(source: ByteSource, dtype: str, start: int, count: int) -> bytes | None:
-    """Read a few elements without a checksum, because a wrong value is refused anyway."""
+    """Read a few elements without verifying a checksum, because a wrong value is refused anyway.
+
+    Returns None if the elements are not in a file, or are not floating-point numbers.
+    """
     size = get_itemsize(dtype)
     offset = start * size
     while isinstance(source, SourceSlice):

@@ -59,6 +59,11 @@ class DeferredTensor(StoredTensor):
 
 
 class _DeferredSource:
+    """Bytes of a deferred tensor.
+
+    The first read opens the file and checks the dtype and shape of the tensor.
+    """
+
     def __init__(self, expected: DeferredTensor, load: Callable[[], StoredTensor]) -> None:
         self.nbytes = prod(expected.shape) * get_itemsize(expected.dtype)
         self._type = expected.dtype, expected.shape
@@ -76,7 +81,12 @@ class _DeferredSource:
 
 
 class _LazyRankFile(Generic[F]):
-    """A file that is read once, when its first tensor is needed."""
+    """A file of another rank that is read once, when its first tensor is needed.
+
+    Args:
+        read: Function that reads the file.
+        template: The same file of this rank, with which its records are compared.
+    """
 
     def __init__(self, read: Callable[[], F], template: F) -> None:
         self._read: Callable[[], F] = read
@@ -85,7 +95,11 @@ class _LazyRankFile(Generic[F]):
         self._content: Any = None
 
     def get_tensor(self, path: NestedKey) -> StoredTensor:
-        """Return the tensor at a path; CheckpointError if the file is not like this rank's file."""
+        """Return the tensor at a path.
+
+        Raises:
+            CheckpointError: If the file does not have the structure of this rank's file.
+        """
         with self._lock:
             if self._content is None:
                 file = self._read()
@@ -110,12 +124,12 @@ class _LazyRankFile(Generic[F]):
 
 
 class SliceLengths(NamedTuple):
-    """Elements of the slices of a group of stages 1 and 2.
+    """Lengths of the slices of one group of stages 1 and 2, in elements.
 
     Attributes:
-        used: Elements that belong to parameters in the slice of this rank.
-        other_used: Elements that belong to parameters in the slice of the other rank.
-        padded: Elements of each slice with its padding.
+        used: Elements of this rank's slice that belong to parameters.
+        other_used: Elements of the other rank's slice that belong to parameters.
+        padded: Elements of each slice, including padding.
     """
 
     used: int
@@ -126,15 +140,14 @@ class SliceLengths(NamedTuple):
 def build_deferred_optim_file(
     folder: CheckpointFolder, name: str, template: OptimFile, slice_lengths: Sequence[SliceLengths] | None
 ) -> OptimFile:
-    """Describe another rank's file of optimizer states by this rank's file.
+    """Describe the optimizer states of another rank by the file of this rank.
 
     Args:
         folder: Folder of the files.
-        name: Name of the other file.
-        template: This rank's file.
+        name: Name of the other rank's file.
+        template: File of this rank.
         slice_lengths: Lengths of the slices of each group of stages 1 and 2. None in stage 3, because the
-        slices of
-            all ranks have the same length.
+            slices of all ranks have the same length.
 
     Returns:
         The file, whose tensors are opened when they are read.
@@ -146,7 +159,7 @@ def build_deferred_optim_file(
             return {key: replace_tensors(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(replace_tensors(item, (*path, index)) for index, item in enumerate(value))
-        # A number, also one in a tensor, is the same on all ranks.
+        # Numbers, including 0-d tensors, are equal on all ranks.
         if not isinstance(value, StoredTensor) or not value.shape:
             return value
         shape = value.shape
@@ -169,10 +182,15 @@ MASTERS = "single_partition_of_fp32_groups"
 
 
 def build_deferred_model_file(folder: CheckpointFolder, name: str, template: ModelFile) -> ModelFile:
-    """Describe another rank's file of model states by this rank's file.
+    """Describe the model states of another rank by the file of this rank.
+
+    Args:
+        folder: Folder of the files.
+        name: Name of the other rank's file.
+        template: File of this rank.
 
     Returns:
-        The file with nothing but its fragments, which are opened when they are read.
+        A file that contains only the frozen fragments, which are opened when they are read.
     """
     file = _LazyRankFile(partial(read_model_file, folder, name), template)
     fragments: dict[str, StoredTensor] = {

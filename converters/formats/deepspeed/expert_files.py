@@ -19,11 +19,11 @@ _EXPERT = re.compile(r"(.+\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9}
 
 
 class LayerTensor(NamedTuple):
-    """A tensor in a file of single layers or experts.
+    """A tensor in a file of a single layer or expert.
 
     Attributes:
         location: Path of the file, used in error messages.
-        number: Number of the layer or the expert in the file name.
+        number: Number of the layer or expert in the file name.
         key: Name of the tensor in the file.
         tensor: The tensor.
     """
@@ -37,19 +37,19 @@ class LayerTensor(NamedTuple):
 def iter_layer_tensors(
     folder: CheckpointFolder, files: Sequence[str], pattern: re.Pattern[str], name_error: str
 ) -> Iterator[LayerTensor]:
-    """Iterate over the tensors of files that contain the weights of layers.
+    """Iterate over the tensors of files that contain the weights of layers or experts.
 
     Args:
         folder: Checkpoint folder.
         files: Names of the files.
         pattern: Pattern of the file names, whose first group is a number.
-        name_error: Message of the error for a file of another name.
+        name_error: Error message for a file with another name.
 
     Yields:
         The tensors of all files.
 
     Raises:
-        CheckpointError: If a file has another name, or contains something other than tensors.
+        CheckpointError: If a file has another name, or contains other values than tensors.
     """
     for name in files:
         location, match = str(folder.path / name), pattern.fullmatch(name)
@@ -62,10 +62,17 @@ def iter_layer_tensors(
 
 
 class ExpertFiles:
-    """The weights of all experts, by name.
+    """The weights in the files of all experts, keyed by name.
+
+    Args:
+        folder: Checkpoint folder.
+        files: Names of the files.
+
+    Attributes:
+        tensors: Weights, keyed by their names in the complete model.
 
     Raises:
-        CheckpointError: a file is damaged or renamed, or holds something else.
+        CheckpointError: If a file is damaged, was renamed, or contains other values.
     """
 
     def __init__(self, folder: CheckpointFolder, files: Sequence[str]) -> None:
@@ -83,7 +90,11 @@ class ExpertFiles:
                 raise CheckpointError(f"{location}: {key!r} is in another file too")
 
     def has_only_expert_parameters(self, names: Iterable[str]) -> bool:
-        """Whether the parameters of a group are those of experts; CheckpointError if only some are."""
+        """Return whether the parameters of a group belong to experts.
+
+        Raises:
+            CheckpointError: If only some of them do.
+        """
         kinds = {_EXPERT.fullmatch(name) is not None for name in names}
         if len(kinds) > 1:
             raise CheckpointError(f"{self.location}: damaged, a group holds parameters of experts and others")
@@ -92,9 +103,14 @@ class ExpertFiles:
     def map_to_complete_names(self, local_names: Iterable[str], rank_set_index: int) -> dict[str, str]:
         """Map the names of the experts on one set of ranks to their names in the complete model.
 
+        Each set of ranks numbers its experts from 0.
+
         Args:
             local_names: Names of parameters on these ranks.
             rank_set_index: Index of the set of ranks.
+
+        Returns:
+            Names in the complete model, keyed by the local names. Other parameters are left out.
         """
         matches = [match for name in local_names if (match := _EXPERT.fullmatch(name))]
         count = 1 + max((int(match[2]) for match in matches), default=0)

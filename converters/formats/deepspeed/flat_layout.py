@@ -1,14 +1,15 @@
-"""How ZeRO partitions a group of parameters: where each lies in the flat buffers of all ranks.
+"""Partitioning of a group of parameters in ZeRO: the position of each parameter in flat buffers.
 
-Stages 1 and 2 lay a group's parameters end to end, pad, and give each rank an equal slice. Stage 3 partitions
-each parameter on its own: rank r holds elements [r * n, (r + 1) * n) with n = ceil(numel / world).
+Stages 1 and 2 concatenate the parameters of a group, add padding, and give each rank an equal slice. Stage 3
+partitions each parameter separately: rank r has the elements [r * n, (r + 1) * n) with n = ceil(numel / world
+size).
 
-With ZeRO-3 on NVMe, a checkpoint has copies of the swap files beside its rank files. One holds one flat
-buffer of one sub-group of one rank, padded to whole blocks, with no checksum. Its name has the numbers of the
-first and last parameter of the sub-group, counted in the model's order.
+With ZeRO-3 and NVMe, a checkpoint contains copies of the swap files next to its rank files. A swap file
+contains one flat buffer of one sub-group of one rank, padded to complete blocks, without a checksum. Its name
+contains the numbers of the first and last parameter of the sub-group, in the order of the model.
 
 Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, deepspeed/utils/zero_to_fp32.py;
-deepspeed/runtime/swap_tensor/optimizer_utils.py, deepspeed/runtime/engine.py (`save_checkpoint`).
+deepspeed/runtime/swap_tensor/optimizer_utils.py, `save_checkpoint` in deepspeed/runtime/engine.py.
 """
 
 from __future__ import annotations
@@ -34,14 +35,20 @@ if TYPE_CHECKING:
     from portable.converters.storage.folder import CheckpointFolder
 
 ParameterShapes = dict[str, tuple[int, ...]]
-"""Parameter -> shape, in the order of a flat group."""
+"""Shape of each parameter, in the order of a flat group."""
 
 _SWAPPED = "offloaded_tensors"
 
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """One rank's part of a flat buffer; `source` is exactly its bytes."""
+    """One rank's part of a flat buffer.
+
+    Attributes:
+        dtype: Safetensors dtype.
+        numel: Number of elements.
+        source: Bytes of the elements, without any other bytes.
+    """
 
     dtype: str
     numel: int
@@ -49,7 +56,7 @@ class FlatPiece:
 
 
 def to_flat_piece(stored: StoredTensor) -> FlatPiece:
-    """A flat tensor of a rank file, as a piece."""
+    """Convert a flat tensor of a rank file to a piece."""
     view, numel = stored.to_view(), prod(stored.shape)
     return FlatPiece(
         stored.dtype, numel, SourceSlice(view.source, view.offset, numel * get_itemsize(stored.dtype))
@@ -57,11 +64,11 @@ def to_flat_piece(stored: StoredTensor) -> FlatPiece:
 
 
 Flat = Sequence[FlatPiece]
-"""One flat buffer of a group, as the pieces of all ranks."""
+"""One flat buffer of a group, as the pieces of all ranks in order."""
 
 
 def require_equal_dtypes(pieces: Flat, location: str) -> Flat:
-    """The pieces of all ranks; CheckpointError if their dtypes differ."""
+    """Return the pieces of all ranks; CheckpointError if their dtypes differ."""
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
         raise CheckpointError(
@@ -72,12 +79,14 @@ def require_equal_dtypes(pieces: Flat, location: str) -> Flat:
 
 @dataclass(frozen=True)
 class GroupOnRanks:
-    """A group of parameters, and a set of ranks that holds all of it.
+    """A group of parameters, and a set of ranks that together have all of its elements.
+
+    Without expert parallelism, all ranks form one set.
 
     Attributes:
-        group_index: its number.
-        ranks: in the order of their parts.
-        complete_names: the name that a parameter has on these ranks -> its name in the whole model.
+        group_index: Index of the group.
+        ranks: Ranks in the order of their parts.
+        complete_names: Names in the complete model, keyed by the parameters' names on these ranks.
     """
 
     group_index: int
@@ -86,7 +95,17 @@ class GroupOnRanks:
 
 
 class Stage3GroupLayout:
-    """One sub-group of stage 3: every parameter is partitioned on its own."""
+    """Layout of one sub-group of stage 3, in which every parameter is partitioned separately.
+
+    Args:
+        shapes: Shape of each parameter.
+        world_size: Number of ranks.
+        location: Path of the checkpoint, used in error messages.
+
+    Attributes:
+        rank_starts: First element of each parameter in the buffer of a rank.
+        rank_numel: Number of elements in the buffer of a rank.
+    """
 
     def __init__(self, shapes: ParameterShapes, world_size: int, location: str) -> None:
         self.shapes = shapes
@@ -100,11 +119,22 @@ class Stage3GroupLayout:
         self.rank_numel = total
 
     def count_elements_per_rank(self, shape: tuple[int, ...]) -> int:
-        """Elements of a parameter on each rank, padding included."""
+        """Count the elements of a parameter on each rank, including padding."""
         return -(-prod(shape) // self.world_size)
 
     def split_into_parameters(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
-        """The parameters of a flat buffer; CheckpointError unless its length is exactly theirs."""
+        """Split a flat buffer into its parameters, which are read lazily.
+
+        Args:
+            flat: Pieces of all ranks.
+            suffix: Suffix of the tensors' names in error messages, such as `.exp_avg`.
+
+        Returns:
+            Parameters, keyed by name without the suffix.
+
+        Raises:
+            CheckpointError: If a piece does not have the length of the parameters.
+        """
         for piece in flat:
             if piece.numel != self.rank_numel:
                 raise CheckpointError(
@@ -130,7 +160,7 @@ class Stage3GroupLayout:
 def _build_joined_view(
     parts: Sequence[ByteSource], base: int, nbytes: int, shape: tuple[int, ...], width: int
 ) -> View:
-    """A parameter of which each rank has `nbytes` bytes at `base`, the last with padding."""
+    """Build the view of a parameter with `nbytes` bytes at `base` on each rank; the last has padding."""
     return View(
         ConcatenatedSources([SourceSlice(part, base, nbytes) for part in parts]),
         0,
@@ -151,7 +181,22 @@ class Fragment(NamedTuple):
 
 
 class Stage12GroupLayout:
-    """One group of stages 1 and 2: parameters end to end, with alignment gaps, in equal slices."""
+    """Layout of one group of stages 1 and 2: concatenated parameters with alignment gaps, in equal slices.
+
+    Args:
+        shapes: Shape of each parameter.
+        gaps: Elements after each parameter that belong to no parameter.
+        world_size: Number of ranks.
+        slice_numel: Number of elements in the slice of each rank, including padding.
+        location: Path of the checkpoint, used in error messages.
+
+    Attributes:
+        starts: First element of each parameter in the group.
+        used_numel: Number of elements of the group without the padding at its end.
+
+    Raises:
+        CheckpointError: If the slices are too short for the parameters.
+    """
 
     def __init__(
         self, shapes: ParameterShapes, gaps: Sequence[int], world_size: int, slice_numel: int, location: str
@@ -174,14 +219,26 @@ class Stage12GroupLayout:
             )
 
     def count_unpadded_elements(self, rank: int) -> int:
-        """Elements of a rank's slice without the padding at the end of the group."""
+        """Count the elements of a rank's slice without the padding at the end of the group."""
         return max(0, min(self.slice_numel, self.used_numel - rank * self.slice_numel))
 
     def count_padding_elements(self, rank: int) -> int:
+        """Count the elements of a rank's slice that are padding at the end of the group."""
         return self.slice_numel - self.count_unpadded_elements(rank)
 
     def split_into_parameters(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
-        """The parameters of a flat buffer with or without padding; CheckpointError for other lengths."""
+        """Split a flat buffer, with or without padding, into its parameters, which are read lazily.
+
+        Args:
+            flat: Pieces of all ranks.
+            suffix: Suffix of the tensors' names in error messages, such as `.exp_avg`.
+
+        Returns:
+            Parameters, keyed by name without the suffix.
+
+        Raises:
+            CheckpointError: If the pieces have other lengths.
+        """
         unpadded_lengths = [self.count_unpadded_elements(rank) for rank in range(self.world_size)]
         lengths = [piece.numel for piece in flat]
         if lengths not in (unpadded_lengths, [self.slice_numel] * self.world_size):
@@ -199,7 +256,7 @@ class Stage12GroupLayout:
         }
 
     def compute_fragments(self, rank: int) -> dict[str, Fragment]:
-        """Compute the fragment of each parameter that overlaps with the slice of a rank."""
+        """Compute the fragments of the parameters in the slice of a rank, keyed by parameter."""
         low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
         fragments = {}
         for name, start in self.starts.items():
@@ -213,7 +270,7 @@ GroupLayout = Stage12GroupLayout | Stage3GroupLayout
 
 
 def check_disjoint_bytes(pieces: Sequence[StoredTensor], location: str) -> None:
-    """CheckpointError if two flat tensors of one file share bytes."""
+    """Raise CheckpointError if two flat tensors of one file share bytes."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
         width = get_itemsize(piece.dtype)
@@ -228,7 +285,12 @@ def check_disjoint_bytes(pieces: Sequence[StoredTensor], location: str) -> None:
 
 
 class SwapFiles:
-    """The swap files of one checkpoint; `order` lists the model's parameters, frozen ones included."""
+    """The swap files of one checkpoint.
+
+    Args:
+        folder: Checkpoint folder.
+        parameter_names: Names of the model's parameters in order, including frozen parameters.
+    """
 
     def __init__(self, folder: CheckpointFolder, parameter_names: Sequence[str]) -> None:
         self.folder = folder
@@ -237,10 +299,16 @@ class SwapFiles:
     def open_flat_piece(
         self, rank: int, layout: Stage3GroupLayout, dtype: str, state_name: str = ""
     ) -> FlatPiece:
-        """A rank's flat masters, or its flat optimizer state `state_name`.
+        """Open the flat masters of a rank, or one of its flat optimizer states.
+
+        Args:
+            rank: Data-parallel rank.
+            layout: Layout of the sub-group.
+            dtype: Safetensors dtype of the values.
+            state_name: Name of the optimizer state; empty for the masters.
 
         Raises:
-            CheckpointError: the swap file is missing, or its size is not that of the sub-group.
+            CheckpointError: If the swap file is missing, or does not have the size of the sub-group.
         """
         names = list(layout.shapes)
         first_and_last = [self.parameter_numbers.get(name) for name in (names[0], names[-1])]

@@ -1,15 +1,16 @@
-"""Files of single layers: the stages of `PipelineModule`, and the experts of `deepspeed.moe.layer.MoE`.
+"""Files of single layers, which the stages of a `PipelineModule` write.
 
-A pipeline's layer has a file with the names within the layer; the masters have the layer's number before
-them. A tied layer (`TiedLayerSpec`) is called `tied_modules.<key>` instead, and each stage that uses it has a
-copy. Its files have the numbers of the layers, so they are found by their values.
+The file of a layer has the names within the layer, and the masters have the number of the layer as a prefix.
+A tied layer (`TiedLayerSpec`) is called `tied_modules.<key>` instead, and each stage that uses it has a copy.
+The files of a tied layer have the numbers of its layers, so this module finds them by their values.
 
-`layer_<moe layer>_expert_<expert>_mp_rank_00_model_states.pt` holds one expert's weights, with the expert's
-number in the whole model in their names. The ranks number their own experts from 0 instead. So do the flat
-groups of their masters, each of which is partitioned over the ranks that have the same experts.
+`layer_<moe layer>_expert_<expert>_mp_rank_00_model_states.pt` contains the weights of one expert of
+`deepspeed.moe.layer.MoE`. The number of the expert in its names counts the experts of the complete model, but
+the ranks number their experts from 0. The flat groups of their masters use these numbers too. Each of these
+groups is partitioned over the ranks that have the same experts.
 
-Source: deepspeed/runtime/pipe/module.py (`_build`, `save_state_dict`), topology.py;
-deepspeed/runtime/engine.py (`_save_moe_checkpoint`), deepspeed/utils/groups.py.
+Source: `_build` and `save_state_dict` in deepspeed/runtime/pipe/module.py, topology.py;
+`_save_moe_checkpoint` in deepspeed/runtime/engine.py, deepspeed/utils/groups.py.
 """
 
 from __future__ import annotations
@@ -40,10 +41,14 @@ _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
 class LayerFiles:
-    """The tensors of all layer files, as `<layer>.<name>`.
+    """The tensors in the files of all layers, keyed by `<layer>.<name>`.
+
+    Args:
+        folder: Checkpoint folder.
+        files: Names of the files.
 
     Raises:
-        CheckpointError: a file is damaged, renamed or of a tensor parallel rank.
+        CheckpointError: If a file is damaged, was renamed, or belongs to a tensor-parallel rank.
     """
 
     def __init__(self, folder: CheckpointFolder, files: Sequence[str]) -> None:
@@ -55,7 +60,7 @@ class LayerFiles:
                 raise CheckpointError(f"{location}: its layer is in another file too")
 
     def build_stage_module(self, model: ModelFile) -> dict[str, Any]:
-        """What the layers' files hold of the parameters and buffers of one stage, by its names."""
+        """Build the state dict of one stage from the files of its layers, keyed by the names of the stage."""
         parameters = [name for group in model.group_shapes or () for name in group]
         module = {name: self.tensors[name] for name in (*parameters, *model.buffers) if name in self.tensors}
         for name in model.buffers:
@@ -69,7 +74,12 @@ class LayerFiles:
         return module
 
     def _list_tied_copies(self, name: str, candidates: Iterable[str] | None = None) -> list[str]:
-        """The tensors of layers that may be the parameter or buffer `name` of a tied module."""
+        """List the tensors of layers that may be copies of a parameter or buffer of a tied module.
+
+        Args:
+            name: Name of the parameter or buffer. The list is empty if its module is not tied.
+            candidates: Names of tensors to search; None for all layers.
+        """
         match = _TIED.fullmatch(name)
         if match is None:
             return []
@@ -80,10 +90,13 @@ class LayerFiles:
         ]
 
     def merge_stage_weights(self, runs: Sequence[SavedRun]) -> NamedWeights:
-        """The whole model; tied parameters are compared, and frozen ones are those that no stage trains.
+        """Merge the weights of all stages into the complete model.
+
+        Copies of tied parameters are compared. Tensors of layers that no stage trains are frozen parameters.
 
         Raises:
-            CheckpointError: stages have different copies of a parameter, or a layer has another value.
+            CheckpointError: If two stages have different copies of a parameter, or if a layer has another
+                value.
         """
         tensors: dict[str, Tensor] = {}
         aliases: dict[str, str] = {}
@@ -119,7 +132,11 @@ class LayerFiles:
 
 
 def merge_stage_optimizers(runs: Sequence[SavedRun]) -> OptimizerState | None:
-    """The optimizer of all stages; groups of the same number and settings are one."""
+    """Merge the optimizers of all stages. Groups with the same index and settings become one group.
+
+    Returns:
+        The optimizer state, or None if a stage has none.
+    """
     stages = [run.build_optimizer() for run in runs]
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
     groups: list[dict[str, Any]] = []

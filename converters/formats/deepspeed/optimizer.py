@@ -1,4 +1,4 @@
-"""Optimizer state of a ZeRO run: flat moments split into parameters, and groups by name."""
+"""Optimizer state of a ZeRO run: flat moments are split into parameters, and groups get parameter names."""
 
 from __future__ import annotations
 
@@ -43,14 +43,20 @@ def build_zero_optimizer(
     shares: Sequence[GroupOnRanks],
     swap_files: SwapFiles | None = None,
 ) -> OptimizerState | None:
-    """The optimizer by parameter name; None if the files hold none.
+    """Build the optimizer state, keyed by parameter name.
 
     Args:
-        layouts: one per share.
-        swap_files: the swap files of buffers that were pickled empty.
+        stage: ZeRO stage.
+        optim_files: Optimizer files of all ranks.
+        layouts: Layout of each share.
+        shares: Groups of parameters on sets of ranks.
+        swap_files: Swap files, for buffers that were pickled empty; None without NVMe.
+
+    Returns:
+        The optimizer state, or None if the files do not contain any.
 
     Raises:
-        CheckpointError: the ranks disagree, or a state is neither flat nor a number.
+        CheckpointError: If the ranks differ, or if a state is neither flat nor a number.
     """
     names: list[list[str]] = [[] for _ in range(max((share.group_index for share in shares), default=-1) + 1)]
     states = [_get_group_states(stage, rank, len(names)) for rank in optim_files]
@@ -107,18 +113,21 @@ def read_step_count(folder: AnyPath, stage: int, ranks: Sequence[OptimFile], num
 
 
 def read_number(value: Any, location: str) -> float | int | None:
-    """A number, also from a 0-d tensor; else None."""
+    """Return a number, also from a 0-d tensor; None for other values."""
     if isinstance(value, StoredTensor) and value.shape == ():
         value = to_lazy_tensor(value, location).tolist()
     return value if isinstance(value, (int, float)) else None
 
 
 def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict[str, Any]] | None:
-    """The state of each flat group of one rank, empty before the first step; None if not saved."""
+    """Return the state of each flat group of one rank, or None if it was not saved.
+
+    The states are empty before the first step.
+    """
     base = rank.state.get(_STAGE3_KEY if stage == 3 else _STAGE12_KEY)
     if base is None:
         return None
-    if isinstance(base, list):  # elastic
+    if isinstance(base, list):  # an elastic checkpoint
         group_states = base
     else:
         state = base.get("state") if isinstance(base, dict) else None
@@ -139,7 +148,13 @@ def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict
 def _build_group_state(
     layout: GroupLayout, by_rank: Sequence[tuple[OptimFile, dict[str, Any]]], swap_files: SwapFiles | None
 ) -> State:
-    """The state of the parameters of one flat group."""
+    """Build the optimizer state of the parameters of one flat group.
+
+    Args:
+        layout: Layout of the group.
+        by_rank: File and state of each rank in the group.
+        swap_files: Swap files, or None.
+    """
     ranks, states = [rank for rank, _ in by_rank], [state for _, state in by_rank]
     group_state: State = {name: {} for name in layout.shapes} if states[0] else {}
     for rank, state in zip(ranks, states, strict=True):
@@ -192,7 +207,10 @@ def _build_group_state(
 
 
 def _read_param_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
-    """`param_groups` of the ranks, with `params` as indices of flat groups."""
+    """Read `param_groups`, in which `params` are indices of flat groups, and check that all ranks agree.
+
+    Returns None for elastic checkpoints, which do not have groups.
+    """
     saved_groups: list[Any] = []
     for rank in ranks:
         base = rank.state.get(_STAGE3_KEY if stage == 3 else _STAGE12_KEY)
@@ -209,7 +227,7 @@ def _read_param_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | 
 
 
 def _to_plain_settings(group: dict[Any, Any], location: str) -> dict[str, Any]:
-    """A group's settings as plain values."""
+    """Convert the settings of a group to JSON values."""
     return {
         str(key): read_number(value, location) if isinstance(value, StoredTensor) else to_json_value(value)
         for key, value in group.items()
@@ -217,7 +235,16 @@ def _to_plain_settings(group: dict[Any, Any], location: str) -> dict[str, Any]:
 
 
 def build_named_group(group: dict[Any, Any], names: Sequence[Iterable[str]], location: str) -> dict[str, Any]:
-    """A group with the names of its parameters, of which it lists the numbers of the flat groups."""
+    """Build a parameter group with names, from a group with indices of flat groups.
+
+    Args:
+        group: The pickled group.
+        names: Parameter names of each flat group.
+        location: Path of the file, used in error messages.
+
+    Returns:
+        The settings of the group as JSON values, and the names as `params`.
+    """
     indices = group.get("params")
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < len(names) for i in indices):
         raise CheckpointError(f"{location}: damaged, its parameter groups do not match the flat groups")

@@ -1,6 +1,6 @@
-"""The files of one DeepSpeed checkpoint folder: names, content, and whether they are from one run.
+"""The files of one DeepSpeed checkpoint folder: their names, their content, and checks between them.
 
-Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`).
+Source: `_save_checkpoint` and `_save_zero_checkpoint` in deepspeed/runtime/engine.py.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
 
 
 def _rebuild_enum_as_integer(value: Any = 0) -> int:
+    """Stand-in for the pickled enum of ZeRO stages."""
     return int(value) if isinstance(value, int) else 0
 
 
-# Classes that DeepSpeed and its common clients pickle; those of `deepspeed.` are inert too.
+# Classes that DeepSpeed and its common clients pickle. All classes of `deepspeed` become inert records too.
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 STANDINS: Mapping[str, Standin | None] = {
@@ -76,12 +77,14 @@ PREFIXES = ("deepspeed.",)
 
 @dataclass(frozen=True)
 class RankFileNames:
-    """The rank files of a folder, by tensor or pipeline parallel rank, then by data parallel rank.
+    """Names of the rank files, keyed by tensor-parallel or pipeline rank and then by data-parallel rank.
 
     Attributes:
-        optim: the files of optimizer states; empty where ZeRO is off.
-        model: the files of model states; those of data parallel rank 0 alone below stage 3.
-        experts, layers: the files of single experts, and of single layers of a pipeline.
+        optim: Files of optimizer states; empty without ZeRO.
+        model: Files of model states. Below stage 3, only data-parallel rank 0 has such a file.
+        has_model_per_rank: Whether each data-parallel rank has a file of model states, as in stage 3.
+        experts: Files of single experts.
+        layers: Files of single layers of a pipeline.
     """
 
     optim: dict[int, dict[int, str]]
@@ -92,10 +95,13 @@ class RankFileNames:
 
 
 def find_rank_files(path: AnyPath) -> RankFileNames | None:
-    """The rank files in `path`; None if it holds none.
+    """Find the rank files in a folder.
+
+    Returns:
+        Names of the files, or None if there are none.
 
     Raises:
-        CheckpointError: files of two runs.
+        CheckpointError: If the files are from two runs.
     """
     optim, model, experts, layers = [], [], [], []
     for name in list_entry_names(path):
@@ -113,7 +119,7 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
         raise CheckpointError(
             f"{path}: holds optimizer files with and without the prefix bf16_, from two runs"
         )
-    if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both
+    if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both kinds
         rank_independent = [(match, name) for match, name in model if match["rank"] is None]
         model = rank_independent or model
     if len({match["rank"] is None for match, _ in model}) > 1:
@@ -129,7 +135,7 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
 
 
 def read_tag_file(path: AnyPath) -> str | None:
-    """The content of a file that names a folder, such as `latest`; None where there is no such file."""
+    """Read a file that names a folder, such as `latest`. Returns None if there is no such file."""
     try:
         return read_small_file(path, max_bytes=1024, truncate=True).decode("utf-8", "replace").strip()
     except OSError:
@@ -139,13 +145,23 @@ def read_tag_file(path: AnyPath) -> str | None:
 def find_tag_folder(
     path: AnyPath, tag: str | None, is_checkpoint: Callable[[AnyPath], bool]
 ) -> AnyPath | None:
-    """The folder of a tag in `path`, if the tag is a plain name and the folder holds such a checkpoint."""
+    """Find the folder of a tag.
+
+    Args:
+        path: Folder that contains the step folders.
+        tag: Name of the step folder. It must be a plain file name.
+        is_checkpoint: Function that returns whether a folder contains the expected checkpoint.
+
+    Returns:
+        The folder, or None if it does not exist or does not contain such a checkpoint.
+    """
     if tag in (None, "", ".", "..") or any(mark in tag for mark in "/\\\0"):
         return None
     return get_child_inside(path, tag) if is_checkpoint(path / tag) else None
 
 
 def _group_names_by_rank(path: AnyPath, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
+    """Group file names by tensor-parallel or pipeline rank, and sort each group by data-parallel rank."""
     names_by_rank: dict[int, dict[int, str]] = {}
     for match, name in files:
         rank, ranks = int(match["rank"] or 0), names_by_rank.setdefault(int(match["mp"]), {})
@@ -156,10 +172,11 @@ def _group_names_by_rank(path: AnyPath, files: list[tuple[re.Match[str], str]]) 
 
 
 def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
-    """The content of one rank file.
+    """Load the content of one rank file, with `StoredTensor` for tensors.
 
     Raises:
-        CheckpointError: damaged, holds code, or was renamed (torch.save stores the original name).
+        CheckpointError: If the file is damaged, contains code, or was renamed (torch.save stores the original
+            name).
     """
     file = folder.get_file(name)
     archive = TorchZip(file)
@@ -171,7 +188,12 @@ def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
 
 
 class ParallelDegrees(NamedTuple):
-    """The numbers of tensor-parallel ranks and of pipeline stages of a run."""
+    """Degrees of model parallelism of a run.
+
+    Attributes:
+        tensor: Number of tensor-parallel ranks.
+        pipeline: Number of pipeline stages.
+    """
 
     tensor: int
     pipeline: int
@@ -179,14 +201,19 @@ class ParallelDegrees(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One `*_model_states.pt`.
+    """Content of one file `*_model_states.pt`.
 
     Attributes:
-        module: the state dict; empty where a pipeline's layers have files of their own (`is_pipeline`).
-        group_shapes: parameter name -> shape in the order of the flat group, per group (stage 3: sub-group).
-        frozen_shapes: frozen parameter -> shape; None if not saved.
-        frozen_fragments: frozen parameter -> the part in this file.
-        tied_names: tied alias -> owner.
+        location: Path of the file, used in error messages.
+        content: The complete content.
+        module: State dict; empty if the layers of a pipeline have separate files.
+        buffers: Names of the buffers.
+        group_shapes: Shapes of the parameters of each flat group (in stage 3, sub-group), in the order of the
+            group; None without ZeRO.
+        frozen_shapes: Shapes of the frozen parameters; None if they are not saved.
+        frozen_fragments: Part of each frozen parameter in this file.
+        tied_names: Owner of each tied alias.
+        is_pipeline: Whether the layers of a pipeline have separate files.
     """
 
     location: str
@@ -201,10 +228,10 @@ class ModelFile:
 
     @property
     def parallel_degrees(self) -> ParallelDegrees:
-        """The numbers of tensor-parallel and of pipeline-parallel ranks.
+        """Numbers of tensor-parallel ranks and of pipeline stages.
 
         Raises:
-            CheckpointError: damaged, or the file does not say which of the two.
+            CheckpointError: If the record is damaged or contradicts the number of model-parallel ranks.
         """
         dims, total = (
             self.content.get("checkpoint_parallel_dimensions"),
@@ -221,7 +248,7 @@ class ModelFile:
         return ParallelDegrees(*degrees)
 
     def get_rank_independent_records(self) -> dict[str, Any]:
-        """What the model states of all ranks of a run have alike, in comparable form."""
+        """Return the records that must be equal in the model states of all ranks, keyed by name."""
         counted = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size")
         return {
             **{record: self.content.get(record) for record in counted},
@@ -233,18 +260,23 @@ class ModelFile:
         }
 
     def get_counter(self, key: str) -> int | None:
-        """A counter such as `global_steps`."""
+        """Return a counter such as `global_steps`, or None if it is not recorded."""
         value = self.content.get(key)
         return value if type(value) is int else None
 
     def get_counters(self) -> dict[str, int]:
-        """The engine's counters in the file."""
+        """Return the engine's counters that the file records, keyed by name."""
         counted = {key: self.get_counter(key) for key in ("global_steps", "global_samples", "skipped_steps")}
         return {key: value for key, value in counted.items() if value is not None}
 
 
 def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
-    """Read one file of model states; CheckpointError if DeepSpeed could not have written it."""
+    """Read one file of model states.
+
+    Raises:
+        CheckpointError: If DeepSpeed could not have written the file, or if its kind of parallelism is not
+            supported.
+    """
     content = load_rank_file(folder, name)
     location = str(folder.path / name)
     module = content.get("module")
@@ -281,10 +313,18 @@ def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
 
 
 def read_model_files(folder: CheckpointFolder, model: ModelFile, names: Iterable[str]) -> list[ModelFile]:
-    """The model states of all ranks, `model` first; of the others, only the fragments are kept.
+    """Read the model states of all ranks, and keep only the frozen fragments of the other ranks' files.
+
+    Args:
+        folder: Checkpoint folder.
+        model: File of the first rank, already read.
+        names: Names of the other ranks' files.
+
+    Returns:
+        Files of all ranks, beginning with `model`.
 
     Raises:
-        CheckpointError: they are not of one run and step.
+        CheckpointError: If the files are not of one run and step.
     """
     models, first = [model], model.get_rank_independent_records()
     for other in map_with_prefetch(folder.path, partial(read_model_file, folder), names):
@@ -296,7 +336,14 @@ def read_model_files(folder: CheckpointFolder, model: ModelFile, names: Iterable
 
 @dataclass(frozen=True)
 class OptimFile:
-    """One `*_optim_states.pt`: `state` is the ZeRO optimizer's own dict."""
+    """Content of one file `*_optim_states.pt`.
+
+    Attributes:
+        location: Path of the file, used in error messages.
+        state: State dict of the ZeRO optimizer.
+        version: Version of DeepSpeed.
+        config: DeepSpeed config of the run.
+    """
 
     location: str
     state: dict[str, Any]
@@ -304,7 +351,12 @@ class OptimFile:
     config: dict[str, Any]
 
     def get_alignment_gaps(self, group: int, num_parameters: int) -> list[int]:
-        """The elements after each of the `num_parameters` parameters of a group, for alignment."""
+        """Return the number of elements after each parameter of a group that were added for alignment.
+
+        Args:
+            group: Index of the group.
+            num_parameters: Number of parameters in the group.
+        """
         gaps = self.state.get("param_alignment_paddings")
         if gaps is None:
             return [0] * num_parameters
@@ -320,14 +372,14 @@ class OptimFile:
         return group_gaps
 
     def get_slice_padding(self, group: int) -> int:
-        """The elements at the end of this rank's slice of a group that belong to no parameter."""
+        """Return the number of padding elements at the end of this rank's slice of a group."""
         paddings = self.state.get("group_paddings")
         if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
             raise CheckpointError(f"{self.location}: damaged, no group_paddings")
         return int(paddings[group])
 
     def get_rank_independent_records(self) -> dict[str, Any]:
-        """What the optimizer states of all ranks of a run have alike."""
+        """Return the records that must be equal in the optimizer states of all ranks, keyed by name."""
         record_names = (
             "zero_stage",
             "partition_count",
@@ -340,7 +392,7 @@ class OptimFile:
 
 
 def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
-    """`partition_count` of ZeRO's optimizer: a number for each group, or one for all."""
+    """Return `partition_count` of ZeRO's optimizer as a list, with one number per group or for all groups."""
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
     if not counts or any(type(count) is not int or count < 1 for count in counts):
@@ -363,7 +415,12 @@ def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
 
 @dataclass(frozen=True)
 class NamedWeights:
-    """Masters, frozen parameters and buffers by name; alias -> owner."""
+    """Masters, frozen parameters and buffers of a model.
+
+    Attributes:
+        tensors: Tensors, keyed by name.
+        aliases: Owner of each tied alias.
+    """
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
@@ -376,19 +433,22 @@ def combine_with_model_states(
     stage: int,
     world: int,
 ) -> NamedWeights:
-    """The masters, and what the model states alone hold: frozen parameters, ties and buffers.
+    """Combine the masters with the tensors that only the model states contain: frozen parameters and buffers.
 
     Args:
-        model_files: of all ranks that have one.
-        module: the pickled weights, by their names in the whole model.
+        masters: The masters, keyed by name.
+        model_files: Model states of all ranks that have a file.
+        module: Pickled weights, keyed by their names in the complete model.
+        stage: ZeRO stage.
+        world: Number of data-parallel ranks.
 
     Raises:
-        CheckpointError: a frozen parameter or a buffer is missing, or a tie contradicts the weights.
+        CheckpointError: If a frozen parameter or a buffer is missing, or if a tie contradicts the weights.
     """
     model = model_files[0]
     tensors = {**masters, **_build_frozen_parameters(model_files, stage, world)}
     aliases: dict[str, str] = {}
-    # `exclude_frozen_parameters` leaves out a frozen parameter, but not the other names of a tied one.
+    # `exclude_frozen_parameters` leaves out a frozen parameter, but not the aliases of a tied parameter.
     excluded = {
         alias for alias, owner in model.tied_names.items() if owner not in tensors and owner not in module
     }
@@ -419,7 +479,10 @@ def combine_with_model_states(
 
 
 def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int) -> dict[str, Tensor]:
-    """Parameters outside the optimizer: whole below stage 3, else one fragment per rank."""
+    """Build the parameters outside the optimizer.
+
+    They are complete below stage 3, and one fragment per rank in stage 3.
+    """
     model = files[0]
     tensors: dict[str, Tensor] = {}
     frozen = model.frozen_shapes or {}
@@ -451,7 +514,17 @@ def build_deepspeed_checkpoint(
     optimizer: Callable[[], OptimizerState | None],
     metadata: Mapping[str, Any],
 ) -> Checkpoint:
-    """The checkpoint under plain names; `metadata` may hold values of any kind, of which some are kept."""
+    """Build a checkpoint with plain names.
+
+    Args:
+        format: Value of `Checkpoint.format`.
+        root: Path that was opened.
+        folder: Folder of the files.
+        model: First file of model states.
+        weights: Weights of the complete model.
+        optimizer: Function that builds the optimizer state.
+        metadata: Additional metadata. Only strings and integers are used.
+    """
     plain = strip_common_prefixes(weights.tensors, location=str(folder))
     plain_names = dict(zip(weights.tensors, plain, strict=True))
     aliases = strip_common_prefixes(weights.aliases, location=str(folder))
@@ -477,14 +550,24 @@ def build_deepspeed_checkpoint(
 
 
 def to_ordered_lists(value: Any) -> Any:
-    """Tables as lists, since their order is the layout."""
+    """Convert dicts to lists of items, so that a comparison includes their order, which is the layout."""
     if isinstance(value, dict):
         return list(value.items())
     return [to_ordered_lists(item) for item in value] if isinstance(value, list) else value
 
 
 def check_equal_records(location: str, description: str, ours: Any, first: Any) -> None:
-    """CheckpointError unless two files agree on a record that is equal on every rank of a run."""
+    """Compare a record of one file with the record of the first rank, which must be equal.
+
+    Args:
+        location: Path of the file, used in the error message.
+        description: Name of the record, used in the error message.
+        ours: Record of the file.
+        first: Record of the first rank.
+
+    Raises:
+        CheckpointError: If the records differ, so the files are of two runs or steps.
+    """
     if ours != first:
         raise CheckpointError(
             f"{location}: its {description} differs from the first rank; files of two runs or steps"
@@ -492,7 +575,16 @@ def check_equal_records(location: str, description: str, ours: Any, first: Any) 
 
 
 def require_contiguous(value: Any, location: str, *, any_shape: bool = False) -> StoredTensor:
-    """`value` if it is a contiguous 1-d tensor (of any shape if `any_shape`); else CheckpointError."""
+    """Return a value after a check that it is a contiguous tensor.
+
+    Args:
+        value: Unpickled value.
+        location: Name of the value, used in error messages.
+        any_shape: Whether the tensor may have any shape, instead of exactly one dimension.
+
+    Raises:
+        CheckpointError: If the value is not such a tensor.
+    """
     if not isinstance(value, StoredTensor):
         raise CheckpointError(f"{location}: not a tensor")
     if not value.is_contiguous:
@@ -516,6 +608,7 @@ def parse_fragment_address(value: Any, location: str) -> Fragment:
 
 
 def _parse_shapes(value: Any, location: str) -> ParameterShapes:
+    """Parse a table of shapes, keyed by parameter."""
     shapes: ParameterShapes = {}
     for name, shape in require_mapping(value or {}, "a table of shapes", location).items():
         shapes[str(name)] = require_shape(shape, f"the shape of {format_untrusted_value(name)}", location)

@@ -1,9 +1,9 @@
-"""DeepSpeed: ZeRO stages 1 to 3, BF16_Optimizer, and runs without ZeRO.
+"""DeepSpeed checkpoints: ZeRO stages 1 to 3, BF16_Optimizer, and runs without ZeRO.
 
-`latest` names a folder with one file of optimizer states per rank and one file of model states (stage 3: one
-per rank). Redundant records are compared, and the layout computed from the parameters' shapes must match all
-records of it. With tensor parallel ranks or pipeline stages, each of them is a run of its own (`run.py`), and
-they are put together as the files say.
+`latest` names a folder with one file of optimizer states per rank, and one file of model states (in stage 3,
+one per rank). Redundant records are compared. The layout that follows from the shapes of the parameters must
+agree with all records of the layout. With tensor-parallel ranks or pipeline stages, each of them is read as a
+separate run (`zero_run.py`), and the runs are merged afterward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ _ACCELERATE_MODEL = "pytorch_model"
 
 
 def _find_rank_file_folder(source: CheckpointPath) -> AnyPath | None:
-    """The folder of rank files to open for `source`."""
+    """Find the folder of rank files for a path and tag, or None.
+
+    Raises:
+        CheckpointError: If `latest` names a folder without rank files, but other folders have some.
+    """
     path = source.path
     if path.is_file():
         return path.parent if path.name.endswith(("_model_states.pt", "_optim_states.pt")) else None
@@ -61,7 +65,7 @@ def _find_rank_file_folder(source: CheckpointPath) -> AnyPath | None:
         return get_child_inside(path, tags[0]) if len(tags) == 1 else None
     folder = find_tag_folder(path, tag, _has_rank_files)
     if folder is None and tags:
-        # Another tag is another step; do not guess.
+        # Do not choose another tag, because it is another step.
         raise CheckpointError(
             f"{path / LATEST}: names {format_untrusted_value(tag)}, which holds no DeepSpeed files; choose "
             "with --tag: " + ", ".join(map(format_untrusted_value, tags[:8]))
@@ -70,17 +74,21 @@ def _find_rank_file_folder(source: CheckpointPath) -> AnyPath | None:
 
 
 def _list_tag_folders(path: AnyPath) -> list[str]:
-    """The folders with rank files in `path`."""
+    """List the folders in `path` that contain rank files."""
     return [name for name in list_subfolder_names(path) if _has_rank_files(path / name)]
 
 
 def _has_rank_files(path: AnyPath) -> bool:
-    """Whether `path` has rank files. A universal checkpoint has model files too, beside its `zero/`."""
+    """Return whether a folder contains rank files.
+
+    A universal checkpoint contains model files too, next to `zero/`.
+    """
     names = find_rank_files(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
+    """Explain that `latest` names a folder without DeepSpeed files."""
     tag = read_tag_file(source.path / LATEST)
     if tag is not None:
         return f"{source.path / LATEST}: names {format_untrusted_value(tag)}, which holds no DeepSpeed files"
@@ -92,7 +100,10 @@ _NO_STATES = "the optimizer states of all ranks are missing"
 
 
 def _check_one_accelerate_model(path: AnyPath, tag_folder: AnyPath) -> None:
-    """Accelerate saves several models into folders side by side; `latest` names only the last."""
+    """Raise CheckpointError if Accelerate saved several models.
+
+    Accelerate saves each model to a separate folder, and `latest` names only the last.
+    """
     if path == tag_folder or not tag_folder.name.startswith(_ACCELERATE_MODEL):
         return
     if sum(name.startswith(_ACCELERATE_MODEL) for name in _list_tag_folders(path)) > 1:
@@ -100,6 +111,7 @@ def _check_one_accelerate_model(path: AnyPath, tag_folder: AnyPath) -> None:
 
 
 def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    """Open the rank files in the folder `path`."""
     names = find_rank_files(path)
     assert names is not None
     _check_one_accelerate_model(source.path, path)
@@ -125,7 +137,7 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
             folder,
             names.optim[rank],
             names.model[rank],
-            # The first process alone records the ties.
+            # Only the first process records the ties.
             replace(rank_models, tied_names=model.tied_names),
             per_rank_model=names.has_model_per_rank,
             expert_files=ExpertFiles(folder, names.experts) if names.experts else None,
@@ -145,7 +157,10 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
 
 
 def _find_own_rank(source: CheckpointPath, names: RankFileNames) -> int | None:
-    """Return the reader's rank if it needs only its own files: the world is the one that wrote them."""
+    """Return the reader's rank if it needs only its own files, because the world size has not changed.
+
+    Returns None if all files must be read.
+    """
     if source.rank is None or len(names.optim) != 1 or names.experts or names.layers:
         return None
     rank, world_size = source.rank
@@ -154,9 +169,10 @@ def _find_own_rank(source: CheckpointPath, names: RankFileNames) -> int | None:
 
 
 def _read_own_model(folder: CheckpointFolder, names: Mapping[int, str], rank: int) -> ModelFile:
-    """Read a rank's model states, or the first ones if the rank has none.
+    """Read the model states of a rank, or the first file if the rank has none.
 
-    Only the first file records tied parameters. A file that names no parameters without values has no ties.
+    Only the first file records tied parameters. Tied parameters are in `module` without being described, so a
+    file in which all parameters are described needs no ties.
     """
     first = next(iter(names.values()))
     model = read_model_file(folder, names.get(rank, first))
@@ -171,7 +187,7 @@ def _read_own_model(folder: CheckpointFolder, names: Mapping[int, str], rank: in
 
 
 def _read_parallel_degree(path: AnyPath, names: RankFileNames, model: ModelFile) -> int:
-    """The number of tensor parallel ranks, or of pipeline stages; every one must have its files."""
+    """Return the number of tensor-parallel ranks or pipeline stages, and check that each has its files."""
     tensor_ranks, stages = model.parallel_degrees
     if names.experts and not model.content.get("num_experts"):
         raise CheckpointError(f"{path / names.experts[0]}: expert parallel, unlike {model.location}")
@@ -201,6 +217,7 @@ def _build_run_checkpoint(
     weights: NamedWeights,
     optimizer: Callable[[], OptimizerState | None],
 ) -> Checkpoint:
+    """Build the checkpoint of one or several runs from their merged weights."""
     run = runs[0]
     metadata = {
         "world_size": run.world_size * len(runs),

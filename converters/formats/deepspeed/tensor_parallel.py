@@ -1,11 +1,12 @@
-"""The tensor parallel ranks of AutoTP, put together as the checkpoint itself says.
+"""Merging of the tensor-parallel ranks of AutoTP, as the checkpoint itself describes.
 
-`universal_checkpoint_info` in the model states has an affine map for each parameter: which block of the whole
-each rank holds, and where in its part. Before DeepSpeed 0.19 it lists instead the parameters that all ranks
-hold and those that are cut along dimension 1; the others are cut along dimension 0.
+`universal_checkpoint_info` in the model states contains an affine map for each parameter. The map defines
+which block of the complete parameter each rank has, and the block's position in the rank's part. Before
+DeepSpeed 0.19, it instead lists the parameters that all ranks have and the parameters that are sharded along
+dim 1. Other parameters are sharded along dim 0.
 
-Source: deepspeed/module_inject/layers.py (`collect_autotp_universal_checkpoint_info`),
-deepspeed/checkpoint/affine.py, ds_to_universal.py (`merge_tp_slices`).
+Source: `collect_autotp_universal_checkpoint_info` in deepspeed/module_inject/layers.py,
+deepspeed/checkpoint/affine.py, `merge_tp_slices` in ds_to_universal.py.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ _SUB_PARAMS, _UNSUPPORTED = "parameter_with_sub_params", "autotp_unsupported_par
 
 
 class AutoTpLayout:
-    """How the parameters are cut.
+    """Sharding of each parameter over the tensor-parallel ranks.
 
     Args:
         info: `universal_checkpoint_info`, as unpickled.
-        degree: the number of tensor parallel ranks.
+        degree: Number of tensor-parallel ranks.
+        location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: the checkpoint does not say, or in a newer form.
+        CheckpointError: If the checkpoint does not describe the sharding, or uses a newer version of the
+            description.
     """
 
     def __init__(self, info: Any, degree: int, location: str) -> None:
@@ -67,10 +70,14 @@ class AutoTpLayout:
             )
 
     def merge_rank_parts(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """A parameter, or a state of its shape, from the parts of all ranks.
+        """Merge the parts of all ranks into a parameter, or into an optimizer state of the parameter's shape.
+
+        Args:
+            name: Name of the parameter.
+            parts: Tensor of each rank.
 
         Raises:
-            CheckpointError: the parts are not what the checkpoint says, or ranks hold different copies.
+            CheckpointError: If the parts contradict the description, or if ranks have different copies.
         """
         location = f"{self.location}: {name!r}"
         if any(part.dtype != parts[0].dtype for part in parts):
@@ -100,6 +107,7 @@ class AutoTpLayout:
         return concat_tensors(name, parts, dim)
 
     def _merge_by_affine_map(self, name: str, entry: Any, parts: Sequence[Tensor], location: str) -> Tensor:
+        """Merge the parts of all ranks by the affine map of the parameter."""
         damaged_error = CheckpointError(
             f"{location}: its tensor parallel affine map is damaged, or not supported"
         )
@@ -110,7 +118,8 @@ class AutoTpLayout:
         shape = _require_sizes(get_mapping_or_empty(entry).get("logical_shape"), damaged_error)
         if ranks.keys() != {str(rank) for rank in range(self.num_ranks)}:
             raise damaged_error
-        # Blocks that several ranks hold, by place. As text: numbers can be chosen to collide.
+        # Copies of each block on several ranks, keyed by offsets and sizes. The keys are text, because a file
+        # could contain numbers whose hashes collide.
         copies: dict[str, list[Tensor]] = {}
         boxes: dict[str, Box] = {}
         for rank, part in enumerate(parts):
@@ -124,7 +133,7 @@ class AutoTpLayout:
                 )
             for piece in map(get_mapping_or_empty, get_list_or_empty(rank_map.get("pieces"))):
                 sizes = _require_sizes(piece.get("shape"), damaged_error)
-                # A scale of the optimizer's state would be another one.
+                # Refuse scales, because the optimizer state would need a different scale.
                 if len(sizes) != len(shape) or piece.get("scale", 1.0) != 1.0:
                     raise damaged_error
                 if prod(sizes):
@@ -149,7 +158,7 @@ class AutoTpLayout:
 
 
 def merge_rank_weights(runs: Sequence[SavedRun], layout: AutoTpLayout) -> NamedWeights:
-    """The whole model from the weights of all tensor parallel ranks; buffers must be the same on all."""
+    """Merge the weights of all tensor-parallel ranks. Buffers must be equal on all ranks."""
     ranks = [run.build_weights() for run in runs]
     first = ranks[0]
     for run, rank_weights in zip(runs, ranks, strict=True):
@@ -171,7 +180,13 @@ def merge_rank_weights(runs: Sequence[SavedRun], layout: AutoTpLayout) -> NamedW
 
 
 def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> OptimizerState | None:
-    """The optimizer of the whole model; a state with the shape of the parameter is cut as that is."""
+    """Merge the optimizers of all tensor-parallel ranks.
+
+    States with dimensions are sharded like their parameter.
+
+    Returns:
+        The optimizer state, or None if the first rank has none.
+    """
     ranks = [run.build_optimizer() for run in runs]
     first = ranks[0]
     if first is None:
@@ -213,6 +228,7 @@ def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Opt
 
 
 def _require_sizes(value: Any, error: CheckpointError) -> tuple[int, ...]:
+    """Return a shape as a tuple; raise `error` if the value is not a shape."""
     if not is_shape(value):
         raise error
     return tuple(value)
@@ -221,7 +237,13 @@ def _require_sizes(value: Any, error: CheckpointError) -> tuple[int, ...]:
 def _compute_block_offsets(
     offset_and_strides: Any, shape: tuple[int, ...], error: CheckpointError
 ) -> tuple[int, ...]:
-    """Where a block begins in a row-major tensor; `offset_and_strides` is its offset and strides in elements."""
+    """Compute the offsets of a block in a row-major tensor.
+
+    Args:
+        offset_and_strides: Offset and strides of the block, in elements.
+        shape: Shape of the tensor.
+        error: Error to raise if the value is invalid or the strides are not row-major.
+    """
     if (
         not isinstance(offset_and_strides, list)
         or len(offset_and_strides) != 2

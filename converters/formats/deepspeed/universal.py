@@ -1,9 +1,10 @@
-"""DeepSpeed universal checkpoints, written by `ds_to_universal`: one folder per parameter.
+"""DeepSpeed universal checkpoints, written by `ds_to_universal`, with one folder per parameter.
 
-`zero/<parameter>/` holds the fp32 master and each moment in a file of its own, shaped (from stages 1 and 2)
-or flat (from stage 3); `zero/optimizer_state.pt` holds the groups; the model states beside have shapes, ties
-and buffers. The parameters' files are checked against the model states (the rounded weights, below stage 3)
-and against rank 0's flat groups in the common file (stage 3).
+`zero/<parameter>/` contains the fp32 master and each moment in a separate file. The tensors have their shapes
+(from stages 1 and 2) or are flat (from stage 3). `zero/optimizer_state.pt` contains the groups. The model
+states in the parent folder contain shapes, ties and buffers. Below stage 3, the parameters' files are
+compared with the rounded weights in the model states; in stage 3, with rank 0's flat groups in the common
+file.
 
 Source: deepspeed/checkpoint/ds_to_universal.py.
 """
@@ -51,16 +52,21 @@ LATEST = "latest_universal"
 _DEEPSPEED_LATEST = "latest"
 ZERO, COMMON = "zero", "zero/optimizer_state.pt"
 MASTER, _STEP, _SUFFIX = "fp32", "step", ".pt"
-# The parameter's name in each of its files, which `portable.converters.writers.universal_writer` adds.
 NAME = "parameter"
+"""Key of the parameter's name in its files, which `portable.converters.writers.universal_writer` adds."""
 _SAMPLE = 64
 
 
 def _is_universal(path: AnyPath) -> bool:
+    """Return whether a folder contains a universal checkpoint."""
     return (path / COMMON).is_file()
 
 
 def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
+    """Find the folder of a universal checkpoint for a path and tag.
+
+    Returns None for a folder that also contains the DeepSpeed run, which is more complete.
+    """
     path = source.path
     if path.is_file():
         inside = path.name.endswith("_model_states.pt") and _is_universal(path.parent)
@@ -75,26 +81,31 @@ def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
+    """Explain that a conversion did not finish, or that the file names another checkpoint."""
     if (source.path / ZERO).is_dir():
         return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
     if tag := read_tag_file(source.path / LATEST):
-        return f"{source.path / LATEST}: names {format_untrusted_value(tag)}, which is not a universal checkpoint"
+        return (
+            f"{source.path / LATEST}: names {format_untrusted_value(tag)}, which is not a universal "
+            "checkpoint"
+        )
     return None
 
 
 def _open_universal_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    """Open the universal checkpoint in the folder `path`."""
     return _UniversalFiles(CheckpointFolder(path)).build_checkpoint(source.path)
 
 
 def load_zero_file(folder: CheckpointFolder, name: str) -> Any:
-    """One file of `zero/`, refused if renamed (torch.save stores the original name)."""
+    """Load one file of `zero/`. A renamed file is refused, because torch.save stores the original name."""
     archive = TorchZip(folder.get_file(name))
     archive.check_not_renamed()
     return archive.load_object(STANDINS, PREFIXES)
 
 
 class _FlatCopy(NamedTuple):
-    """Rank 0's elements of one parameter or state.
+    """Rank 0's elements of one parameter or optimizer state.
 
     Attributes:
         flat_group: Flat buffer of the sub-group.
@@ -108,7 +119,14 @@ class _FlatCopy(NamedTuple):
 
 
 class _UniversalFiles:
-    """The files of one universal checkpoint, read and compared."""
+    """The files of one universal checkpoint, which are read and compared.
+
+    Args:
+        folder: Folder of the checkpoint.
+
+    Raises:
+        CheckpointError: If files are missing, damaged or of another run, or if the run is not supported.
+    """
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
@@ -157,6 +175,7 @@ class _UniversalFiles:
         self.rank0_copies = self._locate_rank0_copies() if self.stage == 3 else {}
 
     def _read_common_state(self) -> dict[str, Any]:
+        """Read `zero/optimizer_state.pt`."""
         common = load_zero_file(self.folder, COMMON)
         if not isinstance(common, dict):
             raise CheckpointError(
@@ -169,13 +188,18 @@ class _UniversalFiles:
         return common
 
     def _get_world_size(self) -> int:
+        """Return the number of data-parallel ranks of the run."""
         counts = get_partition_counts(self.common_state, str(self.folder.path / COMMON))
         if counts[0] >= MAX_COUNT or any(count != counts[0] for count in counts):
             raise CheckpointError(f"{self.folder.path / COMMON}: damaged, no partition_count")
         return counts[0]
 
     def _list_state_names_by_parameter(self) -> dict[str, list[str]]:
-        """Parameter -> its files; a folder for a name not in the model states is refused."""
+        """List the names of the states of each parameter, which are the names of its files.
+
+        Raises:
+            CheckpointError: If a folder does not belong to a parameter, or if a master is missing.
+        """
         root = self.folder.path / ZERO
         files_by_name: dict[str, list[str]] = {}
         children: list[AnyPath] = list(root.iterdir())
@@ -195,7 +219,11 @@ class _UniversalFiles:
         return files_by_name
 
     def _locate_rank0_copies(self) -> dict[str, dict[str, _FlatCopy]]:
-        """Locate rank 0's copy of each parameter and state, which stage 3 keeps in the common file."""
+        """Locate rank 0's copies of the parameters and states, which stage 3 keeps in the common file.
+
+        Returns:
+            Copies, keyed by parameter and then by state name.
+        """
         location = str(self.folder.path / COMMON)
         masters, states = (
             self.common_state.get("fp32_flat_groups"),
@@ -223,7 +251,7 @@ class _UniversalFiles:
         return copies
 
     def _read_parameter_file(self, name: str, state_name: str) -> Tensor:
-        """One file of a parameter, in the parameter's shape."""
+        """Read one file of a parameter, and return its tensor with the shape of the parameter."""
         shape, file = self.shapes[name], f"{ZERO}/{name}/{state_name}{_SUFFIX}"
         location = str(self.folder.path / file)
         content = load_zero_file(self.folder, file)
@@ -257,7 +285,7 @@ class _UniversalFiles:
     def _check_against_second_copy(
         self, name: str, state_name: str, stored: StoredTensor, location: str
     ) -> None:
-        """Compare sampled values with the second copy, if there is one."""
+        """Compare sampled values with the second copy of a parameter or state, if there is one."""
         count = prod(stored.shape)
         if state_name in self.rank0_copies.get(name, {}):
             flat_group, base, count = self.rank0_copies[name][state_name]
@@ -284,6 +312,7 @@ class _UniversalFiles:
                 )
 
     def build_checkpoint(self, root: AnyPath) -> Checkpoint:
+        """Build the checkpoint from all files."""
         read = partial(self._read_parameter_file, state_name=MASTER)
         masters = dict(zip(self.shapes, map_with_prefetch(self.folder.path, read, self.shapes), strict=True))
         weights = combine_with_model_states(
@@ -306,6 +335,7 @@ class _UniversalFiles:
         )
 
     def _build_optimizer(self) -> OptimizerState | None:
+        """Build the optimizer state, or return None if the files contain none."""
         location = str(self.folder.path / COMMON)
         state: dict[str, dict[str, Tensor | Scalar]] = {}
         state_names = [set(self.state_names[name]) - {MASTER} for name in self.shapes]
@@ -339,7 +369,7 @@ class _UniversalFiles:
         )
 
     def _add_stage3_numbers_to(self, state: dict[str, dict[str, Tensor | Scalar]], location: str) -> None:
-        """Stage 3 keeps its steps (and other numbers) in the common file, per sub-group."""
+        """Add step counts and other numbers to `state`, which stage 3 keeps in the common file."""
         states = _get_rank0_states(self.common_state, location) if self.stage == 3 else {}
         for index, shapes in enumerate(self.group_shapes):
             values = states.get(index)
@@ -353,7 +383,7 @@ class _UniversalFiles:
                         )
 
     def _check_step_counts(self, state: dict[str, dict[str, Tensor | Scalar]]) -> None:
-        """All parameters must be at one step, consistent with the engine's counters."""
+        """Check that all parameters have the same step count, and that the engine's counters allow it."""
         total, skipped = self.model.get_counter("global_steps"), self.model.get_counter("skipped_steps") or 0
         steps: dict[str, float] = {}
         for name, values in state.items():
@@ -370,7 +400,7 @@ class _UniversalFiles:
 
 
 def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
-    """The base optimizer's state by sub-group, which stage 3 keeps for rank 0."""
+    """Return the state of the base optimizer by sub-group, which stage 3 keeps for rank 0."""
     base = common.get("optimizer_state_dict")
     state = base.get("state") if isinstance(base, dict) else None
     if not isinstance(state, dict):
@@ -379,6 +409,7 @@ def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
 
 
 def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
+    """Return a number or a 0-d tensor; CheckpointError for other values."""
     if isinstance(value, StoredTensor) and value.shape == ():
         return to_lazy_tensor(value, name)
     if isinstance(value, (int, float)):
@@ -387,7 +418,7 @@ def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
 
 
 def _choose_sample_starts(count: int) -> list[int]:
-    """The positions to sample: start, middle and end."""
+    """Choose positions of samples at the start, in the middle and at the end."""
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
 
 

@@ -1,8 +1,8 @@
-"""DeepSpeed without ZeRO: one file with the model and its optimizer.
+"""DeepSpeed checkpoints without ZeRO: one file with the model and its optimizer.
 
-In fp32 the optimizer is torch's own. In 16 bits a wrapper keeps fp32 masters without names, shaped
-(`fp32_groups`) or one flat buffer per group (`fp32_groups_flat`). They are matched, in the model's order, to
-the weights that equal their rounded values.
+In fp32, the optimizer is a plain torch optimizer. In 16 bits, a wrapper keeps fp32 masters without names,
+either with their shapes (`fp32_groups`) or as one flat buffer per group (`fp32_groups_flat`). This reader
+assigns the masters to the weights that equal their rounded values, in the order of the model.
 
 Source: deepspeed/runtime/fp16/unfused_optimizer.py and fused_optimizer.py.
 """
@@ -48,7 +48,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Fp32Masters:
-    """The fp32 masters by name, and their names in the optimizer's groups."""
+    """The fp32 masters of a model.
+
+    Attributes:
+        tensors: Masters, keyed by parameter name.
+        groups: Parameter names in each group of the optimizer; empty if the optimizer has no masters.
+        flat: Layout of each flat buffer, or None if the masters are not flat.
+    """
 
     tensors: dict[str, Tensor]
     groups: list[list[str]]
@@ -56,10 +62,15 @@ class _Fp32Masters:
 
 
 def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: AnyPath) -> Checkpoint:
-    """The checkpoint in a single file of model states.
+    """Open the checkpoint in a single file of model states.
+
+    Args:
+        folder: Checkpoint folder.
+        model: The file of model states.
+        root: Path that was opened.
 
     Raises:
-        CheckpointError: part of a ZeRO run, or its masters do not fit the weights.
+        CheckpointError: If the file belongs to a ZeRO run, or if its masters do not fit the weights.
     """
     if model.group_shapes is not None:
         raise CheckpointError(f"{folder.path}: the optimizer states of all ranks are missing")
@@ -100,6 +111,7 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
 def _read_masters(
     saved: Any, stored: dict[str, StoredTensor], parameter_names: list[str], model: ModelFile
 ) -> _Fp32Masters:
+    """Read the fp32 masters of the optimizer, if it has any."""
     if not isinstance(saved, dict):
         return _Fp32Masters({}, [])
     shaped, flat = saved.get("fp32_groups"), saved.get("fp32_groups_flat")
@@ -115,6 +127,7 @@ def _read_masters(
 def _name_shaped_masters(
     groups: list[list[Any]], stored: dict[str, StoredTensor], parameter_names: list[str], location: str
 ) -> _Fp32Masters:
+    """Assign masters with shapes to weights in the model's order, and compare their rounded values."""
     masters_by_group = [
         [require_contiguous(master, f"{location}: fp32_groups", any_shape=True) for master in group]
         for group in groups
@@ -143,7 +156,10 @@ def _name_shaped_masters(
 def _split_flat_masters(
     groups: list[Any], stored: dict[str, StoredTensor], parameter_names: list[str], location: str
 ) -> _Fp32Masters:
-    """Split each group's flat buffer: each next weight goes to the only group with its values."""
+    """Split the flat buffer of each group into parameters.
+
+    Each weight, in the model's order, belongs to the only group whose next elements have its values.
+    """
     flat_masters = [
         to_flat_piece(require_contiguous(group, f"{location}: fp32_groups_flat")) for group in groups
     ]
@@ -180,7 +196,7 @@ def _split_flat_masters(
 
 
 def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], location: str) -> dict[str, Any]:
-    """The optimizer's state dict, with the names of the parameters in its groups."""
+    """Return the optimizer's state dict with the names of the parameters in its groups."""
     listed = state.get("param_groups")
     if not isinstance(listed, list) or [len(group.get("params", ())) for group in listed] != list(
         map(len, groups)
@@ -193,7 +209,8 @@ def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], locatio
 def _build_flat_optimizer(
     saved: dict[str, Any], layouts: list[Stage12GroupLayout], groups: list[list[str]], location: str
 ) -> OptimizerState:
-    # Laid out as by a ZeRO run of one rank: one flat parameter per group.
+    """Build the optimizer of flat masters, whose layout is the layout of a ZeRO run with one rank."""
+    # A ZeRO run with one rank has the same layout: one flat parameter per group.
     optim_file = OptimFile(location, {"base_optimizer_state": saved.get("optimizer_state_dict")}, None, {})
     shares = [
         GroupOnRanks(number, (0,), {name: name for name in group}) for number, group in enumerate(groups)

@@ -1,7 +1,7 @@
-"""The rank files of one ZeRO run, read, compared, and put together.
+"""The rank files of one ZeRO run, which are read, compared and merged.
 
-With tensor or pipeline parallelism, these are the files of one tensor or pipeline parallel rank. Names are
-those of the files.
+With tensor or pipeline parallelism, these are the files of one tensor-parallel rank or pipeline stage.
+Tensors have the names of the files.
 """
 
 from __future__ import annotations
@@ -60,17 +60,28 @@ _FP32_GROUPS = "fp32_flat_groups"
 
 
 class SavedRun:
-    """The files of all data parallel ranks.
+    """The files of all data-parallel ranks of a ZeRO run.
 
     Args:
-        optim_names, model_names: data parallel rank -> file of optimizer states, of model states.
-        model: the first file of model states, or with `rank` that of this rank, read already.
-        expert_files: the files of single experts, if there are any.
-        rank: data parallel rank of the reader, which opens the files of the others only to read their values;
-            None to open all files.
+        folder: Checkpoint folder.
+        optim_names: File of optimizer states of each data-parallel rank.
+        model_names: File of model states of each data-parallel rank that has one.
+        model: First file of model states, or with `rank` the file of this rank, already read.
+        per_rank_model: Whether each data-parallel rank has a file of model states, as in stage 3.
+        expert_files: Files of single experts, or None.
+        rank: Data-parallel rank of the reader, which opens the files of other ranks only to read their
+            values; None to open all files.
+
+    Attributes:
+        stage: ZeRO stage. BF16_Optimizer counts as stage 1.
+        world_size: Number of data-parallel ranks.
+        group_shapes: Shapes of the parameters of each flat group.
+        shares: Groups of parameters on sets of ranks.
+        layouts: Layout of each share.
+        flat_masters: Flat fp32 masters of each share.
 
     Raises:
-        CheckpointError: files are missing, damaged or of several runs, or the layout is not supported.
+        CheckpointError: If files are missing, damaged or of several runs, or if the layout is not supported.
     """
 
     def __init__(
@@ -132,7 +143,7 @@ class SavedRun:
             share for group in range(len(self.group_shapes)) for share in self._compute_shares(group)
         ]
         self.flat_masters = self._collect_masters()
-        # Stages 1 and 2 only.
+        # Only stages 1 and 2 have slices.
         self.slice_layouts = (
             []
             if self.stage == 3
@@ -145,7 +156,7 @@ class SavedRun:
             ]
 
     def _read_optim_files(self, names: Mapping[int, str]) -> list[OptimFile]:
-        """Read the files of optimizer states, with `rank` only that of this rank."""
+        """Read the files of optimizer states of all ranks, or with `rank` only the file of this rank."""
         if self.rank is not None:
             own_file = read_optim_file(self.folder, names[self.rank])
             stage = own_file.state.get("zero_stage")
@@ -165,7 +176,7 @@ class SavedRun:
     def _build_deferred_optim_file(
         self, template: OptimFile, name: str, rank: int, slices: list[Stage12GroupLayout] | None
     ) -> OptimFile:
-        """Describe the file of another rank by this rank's file `template`."""
+        """Describe the optimizer states of another rank by the file of this rank."""
         assert self.rank is not None
         lengths = None
         if slices is not None:
@@ -180,7 +191,7 @@ class SavedRun:
         return build_deferred_optim_file(self.folder, name, template, lengths)
 
     def _build_slice_layouts(self, optim_file: OptimFile) -> list[Stage12GroupLayout]:
-        """Return the layout of each group of parameters in the slices of all ranks."""
+        """Build the layout of each group in the slices of all ranks, from the file of one rank."""
         slices = []
         masters = optim_file.state.get(MASTERS)
         for group, shapes in enumerate(self.first_model_file.group_shapes or ()):
@@ -198,7 +209,7 @@ class SavedRun:
         return slices
 
     def _compute_shares(self, group: int) -> list[GroupOnRanks]:
-        """The sets of ranks that hold a group: one of all ranks, or one for each set of experts."""
+        """Compute the sets of ranks that have a group: all ranks, or one set for each set of experts."""
         location, shapes = self.optim_files[0].location, self.group_shapes[group]
         if len(self.partition_counts) not in (1, len(self.group_shapes)):
             raise CheckpointError(f"{location}: damaged, its partition_count does not match the groups")
@@ -215,7 +226,7 @@ class SavedRun:
         if self.world_size % count:
             raise CheckpointError(f"{location}: damaged, a group on {count} of {self.world_size} ranks")
         num_sets = self.world_size // count
-        # DeepSpeed's topologies: neighboring ranks have different experts, or the same.
+        # In DeepSpeed's two topologies, neighboring ranks have different experts or the same experts.
         is_contiguous = self.optim_files[0].config.get("use_data_before_expert_parallelism") is True
         return [
             GroupOnRanks(
@@ -231,11 +242,11 @@ class SavedRun:
         ]
 
     def _read_zero_options(self, first: OptimFile) -> None:
-        """Refuse options that change the data layout."""
+        """Set `zero_options` and `uses_mics`, and refuse options that change the layout of the data."""
         options = first.config.get("zero_optimization")
         self.zero_options: dict[str, Any] = options if isinstance(options, dict) else {}
         shards = self.zero_options.get("mics_shard_size", -1)
-        # MiCS: each group of so many ranks holds the whole, and all write the same files.
+        # With MiCS, each group of this many ranks has the complete model. All groups write the same files.
         self.uses_mics = type(shards) is int and shards > 0
         if self.uses_mics and (self.stage, self.world_size) != (3, shards):
             raise CheckpointError(
@@ -246,7 +257,7 @@ class SavedRun:
             raise CheckpointError(f"{first.location}: quantized frozen weights are not supported")
 
     def _check_files_of_one_run(self) -> None:
-        """Compare the files of optimizer states with the first one, and with the model states."""
+        """Compare the records of the optimizer states with the first file, and with the model states."""
         model, first = self.first_model_file, self.optim_files[0].get_rank_independent_records()
         for rank in self.optim_files:
             for record, value in rank.get_rank_independent_records().items():
@@ -261,7 +272,7 @@ class SavedRun:
             )
 
     def _collect_masters(self) -> list[Flat]:
-        """The fp32 masters, one flat buffer per share."""
+        """Collect the fp32 masters, one flat buffer per share."""
         key = _FP32_GROUPS if self.stage == 3 else MASTERS
 
         def get_rank_pieces(rank: OptimFile) -> list[FlatPiece]:
@@ -285,7 +296,7 @@ class SavedRun:
         ]
 
     def _replace_empty_with_swap_files(self, by_rank: list[list[FlatPiece]]) -> None:
-        """Replace buffers that were pickled empty by their swap files."""
+        """Replace pieces that were pickled empty by pieces of their swap files, in place."""
         layouts = [Stage3GroupLayout(shapes, self.world_size, self.location) for shapes in self.group_shapes]
         for rank, pieces in enumerate(by_rank):
             for group, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
@@ -294,14 +305,16 @@ class SavedRun:
 
     @cached_property
     def swap_files(self) -> SwapFiles:
+        """Swap files of the checkpoint, for parameters on NVMe."""
         buffers = {*self.first_model_file.buffers, *self.first_model_file.tied_names}
         return SwapFiles(self.folder, [name for name in self.first_model_file.module if name not in buffers])
 
     def _pair_shares_with_flats(self) -> list[tuple[GroupOnRanks, Flat]]:
+        """Pair each share with its flat masters."""
         return list(zip(self.shares, self.flat_masters, strict=True))
 
     def _build_checked_slice_layout(self, share: GroupOnRanks, masters: Flat) -> Stage12GroupLayout:
-        """The layout of one group of stages 1 and 2, checked against every record of it."""
+        """Build the layout of one group of stages 1 and 2, and compare it with all records of the layout."""
         group, ranks = share.group_index, [self.optim_files[rank] for rank in share.ranks]
         sizes = [piece.numel for piece in masters]
         paddings = [rank.get_slice_padding(group) for rank in ranks]
@@ -318,7 +331,7 @@ class SavedRun:
         total = layout.slice_numel * len(ranks) - layout.used_numel
         for index, (rank, padding) in enumerate(zip(ranks, paddings, strict=True)):
             expected = layout.count_padding_elements(index)
-            if self.bf16_optimizer:  # it records all padding on the last rank
+            if self.bf16_optimizer:  # BF16_Optimizer records all padding on the last rank
                 expected = total if index == len(ranks) - 1 else 0
             if padding != expected:
                 raise CheckpointError(
@@ -328,10 +341,10 @@ class SavedRun:
         return layout
 
     def _check_slice_mappings(self, share: GroupOnRanks, layout: Stage12GroupLayout) -> None:
-        """`param_slice_mappings` of each rank must match the layout."""
+        """Check that `param_slice_mappings` of each rank agrees with the layout."""
         group = share.group_index
         if self.zero_options.get("round_robin_gradients") is True and not any(layout.gaps):
-            return  # DeepSpeed records the order from before it shuffled; values are compared anyway
+            return  # DeepSpeed records the order before the shuffle; the values are compared anyway
         for number, rank in enumerate(self.optim_files[rank] for rank in share.ranks):
             mappings = rank.state.get("param_slice_mappings")
             if mappings is None:  # before DeepSpeed 0.7
@@ -352,7 +365,7 @@ class SavedRun:
                 )
 
     def build_weights(self) -> NamedWeights:
-        """Everything but the optimizer, checked against the second copies in the model states."""
+        """Build the masters, frozen parameters and buffers, and compare them with their copies."""
         masters: dict[str, Tensor] = {}
         for layout, (share, flat_) in zip(self.layouts, self._pair_shares_with_flats(), strict=True):
             for name, tensor in layout.split_into_parameters(flat_).items():
@@ -371,19 +384,23 @@ class SavedRun:
         return weights
 
     def build_optimizer(self) -> OptimizerState | None:
-        """The optimizer's state and groups; None if the files hold none."""
+        """Build the optimizer state and groups, or return None if the files contain none."""
         return build_zero_optimizer(self.stage, self.optim_files, self.layouts, self.shares, self.swap_files)
 
     @cached_property
     def _complete_module(self) -> dict[str, Any]:
-        """The state dict, with the experts of all files."""
+        """State dict of the model states, including the experts of all files."""
         return {
             **self.first_model_file.module,
             **({} if self.expert_files is None else self.expert_files.tensors),
         }
 
     def _compare_with_module(self) -> bool:
-        """Compare the masters with the weights in the model states: shapes, and a sample of values."""
+        """Compare the masters with the weights in the model states: shapes, and a sample of the values.
+
+        Returns:
+            Whether any values were compared.
+        """
         compared = 0
         for layout, (share, flat_) in zip(self.slice_layouts, self._pair_shares_with_flats(), strict=True):
             compared += compare_with_module_weights(
@@ -392,7 +409,7 @@ class SavedRun:
                 flat_,
                 self._complete_module,
                 self.first_model_file.location,
-                # A pipeline's files have other names for tied layers, which are compared with them later.
+                # The files of a pipeline have other names for tied layers, which are compared later.
                 optional_names=[
                     name
                     for name in share.complete_names
@@ -404,7 +421,7 @@ class SavedRun:
         return compared > 0
 
     def _check_step_counts(self, steps: int | None, compared: bool) -> None:
-        """The optimizer's step must match the engine's, where no values were compared."""
+        """Check that the optimizer's step agrees with the engine's counters, if no values were compared."""
         total, skipped = (
             self.first_model_file.get_counter("global_steps"),
             self.first_model_file.get_counter("skipped_steps") or 0,
@@ -419,7 +436,7 @@ class SavedRun:
 
 
 def check_ranks_of_one_run(runs: Sequence[SavedRun]) -> None:
-    """CheckpointError unless the tensor or pipeline parallel ranks are of one run and step."""
+    """Raise CheckpointError unless the tensor-parallel ranks or pipeline stages are of one run and step."""
     first = _get_rank_independent_records(runs[0])
     for run in runs[1:]:
         for record, value in _get_rank_independent_records(run).items():
@@ -427,7 +444,7 @@ def check_ranks_of_one_run(runs: Sequence[SavedRun]) -> None:
 
 
 def _get_rank_independent_records(run: SavedRun) -> dict[str, Any]:
-    """What the tensor or pipeline parallel ranks of a run have alike."""
+    """Return the records that must be equal on all tensor-parallel ranks or pipeline stages of a run."""
     model = run.first_model_file
     return {
         **{

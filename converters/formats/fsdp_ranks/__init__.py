@@ -1,0 +1,1 @@
+"""Reader of FSDP checkpoints with one `torch.save` file per rank."""

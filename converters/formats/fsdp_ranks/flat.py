@@ -1,10 +1,11 @@
-"""The optimizer of FSDP1, keyed by index, with one rank's run of elements of each (flat) parameter.
+"""Optimizer of FSDP1 in files of single ranks, which contain one range of each (flat) parameter.
 
-With `use_orig_params` an index is a parameter, and the ranks' runs end to end are its elements. Without, it
-is a flat parameter: those of one wrapped module, end to end, padded and cut into equal runs. The files do not
-record which modules were wrapped. They follow from the lengths where only one choice of modules has them.
+With `use_orig_params`, an index is a parameter, and the concatenated ranges of all ranks are its elements.
+Without it, an index is a flat parameter: the concatenated parameters of one wrapped module, padded and split
+into equal ranges. The files do not record which modules were wrapped. This reader deduces the modules from
+the lengths if only one choice of modules has these lengths.
 
-Source: torch/distributed/fsdp/_flat_param.py (`_get_shard_at`, `flatten_tensors`).
+Source: `_get_shard` and `flatten_tensors` in torch/distributed/fsdp/_flat_param.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,16 @@ if TYPE_CHECKING:
 
 
 class RankCopies:
-    """A tensor that is not sharded, as each rank has it; None for a rank without it."""
+    """A tensor that is not sharded, with a copy of each rank that has one.
+
+    The ranges of FSDP1's flat parameters are also stored in this class, because their pickles look the same.
+
+    Args:
+        location: Name of the tensor, used in error messages.
+
+    Attributes:
+        copies: Tensor of each rank.
+    """
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -40,15 +50,21 @@ class RankCopies:
 
     @property
     def ndim(self) -> int:
+        """Largest number of dimensions of the copies."""
         return max(len(stored.shape) for stored in self.copies.values())
 
     def add_rank(self, value: Any, rank: int) -> None:
+        """Add the copy of a rank.
+
+        Raises:
+            CheckpointError: If the value is not an unsharded tensor.
+        """
         if not isinstance(value, StoredTensor):
             raise CheckpointError(f"{self.location}: sharded on some ranks only")
         self.copies[rank] = value
 
     def to_tensor(self) -> Tensor:
-        """The tensor, equal on all ranks."""
+        """Return the tensor, after a check that all copies are equal."""
         tensors = [to_lazy_tensor(stored, self.location) for stored in self.copies.values()]
         first = tensors[0]
         for rank, other in zip(self.copies, tensors, strict=True):
@@ -60,7 +76,7 @@ class RankCopies:
 
 
 def is_flat_optimizer(saved: Any) -> bool:
-    """Whether an optimizer's state, merged from all ranks, holds runs of elements and no sharded tensor."""
+    """Return whether an optimizer's merged state contains ranges of elements and no sharded tensor."""
     if not is_optimizer_state_dict(saved):
         return False
     states = [state for state in saved["state"].values() if isinstance(state, dict)]
@@ -76,14 +92,18 @@ def build_flat_optimizer(
     world_size: int,
     location: str,
 ) -> OptimizerState:
-    """The state by parameter name.
+    """Build the optimizer state, keyed by parameter name.
 
     Args:
-        saved: the merged content of the ranks' files, with `RankCopies` for tensors.
-        parameter_names: the sharded parameters in module order, without aliases.
+        saved: Merged content of the ranks' files, with `RankCopies` for tensors.
+        parameter_names: Names of the sharded parameters in module order, without aliases.
+        tensors: Tensors of the model.
+        world_size: Number of ranks.
+        location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: damaged, or several choices of wrapped modules have these lengths.
+        CheckpointError: If the files are damaged, or if several choices of wrapped modules have these
+            lengths.
     """
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
@@ -146,7 +166,7 @@ def build_flat_optimizer(
 
 
 def _compute_run_lengths(values: Any, world_size: int, location: str) -> list[int]:
-    """The number of elements on each rank, the same in all of a parameter's state."""
+    """Compute the number of elements on each rank, which must be equal in all states of a parameter."""
     lengths: list[int] | None = None
     for state_name, value in values.items() if isinstance(values, dict) else ():
         if isinstance(value, RankCopies) and value.ndim:
@@ -167,10 +187,19 @@ def _find_wrapped_modules(
     rank_lengths: Sequence[list[int] | None],
     world_size: int,
 ) -> list[list[str]] | int:
-    """The parameters of each flat parameter: the root's own, then those of each wrapped module.
+    """Find the parameters of each flat parameter: first of the root module, then of each wrapped module.
+
+    Counts the choices of modules by dynamic programming over the parameters in module order.
+
+    Args:
+        names_and_sizes: Name and number of elements of each parameter, in module order.
+        rank_lengths: Number of elements on each rank for each flat parameter; None for a parameter without
+            state.
+        world_size: Number of ranks.
 
     Returns:
-        Names by flat parameter; or the number of choices if it is not 1, as 0 or 2 (several, or too many).
+        Parameter names of each flat parameter. If there is not exactly one choice, the number of choices
+        instead: 0, or 2 for several or too many.
     """
     if not rank_lengths or any(run is not None and len(set(run)) != 1 for run in rank_lengths):
         return 0
@@ -179,7 +208,8 @@ def _find_wrapped_modules(
     for _, (size,) in names_and_sizes:
         offsets.append(offsets[-1] + size)
     total = offsets[-1]
-    # (parameters seen, units seen, elements of the root) -> ways, and the ends of the last unit of one way.
+    # Keys: number of assigned parameters, number of begun flat parameters, elements of the root module.
+    # Values: the number of choices that lead to the key, and the last step of one of them.
     ways: dict[tuple[int, int, int], int] = {(0, 1, 0): 1}
     predecessors: dict[tuple[int, int, int], tuple[tuple[int, int, int], bool]] = {}
     work = 0
@@ -219,7 +249,7 @@ def _find_wrapped_modules(
 
 
 def _list_module_ends(names_and_sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
-    """Where each module ends that begins with parameter `first`, the root left out."""
+    """List the end of each module that begins with parameter `first`, except the root module."""
     parts = names_and_sizes[first][0].split(".")
     ends = set()
     for depth in range(1, len(parts)):
@@ -234,5 +264,6 @@ def _list_module_ends(names_and_sizes: Sequence[tuple[str, tuple[int]]], first: 
 
 
 def _to_bytes_source(stored: StoredTensor) -> ByteSource:
+    """Return the bytes of a contiguous tensor."""
     view = stored.to_view()
     return SourceSlice(view.source, view.offset, prod(stored.shape) * get_itemsize(stored.dtype))

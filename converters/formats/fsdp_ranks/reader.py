@@ -1,8 +1,9 @@
-"""One torch.save file a rank of FSDP-sharded state, as verl and its descendants save it.
+"""FSDP checkpoints with one `torch.save` file per rank, as verl and programs derived from it write them.
 
-`model_world_size_<n>_rank_<r>.pt` holds the model's `state_dict()` with DTensors (FSDP2, or FSDP1 with a
-mesh) or ShardedTensors (FSDP1 without), whose placements say what part each rank has; `optim_world_size_...`
-beside holds `optimizer.state_dict()`. Parts that several ranks hold are taken from the first of them.
+`model_world_size_<n>_rank_<r>.pt` contains the model's `state_dict()`. Its tensors are DTensors (FSDP2, or
+FSDP1 with a mesh) or ShardedTensors (FSDP1 without a mesh), whose placements define the part of each rank.
+`optim_world_size_...` in the same folder contains `optimizer.state_dict()`. If several ranks have the same
+part, the part is read from the first of them.
 
 Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py.
 """
@@ -53,16 +54,17 @@ _STEP = re.compile(r"global_step_?(\d{1,18})")
 
 
 def _has_rank_files(path: AnyPath) -> bool:
+    """Return whether a folder contains rank files."""
     return any(map(_FILE.fullmatch, list_entry_names(path)))
 
 
 def _list_model_folders(path: AnyPath) -> list[str]:
-    """The folders of a step that hold a model each (`actor`, `critic`)."""
+    """List the folders in a step folder that contain one model each (`actor`, `critic`)."""
     return [name for name in list_subfolder_names(path) if _has_rank_files(path / name)]
 
 
 def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
-    """The folders with rank files: that of a file, the one given, or those of a step's models."""
+    """Find the folders with rank files: the parent of a file, the path itself, or its subfolders."""
     path = source.path
     if path.is_file():
         return [path.parent] if _FILE.fullmatch(path.name) else None
@@ -70,6 +72,7 @@ def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
 
 
 def _open_fsdp_ranks_checkpoint(source: CheckpointPath, folders: list[AnyPath]) -> Checkpoint:
+    """Open the rank files in the only folder; CheckpointError if there are several models."""
     path = folders[0]
     if len(folders) > 1:
         names = ", ".join(format_untrusted_value(folder.name) for folder in folders[:8])
@@ -80,34 +83,57 @@ def _open_fsdp_ranks_checkpoint(source: CheckpointPath, folders: list[AnyPath]) 
 
 
 class RankParts:
-    """One sharded tensor, rank by rank."""
+    """One sharded tensor, to which the parts of each rank are added.
+
+    Args:
+        first: Record of the first rank, with the dtype and shape of the tensor.
+        location: Name of the tensor, used in error messages.
+
+    Attributes:
+        first_part: First part with elements, or None.
+        boxes: Box of each distinct part.
+        num_parts: Number of parts on all ranks, which exceeds the number of boxes if there are replicas.
+    """
 
     def __init__(self, first: ShardedRecord, location: str) -> None:
         self.dtype, self.shape, self.location = first.dtype, first.shape, location
         self.first_part: TensorLeaf | None = None
         self.boxes: dict[str, Box] = {}
-        # Of all ranks: more than the boxes where there are replicas.
         self.num_parts = 0
 
     def add_rank(self, value: Any, rank: int) -> None:
+        """Add the parts of a rank.
+
+        Raises:
+            CheckpointError: If the value is not sharded, or has another dtype or shape than on the first
+                rank.
+        """
         if not isinstance(value, ShardedRecord) or (value.dtype, value.shape) != (self.dtype, self.shape):
             raise CheckpointError(f"{self.location}: the ranks disagree about its type or shape")
         for offsets, stored in locate_rank_parts(value, rank, self.location):
             if prod(stored.shape):
                 self.num_parts += 1
                 self.first_part = self.first_part or stored
-                # As text: numbers can be chosen to collide.
+                # Use text as the key, because a file could contain numbers whose hashes collide.
                 view = stored.to_view if isinstance(stored, StoredTensor) else stored.boxes[0].view
                 self.boxes.setdefault(repr((offsets, stored.shape)), Box(offsets, stored.shape, view))
 
     def to_tensor(self) -> Tensor:
+        """Build the complete tensor, which is read lazily."""
         if not prod(self.shape):
             return Tensor.from_source(self.location, self.dtype, self.shape, InMemorySource(b""))
         return Tensor(self.location, self.dtype, self.shape, list(self.boxes.values()))
 
 
 class _FsdpRankFiles:
-    """The files of all ranks."""
+    """The files of all ranks in a folder.
+
+    Args:
+        folder: Folder of the files.
+
+    Raises:
+        CheckpointError: If files are missing or belong to two runs.
+    """
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
@@ -124,7 +150,7 @@ class _FsdpRankFiles:
             raise CheckpointError(f"{self.location}: holds files of two runs, {first} and {other}")
         (self.world_size,) = names_by_world_size
         for kind, ranks in self.names_by_kind.items():
-            if kind != "extra_state":  # of which any may be missing
+            if kind != "extra_state":  # extra states are optional
                 check_rank_files_complete(folder.path, ranks, self.world_size, kind)
         if "model" not in self.names_by_kind:
             raise CheckpointError(
@@ -132,7 +158,7 @@ class _FsdpRankFiles:
             )
 
     def _iter_rank_contents(self, kind: str) -> Iterator[tuple[int, Any]]:
-        """(rank, content) of each file of a kind."""
+        """Yield the rank and the content of each file of a kind, in rank order."""
         files = dict(sorted(self.names_by_kind[kind].items()))
         contents = map_with_prefetch(
             self.folder.path, lambda name: load_rank_file(self.folder.get_file(name)), files.values()
@@ -144,13 +170,21 @@ class _FsdpRankFiles:
             yield rank, content
 
     def merge_rank_contents(self, kind: str) -> dict[Any, Any]:
-        """What all ranks' files of a kind hold together, with `RankParts` and `RankCopies` for tensors."""
+        """Merge the files of all ranks of a kind.
+
+        Args:
+            kind: `model` or `optim`.
+
+        Returns:
+            The nested content, with `RankParts` for sharded tensors and `RankCopies` for other tensors.
+        """
         merged: dict[Any, Any] = {}
         for rank, content in self._iter_rank_contents(kind):
             _merge_rank_into(merged, content, rank, f"{self.location}: {kind}", "")
         return merged
 
     def build_checkpoint(self, root: AnyPath) -> Checkpoint:
+        """Build the checkpoint. The optimizer files are read only when the optimizer state is needed."""
         merged = self.merge_rank_contents("model")
         check_no_flat_parameters(merged, self.location)
         parts_by_id: dict[int, RankParts] = {}
@@ -195,7 +229,7 @@ class _FsdpRankFiles:
         )
 
     def _read_counters(self) -> dict[str, Scalar]:
-        """The schedule's step, in rank 0's extra state."""
+        """Read the step of the learning-rate schedule from rank 0's extra state."""
         name = self.names_by_kind.get("extra_state", {}).get(0)
         extra = load_rank_file(self.folder.get_file(name)) if name is not None else None
         schedule = extra.get("lr_scheduler") if isinstance(extra, dict) else None
@@ -206,7 +240,18 @@ class _FsdpRankFiles:
 def _merge_rank_into(
     merged: dict[Any, Any], content: dict[Any, Any], rank: int, location: str, prefix: str
 ) -> None:
-    """Add one rank's content to that of the ranks before it."""
+    """Merge the content of one rank into the content of the ranks before it.
+
+    Args:
+        merged: Content of the previous ranks, which this function changes.
+        content: Content of the rank's file.
+        rank: The rank.
+        location: Path of the checkpoint, used in error messages.
+        prefix: Prefix of the keys, used in error messages.
+
+    Raises:
+        CheckpointError: If the ranks have different kinds of values, or different numbers.
+    """
     for key, value in content.items():
         name = f"{prefix}{key}" if type(key) in (str, int) else format_untrusted_value(key)
         previous = merged.get(key)
@@ -233,7 +278,13 @@ def _merge_rank_into(
 
 
 def _replace_with_tensors(value: Any, parts_by_id: dict[int, RankParts]) -> Any:
-    """The same content with a `Tensor` for each tensor; `parts_by_id` receives the `id` of each sharded one."""
+    """Return the content with a `Tensor` for each tensor.
+
+    Args:
+        value: Merged content.
+        parts_by_id: Dict to which the parts of each sharded tensor are added, keyed by the `id` of the
+            `Tensor`.
+    """
     if isinstance(value, dict):
         return {key: _replace_with_tensors(item, parts_by_id) for key, item in value.items()}
     if isinstance(value, RankParts):
@@ -244,7 +295,7 @@ def _replace_with_tensors(value: Any, parts_by_id: dict[int, RankParts]) -> Any:
 
 
 def _parse_step(path: AnyPath) -> dict[str, int]:
-    """The step in the name of the folder or the one above it."""
+    """Parse the step from the name of the folder or of its parent folder."""
     for name in (path.name, make_absolute(path).parent.name):
         match = _STEP.fullmatch(name)
         if match is not None:

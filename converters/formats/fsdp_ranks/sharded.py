@@ -1,9 +1,10 @@
-"""DTensors and ShardedTensors as torch.save writes them: inert records, and the boxes they stand for.
+"""DTensors and ShardedTensors as torch.save writes them: inert records, and the positions of their parts.
 
-A DTensor's pickle holds this rank's part, the mesh, and one placement for each dimension of the mesh. Where
-the part lies in the whole follows from the rank's place in the mesh. A ShardedTensor's records the offsets.
+The pickle of a DTensor contains this rank's part, the mesh, and one placement for each dimension of the mesh.
+The position of the part in the complete tensor follows from the rank's position in the mesh. The pickle of a
+ShardedTensor records the offsets.
 
-Source: torch/distributed/tensor/_utils.py (`_compute_local_shape_and_global_offset`), placement_types.py,
+Source: `_compute_local_shape_and_global_offset` in torch/distributed/tensor/_utils.py, placement_types.py,
 torch/distributed/device_mesh.py, _mesh_layout.py, torch/distributed/_shard/sharded_tensor/api.py.
 """
 
@@ -39,7 +40,14 @@ _SHARDED_TENSOR = "ShardedTensor"
 
 
 class ShardedRecord:
-    """One rank's record of a sharded tensor: `class_name` is the name of its class, `state` what it pickles."""
+    """One rank's record of a sharded tensor.
+
+    Args:
+        kind: Name of the tensor's class.
+        dtype: Safetensors dtype.
+        shape: Full, unsharded shape.
+        state: Pickled state, or a `PlacedPart` if the record is not from a pickle.
+    """
 
     __slots__ = ("class_name", "dtype", "shape", "state")
 
@@ -51,11 +59,11 @@ class ShardedRecord:
 
 
 class PlacedPart(NamedTuple):
-    """A part of a sharded tensor whose position is known; also the `state` of a `ShardedRecord` without a pickle.
+    """A part of a sharded tensor with a known position.
 
     Attributes:
         offsets: Start index of the part along each dimension.
-        part: The elements.
+        part: Elements of the part.
     """
 
     offsets: Dims
@@ -63,6 +71,7 @@ class PlacedPart(NamedTuple):
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Stand-in for torch's function that rebuilds tensor subclasses. Records DTensors and ShardedTensors."""
     if not isinstance(function, PickledGlobal) or function.key != _WRAPPER:
         plain = TORCH_STANDINS["torch._tensor._rebuild_from_type_v2"]
         assert plain is not None
@@ -81,7 +90,7 @@ _MEMBERS = {
     f"{_MODULE}.api.{_SHARDED_TENSOR}": ("ProcessGroupState",),
     f"{_MODULE}.metadata.MEM_FORMAT_ENCODING": MEMORY_FORMATS,
 }
-# Beside these, any class of torch.distributed may come as an inert record.
+# In addition, all classes of torch.distributed become inert records.
 STANDINS: Mapping[str, Standin | None] = {
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     _WRAPPER: None,
@@ -91,17 +100,23 @@ PREFIXES = ("torch.distributed.",)
 
 
 def load_rank_file(file: CheckpointFile) -> Any:
-    """The content of one file, with `StoredTensor` and `ShardedRecord` for tensors; refused if it was renamed."""
+    """Load one file, with `StoredTensor` and `ShardedRecord` for tensors. A renamed file is refused."""
     archive = TorchZip(file)
     archive.check_not_renamed()
     return archive.load_object(STANDINS, PREFIXES)
 
 
 def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[PlacedPart]:
-    """Locate each part of the tensor in the file of a rank; a replica has the position of its original.
+    """Locate each part of a tensor in the file of a rank. A replica has the position of its original.
+
+    Args:
+        value: Record of the tensor.
+        rank: Rank of the file.
+        location: Name of the tensor, used in error messages.
 
     Raises:
-        CheckpointError: the part's shape is not what its placements make it, or they are not supported.
+        CheckpointError: If the part's shape contradicts its placements, or if the placements are not
+            supported.
     """
     if isinstance(value.state, PlacedPart):
         return [value.state]
@@ -136,7 +151,7 @@ def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[Pl
 
 
 class _MeshPosition(NamedTuple):
-    """A rank in a device mesh.
+    """Position of a rank in a device mesh.
 
     Attributes:
         sizes: Size of each dimension of the mesh.
@@ -148,16 +163,21 @@ class _MeshPosition(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Position and shape of a part of a tensor."""
+    """Position and shape of a part of a tensor.
+
+    Attributes:
+        offsets: Start index of the part along each dimension.
+        sizes: Number of elements along each dimension.
+    """
 
     offsets: Dims
     sizes: Dims
 
 
 def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
-    """Find a rank in a pickled device mesh."""
+    """Find the position of a rank in a pickled device mesh."""
     fields = get_attributes_or_empty(mesh)
-    mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
+    mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before and since torch 2.10
     if not isinstance(mesh_tensor, StoredTensor) or not 0 < prod(mesh_tensor.shape) <= MAX_COUNT:
         raise CheckpointError(
             f"{location}: damaged, or of a newer torch: a DTensor without its mesh of ranks"
@@ -185,14 +205,15 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
 
 
 def _parse_mesh_layout(layout: Any, num_ranks: int) -> list[list[tuple[int, int]]] | None:
-    """How each dimension of a mesh cuts the list of `num_ranks` ranks: (size, stride), the outermost first.
+    """Parse the layout of a device mesh, which arranges a list of `num_ranks` ranks.
 
-    A mesh is the part of that list that its rank is in, so ranks that it leaves out are in other parts. torch
-    2.10 has all sizes and strides in one record, newer ones have a record for each dimension. A flattened
-    dimension may have several cuts.
+    A dimension of the mesh consists of one or, if it was flattened, several pairs of size and stride. The
+    layout covers the sub-group that contains the reader's rank. Other ranks are in other sub-groups with the
+    same layout. torch 2.10 records all sizes and strides together, and later versions have a record for each
+    dimension.
 
     Returns:
-        None where it does not cut the list evenly.
+        Sizes and strides of each dimension, the outermost first; None if they do not divide the list evenly.
     """
     fields = get_attributes_or_empty(layout)
     axes = fields.get("axes")
@@ -218,7 +239,7 @@ def _parse_mesh_layout(layout: Any, num_ranks: int) -> list[list[tuple[int, int]
 
 
 def _to_list(value: Any) -> list[Any]:
-    """What is a number where there is one of it, a tuple where there are several."""
+    """Convert a tuple to a list, and a single number to a list with one element."""
     return list(value) if type(value) in (tuple, list) else [value]
 
 
@@ -227,8 +248,9 @@ def _compute_local_extent(
 ) -> Extent:
     """Compute the extent of a rank's part from its placements.
 
-    Placements cut from the first dimension of the mesh to the last, each what the ones before it left. A
-    strided one (FSDP over tensor parallelism) cuts after those that follow it.
+    Placements apply from the first dimension of the mesh to the last, and each shards the result of the
+    placements before it. A strided placement (FSDP with tensor parallelism) applies after the placements that
+    follow it.
     """
     sizes = position.sizes
     plain: list[tuple[int, int]] = []
@@ -266,6 +288,7 @@ def _compute_local_extent(
 
 
 def _is_shard_of_dim(placement: Any, dim: int, dims: int) -> bool:
+    """Return whether a placement shards the dimension `dim`, which may be recorded as a negative number."""
     placement_dim = get_attributes_or_empty(placement).get("dim")
     return type(placement_dim) is int and -dims <= placement_dim < dims and placement_dim % dims == dim
 
@@ -314,7 +337,7 @@ def compute_rank_extent(
 
 
 def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> list[PlacedPart]:
-    """The parts of a ShardedTensor, which records where they lie."""
+    """Parse the parts of a ShardedTensor, which records their positions."""
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
         raise CheckpointError(f"{location}: damaged, a ShardedTensor without its shards")

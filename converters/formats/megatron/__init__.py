@@ -1,4 +1,4 @@
-"""Megatron's two formats: `core` finds them, `names` has transformers' names."""
+"""Two formats of Megatron. `core` detects them, and `names` converts their names to transformers' names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
 RANK = re.compile(r"mp_rank_(?P<tp>\d{2,6})(?:_(?P<pp>\d{3,6}))?(?P<ep>_\d{3,6})?")
-"""The folder of a rank, where each has a file of its own."""
+"""Name of the folder of a rank, which contains the file of this rank."""
 FILE = "model_optim_rng.pt"
+"""Name of the file in the folder of a rank."""
 
 
 def list_rank_folders(path: AnyPath) -> list[str]:
-    """The folders of ranks in a folder."""
+    """List the folders of ranks in a folder."""
     return [
         name for name in list_entry_names(path) if RANK.fullmatch(name) and (path / name / FILE).is_file()
     ]

@@ -1,12 +1,11 @@
-"""Megatron-Core's `torch_dist`: DCP's shards under Megatron's own keys, and `common.pt` with the rest.
+"""Megatron-Core's `torch_dist` format: DCP shards with Megatron's keys, and other values in `common.pt`.
 
-The shards are those of DCP. A key names a module of all layers at once
-(`decoder.layers.mlp.linear_fc2.weight`), and its tensor has the layers as its first dimension; tensor and
-pipeline parallelism have left no trace. The result has transformers' names (`names.py`). The optimizer's
-state is left out.
+A key names a module of all layers at once (`decoder.layers.mlp.linear_fc2.weight`), and the first dimension
+of its tensor counts the layers. Tensor and pipeline parallelism do not affect the keys and shapes. The result
+has transformers' names (`names.py`). The optimizer state is not converted.
 
-Source: Megatron-LM's megatron/core/dist_checkpointing/strategies/torch.py, megatron/core/transformer/mlp.py
-(`apply_swiglu_sharded_factory`), transformer_block.py (`sharded_state_dict`).
+Source: Megatron-LM's megatron/core/dist_checkpointing/strategies/torch.py, `apply_swiglu_sharded_factory` in
+megatron/core/transformer/mlp.py, `sharded_state_dict` in transformer_block.py.
 """
 
 from __future__ import annotations
@@ -35,11 +34,13 @@ _OTHER = re.compile(r"optimizer\..*|rng_state.*|rerun_state.*|.*\._extra_state.*
 
 
 def _find_torch_dist_folder(path: AnyPath) -> AnyPath | None:
+    """Find the folder of a `torch_dist` checkpoint, or return None."""
     folder = path.parent if path.is_file() and path.name == MEGATRON_COMMON_FILE else path
     return folder if list_metadata_files(folder) and is_megatron_folder(folder) else None
 
 
 def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    """Open a `torch_dist` checkpoint with transformers' names."""
     from portable.converters.formats.megatron.names import (
         convert_to_transformers,
         get_megatron_args,
@@ -102,10 +103,11 @@ FORMAT = Format(
 )
 
 
-# -- the other format: a file of each rank ------------------------------------------------------------------
+# -- the second format: one file per rank --------------------------------------------------------------------
 
 
 def _find_ranks_folder(path: AnyPath) -> AnyPath | None:
+    """Find the folder that contains the folders of ranks, or return None."""
     if path.is_file():
         return path.parent.parent if path.name == FILE and RANK.fullmatch(path.parent.name) else None
     if RANK.fullmatch(path.name) and (path / FILE).is_file():
@@ -114,6 +116,7 @@ def _find_ranks_folder(path: AnyPath) -> AnyPath | None:
 
 
 def _open_rank_folders(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    """Open the files of all ranks."""
     from portable.converters.formats.megatron.reader import MegatronRankFiles
 
     return MegatronRankFiles(CheckpointFolder(path)).build_checkpoint(source)

@@ -1,11 +1,11 @@
-"""Megatron's GPT models with the names and the rows of transformers.
+"""Conversion of Megatron's GPT models to the names and the rows of transformers.
 
-Megatron keeps the query, key and value rows of each query group together, and the gate and up rows of a gated
-MLP in one matrix; it pads the vocabulary. `args`, pickled with every checkpoint, says which model it is:
-rotary embeddings, RMSNorm and a gated MLP make a Llama (also Mistral, Qwen2 and 3), learned positions and
-LayerNorm a GPT-2.
+Megatron stores the query, key and value rows of each query group together, and the gate and up rows of a
+gated MLP in one matrix. It also pads the vocabulary. `args`, which is pickled with every checkpoint, defines
+the model: rotary embeddings, RMSNorm and a gated MLP are a Llama (also Mistral, Qwen2 and Qwen3); learned
+positions and LayerNorm are a GPT-2.
 
-Source: Megatron-LM's megatron/core/transformer/attention.py (`get_query_key_value_tensors`), mlp.py,
+Source: `get_query_key_value_tensors` in Megatron-LM's megatron/core/transformer/attention.py, mlp.py,
 tools/checkpoint.
 """
 
@@ -41,7 +41,7 @@ _FUSED = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
 }
-# Names within a layer; the others of a Llama are split below.
+# Names within a layer. The other tensors of a Llama layer are split below.
 _LLAMA = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "post_attention_layernorm",
@@ -75,14 +75,16 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @dataclass(frozen=True)
 class MegatronShape:
-    """What `args` says of the model.
+    """Shape of a model according to `args`.
 
     Attributes:
-        num_heads, num_query_groups: of the attention; `head_dim` rows each.
-        num_layers: of the whole model.
-        is_gated: whether the MLP's first matrix holds gate and up rows.
-        is_gpt2: whether it is GPT-2-shaped, else Llama-shaped.
-        vocab_size: the number of tokens without padding, None where unknown.
+        num_heads: Number of attention heads.
+        num_query_groups: Number of query groups.
+        head_dim: Number of rows of each head.
+        num_layers: Number of layers of the complete model.
+        is_gated: Whether the first matrix of the MLP contains gate and up rows.
+        is_gpt2: Whether the model is a GPT-2 instead of a Llama.
+        vocab_size: Number of tokens without padding, or None if it is not known.
     """
 
     num_heads: int
@@ -95,17 +97,22 @@ class MegatronShape:
 
 
 def get_megatron_args(content: dict[str, Any]) -> Any:
-    """The pickled settings of a checkpoint; a table, if it has any."""
+    """Return the pickled `args` of a checkpoint. The result is a dict if the checkpoint has any."""
     args = content.get("args")
     return args.state if isinstance(args, PickledInstance) else args
 
 
 def read_model_shape(args: Any, config: AnyPath | None, location: str) -> MegatronShape:
-    """The shape that `get_megatron_args` describe.
+    """Read the shape of a model from its `args`.
+
+    Args:
+        args: Result of `get_megatron_args`.
+        config: The model's `config.json`, or None.
+        location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: no `args`, or a model that is neither Llama- nor GPT-2-shaped, or a setting that may
-            change what it computes; the setting is named.
+        CheckpointError: If there are no `args`, if the model is neither a Llama nor a GPT-2, or if a setting
+            may change the computation of the model. The message names the setting.
     """
     if not isinstance(args, dict):
         raise CheckpointError(f"{location}: holds no args, which say what model it is")
@@ -141,12 +148,13 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
 
 
 def _read_vocabulary_size(config: AnyPath | None) -> int | None:
+    """Read the vocabulary size from `config.json`, or return None."""
     count = read_json_object_or_empty(config).get("vocab_size")
     return count if type(count) is int and count > 0 else None
 
 
 def to_local_module_key(key: str) -> str:
-    """A key of Transformer Engine's modules as that of the local ones."""
+    """Convert a key of Transformer Engine's fused modules to the key of the separate module."""
     for fused, separate in _FUSED.items():
         if key.endswith(fused):
             return key.removesuffix(fused) + separate
@@ -156,10 +164,19 @@ def to_local_module_key(key: str) -> str:
 def convert_to_transformers(
     tensors: Mapping[str, Tensor], shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Merged tensors by Megatron-Core's names (`decoder.layers.<i>...`) -> transformers' names and rows.
+    """Convert tensors with Megatron-Core's names (`decoder.layers.<i>...`) to transformers' names and rows.
+
+    Args:
+        tensors: Tensors of the complete model, merged from all ranks.
+        shape: Shape of the model.
+        location: Path of the checkpoint, used in error messages.
+
+    Returns:
+        Tensors, keyed by transformers' names.
 
     Raises:
-        CheckpointError: a tensor has no place in the model, or not its size.
+        CheckpointError: If a tensor does not belong to the model or does not have its size, or if a layer is
+            missing.
     """
     weights: dict[str, Tensor] = {}
     layers: set[int] = set()
@@ -198,6 +215,7 @@ def convert_to_transformers(
 def _convert_llama_tensor(
     module: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
+    """Convert a tensor of a Llama layer to tensors keyed by transformers' name in the layer."""
     if module == _QKV:
         names = [f"self_attn.{projection}_proj" for projection in "qkv"]
         return dict(zip(names, _split_fused_qkv(tensor, shape, location), strict=True))
@@ -215,6 +233,7 @@ def _convert_llama_tensor(
 def _convert_gpt2_tensor(
     module: str, kind: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
+    """Convert a tensor of a GPT-2 layer, whose matrices have inputs as rows in transformers."""
     if module == _QKV:
         tensor = concat_tensors(tensor.name, _split_fused_qkv(tensor, shape, location), 0)
     matrix = kind == "weight" and len(tensor.shape) == 2
@@ -222,7 +241,10 @@ def _convert_gpt2_tensor(
 
 
 def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> list[Tensor]:
-    """Query, key and value of rows that lie group by group: its queries, its key, its value."""
+    """Split fused rows into query, key and value.
+
+    Each query group has the rows of its queries, its key and its value.
+    """
     queries = shape.num_heads // shape.num_query_groups
     group_rows = (queries + 2) * shape.head_dim
     if not tensor.shape or tensor.shape[0] != shape.num_query_groups * group_rows:
@@ -248,6 +270,7 @@ def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> lis
 
 
 def _remove_vocabulary_padding(tensor: Tensor, shape: MegatronShape, location: str) -> Tensor:
+    """Remove the rows after the last token, if the vocabulary size is known."""
     count = shape.vocab_size
     if count is None or not tensor.shape or count == tensor.shape[0]:
         return tensor

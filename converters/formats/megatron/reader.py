@@ -1,10 +1,10 @@
-"""Megatron-LM: `mp_rank_<tp>[_<pp>]/model_optim_rng.pt`, one folder for each tensor and pipeline rank.
+"""Megatron-LM checkpoints with one file per rank: `mp_rank_<tp>[_<pp>]/model_optim_rng.pt`.
 
-The shards of tensor parallelism are put end to end, along the dimension that Megatron cuts; the stages'
-layers, which each stage counts from 0, are numbered through. The result has transformers' names (`names.py`).
-The optimizer's state has no names in these files, and is left out.
+The tensor-parallel shards are concatenated along the dimension that Megatron shards. Each pipeline stage
+counts its layers from 0, and the result numbers the layers of all stages. The result has transformers' names
+(`names.py`). The optimizer state has no parameter names in these files, so it is not converted.
 
-Source: Megatron-LM's megatron/training/checkpointing.py (`get_checkpoint_name`),
+Source: `get_checkpoint_name` in Megatron-LM's megatron/training/checkpointing.py,
 tools/checkpoint/loader_base.py, megatron/core/tensor_parallel/layers.py.
 """
 
@@ -42,7 +42,6 @@ STANDINS = {
     "signal.Signals": None,
 }
 PREFIXES = ("megatron.",)
-# Where tensor parallelism cuts each module: its weight's dimension, and whether its bias is cut.
 _SHARDED_DIMS = {
     "embedding.word_embeddings": (0, False),
     "output_layer": (0, False),
@@ -51,11 +50,17 @@ _SHARDED_DIMS = {
     "self_attention.linear_proj": (1, False),
     "mlp.linear_fc2": (1, False),
 }
+"""Sharded dimension of each module's weight, and whether its bias is sharded, with tensor parallelism."""
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
 class RankPosition(NamedTuple):
-    """Pipeline-parallel and tensor-parallel rank."""
+    """Position of a file's rank.
+
+    Attributes:
+        pp: Pipeline-parallel rank.
+        tp: Tensor-parallel rank.
+    """
 
     pp: int
     tp: int
@@ -65,7 +70,20 @@ _FIRST_RANK = RankPosition(0, 0)
 
 
 class MegatronRankFiles:
-    """The files of all ranks in a folder."""
+    """The files of all ranks in a folder.
+
+    Args:
+        folder: Folder that contains the folders of ranks.
+
+    Attributes:
+        folder_names: Name of the folder of each rank.
+        content_by_rank: Content of the file of each rank.
+        tp_size: Number of tensor-parallel ranks.
+        pp_size: Number of pipeline stages.
+
+    Raises:
+        CheckpointError: If files are missing, damaged or of several runs, or if the run is not supported.
+    """
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
@@ -114,12 +132,13 @@ class MegatronRankFiles:
                     )
 
     def _check_recorded_rank(self, position: RankPosition, args: Any) -> None:
-        """The process that wrote a file has its rank in its args."""
+        """Check that the args of a file record the rank of its folder."""
         rank, world = (args.get(name) if isinstance(args, dict) else None for name in ("rank", "world_size"))
         if type(rank) is not int or type(world) is not int or self.tp_size * self.pp_size == 1:
             return
         pp, tp = position
-        # The first data parallel rank writes; data parallelism is within a stage or, as an option, outside.
+        # Only the first data-parallel rank writes. Data parallelism is within a stage or, with an option, the
+        # outermost dimension of the ranks.
         ranks_per_stage, stage_stride = (
             world // self.pp_size,
             self.tp_size * self._get_parallel_size(args, "context_parallel_size"),
@@ -131,12 +150,14 @@ class MegatronRankFiles:
             )
 
     def _get_parallel_size(self, args: Any, name: str) -> int:
+        """Return the number of ranks of one kind of parallelism from `args`."""
         value = args.get(name, 1) if isinstance(args, dict) else None
         if type(value) is not int or not 0 < value < 1 << 16:
             raise CheckpointError(f"{self.location}: its args have no {name}")
         return value
 
     def _load_rank_file(self, position: RankPosition) -> dict[str, Any]:
+        """Load the file of one rank."""
         name = self.folder_names.get(position)
         if name is None:
             raise CheckpointError(f"{self.location}: the file of the first rank is missing")
@@ -146,6 +167,7 @@ class MegatronRankFiles:
         return content
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
+        """Build the checkpoint with transformers' names."""
         companions = find_companions(self.folder.path)
         first = self.content_by_rank[_FIRST_RANK]
         shape = read_model_shape(
@@ -169,13 +191,17 @@ class MegatronRankFiles:
         )
 
     def _refuse_optimizer(self, aliases: Aliases) -> OptimizerState | None:
+        """Raise OptimizerStateError, because the optimizer state has no parameter names."""
         raise OptimizerStateError(
             f"{self.location}: Megatron-LM's optimizer state holds no names of parameters, and is not "
             "converted"
         )
 
     def _get_model_chunks(self, position: RankPosition) -> list[dict[str, StoredTensor]]:
-        """The model of one rank, or its chunks under an interleaved schedule, by Megatron-Core's names."""
+        """Return the tensors of one rank with Megatron-Core's names, one dict for each model chunk.
+
+        An interleaved pipeline schedule has several chunks per rank.
+        """
         content = self.content_by_rank[position]
         location = str(self.folder.path / self.folder_names[position])
         models = [content.get("model")] if "model" in content else []
@@ -186,6 +212,7 @@ class MegatronRankFiles:
         return [_flatten_to_core_names(chunk, location) for chunk in models]
 
     def _merge_stages_and_shards(self, shape: MegatronShape) -> dict[str, Tensor]:
+        """Merge the tensors of all ranks, and number the layers of all stages."""
         stages = [
             [self._get_model_chunks(RankPosition(pp, tp)) for tp in range(self.tp_size)]
             for pp in range(self.pp_size)
@@ -208,7 +235,7 @@ class MegatronRankFiles:
                     name = f"decoder.layers.{layer + int(match[1])}.{match[2]}" if match else key
                     tensor = self._join_tensor_parallel_shards(key, [rank[key] for rank in ranks], shape)
                     if name in merged:
-                        # The last stage's copy of tied embeddings.
+                        # Skip the last stage's copy of the tied embedding.
                         if match is None and name.startswith("embedding.word_embeddings"):
                             continue
                         raise CheckpointError(f"{self.location}: {name} is in two stages")
@@ -219,7 +246,11 @@ class MegatronRankFiles:
     def _join_tensor_parallel_shards(
         self, key: str, ranks: list[StoredTensor], shape: MegatronShape
     ) -> Tensor:
-        """One tensor from its shards on the tensor ranks."""
+        """Concatenate the shards of one tensor, or return the first copy if all ranks have equal copies.
+
+        Raises:
+            CheckpointError: If the shards do not fit each other, or if the copies differ.
+        """
         match = _IN_LAYER.fullmatch(key)
         module, _, kind = (match[2] if match else key).rpartition(".")
         dim, bias = _SHARDED_DIMS.get(module, (None, False))
@@ -240,7 +271,7 @@ class MegatronRankFiles:
             return first
         if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
             raise CheckpointError(f"{self.location}: the tensor ranks hold different shapes of {key}")
-        if module == "mlp.linear_fc1" and shape.is_gated:  # each rank has its gate rows, then its up rows
+        if module == "mlp.linear_fc1" and shape.is_gated:  # each rank has gate rows, then up rows
             half = tensors[0].shape[0] // 2
             gates = [slice_tensor(tensor, 0, 0, half) for tensor in tensors]
             ups = [slice_tensor(tensor, 0, half, half) for tensor in tensors]
@@ -248,7 +279,6 @@ class MegatronRankFiles:
         return concat_tensors(key, tensors, dim)
 
 
-# Megatron-LM before Megatron-Core.
 _OLD_NAMES = (
     (re.compile(r"language_model\.(?:encoder|transformer)\.layers\.(\d+)\."), r"decoder.layers.\1."),
     (
@@ -264,10 +294,14 @@ _OLD_NAMES = (
     (re.compile(r"\.mlp\.dense_h_to_4h\."), ".mlp.linear_fc1."),
     (re.compile(r"\.mlp\.dense_4h_to_h\."), ".mlp.linear_fc2."),
 )
+"""Names of Megatron-LM before Megatron-Core, and their replacements."""
 
 
 def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]:
-    """The tensors of a pickled model by Megatron-Core's names, without Transformer Engine's own state."""
+    """Flatten a pickled model to tensors with Megatron-Core's names.
+
+    Transformer Engine's extra state is left out.
+    """
     tensors: dict[str, StoredTensor] = {}
     pending: list[tuple[str, Any]] = [("", model)]
     while pending:

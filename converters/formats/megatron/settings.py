@@ -1,11 +1,12 @@
-"""Which settings of Megatron's `args` the converted model can have.
+"""Settings in Megatron's `args` that the converted model supports.
 
-`args` holds a thousand settings of the run, and a setting that changes the arithmetic leaves no trace in the
-tensors. So a setting that is set must be one of those that `names.py` reads, have a value that is known here,
-be known to say only how the model was trained, or agree with the model's `config.json`.
+`args` contains a thousand settings of the run, and a setting that changes the arithmetic is not visible in
+the tensors. So each setting that is set must meet one of these conditions: `names.py` reads it, it has a
+known value, it affects only training, or it agrees with the model's `config.json`.
 
-Source: Megatron-LM's megatron/training/arguments.py (core 0.4 to 0.19), megatron/core/transformer/
-transformer_config.py, megatron/core/models/common/embeddings/rotary_pos_embedding.py.
+Source: Megatron-LM's megatron/training/arguments.py (core 0.4 to 0.19),
+megatron/core/transformer/transformer_config.py,
+megatron/core/models/common/embeddings/rotary_pos_embedding.py.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.path_or_url import AnyPath
 
-# Values that change nothing, where they are not simply absent, false or 0.
+# Values that do not change the model, in addition to absent settings, False and 0.
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "rotary_percent": (1.0,),
     "softmax_type": ("vanilla",),
     "rope_type": ("rope",),
     "export_kv_cache_quant": ("none",),
 }
-# Read in `names.py` or compared below; and sizes that the tensors have.
+# Settings that `names.py` reads or that are compared below, and sizes that the tensors have.
 _READ = re.compile(
     r"num_layers|hidden_size|num_attention_heads|group_query_attention|num_query_groups|kv_channels|swiglu"
     r"|ffn_hidden_size|normalization|position_embedding_type|(padded_)?vocab_size|max_position_embeddings"
@@ -39,8 +40,8 @@ _READ = re.compile(
     r"|use_rope_scaling|rope_scaling_factor|window_size|openai_gelu|add_bias_linear|add_qkv_bias|qk_layernorm"
     r"|add_position_embedding|use_rotary_position_embeddings"
 )
-# How a model is trained, spread over ranks, watched, saved and sampled from; and the details of what must be
-# off: experts, multi-token prediction, latent and sparse attention, Mamba, retrieval, muP, hyper-connections.
+# Settings of training, parallelism, logging, saving and sampling. Also details of features that must be off:
+# experts, multi-token prediction, latent and sparse attention, Mamba, retrieval, muP, hyper-connections.
 _HARMLESS = re.compile(
     r"(adam|adaptive_muon|adlr|align|app_tag|async|batch_invariant|batch_p2p|bert|beta|biencoder|ckpt|check_for"
     r"|checkpoint|cp_comm|cpu_offloading|create|cross_entropy|cuda_graph|data|dataloader|ddp|decoupled|delay"
@@ -91,7 +92,7 @@ _HARMLESS = re.compile(
     r"|num_speculative_tokens|per_dataset_sequences_path|reuse_grad_buf_.*|set_level_for_all_loggers"
     r"|special_tokens|store_param_remainders|timers"
 )
-# Megatron's one way to scale rotary embeddings; the factor is a setting.
+# Megatron's only scaling of rotary embeddings, whose factor is a setting.
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1,
@@ -101,13 +102,15 @@ _LLAMA3 = {
 
 
 def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, location: str) -> None:
-    """Refuse settings that the model of transformers would not have.
+    """Check that the model in transformers supports all settings.
 
     Args:
-        config: the model's config.json, if there is one.
+        args: The settings.
+        config: The model's `config.json`, or None.
+        location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: a setting may change what the model computes, or config.json says otherwise.
+        CheckpointError: If a setting may change the computation of the model, or contradicts `config.json`.
     """
     for name, value in args.items():
         value = value.key.rpartition(".")[2] if isinstance(value, PickledGlobal) else value
@@ -137,11 +140,19 @@ def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, locatio
 
 
 def _are_numbers(*values: Any) -> bool:
+    """Return whether all values are integers or floats."""
     return all(type(value) in (int, float) for value in values)
 
 
 class _SettingPair(NamedTuple):
-    """A setting of Megatron and the key of config.json with the same meaning."""
+    """A setting of Megatron and the key of `config.json` with the same meaning.
+
+    Attributes:
+        name: Name of the setting.
+        value: Value of the setting.
+        config_key: Key of `config.json`.
+        config_value: Value of the key, or its default.
+    """
 
     name: str
     value: Any
@@ -150,7 +161,7 @@ class _SettingPair(NamedTuple):
 
 
 def _pair_with_config(args: Mapping[str, Any], config: Mapping[str, Any]) -> list[_SettingPair]:
-    """Pair each setting that both files record, with comparable values."""
+    """Pair the settings that both files record, with comparable values."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     ropes = ropes if isinstance(ropes, dict) else {}
     kind = ropes.get("rope_type", ropes.get("type", "default"))

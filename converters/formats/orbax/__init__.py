@@ -1,0 +1,1 @@
+"""Reader of Orbax checkpoints."""

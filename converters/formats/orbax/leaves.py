@@ -1,4 +1,4 @@
-"""Which arrays a tree holds, and how they are stored, as `_METADATA` lists them.
+"""Metadata of an Orbax tree: the arrays that `_METADATA` lists, and how they are stored.
 
 Source: orbax/checkpoint/_src/metadata/tree.py.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Path = tuple[str, ...]
 METADATA = "_METADATA"
-# Programs with arrays of their own, which export for transformers themselves: their file, what is in it.
+# Programs with other array formats: file name, content of the file, program, and its export to transformers.
 _OTHER_PROGRAMS = (
     ("metadata.json", b'"is_temporary"', "Levanter", "python -m levanter.main.export_lm_to_hf"),
     ("tensorstore_index.json", b'"tensorstore"', "EasyDeL", "model.to_torch().save_pretrained(...)"),
@@ -37,11 +37,11 @@ class TreeMetadata:
     """The arrays of a tree.
 
     Attributes:
-        array_names: path in the tree -> name of the array in the folder or the database.
-        header_name: the name of an array's header, which tells the version of zarr.
-        stores_all_chunks: whether chunks of zeros are stored, too: then none may be missing.
-        database: the OCDBT database; None where arrays are folders.
-        scalar_paths: which are Python's numbers.
+        array_names: Name of each array in the folder or the database, keyed by its path in the tree.
+        header_name: File name of an array's header, which depends on the version of zarr.
+        stores_all_chunks: Whether chunks of zeros are stored. If so, a missing chunk is an error.
+        database: Values of the OCDBT database by key, or None if arrays are folders.
+        scalar_paths: Paths of Python numbers.
     """
 
     array_names: Mapping[Path, str]
@@ -52,12 +52,12 @@ class TreeMetadata:
 
 
 def is_orbax_tree(folder: AnyPath) -> bool:
-    """Whether a folder holds a tree of arrays; the first kilobytes of the list tell it from other files."""
+    """Return whether a folder contains a tree of arrays, judging by the first kilobytes of its list."""
     return header_contains(folder / METADATA, b'"tree_metadata"')
 
 
 def explain_foreign_tree(folder: AnyPath) -> str | None:
-    """Why a tree of another program's own arrays is not read, and what to do instead."""
+    """Explain how to export the arrays of another program's format; None for other folders."""
     for name, content, program, export in _OTHER_PROGRAMS:
         if header_contains(folder / name, content):
             return f"{folder}: holds {program}'s own arrays; export the model there with {export}"
@@ -65,10 +65,10 @@ def explain_foreign_tree(folder: AnyPath) -> str | None:
 
 
 def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
-    """The arrays of a tree.
+    """Read the metadata of a tree.
 
     Raises:
-        CheckpointError: its list is damaged, or does not fit the database.
+        CheckpointError: If the list of arrays is damaged or does not agree with the database.
     """
     file = folder.get_file(METADATA)
     location = f"{file.path}"
@@ -115,5 +115,5 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
                 f"{folder.path}: damaged, holds {format_untrusted_value(extra)}, which {METADATA} does not "
                 "list"
             )
-    # Older versions left out chunks of zeros.
+    # Older versions of Orbax do not store chunks of zeros.
     return TreeMetadata(stored, header, complete is True, database, frozenset(scalars))

@@ -1,11 +1,11 @@
-"""MaxText's models with the names and the rows of transformers.
+"""Conversion of MaxText's models to the names and the rows of transformers.
 
-MaxText keeps kernels as [in, heads, size of a head] or [in, out], and stacks scanned layers along their
-second dimension. It folds what transformers computes into the weights: the query kernel is divided by the
-square root of a head's size, Gemma's norms hold 1 more, Gemma's embedding is multiplied by the square root of
-its width. With the rotary embedding of Llama 3.1 the elements of a head are paired one with the next, else
-the first half with the second, as in transformers. The checkpoint records none of this: config.json says
-which model it is.
+MaxText stores kernels as [in, heads, head size] or [in, out], and stacks scanned layers along dim 1. It also
+folds computations of transformers into the weights: the query kernel is divided by the square root of the
+head size, Gemma's norms contain 1 + the weight of transformers, and Gemma's embedding is multiplied by the
+square root of its width. With the rotary embedding of Llama 3.1, adjacent elements of a head form a pair.
+Otherwise, the first half pairs with the second half, as in transformers. The checkpoint does not record any
+of this, so `config.json` must define the model.
 
 Source: MaxText's src/MaxText/utils/ckpt_conversion/utils/param_mapping.py,
 llama_mistral_mixtral_orbax_to_hf.py, convert_gemma_chkpt.py, convert_gemma2_chkpt.py.
@@ -61,7 +61,8 @@ _GEMMA2_NORMS = {
     "pre_ffw_norm{}.scale": "pre_feedforward_layernorm",
     "post_ffw_norm{}.scale": "post_feedforward_layernorm",
 }
-# A head's size: of a norm within the attention; heads x size, in: of the query, and so on.
+# Sizes of each parameter in MaxText. D is the head size, H and K are the numbers of query and key heads, E is
+# the width of the model, and M is the width of the MLP.
 _SHAPES = {
     "self_attn.q_proj": "EHD",
     "self_attn.k_proj": "EKD",
@@ -77,14 +78,14 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class _MaxTextFamily:
-    """What MaxText does differently for a `model_type` of transformers.
+    """Differences between MaxText and transformers for a `model_type` of transformers.
 
     Attributes:
-        norms: MaxText's names within a layer -> transformers'.
-        scales_query: whether the query kernel is divided by the square root of a head's size.
-        is_gemma: whether norms hold 1 more, and the embedding is multiplied.
-        has_paired_layers: whether two layers of transformers are one, called local and global.
-        may_tie: whether the logits of tied embeddings are those of transformers.
+        norms: transformers' names of norms in a layer, keyed by MaxText's names.
+        scales_query: Whether the query kernel is divided by the square root of the head size.
+        is_gemma: Whether norms contain 1 + the weight, and the embedding is multiplied.
+        has_paired_layers: Whether one layer of MaxText is two layers of transformers, local and global.
+        may_tie: Whether MaxText computes the logits of tied embeddings in the same way as transformers.
     """
 
     norms: Mapping[str, str]
@@ -105,17 +106,19 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class ParameterDestination:
-    """Where a parameter goes.
+    """Destination of a parameter of MaxText in transformers' model.
+
+    The values are multiplied by `factor` and divided by `divisor`, and `term` is added.
 
     Attributes:
         names: transformers' names, one for each layer of a stack.
-        layer_dim: the dimension that counts layers.
-        has_inputs_first: whether the first dimensions are the inputs.
-        pairs_adjacent: whether the elements of a head are rotated one with the next.
-        num_rows: of the result, where it is padded.
-        factor: what the weights of transformers are multiplied by ...
-        divisor: ... or divided by ...
-        term: ... and what is then added.
+        layer_dim: Dimension that counts the layers, or None if the parameter belongs to one layer.
+        has_inputs_first: Whether the first dimension is the inputs, as in a kernel.
+        pairs_adjacent: Whether the rotary embedding pairs adjacent elements of a head.
+        num_rows: Number of rows of the result, if the parameter is padded.
+        factor: Factor of the weights.
+        divisor: Divisor of the weights.
+        term: Term that is added to the weights.
     """
 
     names: tuple[str, ...]
@@ -130,18 +133,34 @@ class ParameterDestination:
 
 @dataclass
 class MaxTextLayout:
-    """How the parameters of one checkpoint become those of transformers."""
+    """Conversion of the parameters of one checkpoint to transformers' parameters.
+
+    Attributes:
+        destinations: Destination of each parameter, keyed by its path in the tree.
+    """
 
     destinations: dict[Path, ParameterDestination] = field(default_factory=dict)
 
     def convert_weight(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
-        """One parameter of MaxText as transformers' parameters."""
+        """Convert one parameter of MaxText to transformers' parameters, keyed by name."""
         target = self.destinations[path]
         edit = AffineEdit(target.factor, target.divisor, target.term)
         return dict(self._iter_converted(target, tensor, edit))
 
     def convert_moment(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
-        """The first (`mu`) or second (`nu`) moment of its gradient, which a weight's factor divides."""
+        """Convert a moment of a parameter's gradient.
+
+        If a weight is multiplied by a factor, its gradient and the first moment are divided by the factor,
+        and the second moment is divided by the square of the factor.
+
+        Args:
+            path: Path of the parameter in the tree.
+            tensor: The moment.
+            moment: `mu` for the first moment, or `nu` for the second.
+
+        Returns:
+            Moments, keyed by transformers' names of the parameters.
+        """
         target = self.destinations[path]
         factor, divisor = (
             (target.divisor, target.factor) if moment == "mu" else (target.divisor**2, target.factor**2)
@@ -151,6 +170,7 @@ class MaxTextLayout:
     def _iter_converted(
         self, target: ParameterDestination, tensor: Tensor, edit: AffineEdit
     ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and tensor of each layer of a parameter."""
         for number, name in enumerate(target.names):
             layer = tensor if target.layer_dim is None else select_index(tensor, target.layer_dim, number)
             if target.has_inputs_first:
@@ -163,7 +183,7 @@ class MaxTextLayout:
 
 
 def _move_outputs_first(tensor: Tensor, target: ParameterDestination, name: str) -> Tensor:
-    """A kernel as [out, in]: the heads and their elements are one dimension."""
+    """Convert a kernel to [out, in], with the heads and their elements in one dimension."""
     shape = tensor.shape
     if len(shape) == 2:
         return permute_dims(tensor, (1, 0))
@@ -178,14 +198,19 @@ def _move_outputs_first(tensor: Tensor, target: ParameterDestination, name: str)
 def build_maxtext_layout(
     shapes: Mapping[Path, Shape], config: Mapping[str, Any], location: str
 ) -> MaxTextLayout | None:
-    """The layout of MaxText's parameters; None where the tree is another program's, or has no config.json.
+    """Build the layout of a MaxText model.
 
     Args:
-        shapes: of the arrays that are no optimizer state, by their path in the tree.
-        config: the content of the model's config.json; empty where it is unknown.
+        shapes: Shapes of the arrays outside the optimizer, keyed by path.
+        config: Content of the model's `config.json`; empty if it is not known.
+        location: Path of the checkpoint, used in error messages.
+
+    Returns:
+        The layout, or None if the tree is of another program or if there is no `config.json`.
 
     Raises:
-        CheckpointError: a model that is not read, or one that does not fit config.json.
+        CheckpointError: If the type of the model is not supported, or if the model does not fit
+            `config.json`.
     """
     prefix = next((path[: path.index("decoder")] for path in shapes if "decoder" in path), None)
     if prefix is None or (*prefix, "token_embedder", "embedding") not in shapes or not config:
@@ -194,12 +219,25 @@ def build_maxtext_layout(
 
 
 def build_named_layout(shapes: Mapping[Path, Shape], location: str) -> MaxTextLayout:
-    """The layout of any tree: each parameter as it is, by its keys, without a wrapper's prefix."""
+    """Build the layout of any tree: each parameter keeps its values, and its name consists of its keys.
+
+    A prefix that wrappers add to all names is removed.
+    """
     plain = strip_common_prefixes({".".join(path): path for path in shapes}, location=location)
     return MaxTextLayout({path: ParameterDestination((name,)) for name, path in plain.items()})
 
 
 class _MaxTextModel:
+    """A MaxText model with the sizes in its `config.json`.
+
+    Args:
+        config: Content of `config.json`.
+        location: Path of the checkpoint, used in error messages.
+
+    Raises:
+        CheckpointError: If the type of the model is not supported.
+    """
+
     def __init__(self, config: Mapping[str, Any], location: str) -> None:
         self.config = config
         self.location = location
@@ -218,6 +256,7 @@ class _MaxTextModel:
             raise CheckpointError(f"{location}: its config.json has an odd head_dim, {self.sizes['D']}")
 
     def _get_rope_type(self) -> str:
+        """Return the type of the rotary embedding; CheckpointError if it is not supported."""
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else rope
         if kind not in (None, "default", "llama3") or (
@@ -230,6 +269,12 @@ class _MaxTextModel:
         return str(kind)
 
     def build_layout(self, shapes: Mapping[Path, Shape], prefix: Path) -> MaxTextLayout:
+        """Build the layout of all parameters, and check that none is missing.
+
+        Args:
+            shapes: Shapes of the arrays, keyed by path.
+            prefix: Keys before `decoder` in the paths of the parameters.
+        """
         layout = MaxTextLayout()
         for path, shape in shapes.items():
             target = (
@@ -245,6 +290,7 @@ class _MaxTextModel:
         return layout
 
     def _find_destination(self, path: Path, shape: Shape) -> ParameterDestination | None:
+        """Find the destination of a parameter, or None if the model has no such parameter."""
         gemma = self.family.is_gemma
         width = float(np.sqrt(np.float32(self.sizes["E"]))) if gemma else 1.0
         if path == ("token_embedder", "embedding"):
@@ -264,6 +310,7 @@ class _MaxTextModel:
     def _find_layer_destination(
         self, path: Path, shape: Shape, layer_number: str | None
     ) -> ParameterDestination | None:
+        """Find the destination of a parameter of a layer, or of stacked layers if `layer_number` is None."""
         name_in_layer = ".".join(path[2:])
         names = {**_KERNELS, **self.family.norms}
         variants = ("_local", "_global") if self.family.has_paired_layers else ("",)
@@ -300,12 +347,21 @@ class _MaxTextModel:
         )
 
     def _compute_query_scale(self) -> float:
+        """Compute the square root of the number by which attention scores are scaled."""
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
         if not isinstance(scalar, int | float) or not 0 < scalar < MAX_COUNT:
             raise CheckpointError(f"{self.location}: its config.json has no query_pre_attn_scalar")
         return float(np.sqrt(np.float32(scalar)))
 
     def _check_shape(self, path: Path, shape: Shape, sizes: str, layers: int | None = None) -> None:
+        """Check the shape of a parameter.
+
+        Args:
+            path: Path of the parameter.
+            shape: Its shape.
+            sizes: Letters of the expected sizes, the keys of `self.sizes`.
+            layers: Number of layers that are stacked along dim 1, or None.
+        """
         expected_shape = [self.sizes[size] for size in sizes]
         if layers is not None:
             expected_shape.insert(1, layers)
@@ -316,6 +372,7 @@ class _MaxTextModel:
             )
 
     def _check_vocabulary_shape(self, path: Path, shape: Shape, dim: int) -> None:
+        """Check that a table has at least the rows of the vocabulary along dimension `dim`."""
         if len(shape) != 2 or shape[1 - dim] != self.sizes["E"] or shape[dim] < self.vocab_size:
             raise CheckpointError(
                 f"{self.location}: {'.'.join(path)} is {list(shape)}, which does not hold "
@@ -323,6 +380,7 @@ class _MaxTextModel:
             )
 
     def _check_all_parameters(self, layout: MaxTextLayout) -> None:
+        """Check that the layout contains each parameter of the model once."""
         names = [name for target in layout.destinations.values() for name in target.names]
         expected_names = ["model.norm.weight"]
         for module in (*_KERNELS.values(), *self.family.norms.values()):

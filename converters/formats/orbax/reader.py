@@ -1,10 +1,10 @@
-"""Orbax: the checkpoints of JAX programs (MaxText, Flax), read without JAX.
+"""Orbax checkpoints of JAX programs (MaxText, Flax), which are read without JAX.
 
-A folder holds a tree of arrays (`leaves.py`), and each is a zarr array, in one OCDBT database
-(`manifest.ocdbt`, `d/`) or in a folder of its own. Orbax's `CheckpointManager` writes `<step>/<item>/`.
-Tensors have the keys of the tree (`params.decoder.norm.scale`); those of MaxText get transformers' names
-where the model's config.json is known (`maxtext.py`). The moments of optax's Adam are found by their place in
-the tree.
+A folder contains a tree of arrays (`leaves.py`). Each array is a zarr array, in one OCDBT database
+(`manifest.ocdbt`, `d/`) or in a separate folder. Orbax's `CheckpointManager` writes `<step>/<item>/`. Tensors
+have the keys of the tree (`params.decoder.norm.scale`). Tensors of MaxText get transformers' names if the
+model's `config.json` is known (`maxtext.py`). The moments of optax's Adam are found by their paths in the
+tree.
 
 Source: https://orbax.readthedocs.io, orbax/checkpoint/_src/metadata/tree.py, _src/serialization/.
 """
@@ -56,7 +56,7 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _ITEMS = ("items", "default", "pytree", "state", "params", "model_params")
 _OPTIMIZERS = frozenset({"opt_state", "optimizer_state"})
-# A count may be an array; a float may be a parameter.
+# Dtypes of arrays that may be a count. A float may be a parameter.
 _COUNTS = ("I32", "I64", "U32")
 _AUXILIARY = frozenset({"nnx_aux"})  # MaxText's random states
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
@@ -64,7 +64,7 @@ _ADAM_STATES = frozenset(_MOMENTS.values())
 
 
 def _find_tree_folder(path: AnyPath) -> AnyPath | None:
-    """The folder of the tree for a path: of it, of a file in it, or of the step that holds it as an item."""
+    """Find the folder of the tree: the path itself, its parent, or an item of a step folder."""
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
         return None
@@ -76,13 +76,14 @@ def _find_tree_folder(path: AnyPath) -> AnyPath | None:
 
 
 def _list_item_trees(folder: AnyPath) -> list[str]:
-    """The names of the trees in the folder of a step; only the usual ones where Orbax's mark is missing."""
+    """List the trees in a step folder. Without Orbax's step metadata, only the usual names are used."""
     listed = list_entry_names(folder)
     names = listed if _STEP_METADATA in listed else [name for name in listed if name in _ITEMS]
     return [name for name in names if is_orbax_tree(folder / name)]
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
+    """Explain that a checkpoint is unfinished, damaged or of another program, or that there are several."""
     path = source.path
     if _TEMPORARY in path.name:
         return f"{path}: an Orbax checkpoint that was not finished; choose another step"
@@ -99,11 +100,22 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 
 
 def _open_orbax_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    """Open the tree in the folder `path`."""
     return _OrbaxTree(CheckpointFolder(path)).build_checkpoint(source)
 
 
 class _OrbaxTree:
-    """The leaves of a tree: path of keys -> array."""
+    """The arrays of a tree, keyed by path.
+
+    Args:
+        folder: Folder of the tree.
+
+    Attributes:
+        metadata: Metadata of the tree.
+        num_absent_chunks: Number of chunks that are not stored and are read as zeros.
+        arrays: Arrays, keyed by path.
+        scalar_paths: Paths of numbers outside the model's parameters.
+    """
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
@@ -128,6 +140,7 @@ class _OrbaxTree:
         }
 
     def _open_array(self, path: Path, stored_name: str) -> Tensor:
+        """Open one array, whose chunks are located now and read later."""
         leaves, name = self.metadata, ".".join(path)
         raw = self._open_stored_bytes(f"{stored_name}/{leaves.header_name}")
         if raw.nbytes > MAX_ARRAY_HEADER:
@@ -148,16 +161,19 @@ class _OrbaxTree:
         array = build_zarr_tensor(
             name, bytes(content), version, open_chunk, self.location, limit, self.chunk_budget
         )
-        # The database says which are zeros; a number that is zero is common.
+        # Count absent chunks only in folders, because the database lists the stored chunks, and not for
+        # numbers, which are often zero.
         if leaves.database is None and array.shape and path[0] not in _AUXILIARY:
             self.num_absent_chunks += len(absent_chunks)
         return array
 
     def _has_stored_bytes(self, key: str) -> bool:
+        """Return whether a key exists in the database or the folder."""
         database = self.metadata.database
         return (self.folder.path / key).exists() if database is None else key in database
 
     def _open_stored_bytes(self, key: str) -> stored_bytes.ByteSource:
+        """Open the bytes of a key in the database or the folder."""
         database = self.metadata.database
         if database is None:
             file = self.folder.get_file(key)
@@ -169,10 +185,12 @@ class _OrbaxTree:
         return database[key]
 
     def read_scalar(self, path: Path) -> Scalar:
+        """Read an array with one element as a Python number."""
         value: Scalar = np.asarray(self.arrays[path].read()).reshape(()).item()
         return value
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
+        """Build the checkpoint, with transformers' names for a MaxText model whose `config.json` is known."""
         folder = self.folder.path
         companions = find_companions(folder)
         config = read_json_object_or_empty(source.config_file or companions.get("config.json"))
@@ -194,14 +212,14 @@ class _OrbaxTree:
         if type(step) is not int and is_parameter_index(name):
             step = int(name)
         counters = sorted(self.scalar_paths - optimizer_paths)
-        # Other numbers in it are the optimizer's settings.
+        # Other numbers in the optimizer are settings.
         moments = sorted(
             path
             for path in optimizer_paths - self.scalar_paths
             if self.arrays[path].shape or not _MOMENTS.keys().isdisjoint(path)
         )
 
-        # The tree outlives this call in both of these.
+        # Both functions keep a reference to this tree.
         def open_optimizer(aliases: Aliases) -> OptimizerState | None:
             return self._build_adam_state(moments, model, layout)
 
@@ -222,8 +240,8 @@ class _OrbaxTree:
     def _build_adam_state(
         self, moments: Sequence[Path], model: Mapping[Path, Tensor], layout: MaxTextLayout
     ) -> OptimizerState | None:
-        """The moments of Adam by parameter, and its count as `step`."""
-        # A parameter without the first keys of its path, such as the name of the model.
+        """Build the moments of Adam, keyed by parameter, and its count as `step`."""
+        # Paths of parameters without their first keys, such as the name of the model.
         paths_by_suffix: dict[Path, list[Path]] = {}
         for path in model:
             for first in range(3):

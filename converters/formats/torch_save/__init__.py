@@ -1,0 +1,1 @@
+"""Reader of full state dicts that `torch.save` wrote."""

@@ -1,9 +1,10 @@
-"""The optimizer of a full state dict: `optimizer.state_dict()`, pickled whole.
+"""Optimizer of a full state dict: `optimizer.state_dict()`, pickled in one file.
 
-FSDP keys it by name. A plain optimizer counts its parameters group by group, each group in module order. The
-shapes of the state must then fit the model's parameters in exactly one way; otherwise the state is refused.
+FSDP uses parameter names as keys. A plain optimizer numbers its parameters group by group, in module order
+within each group. The shapes of the state must then fit the model's parameters in exactly one way. Otherwise,
+this reader refuses the state.
 
-Source: torch/optim/optimizer.py (`state_dict`), torch/distributed/fsdp (`optim_state_dict`).
+Source: `state_dict` in torch/optim/optimizer.py, `optim_state_dict` in torch/distributed/fsdp.
 """
 
 from __future__ import annotations
@@ -26,19 +27,24 @@ from portable.converters.tensors.tensor import Box, Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# State with the shape of its parameter, in all optimizers that use the name.
 _PARAMETER_SHAPED_STATES = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
     *("sum", "acc_delta", "prev", "ax"),
 )
+"""States that have the shape of the parameter in all optimizers that use the name."""
 
 Shape = tuple[int, ...]
 TensorLeaf = StoredTensor | Tensor
-"""A tensor as one file has it, or put together from the files of several ranks."""
+"""A tensor in one file, or a tensor assembled from the files of several ranks."""
 
 
 def to_lazy_tensor(stored: TensorLeaf, name: str) -> Tensor:
-    """A pickled tensor; its bytes are located at their first read."""
+    """Convert a pickled tensor to a `Tensor`, whose bytes are located when they are first read.
+
+    Args:
+        stored: Tensor of one file; a `Tensor` is returned as it is.
+        name: Name of the result, used in error messages.
+    """
     if isinstance(stored, Tensor):
         return stored
     origin = (0,) * len(stored.shape)
@@ -46,7 +52,7 @@ def to_lazy_tensor(stored: TensorLeaf, name: str) -> Tensor:
 
 
 def is_optimizer_state_dict(value: Any) -> bool:
-    """Whether a pickled value is an optimizer's state dict."""
+    """Return whether an unpickled value has the form of an optimizer's state dict."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("state"), dict)
@@ -57,15 +63,17 @@ def is_optimizer_state_dict(value: Any) -> bool:
 def build_named_optimizer(
     saved: Any, tensors: Mapping[str, Tensor], parameter_names: Sequence[str] | None, *, location: str
 ) -> OptimizerState:
-    """The state by parameter name.
+    """Build the optimizer state, keyed by parameter name, from `optimizer.state_dict()`.
 
     Args:
-        saved: `{"state": ..., "build_groups": [...]}`, as unpickled.
-        tensors: the model's stored tensors by plain name, aliases included.
-        parameter_names: their names in module order, without aliases; None if unknown.
+        saved: Unpickled `{"state": ..., "param_groups": [...]}`.
+        tensors: Stored tensors of the model by plain name, including aliases.
+        parameter_names: Names in module order, without aliases; None if the order is not known.
+        location: Path of the file, used in error messages.
 
     Raises:
-        CheckpointError: damaged, or its state cannot be matched to parameters unambiguously.
+        CheckpointError: If the state dict is damaged, or if its state cannot be assigned to parameters
+            unambiguously.
     """
     groups, keys = parse_param_groups(saved, location)
     state = {key: _parse_parameter_state(value, str(key), location) for key, value in saved["state"].items()}
@@ -73,7 +81,8 @@ def build_named_optimizer(
     if len(set(names.values())) != len(names):
         raise CheckpointError(f"{location}: two optimizer states belong to one parameter")
     state_by_name: dict[str, Mapping[str, Tensor | Scalar]] = {}
-    for key in (key for group in keys for key in group):  # in this order, not that of the first steps
+    # Use the order of the groups, because the state has the order of the first updates.
+    for key in (key for group in keys for key in group):
         if key in state:
             name = names[key]
             _check_state_shapes(name, state[key], tensors, location)
@@ -98,7 +107,7 @@ class ParsedGroups(NamedTuple):
 
     Attributes:
         groups: `param_groups` as it was pickled.
-        parameter_keys: Keys of the parameters in each group: names, or indices.
+        parameter_keys: Keys of the parameters in each group, which are names or indices.
     """
 
     groups: list[dict[Any, Any]]
@@ -109,7 +118,8 @@ def parse_param_groups(saved: Any, location: str) -> ParsedGroups:
     """Parse the groups of `optimizer.state_dict()`.
 
     Raises:
-        CheckpointError: it is none, a key is neither name nor number or comes twice, or state has other keys.
+        CheckpointError: If the value is not a state dict, if a key is neither a name nor a number or occurs
+            twice, or if the state has other keys.
     """
     if not is_optimizer_state_dict(saved) or not all(
         isinstance(group, dict) for group in saved["param_groups"]
@@ -134,13 +144,17 @@ def _map_keys_to_names(
     parameter_names: Sequence[str] | None,
     location: str,
 ) -> dict[Any, str]:
-    """Key -> parameter name."""
+    """Map the key of each parameter to its name.
+
+    Uses, in this order: string keys, `param_names` of the groups, or the only assignment of the state's
+    shapes to parameters in module order.
+    """
     flat = [key for group in keys for key in group]
     if all(type(key) is str for key in flat):
         return {key: _require_plain_name(key, tensors, location) for key in flat}
     if not all(type(key) is int for key in flat):
         raise CheckpointError(f"{location}: damaged, its groups mix names and numbers")
-    recorded_names = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
     if all(
         isinstance(names, list) and len(names) == len(group)
         for names, group in zip(recorded_names, keys, strict=True)
@@ -160,6 +174,7 @@ def _map_keys_to_names(
 
 
 def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location: str) -> str:
+    """Return the plain name of a parameter; CheckpointError if the model has no such parameter."""
     name = find_plain_name(parameter, tensors)
     if name not in tensors:
         raise CheckpointError(f"{location}: holds state for {name!r}, which is not in the model")
@@ -167,6 +182,7 @@ def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location:
 
 
 def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, TensorLeaf | Scalar]:
+    """Parse the state of one parameter, whose values must be tensors or numbers. None values are left out."""
     if not isinstance(values, dict):
         raise CheckpointError(f"{location}: damaged, the state of {key!r} is not a table")
     state: dict[str, TensorLeaf | Scalar] = {}
@@ -181,6 +197,7 @@ def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, Te
 
 
 def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None:
+    """Return the shape of a state that always has the shape of its parameter, or None."""
     shapes = [
         value.shape
         for state_name in _PARAMETER_SHAPED_STATES
@@ -190,7 +207,10 @@ def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None
 
 
 def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
-    """The shape of the first state that is no number; of an optimizer whose states all have that shape."""
+    """Return the shape of the first non-scalar state except `step`, or None.
+
+    Assumes that all states of the optimizer have the shape of the parameter.
+    """
     shapes = (
         value.shape
         for state_name, value in values.items()
@@ -202,6 +222,7 @@ def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
 def _check_state_shapes(
     name: str, values: Mapping[str, TensorLeaf | Scalar], tensors: Mapping[str, Tensor], location: str
 ) -> None:
+    """Check that the states of a parameter have its shape."""
     for state_name in _PARAMETER_SHAPED_STATES:
         value = values.get(state_name)
         if isinstance(value, TensorLeaf) and value.shape != tensors[name].shape:
@@ -212,7 +233,7 @@ def _check_state_shapes(
 
 
 def read_hyperparameters(group: Mapping[Any, Any]) -> dict[str, Any]:
-    """A group's hyperparameters as plain values; a tensor learning rate becomes its number."""
+    """Return the hyperparameters of a group as JSON values. A learning rate in a tensor becomes a number."""
     settings: dict[str, Any] = {}
     for key, value in group.items():
         if key in ("params", "param_names"):

@@ -1,12 +1,12 @@
-"""Full state dicts written by `torch.save`: `.bin`, `.pt`, `.pth`, one file or shards with an index.
+"""Full state dicts written by `torch.save`: `.bin`, `.pt` or `.pth`, as one file or as shards with an index.
 
-A file holds a bare state dict, or one within containers (`model`, `state_dict`, ...), beside an optimizer, a
-scheduler and counters. Two names for one view of a storage are tied. The optimizer may also be a file of its
-own, `optimizer.pt` (the Trainer) or `optimizer.bin` (Accelerate), beside a model in this format or
-safetensors.
+A file contains a bare state dict, or a state dict within containers (`model`, `state_dict`, ...), next to an
+optimizer, a scheduler and counters. Two names with the same view of one storage are tied. The optimizer may
+also be a separate file: `optimizer.pt` (transformers' Trainer) or `optimizer.bin` (Accelerate), next to a
+model in this format or in safetensors.
 
-Source: torch/serialization.py; transformers' `save_pretrained`; accelerate/utils/fsdp_utils.py
-(`FULL_STATE_DICT`).
+Source: torch/serialization.py; `save_pretrained` of transformers; `FULL_STATE_DICT` in
+accelerate/utils/fsdp_utils.py.
 """
 
 from __future__ import annotations
@@ -47,28 +47,34 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _INDEX_SUFFIX = ".bin.index.json"
-# The names that libraries give a whole model, in order of preference. A safetensors copy of the weights is
-# preferred to the last two.
 _FSDP_FILE = "pytorch_model_fsdp.bin"
 _HF_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-# Files beside a model that are not the model.
+"""Names of a complete model, in order of preference.
+
+A folder with safetensors files is not opened by these names, because the safetensors copy is preferred.
+"""
 _OTHER_FILES = re.compile(
     r"optimizer.*|optim.*|scheduler.*|scaler.*|rng_state.*|random_states.*|training_args\.bin|sampler.*"
     r"|dataloader.*|dl_state.*|custom_checkpoint.*"
 )
-# One rank's part, from any library: never a full state dict.
+"""Files next to a model that do not contain the model."""
 _RANK_FILE = re.compile(
     r".*(?:mp_rank_\d+|zero_pp_rank_\d+|_optim_states|rank-?\d+-of-\d+|_rank\d+|layer_\d+-model_\d+|expert_\d+).*"
 )
-# numpy's arrays, as they are pickled.
+"""Files of single ranks, written by any library, which never contain a full state dict."""
 _NUMPY_ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
-# Accelerate's files of FSDP1's LOCAL_STATE_DICT.
+"""Global names with which NumPy pickles arrays."""
 _LOCAL_STATE_FILE = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
+"""Files of Accelerate with FSDP1's LOCAL_STATE_DICT."""
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
 def _find_model_file(source: CheckpointPath) -> str | None:
-    """The file with the model, or its index: the given one, one of a known name, or the only one."""
+    """Find the file with the model, or its index: the given file, a well-known name, or the only candidate.
+
+    Returns:
+        Name of the file, or None.
+    """
     path = source.path
     if path.is_file():
         is_rank_file = _RANK_FILE.fullmatch(path.name)
@@ -90,6 +96,7 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
+    """Explain that a path contains only parts of single ranks, or several candidates."""
     path = source.path
     names = [path.name] if path.is_file() else list_entry_names(path)
     if any(_LOCAL_STATE_FILE.fullmatch(name) for name in names):
@@ -115,6 +122,7 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 
 
 def _open_torch_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
+    """Open the file or index `name` as a checkpoint."""
     root = source.path if source.path.is_dir() else source.path.parent
     folder = CheckpointFolder(root)
     if source.path.is_dir():
@@ -159,22 +167,31 @@ def _open_torch_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
 
 
 def load_torch_file(file: CheckpointFile) -> Any:
-    """The result of `torch.load`, with `StoredTensor` for tensors; no code in it is run."""
+    """Load a file like `torch.load`, with `StoredTensor` for tensors. The code in the file is not run."""
     return TorchZip(file).load_object()
 
 
 def deduplicate_tied_names(names: Iterable[str], aliases: Aliases) -> list[str]:
-    """`names` with each tied parameter once, at its first name, as `named_parameters` counts them."""
+    """Replace aliases by their owners, and keep the first of equal names, as `named_parameters` does."""
     return list(dict.fromkeys(aliases.get(name, name) for name in names))
 
 
 def open_optimizer_file(
     folder: CheckpointFolder, tensors: Mapping[str, Tensor], order: Callable[[], list[str] | None]
 ) -> OptimizerState | None:
-    """The optimizer in `optimizer.pt` or `optimizer.bin` beside the model, None where there is none.
+    """Open the optimizer in `optimizer.pt` or `optimizer.bin` in the folder of the model.
+
+    Args:
+        folder: Folder of the model.
+        tensors: Tensors of the model.
+        order: Function that returns the names in module order, or None if the order is not known.
+
+    Returns:
+        The optimizer state, or None if there is no such file.
 
     Raises:
-        CheckpointError: several, or one that does not fit the model's parameters.
+        CheckpointError: If there are several optimizers, or if the optimizer does not fit the model's
+            parameters.
     """
     entries = list_entry_names(folder.path)
     optimizer_files = [name for name in OPTIMIZERS if name in entries]
@@ -187,7 +204,7 @@ def open_optimizer_file(
 
 
 def _require_shard_tensors(file: CheckpointFile, saved: Any) -> dict[str, StoredTensor]:
-    """The tensors of one shard, which may hold nothing else."""
+    """Return the tensors of one shard; CheckpointError if the shard contains other values."""
     if not isinstance(saved, dict) or not all(
         isinstance(key, str) and isinstance(value, StoredTensor) for key, value in saved.items()
     ):
@@ -210,7 +227,11 @@ class StateDictParts(NamedTuple):
 
 
 def split_state_dict(saved: Any, location: str) -> StateDictParts:
-    """Split the content of a file into the model's tensors, the optimizers and the counters."""
+    """Split the content of a file into the model's tensors, the optimizers and the counters.
+
+    Raises:
+        CheckpointError: If the content is not a full state dict. The message names the format if it is known.
+    """
     if not isinstance(saved, dict):
         description = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
         raise CheckpointError(f"{location}: not a state dict but {description}")
@@ -229,7 +250,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
     counters: dict[str, Any] = {}
     arrays: list[KeyPath] = []
     remaining_values = MAX_VALUES
-    # A stack, since a file may nest deeper than the recursion limit.
+    # Use a stack, because a file may nest deeper than the recursion limit.
     pending: list[tuple[KeyPath, Any]] = [((), saved)]
     while pending:
         path, value = pending.pop()
@@ -252,7 +273,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
         elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
             counters["step"] = value
     container = find_model_container(list(leaves))
-    if container:  # beside a state dict without one, they are random states
+    if container:  # next to a bare state dict, arrays are random states
         array_paths = (path for path in arrays if path[:-1] == container)
         array_path = next((path for path in array_paths if not str(path[-1]).endswith("_extra_state")), None)
         if array_path is not None:
@@ -273,11 +294,20 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
 
 
 def find_tied_aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Alias -> owner, for names with the same view of the same storage."""
+    """Find names with the same view of the same storage.
+
+    Args:
+        views: Stored tensor of each name.
+        tensors: Tensors of the model, keyed by the same names.
+
+    Returns:
+        Owner of each alias.
+    """
     groups: dict[str, list[str]] = {}
     for name, view in views.items():
         if tensors[name].numel and prod(view.shape):
-            # Strides of dimensions of size 1 do not matter. The key is a string: see `pickle_reader.MAX_KEY`.
+            # Strides of dimensions of size 1 do not matter. The key is a string because of
+            # `pickle_reader.MAX_KEY`.
             strides = [step if size > 1 else 0 for size, step in zip(view.shape, view.strides, strict=True)]
             view_key = (str(view.storage.zip.file.path), view.storage.key, view.offset, view.shape, strides)
             groups.setdefault(repr((*view_key, view.dtype)), []).append(name)

@@ -1,0 +1,1 @@
+"""Reader of PyTorch/XLA FSDP checkpoints."""

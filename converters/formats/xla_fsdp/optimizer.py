@@ -1,4 +1,4 @@
-"""The optimizer of an XLA FSDP v1 run: index-keyed state, sharded like its parameters."""
+"""Optimizer of an XLA FSDP v1 run: its state has indices as keys, and is sharded like the parameters."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-# Names without weight decay in transformers' Trainer, by version; it sees the names of the shards.
+# Names without weight decay in versions of transformers' Trainer, which uses the names of the shards.
 _UNDECAYED = (
     re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"),
     re.compile(r"bias"),
 )
-# The second flat parameter of a module holds those frozen when it was wrapped.
+# The second flat parameter of a module contains the parameters that were frozen when it was wrapped.
 _FROZEN = "_FSDP_SHARD_SEPARATOR_flat_param_1"
 
 
@@ -43,17 +43,17 @@ def build_xla_optimizer(
     *,
     from_trainer: bool,
 ) -> OptimizerState:
-    """The state by parameter name.
+    """Build the optimizer state, keyed by parameter name.
 
     Args:
-        saved: (file, `optimizer.state_dict()`) of every rank, in order.
-        layouts: key of `model` -> its parameters, in the model's order.
-        shapes: key of `model` -> the shape of one rank's shard.
-        plain_names: name with wrappers -> plain name.
-        from_trainer: whether transformers' Trainer wrote it, whose two groups are known.
+        saved: File and `optimizer.state_dict()` of every rank, in order.
+        layouts: Parameters of each key of `model`, in the order of the model.
+        shapes: Shape of one rank's shard of each key of `model`.
+        plain_names: Plain name of each name with wrappers.
+        from_trainer: Whether transformers' Trainer wrote the optimizer, whose two groups are known.
 
     Raises:
-        CheckpointError: the ranks disagree, or state cannot be matched to parameters unambiguously.
+        CheckpointError: If the ranks differ, or if the state cannot be assigned to parameters unambiguously.
     """
     location, _ = saved[0]
     ranks = [(file, _get_state_by_index(value, file)) for file, value in saved]
@@ -109,7 +109,7 @@ def build_xla_optimizer(
 
 
 def _get_state_by_index(saved: Any, location: str) -> dict[int, dict[Any, Any]]:
-    """The state of one rank by index."""
+    """Return the state of one rank, keyed by index."""
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict) or not all(
         type(key) is int and isinstance(values, dict) for key, values in state.items()
@@ -126,8 +126,11 @@ def _map_indices_to_keys(
     from_trainer: bool,
     location: str,
 ) -> dict[int, str]:
-    """Index -> key of `model`: by the names in the groups, else the only way in which all shapes fit."""
-    recorded_names = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    """Map each index to a key of `model`.
+
+    Uses the names in the groups, or the only assignment in which all shapes fit.
+    """
+    recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
     if all(isinstance(names, (list, tuple)) for names in recorded_names):
         parameter_names = [
             str(name).replace("_fpw_module.", "") for names in recorded_names for name in names or ()
@@ -164,7 +167,17 @@ def _match_trainer_groups(
     indices: Sequence[Sequence[int]],
     moment_shapes: Mapping[int, Shape | None],
 ) -> dict[int, str] | None:
-    """Index -> key for the Trainer's two groups, if each fits in one way."""
+    """Map each index to a key of `model` for the Trainer's two groups, with and without weight decay.
+
+    Args:
+        pattern: Pattern of the names without weight decay.
+        candidates: Keys of `model` and the shapes of their shards.
+        indices: Indices in each group.
+        moment_shapes: Shape of each index's state, or None.
+
+    Returns:
+        The keys, or None if a group does not fit in exactly one way.
+    """
     keys: dict[int, str] = {}
     for group, has_match in zip(indices, (False, True), strict=True):
         part = [(key, shape) for key, shape in candidates if bool(pattern.search(key.lower())) == has_match]
@@ -176,7 +189,7 @@ def _match_trainer_groups(
 
 
 def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str) -> bool:
-    """Whether one state is sharded like its parameter; a step count is the same on every rank."""
+    """Return whether one state is sharded like its parameter. A step count is equal on all ranks."""
     if isinstance(value, StoredTensor) and value.shape and description != "step":
         if value.shape != shard:
             raise OptimizerStateError(
@@ -190,7 +203,10 @@ def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str)
 
 
 def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) -> None:
-    """Refuse ranks whose copies of one replicated value differ: they are from different steps."""
+    """Check that all ranks have the same copy of a replicated value.
+
+    Otherwise, their files are of different steps.
+    """
     (location, first), *others = parts
     expected = _to_comparable(first, location)
     for file, value in others:
@@ -201,7 +217,7 @@ def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) ->
 
 
 def _to_comparable(value: Any, location: str) -> Any:
-    """A small value in comparable form."""
+    """Convert a small value to a form that can be compared."""
     if not isinstance(value, StoredTensor):
         return to_json_value(value)
     with prefix_checkpoint_errors(location):

@@ -1,11 +1,13 @@
-"""PyTorch/XLA FSDP v1 (`XlaFullyShardedDataParallel`): one file per rank, each with its own metadata.
+"""Checkpoints of PyTorch/XLA FSDP v1 (`XlaFullyShardedDataParallel`), with one file per rank.
 
-A rank's file holds `model` (its shards, and every buffer whole), `shard_metadata` and often `optimizer`. The
-files may be called anything; transformers' Trainer writes `rank<r>-of-<W>-pytorch_model.bin`, with the
-optimizer in `rank<r>-of-<W>-optimizer.pt`. Every rank describes every shard; all descriptions must agree.
+The file of a rank contains `model` (its shards, and every complete buffer), `shard_metadata` and often
+`optimizer`. The files may have any names. transformers' Trainer writes `rank<r>-of-<W>-pytorch_model.bin`,
+and the optimizer in `rank<r>-of-<W>-optimizer.pt`. Every rank describes every shard, and all descriptions
+must agree.
 
-Source: torch_xla/distributed/fsdp/xla_fully_sharded_data_parallel.py (`get_shard_metadata`,
-`_flatten_and_pad_to_world_size`), state_dict_utils.py; transformers/integrations/tpu.py.
+Source: `get_shard_metadata` and `_flatten_and_pad_to_world_size` in
+torch_xla/distributed/fsdp/xla_fully_sharded_data_parallel.py, state_dict_utils.py;
+transformers/integrations/tpu.py.
 """
 
 from __future__ import annotations
@@ -38,13 +40,21 @@ _SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 _RANK_FILE = re.compile(r"(?P<head>.*?)rank[-_]?(?P<rank>\d+)[-_]of[-_](?P<world>\d+)(?P<tail>.*)")
 _TRAINER_MODEL, _TRAINER_OPTIMIZER = "-pytorch_model.bin", "-optimizer.pt"
 _METADATA = "shard_metadata"
-# Identifies a rank file of any name by its pickle.
+# Text in the pickle that identifies a rank file with any name.
 _MARK = _METADATA.encode()
 
 
 @dataclass(frozen=True)
 class XlaRankFile:
-    """One parsed file: its content without `shard_metadata`, and its rank."""
+    """Content of the file of one rank.
+
+    Attributes:
+        location: Path of the file, used in error messages.
+        content: Content without `shard_metadata`.
+        metadata: The `shard_metadata`.
+        rank: Rank of the file.
+        world_size: Number of ranks.
+    """
 
     location: str
     content: dict[Any, Any]
@@ -54,29 +64,31 @@ class XlaRankFile:
 
 
 def _match_rank_file_name(name: str) -> re.Match[str] | None:
-    """The parts of a file name that holds the rank and the world size."""
+    """Match a file name that contains the rank and the world size."""
     return _RANK_FILE.fullmatch(name) if name.endswith(_SUFFIXES) else None
 
 
 def _has_shard_metadata(folder: CheckpointFolder, name: str) -> bool:
-    """Whether a file of any name is a rank file."""
+    """Return whether a file with any name is a rank file, judging by the text of its pickle."""
     try:
         return name.endswith(_SUFFIXES) and _MARK in TorchZip(folder.get_file(name)).read_member("data.pkl")
-    except RemoteError:  # not a property of the file
+    except RemoteError:  # the storage failed, so the error does not describe the file
         raise
     except CheckpointError:
         return False
 
 
 def _list_candidate_files(path: AnyPath) -> list[str]:
+    """List the files in a folder with a suffix of torch.save."""
     return [name for name in list_entry_names(path) if name.endswith(_SUFFIXES)]
 
 
 def _find_rank_file_folder(source: CheckpointPath) -> CheckpointFolder | None:
+    """Find the folder of rank files for a path to the folder or one of the files."""
     path = source.path
     folder = CheckpointFolder(path.parent if path.is_file() else path)
     names = [path.name] if path.is_file() else _list_candidate_files(path)
-    # A usual name is enough, so that a damaged file is refused and not skipped.
+    # A usual name suffices, because a damaged file must be refused instead of skipped.
     is_found = any(_match_rank_file_name(name) for name in names) or any(
         _has_shard_metadata(folder, name) for name in names
     )
@@ -84,7 +96,7 @@ def _find_rank_file_folder(source: CheckpointPath) -> CheckpointFolder | None:
 
 
 def _get_file_set_key(match: re.Match[str]) -> tuple[str, int, str]:
-    """The part that the file names of one checkpoint have in common."""
+    """Return the part of a file name that all files of one checkpoint have in common."""
     tail = match["tail"]
     return (
         match["head"],
@@ -94,7 +106,11 @@ def _get_file_set_key(match: re.Match[str]) -> tuple[str, int, str]:
 
 
 def _list_rank_files(source: CheckpointPath, folder: CheckpointFolder) -> list[str]:
-    """The files of one checkpoint."""
+    """List the files of one checkpoint.
+
+    Raises:
+        CheckpointError: If the folder contains rank files of several checkpoints, and the path is the folder.
+    """
     entries = _list_candidate_files(folder.path)
     names_by_set: dict[tuple[str, int, str], list[str]] = {}
     for name in entries:
@@ -105,7 +121,7 @@ def _list_rank_files(source: CheckpointPath, folder: CheckpointFolder) -> list[s
         if match:
             return names_by_set[_get_file_set_key(match)]
     else:
-        if len(names_by_set) > 1:  # other files may have such names
+        if len(names_by_set) > 1:  # other files may have names of this form
             names_by_set = {
                 kind: names
                 for kind, names in names_by_set.items()
@@ -125,6 +141,7 @@ def _list_rank_files(source: CheckpointPath, folder: CheckpointFolder) -> list[s
 
 
 def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
+    """Load one rank file, and check that its rank agrees with its name."""
     archive = TorchZip(folder.get_file(name))
     content = archive.load_object()
     metadata = content.pop(_METADATA, None) if isinstance(content, dict) else None
@@ -140,7 +157,7 @@ def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
 
 
 def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[XlaRankFile]:
-    """The files that hold `kind`, in rank order; every rank must be there once."""
+    """Sort the files that contain `kind` by rank, and check that every rank has exactly one."""
     files_by_rank: dict[int, XlaRankFile] = {}
     for file in files:
         if kind in file.content:
@@ -162,6 +179,7 @@ def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[Xl
 
 
 def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) -> Checkpoint:
+    """Open the rank files in a folder as a checkpoint."""
     root = folder.path
     files = list(
         map_with_prefetch(folder.path, partial(_load_rank_file, folder), _list_rank_files(source, folder))
@@ -218,6 +236,7 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
 
 
 def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
+    """Return the tensors of a rank file's model."""
     model = file.content["model"]
     if not isinstance(model, dict):
         raise CheckpointError(f"{file.location}: damaged, its model is not a table of tensors")
@@ -227,7 +246,7 @@ def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
 def _build_key_tensors(
     key: Any, value: Any, layout: XlaFsdpLayout | None, shards: list[tuple[str, Any]]
 ) -> dict[str, Tensor]:
-    """The tensors under one key of `model`: joined from shards, or a buffer replicated on every rank."""
+    """Build the tensors of one key of `model`: parameters from shards, or a buffer that all ranks have."""
     if layout is not None:
         return join_shards(layout, shards, str(key))
     if not isinstance(value, StoredTensor):

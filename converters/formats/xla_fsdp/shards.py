@@ -1,4 +1,4 @@
-"""Joining the sharded parameters of XLA FSDP v1: flat and padded, flattened together, or along dim 0."""
+"""Joining of the shards of XLA FSDP v1, which are flat or along dim 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Metadata = dict[Any, Any]
 _SHARD = "_fsdp_shard"
 _DOT = "_FSDP_SHARD_SEPARATOR_"
 _FLAT = "_fsdp_wrapped_module.flat_param_"
-# Shards are padded to a multiple of 128 elements (faster all-gather on TPUs), or of a number the user chose.
+# Shards are padded to a multiple of 128 elements (faster all-gather on TPUs) or of a configured number.
 _MULTIPLES = tuple(1 << bit for bit in range(13))
 
 
@@ -47,7 +47,7 @@ class XlaFsdpLayout:
     """The parameters in one sharded key.
 
     Attributes:
-        shape: of the parameter before sharding; of a flat parameter, its length.
+        shape: Shape of the parameter before sharding, or the length of a flat parameter.
         parameters: Original parameters, in flat order.
     """
 
@@ -63,14 +63,17 @@ class XlaFsdpLayout:
 def parse_layouts(
     metadata_by_file: Sequence[tuple[str, Metadata]], model_keys: Iterable[Any]
 ) -> dict[str, XlaFsdpLayout]:
-    """Key of `model` -> its parameters, for the keys that are shards.
+    """Parse the parameters in each sharded key of `model`.
 
     Args:
-        metadata_by_file: (file, shard_metadata) of every rank; all must agree.
-        model_keys: the keys of `model`, from the first rank.
+        metadata_by_file: File and `shard_metadata` of every rank. All must agree.
+        model_keys: Keys of `model` on the first rank.
+
+    Returns:
+        Layouts, keyed by the keys of `model` that are shards.
 
     Raises:
-        CheckpointError: the ranks disagree, or the metadata does not describe exactly these keys.
+        CheckpointError: If the ranks differ, or if the metadata does not describe exactly these keys.
     """
     (location, first), others = metadata_by_file[0], metadata_by_file[1:]
     layouts: dict[str, XlaFsdpLayout] = {}
@@ -112,10 +115,12 @@ def parse_layouts(
 
 
 def _get_metadata_table(metadata: Metadata, name: str, location: str) -> dict[Any, Any]:
+    """Return a table of `shard_metadata`."""
     return require_mapping(metadata.get(name), f"{name} of shard_metadata", location)
 
 
 def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -> dict[Any, Any]:
+    """Return the description of one shard."""
     tables = _get_metadata_table(metadata, "shard_info", location)
     info = require_mapping(tables.get(head, {}), "an entry of shard_info", location).get(suffix)
     if not isinstance(info, dict):
@@ -124,12 +129,14 @@ def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -
 
 
 class _OriginalParameter(NamedTuple):
+    """Name and shape of a parameter before sharding."""
+
     name: str
     shape: Shape
 
 
 def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _OriginalParameter:
-    """Parse the original parameter of one shard, whose name must match the suffix of the key."""
+    """Parse the original parameter of one shard, whose name must agree with the suffix of the key."""
     name, shape = (
         info.get("_orig_name"),
         require_shape(info.get("_orig_size"), "_orig_size of shard_metadata", location),
@@ -142,7 +149,7 @@ def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _Orig
 
 
 class _FlattenInfo(NamedTuple):
-    """An entry of `flatten_info`: the parameters of one flat parameter."""
+    """An entry of `flatten_info`: names, shapes and element counts of a flat parameter's parameters."""
 
     names: list[str]
     shapes: list[Shape]
@@ -150,6 +157,7 @@ class _FlattenInfo(NamedTuple):
 
 
 def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _FlattenInfo:
+    """Parse the entry of `flatten_info` for one flat parameter."""
     entry = _get_metadata_table(metadata, "flatten_info", location).get(name.replace("_fpw_module.", ""))
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
         raise CheckpointError(f"{location}: its shard_metadata does not describe {name!r}")
@@ -168,6 +176,7 @@ def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _Flatte
 
 
 def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, location: str) -> XlaFsdpLayout:
+    """Build the layout of a flat parameter."""
     names, shapes, numels = entry
     head = full_name.rpartition(".")[0]
     parameters: list[FlatParameter] = []
@@ -189,14 +198,20 @@ def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, locati
 def join_shards(
     layout: XlaFsdpLayout, shards: Sequence[tuple[str, Any]], key: str, suffix: str = ""
 ) -> dict[str, Tensor]:
-    """Join the ranks' shards of one key into tensors, by name with wrappers.
+    """Join the ranks' shards of one key into tensors.
 
     Args:
-        shards: (file, value) of every rank, in order.
-        suffix: appended to the tensors' own names (`.exp_avg`), not to the keys of the result.
+        layout: Parameters in the key.
+        shards: File and value of every rank, in order.
+        key: Key of the shards, used in error messages.
+        suffix: Suffix of the tensors' names, such as `.exp_avg`. The keys of the result do not have it.
+
+    Returns:
+        Tensors, keyed by name with wrappers.
 
     Raises:
-        CheckpointError: shards of different dtypes or shapes, or of a size that sharding never produces.
+        CheckpointError: If the shards have different dtypes or shapes, or a size that sharding never
+            produces.
     """
     location, first = shards[0]
     key += suffix
@@ -219,6 +234,7 @@ def join_shards(
 def _join_flat_shards(
     layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str
 ) -> dict[str, Tensor]:
+    """Join flat shards, and split the result into the original parameters."""
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
         raise CheckpointError(
@@ -240,6 +256,7 @@ def _join_flat_shards(
 
 
 def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
+    """Join shards along dim 0, without the padding of the last rank."""
     rows, *rest = stored[0].shape or (0,)
     if (
         layout.is_flat

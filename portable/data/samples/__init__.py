@@ -1,1 +1,1 @@
-"""From the token cache to batches, in order."""
+"""Datasets of samples with a fixed shape, their order, and loaders of micro-batches."""

@@ -1,8 +1,9 @@
-"""Map-style data sets over a token cache, with samples of a fixed shape.
+"""Map-style datasets over a token cache, with samples of a fixed shape.
 
-A sample is a dictionary of int64 tensors. Its ``labels`` are float32 for numeric targets. Labels are aligned
-with the logits: ``labels[t]`` is the target of ``logits[t]``. The data set shifts them if the task needs it,
-so a loss never does. -100 marks positions that do not count. Shapes are fixed for compiled steps.
+A sample is a dictionary of int64 tensors, except that ``labels`` are float32 for numeric targets. Labels are
+aligned with the logits: ``labels[t]`` is the target of ``logits[t]``. The dataset shifts the labels if the
+task needs it, so a loss must not shift them again. The label -100 marks positions that do not count. All
+samples have the same shapes, so that a compiled step is compiled once.
 """
 
 from __future__ import annotations
@@ -26,78 +27,114 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import TokenCache
 
 LAST_LABEL = -1
-"""As ``decoder_start_token_id``: each row's own last label, as in mBART."""
+"""Value of ``decoder_start_token_id`` for models such as mBART, whose first decoder input is the last label
+of the same row.
+"""
 HELD_OUT_SHARE, MIN_HELD_OUT = 0.01, 16
-"""Default share of held-out samples, and their smallest number."""
+"""Share of held-out samples and their minimum number, if ``data.eval_fraction`` is null."""
 Arrays = dict[str, npt.NDArray[Any]]
 ColumnFunction = Callable[[Sequence[int]], Arrays]
-"""Returns columns of the samples with these numbers."""
+"""Function that computes additional columns from the indices of samples."""
 
 
 class Samples(ABC):
-    """A data set with ``num_samples`` samples. Only their masking may differ between epochs."""
+    """Dataset with a known order of its samples in a run.
+
+    All epochs have the same samples in different orders. Only the random masks of masked language models
+    depend on the epoch.
+    """
 
     num_samples: int
+    """Number of samples."""
     valid_labels_per_sample: int | None = None
-    """The number of valid labels per sample, if it is the same for all."""
+    """Number of labels per sample that count in the loss. None if samples differ."""
     padding_share: float = 0.0
-    """The share of positions that packing leaves to padding."""
+    """Share of positions that are padding in packed samples."""
     sequences_per_sample: int = 1
-    """The number of sequences in a sample; several are ``[batch, sequences, tokens]``."""
+    """Number of sequences per sample. If it is more than 1, tensors of a batch are ``[batch, sequences,
+    tokens]``.
+    """
     mean_context_length: float | None = None
-    """The mean length of the document that a token is in, where attention stays within it."""
+    """Mean over all tokens of the length of their document, if attention does not cross documents. Otherwise
+    None.
+    """
     compute_extra_columns: ColumnFunction | None = None
-    """Further columns, which are computed with the model before the training."""
+    """Function that returns columns computed with the model before training, such as log-probabilities of a
+    reference model.
+    """
 
     def __len__(self) -> int:
         return self.num_samples
 
     @property
     def epoch_samples(self) -> int:
-        """The number of samples in one pass over the data, as ``train.epochs`` counts."""
+        """Number of samples in one pass over the data, as ``train.epochs`` counts."""
         return self.num_samples
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """Return (epoch, index) of the sample at ``position`` of a run."""
+        """Return epoch and index of the sample at a position of a run.
+
+        Args:
+            position: Position of the sample in the run, which is the number of samples before it.
+            seed: Seed of the run.
+        """
         return locate_sample(position, self.num_samples, seed)
 
     def get_source_name(self, index: int) -> str:
-        """The name of the source of a sample in a mixture; empty without one."""
+        """Return the name of the source of a sample in a mixture. Empty without a mixture."""
         return ""
 
     def find_early_sample(self) -> EpochIndex:
-        """The place of a sample that is soon there, to see the columns."""
+        """Return a sample that is available early, to inspect the columns of a batch."""
         return EpochIndex(0, 0)
 
     def count_epochs(self, num_samples: int) -> float | None:
-        """How many passes the first ``num_samples`` samples are; None if that is not known yet."""
+        """Convert a number of consumed samples to epochs.
+
+        Returns:
+            Number of epochs, with a fraction. None while the size of an epoch is not known.
+        """
         return num_samples / self.num_samples
 
     def compute_progress_metrics(self, position: int) -> dict[str, float]:
-        """Numbers to log about the first ``position`` samples of a run, by name."""
+        """Compute metrics about the first ``position`` samples of a run.
+
+        Returns:
+            Values to log, keyed by metric. Empty without a mixture.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the samples besides the position: the manifests of streams, by name."""
+        """Return the state to save in a checkpoint, in addition to the position.
+
+        Returns:
+            Manifests of the streams, keyed by source name. Empty without streams.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the :meth:`state` of a checkpoint.
+        """Load the state from a checkpoint, see :meth:`state_dict`.
 
         Raises:
-            ValueError: if it is none. RunError: if the data has changed since.
+            ValueError: If the state is invalid.
+            RunError: If the data has changed since the checkpoint.
         """
         return
 
     def compute_consumed_digest(self, position: int) -> str:
-        """A digest of what decided the samples up to ``position``, where that is not known beforehand."""
+        """Compute a digest of the data that determined the samples before ``position``.
+
+        Empty if the data is completely known before training. A stream is not: before a checkpoint, all ranks
+        compare their digests, to find ranks that have read different data.
+        """
         return ""
 
     def close(self) -> None:
-        """End what runs beside the training: the processes of streams. The samples stay readable."""
+        """Stop background processes that tokenize streams. The samples remain readable."""
         return
 
     def __getitem__(self, index: int) -> Batch:
+        """Return a sample in the first epoch, without a batch dimension."""
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         return {
@@ -106,7 +143,11 @@ class Samples(ABC):
         }
 
     def build_batch(self, indices: Sequence[EpochIndex]) -> Batch:
-        """Stack the samples with these epochs and indices: tensors of shape ``[len(indices), ...]``."""
+        """Build a batch from the samples at these epochs and indices.
+
+        Returns:
+            Tensors ``[len(indices), ...]``, keyed by column.
+        """
         arrays = self.build_arrays_with_columns(indices)
         if self.compute_extra_columns is not None:
             arrays = {**arrays, **self.compute_extra_columns([index for _, index in indices])}
@@ -114,47 +155,58 @@ class Samples(ABC):
 
     @abstractmethod
     def list_document_numbers(self, index: int) -> Sequence[int]:
-        """The numbers of the source's documents in a sample, from 0."""
+        """List the numbers of the source's documents in a sample, from 0."""
 
     @abstractmethod
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """The same as :meth:`build_batch` in numpy, without further columns."""
+        """Build the columns of the task as numpy arrays, for the samples at these epochs and indices."""
 
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """The same with those that the data has."""
+        """Build the columns of the task and the columns in ``data.columns`` as numpy arrays."""
         return self.build_arrays(indices)
 
 
 @dataclass(frozen=True)
 class SampleRange:
-    """The range of the source's samples in a data set: ``[start, start + num_samples)``."""
+    """Range ``[start, start + num_samples)`` of the source's samples, which forms a dataset.
+
+    Calling it with an index in the dataset returns the number of the sample in the source.
+    """
 
     start: int
     num_samples: int
     order: Permutation | KeptOrder | None = None
-    """Shuffles the samples first, so that the evaluation part of a sorted source is not biased."""
+    """Order of the source's samples from which the range is taken. It is shuffled if samples are documents,
+    so that the held-out part of a sorted source is not biased. None for the order of the source.
+    """
 
     def __call__(self, index: int) -> int:
+        """Return the number of the sample in the source."""
         position = self.start + index
         return position if self.order is None else self.order(position)
 
     def get_document_range(self, index: int) -> range:
-        """The document of a sample, if each sample is one document."""
+        """Return the document of a sample, for datasets with one document per sample."""
         return range(self(index), self(index) + 1)
 
 
 class TrainEvalSplit(NamedTuple):
-    """Samples of a source to train on, and samples held out for evaluation."""
+    """Ranges of a source's samples to train on and to hold out for evaluation."""
 
     train: SampleRange
     held_out: SampleRange
 
 
 def count_packed_samples(num_tokens: int, seq_len: int, *, shifted: bool) -> int:
-    """Return the number of full blocks in ``num_tokens`` tokens. ``shifted`` labels need one more token.
+    """Count the complete blocks of ``seq_len`` tokens.
+
+    Args:
+        num_tokens: Number of tokens of all documents.
+        seq_len: Number of tokens per sample.
+        shifted: Whether the labels are shifted by one, so that the last block needs one more token.
 
     Raises:
-        UserError: if there is none.
+        UserError: If there is no complete block.
     """
     count = (num_tokens - shifted) // seq_len
     if count < 1:
@@ -169,10 +221,12 @@ def count_packed_samples(num_tokens: int, seq_len: int, *, shifted: bool) -> int
 def split_packed_blocks(
     num_blocks: int, eval_fraction: float | None, excluded_numbers: npt.NDArray[np.int64] | None = None
 ) -> TrainEvalSplit:
-    """Split packed blocks into training and evaluation. The evaluation part is the end of the text.
+    """Split packed blocks into a training and a held-out part. The held-out part is the end of the text.
 
     Args:
-        excluded_numbers: the numbers of blocks that are in neither, in order.
+        num_blocks: Number of blocks.
+        eval_fraction: Share of held-out blocks, see :func:`_compute_num_held_out`.
+        excluded_numbers: Numbers of the blocks that are in neither part, sorted.
     """
     order: KeptOrder | None = None
     if excluded_numbers is not None and len(excluded_numbers):
@@ -188,10 +242,12 @@ def split_packed_blocks(
 def split_documents(
     num_documents: int, eval_fraction: float | None, excluded_numbers: npt.NDArray[np.int64] | None = None
 ) -> TrainEvalSplit:
-    """Split documents into training and evaluation at random, independently of the run's seed.
+    """Split documents into a training and a held-out part, at random but independently of the run's seed.
 
     Args:
-        excluded_numbers: the numbers of documents that are in neither, in order.
+        num_documents: Number of documents.
+        eval_fraction: Share of held-out documents, see :func:`_compute_num_held_out`.
+        excluded_numbers: Numbers of the documents that are in neither part, sorted.
     """
     order: Permutation | KeptOrder = Permutation(num_documents, seed=0)
     if excluded_numbers is not None and len(excluded_numbers):
@@ -205,7 +261,7 @@ def split_documents(
 
 
 def _compute_num_held_out(num_samples: int, eval_fraction: float | None) -> int:
-    """Compute how many samples are held out.
+    """Compute the number of held-out samples.
 
     The default is 1 % of the samples, but at least :data:`MIN_HELD_OUT`, because the mean loss of fewer
     samples is not reliable. It is at most a fifth, because most of a small dataset is needed for training.
@@ -223,14 +279,14 @@ def _compute_num_held_out(num_samples: int, eval_fraction: float | None) -> int:
 
 @dataclass(eq=False)
 class CacheSamples(Samples):
-    """The samples of a part of a token cache.
+    """Base class of datasets over a range of a token cache.
 
     Attributes:
-        token_cache: of the tokens.
-        sample_range: of its samples.
-        seq_len: tokens of a sample.
-        includes_columns: whether batches have ``data.columns``; a cache may have columns that nobody asked
-        for.
+        token_cache: Tokens of all documents of the source.
+        sample_range: Samples of the source that belong to the dataset.
+        seq_len: Number of tokens per sample.
+        includes_columns: Whether batches contain ``data.columns``. The cache may contain columns that the run
+            does not use.
     """
 
     token_cache: TokenCache
@@ -242,25 +298,28 @@ class CacheSamples(Samples):
         self.num_samples = self.sample_range.num_samples
 
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """With the further numbers, ``[batch]``, of the record that each sample is."""
+        """See :meth:`Samples.build_arrays_with_columns`. Columns of ``data.columns`` are ``[batch]``."""
         if not self.includes_columns:
             return self.build_arrays(indices)
         numbers = [int(self.list_document_numbers(index)[0]) for _, index in indices]
         return {**self.build_arrays(indices), **self.token_cache.read_extra_columns(numbers)}
 
     def list_document_numbers(self, index: int) -> range:
+        """Return the single document of a sample."""
         return self.sample_range.get_document_range(index)
 
     def _find_block_documents(self, index: int) -> range:
+        """Find the documents that a block of concatenated tokens overlaps."""
         start = self.sample_range(index) * self.seq_len
         return self.token_cache.find_documents_of_tokens("text", start, start + self.seq_len)
 
 
 class PackedCausalSamples(CacheSamples):
-    """Concatenated documents in blocks of ``seq_len``. Every position is a target, if its token is trained.
+    """Concatenated documents in blocks of ``seq_len`` tokens, for causal language modeling.
 
-    Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``. No token is a
-    target twice, and training and evaluation share no target.
+    Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``. Every token is
+    the label of at most one position, and training and evaluation data share no label. If only some tokens
+    are trained, the labels of all other tokens are -100.
     """
 
     def __post_init__(self) -> None:
@@ -268,6 +327,7 @@ class PackedCausalSamples(CacheSamples):
         self.valid_labels_per_sample = self.seq_len if self.token_cache.trained_bits is None else None
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Build ``input_ids`` and ``labels``, int64 ``[len(indices), seq_len]``."""
         length, tokens = self.seq_len, self.token_cache.tokens["text"]
         inputs = np.empty((len(indices), length), dtype=np.int64)
         labels = np.empty_like(inputs)
@@ -282,19 +342,21 @@ class PackedCausalSamples(CacheSamples):
         return {"input_ids": inputs, "labels": labels}
 
     def list_document_numbers(self, index: int) -> range:
+        """Return the documents that a block overlaps."""
         return self._find_block_documents(index)
 
 
 @dataclass(eq=False)
 class PaddedCausalSamples(CacheSamples):
-    """One document per sample, truncated to ``seq_len`` and padded on the right.
+    """One document per sample, truncated and padded on the right, for causal language modeling.
 
     Attributes:
-        pad_token: the padding token.
-        keep_last_input: the last token is among the inputs, without a label; else it is a label only.
-        keep_last_input_if_room: the last token is among the inputs as well if there is room for it. Unlike
-        with ``keep_last_input``,
-            a longer document has ``seq_len`` labels.
+        pad_token: Id of the padding token.
+        truncation: Part of a long document that is removed, ``data.truncation``.
+        keep_last_input: Whether the inputs include the last token, which has no label. Otherwise, the last
+            token is only a label.
+        keep_last_input_if_room: Whether the inputs include the last token of a document if the document fits.
+            In contrast to ``keep_last_input``, a longer document still has ``seq_len`` labels.
     """
 
     pad_token: int
@@ -303,9 +365,11 @@ class PaddedCausalSamples(CacheSamples):
     keep_last_input_if_room: bool = field(default=False, kw_only=True)
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Build ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[len(indices), seq_len]``."""
         return self._build_document_arrays([self.sample_range(index) for _, index in indices])
 
     def _build_document_arrays(self, numbers: Sequence[int]) -> Arrays:
+        """Build the arrays of documents with these numbers."""
         kept_slice = get_kept_slice(self.truncation, self.seq_len + (not self.keep_last_input))
         documents = [self.token_cache.read_document("text", number)[kept_slice] for number in numbers]
         has_last_token = self.keep_last_input or self.keep_last_input_if_room
@@ -320,11 +384,16 @@ class PaddedCausalSamples(CacheSamples):
 
 
 class PairSamples(PaddedCausalSamples):
-    """Two documents per sample, one after the other in the source: what was chosen, and what was rejected."""
+    """Pairs of documents for preference losses.
+
+    The chosen and the rejected document of a pair are adjacent in the source. Tensors are ``[batch, 2,
+    tokens]``: chosen first, rejected second.
+    """
 
     sequences_per_sample = 2
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Build ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[len(indices), 2, seq_len]``."""
         numbers = [
             2 * self.sample_range(index) + is_rejected for _, index in indices for is_rejected in (0, 1)
         ]
@@ -332,28 +401,38 @@ class PairSamples(PaddedCausalSamples):
         return {name: values.reshape(len(indices), 2, -1) for name, values in arrays.items()}
 
     def list_document_numbers(self, index: int) -> range:
+        """Return the two documents of a pair."""
         first = 2 * self.sample_range(index)
         return range(first, first + 2)
 
 
 def select_sequence_of_samples(batch: dict[str, Any], index: int) -> dict[str, Any]:
-    """The tokens of one sequence of each sample, ``[batch, tokens]``, where samples have several."""
+    """Select one sequence of each sample from a batch of samples with several sequences.
+
+    Args:
+        batch: Batch with tensors ``[batch, sequences, tokens]``. Tensors with other numbers of dimensions are
+            dropped.
+        index: Index of the sequence in each sample.
+
+    Returns:
+        Tensors ``[batch, tokens]``, keyed by column.
+    """
     return {name: values[:, index] for name, values in batch.items() if values.ndim == 3}
 
 
 def compute_document_lengths(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Count the inputs of the text that each token is in.
+    """Compute for each token the number of inputs of its document.
 
     Args:
-        inputs: A batch, with ``position_ids`` if its samples are packed documents.
+        inputs: Batch of a model. It contains ``position_ids`` if its samples are packed documents.
 
     Returns:
-        The lengths, int64 ``[batch, tokens]`` or ``[batch, 1]``.
+        Lengths, int64 ``[batch, tokens]`` for packed documents and ``[batch, 1]`` otherwise.
     """
     ids, positions, mask = inputs["input_ids"], inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None:
         return (torch.ones_like(ids) if mask is None else mask).sum(dim=-1, keepdim=True)
-    documents = (positions == 0).long().cumsum(dim=-1)  # on XLA, cumsum of booleans is boolean
+    documents = (positions == 0).long().cumsum(dim=-1)  # cumsum of booleans is boolean on XLA
     counts = torch.zeros_like(torch.nn.functional.pad(documents, (0, 1)))
     return counts.scatter_add(1, documents, torch.ones_like(documents)).gather(1, documents)
 
@@ -371,9 +450,14 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(rows: Sequence[npt.NDArray[Any]], length: int, pad_value: int) -> PaddedRows:
-    """Pad rows on the right; return them and the attention mask.
+    """Pad rows on the right and build their attention mask.
 
-    A mask has at least one 1 per row, because attention over no position is NaN.
+    The mask of an empty row has one 1, because attention over no position is NaN.
+
+    Args:
+        rows: Arrays with at most ``length`` values each.
+        length: Number of values per padded row.
+        pad_value: Value of the padding.
     """
     values = np.full((len(rows), length), pad_value, dtype=np.int64)
     mask = np.zeros((len(rows), length), dtype=np.int64)
@@ -386,7 +470,10 @@ def pad_rows(rows: Sequence[npt.NDArray[Any]], length: int, pad_value: int) -> P
 def truncate_keeping_suffix(
     tokens: npt.NDArray[Any], max_length: int, suffix: Sequence[int]
 ) -> npt.NDArray[np.int64]:
-    """Truncate a document to ``max_length`` tokens. It still ends with ``suffix``."""
+    """Truncate a document to ``max_length`` tokens that still end with the special tokens ``suffix``.
+
+    The suffix replaces the last remaining tokens. A document that fits is unchanged.
+    """
     out = np.array(tokens[:max_length], dtype=np.int64)
     if len(tokens) > max_length and 0 < len(suffix) < max_length:
         out[-len(suffix) :] = suffix

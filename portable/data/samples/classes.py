@@ -1,4 +1,4 @@
-"""Map labels to a classifier's outputs: single-label, multi-label or regression."""
+"""Mapping from labels to the outputs of a classifier: single-label, multi-label or regression."""
 
 from __future__ import annotations
 
@@ -16,40 +16,44 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import LabelKind, TokenCache
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""transformers' ``problem_type``, which selects the loss of a classifier."""
+"""``problem_type`` of transformers, which selects the loss of a classifier."""
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = PROBLEM_TYPES = get_args(ProblemType)
 
 
 @dataclass(frozen=True)
 class ModelClasses:
-    """The classes of a model before training."""
+    """Classes of a model before training."""
 
     setting_key: str
-    """The setting that defines them."""
+    """Setting that defines the classes, used in error messages."""
     names: tuple[str, ...]
-    """In the order of their ids."""
+    """Class names in the order of their ids."""
 
     @property
     def has_custom_names(self) -> bool:
-        """Whether they have names other than transformers' defaults LABEL_0, LABEL_1 ..."""
+        """Whether the names differ from the defaults LABEL_0, LABEL_1 ... of transformers."""
         return any(name != f"LABEL_{index}" for index, name in enumerate(self.names))
 
     def would_rename_classes(self, names: Sequence[str]) -> bool:
-        """Whether ``names`` are given to these without either telling that they are the same."""
+        """Return whether the model's classes have no names, so that ``names`` may not mean the same classes.
+
+        A model with the default names LABEL_0 ... may have been trained on other classes, or on the same
+        classes in another order. The run prints a note if this returns True.
+        """
         return not self.has_custom_names and names != self.names and not all(map(_is_number, names))
 
 
 @dataclass(frozen=True)
 class LabelMapping:
-    """The outputs of a classifier: classes, or the numbers of a regression."""
+    """Outputs of a classifier, which are classes or numbers of a regression, and the output of each label."""
 
     output_names: tuple[str, ...]
-    """In the order of their ids."""
+    """Names of the outputs in the order of their ids."""
     output_ids: tuple[int, ...]
-    """The id of each label of the data, in the order of the token cache."""
+    """Id of each label of the data, in the order of the token cache."""
     problem_type: ProblemType = SINGLE_LABEL
     regression_values: tuple[float, ...] = ()
-    """For a regression on integers, the value of each label in the same order."""
+    """For a regression on integers, value of each label of the data, in the order of the token cache."""
 
 
 def map_labels_to_outputs(
@@ -60,18 +64,19 @@ def map_labels_to_outputs(
 ) -> LabelMapping:
     """Map the labels of ``tokens`` to the outputs of a classifier.
 
-    If ``problem_type`` is None the labels decide, as in transformers. Integers and strings are classes, and
-    lists of them are several classes per text. A number with a fraction is a regression target. A list of
-    these is a score for each class.
+    If ``problem_type`` is None, the labels determine it, as in transformers: integers and strings are
+    classes, and lists of them are several classes per text. A number with a fraction is a regression target.
+    A list of such numbers is a score for each class.
 
     Args:
-        tokens: a cache with labels.
-        declared_names: class names of the data set, if it has them; its labels are indices of these.
-        model_classes: the classes or outputs of the model; None for an untrained head.
-        problem_type: ``problem_type`` of the model's config.
+        tokens: Token cache with labels.
+        declared_names: Class names that the dataset declares. Its labels are indices of these names. None if
+            there are none.
+        model_classes: Classes or outputs of the model. None for an untrained head.
+        problem_type: ``problem_type`` of the model's config. None to detect it.
 
     Raises:
-        UserError: if the labels do not fit the model.
+        UserError: If the labels do not fit the model.
     """
     kind, names = tokens.label_kind, tokens.label_names
     width = len(model_classes.names) if model_classes is not None else int(tokens.meta.get("label_width", 1))
@@ -140,15 +145,17 @@ def map_eval_labels_to_outputs(
     eval_tokens: TokenCache,
     eval_declared_names: Sequence[str] | None = None,
 ) -> LabelMapping:
-    """Map the labels of evaluation data to the outputs that the training data has.
+    """Map the labels of evaluation data to the outputs of the training data.
 
     Args:
-        training_mapping: the outputs of the model.
-        training_tokens: the training data. declared: its class names, if it has them.
-        eval_tokens: the evaluation data, which need not have every class. declared_there: its class names.
+        training_mapping: Outputs of the model.
+        training_tokens: Token cache of the training data.
+        training_declared_names: Class names that the training dataset declares, if any.
+        eval_tokens: Token cache of the evaluation data. It may lack some classes.
+        eval_declared_names: Class names that the evaluation dataset declares, if any.
 
     Raises:
-        UserError: if it has other labels.
+        UserError: If the evaluation data has a label that the training data does not have.
     """
     if training_mapping.problem_type == REGRESSION or eval_tokens.label_values is not None:
         known_classes = ModelClasses("the model", training_mapping.output_names)
@@ -181,7 +188,7 @@ def map_eval_labels_to_outputs(
 
 
 def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
-    """The name of a label, which may be an index of ``declared``."""
+    """Return the name of a label, which may be an index of ``declared``."""
     inside = declared is not None and isinstance(label, int) and 0 <= label < len(declared)
     return declared[label] if inside else str(label)  # type: ignore[index]
 
@@ -202,6 +209,11 @@ _KIND_DESCRIPTIONS = {
 def _check_labels_fit_problem_type(
     kind: LabelKind, names: Sequence[int | str], problem_type: ProblemType
 ) -> None:
+    """Check that the kind of the labels fits the problem type.
+
+    Raises:
+        UserError: If the labels do not fit.
+    """
     numbers = kind == "classes" and all(isinstance(name, int) for name in names)
     fits = {
         SINGLE_LABEL: kind == "classes",
@@ -216,6 +228,11 @@ def _check_labels_fit_problem_type(
 
 
 def _check_class_scores(values: npt.NDArray[Any]) -> None:
+    """Check that scores of classes are from 0 to 1.
+
+    Raises:
+        UserError: If a score is less than 0 or greater than 1.
+    """
     for start in range(0, len(values), 1 << 20):
         part = values[start : start + (1 << 20)]
         if part.min() < 0 or part.max() > 1:
@@ -232,16 +249,16 @@ def map_labels_to_class_ids(
     *,
     is_multi_label: bool = False,
 ) -> LabelMapping:
-    """Map each label of the data to the model's class id.
+    """Map each label of the data to the class id of the model.
 
     Args:
-        labels: the distinct labels, sorted.
-        declared_names: class names of the data set, if it has them; its labels are indices of these.
-        model_classes: the model's classes; None for an untrained head, which takes those of the data.
-        is_multi_label: whether a text may have any number of classes.
+        labels: Distinct labels, sorted.
+        declared_names: Class names that the dataset declares, if any. Its labels are indices of these names.
+        model_classes: Classes of the model. None for an untrained head, which gets the classes of the data.
+        is_multi_label: Whether a text may have any number of classes.
 
     Raises:
-        UserError: if there are fewer than two classes, or they are not the model's.
+        UserError: If there are fewer than two classes, or the labels are not classes of the model.
     """
     problem: ProblemType = MULTI_LABEL if is_multi_label else SINGLE_LABEL
     if is_multi_label and not labels:
@@ -289,6 +306,7 @@ def map_labels_to_class_ids(
 
 
 def _is_number(name: str) -> bool:
+    """Return whether a class name is a number."""
     try:
         float(name)
     except ValueError:

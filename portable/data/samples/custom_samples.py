@@ -1,4 +1,4 @@
-"""Finished samples from code of the user's: tensors as a model and its loss take them."""
+"""Samples from user-defined code: tensors with the arguments of a model and its loss."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 
 class CustomSamples(Samples):
-    """A part of the samples of an object with a length, which are asked for by number, in any order.
+    """Range of the samples of a user-defined object with ``__len__`` and ``__getitem__``.
 
-    Each is a mapping with ``input_ids`` and ``labels``, aligned with the logits, and whatever else the model
-    or ``train.loss`` takes: integers or floats of the same shapes in every sample.
+    Each sample is a mapping with ``input_ids`` and ``labels``, aligned with the logits, and other arguments
+    of the model or ``train.loss``. Values are integers or floats, with the same shapes in every sample.
+    Samples are requested by number in any order.
 
     Args:
-        name: of the object.
-        records: the object.
-        part: of its samples.
-        vocabulary: tokens that the model knows; 0 if that is not known.
+        name: Name of the object, such as ``my_package.my_module:samples``.
+        records: The object.
+        part: Range of its samples.
+        vocabulary: Number of tokens of the model, to check ``input_ids``. 0 if it is not known.
     """
 
     def __init__(self, name: str, records: Any, part: SampleRange, vocabulary: int = 0) -> None:
@@ -44,19 +45,23 @@ class CustomSamples(Samples):
         self._expected_layout = _get_shapes_and_dtypes(first)
         self.sequences_per_sample = first["input_ids"].shape[0] if first["input_ids"].ndim == 2 else 1
         self.tokens_per_sequence = int(first["input_ids"].shape[-1])
-        """Of a sequence."""
+        """Number of tokens per sequence."""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the name of the object instead of the object. A worker process loads the object again."""
         return _rebuild_samples, (self._name, self._part, self._vocabulary, plugins.get_notebook_sources())
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Load samples and stack their values, keyed by name."""
         samples = [self._load_sample(self._part(index)) for _, index in indices]
         return {key: np.stack([sample[key] for sample in samples]) for key in self._expected_layout}
 
     def list_document_numbers(self, index: int) -> range:
+        """Return the number of the sample in the object."""
         return self._part.get_document_range(index)
 
     def _load_sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        """Load a sample and check its keys, shapes and tokens."""
         subject = f"data.source: {self._name}"
         with plugins.convert_user_errors(f"{subject}: sample {number}"):
             length = len(self._records)
@@ -98,11 +103,12 @@ class CustomSamples(Samples):
 def _get_shapes_and_dtypes(
     sample: Mapping[str, npt.NDArray[Any]],
 ) -> dict[str, tuple[list[int], np.dtype[Any]]]:
-    """Shape and dtype of each tensor of a sample."""
+    """Return shape and dtype of each array of a sample."""
     return {key: (list(value.shape), value.dtype) for key, value in sample.items()}
 
 
 def _to_sample_array(value: Any) -> npt.NDArray[Any]:
+    """Convert integers and booleans to int64, and floats to float32."""
     array = np.asarray(value)
     if array.dtype.kind in "iub":
         return array.astype(np.int64)
@@ -114,6 +120,6 @@ def _to_sample_array(value: Any) -> npt.NDArray[Any]:
 def _rebuild_samples(
     name: str, part: SampleRange, vocabulary: int, sources: Mapping[str, str]
 ) -> CustomSamples:
-    """The same in a process that prepares batches."""
+    """Load the object again in a worker process, see :meth:`CustomSamples.__reduce__`."""
     plugins.install_notebook_modules(sources)
     return CustomSamples(name, plugins.load_plugin_value("data.source", name), part, vocabulary)

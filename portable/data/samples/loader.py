@@ -1,4 +1,4 @@
-"""Loaders of micro-batches: this rank's share of the sample order, prefetched."""
+"""Loaders that yield the micro-batches of a rank and prefetch the next ones."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ from portable.private import torch_internals
 _PRELOAD_MODULE = "portable.ranks.forkserver_preload"
 _PREFETCHED_BATCHES = 4  # prefetched micro-batches
 BatchIndices = list[EpochIndex]
-"""Epoch and index of each sample of a batch. A row of sample ``i`` without labels has the index ``~i``."""
+"""Epochs and indices of the samples of a batch. A row that repeats sample ``i`` without labels has the index
+``~i``.
+"""
 SequencePart = tuple[int, int]
-"""Index of the part of each sequence that this rank computes, and the number of parts."""
+"""Index of the part of each sequence that this rank computes, and the number of parts, for context
+parallelism.
+"""
 
 
 class RankMicroBatch(NamedTuple):
-    """Sample positions of one micro-batch of a rank.
+    """Samples of one micro-batch of a rank.
 
     Attributes:
-        positions: Positions of the samples in the run. Filler rows repeat the last one.
-        num_trained: Number of leading positions whose labels count. The rest is filler.
+        positions: Positions of the samples in the run. Filler rows repeat the rank's last sample of the step.
+        num_trained: Number of rows at the start that belong to the step. The other rows are filler without
+            labels.
     """
 
     positions: list[int]
@@ -50,15 +55,19 @@ class RankMicroBatch(NamedTuple):
 def iter_rank_positions(
     *, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
 ) -> Iterator[RankMicroBatch]:
-    """Iterate over the sample positions of this rank's micro-batches, without end.
+    """Yield the sample positions of each micro-batch of a rank, without end.
 
-    Step *s* takes the samples ``[position + s*G, position + (s+1)*G)`` of the run. Of these, rank *r* of *W*
-    takes the range from ``r*G // W`` to ``(r+1)*G // W`` in order, one micro-batch at a time. All ranks have
-    the same number of micro-batches, of the same size. If the global batch does not divide, the last
-    micro-batches of a rank are filled up with its last sample.
+    Step *s* takes the samples ``[position + s*G, position + (s+1)*G)`` of the run, for a global batch of *G*
+    samples. Rank *r* of *W* takes the samples from ``r*G // W`` to ``(r+1)*G // W`` of the step in order, one
+    micro-batch at a time. All ranks have the same number of micro-batches per step, with the same size. If
+    *G* is not divisible, the last micro-batches of a rank are filled with copies of its last sample.
 
-    Yields:
-        The positions, and how many of them are samples of the step. The others are not trained on.
+    Args:
+        position: Number of samples of the run that are already consumed.
+        global_batch_size: Number of samples per step on all ranks.
+        micro_batch_size: Number of samples per micro-batch.
+        rank: Rank of this process among the data-parallel ranks.
+        world_size: Number of data-parallel ranks.
 
     Raises:
         UserError: If there are more ranks than samples in a global batch.
@@ -89,15 +98,27 @@ def iter_rank_positions(
 
 @dataclass(eq=False)
 class TrainLoader:
-    """This rank's micro-batches from ``position``, without end.
+    """Iterable over the micro-batches of a rank, without end.
 
-    Yields dictionaries of int64 CPU tensors ``[micro_batch_size, seq_len]`` (labels of a classifier:
-    ``[micro_batch_size]``, or float32) with the arguments of ``model.forward`` and ``labels``. After *s*
-    steps the position of the run is ``position + s * global_batch_size``.
+    It yields dictionaries of CPU tensors with the arguments of ``model.forward`` and with ``labels``: int64
+    ``[micro_batch_size, seq_len]``, or labels of a classifier ``[micro_batch_size]``, float32 for regression.
+    After *s* steps, the position of the run is ``position + s * global_batch_size``.
 
-    With ``num_workers`` 0 a thread of this process prefetches. That is the fastest for memory-mapped data
-    (measured with 8 x 2048 tokens: 0.07 ms per micro-batch, against 1 ms and a startup of 2.5 s with worker
-    processes). Otherwise that many processes are started.
+    With ``num_workers`` 0, a thread of this process prefetches. This is the fastest for memory-mapped data:
+    with 8 x 2048 tokens, 0.07 ms per micro-batch, compared to 1 ms and a startup of 2.5 s with worker
+    processes. Otherwise, ``num_workers`` processes prefetch.
+
+    Attributes:
+        dataset: Samples to train on.
+        seed: Seed of the run, which determines the order of the samples.
+        position: Number of samples that the run has consumed before. It is 0 unless the run resumes.
+        global_batch_size: Number of samples per step on all ranks.
+        micro_batch_size: Number of samples per micro-batch.
+        rank: Rank of this process among the data-parallel ranks.
+        world_size: Number of data-parallel ranks.
+        sequence_part: Part of each sequence to return.
+        num_workers: Number of worker processes. 0 for a thread.
+        pin_memory: Whether tensors are copied to pinned memory.
     """
 
     dataset: Samples
@@ -113,13 +134,15 @@ class TrainLoader:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        self._iter_positions()  # check the sizes now, not at the first batch
+        self._iter_positions()  # raises now instead of at the first batch
 
     @property
     def micro_batches_per_step(self) -> int:
+        """Number of micro-batches per step, the same on all ranks."""
         return count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
 
     def _iter_positions(self) -> Iterator[RankMicroBatch]:
+        """Iterate over the positions of this rank's micro-batches, see :func:`iter_rank_positions`."""
         return iter_rank_positions(
             position=self.position,
             global_batch_size=self.global_batch_size,
@@ -129,6 +152,10 @@ class TrainLoader:
         )
 
     def _locate_samples(self, positions: list[int], num_trained: int) -> BatchIndices:
+        """Locate the samples of a micro-batch.
+
+        Filler rows after the first ``num_trained`` rows get the index ``~index``.
+        """
         indices = [self.dataset.locate_sample(position, self.seed) for position in positions]
         return indices[:num_trained] + [EpochIndex(epoch, ~index) for epoch, index in indices[num_trained:]]
 
@@ -140,10 +167,21 @@ class TrainLoader:
 
 @dataclass(eq=False)
 class EvalLoader:
-    """Every sample once over all ranks, in order, with the same number and shape of batches on each rank.
+    """Iterable over all samples once, in order, divided among the ranks.
 
-    Batch *b* of rank *r* starts at sample ``(b*W + r) * batch_size``. Rows beyond the last sample repeat the
-    first one with all labels -100, or NaN for numeric labels.
+    All ranks get the same number of batches.
+
+    Batch *b* of rank *r* of *W* starts at sample ``(b*W + r) * batch_size``. Rows after the last sample
+    repeat the first sample with all labels -100, or NaN for numeric labels.
+
+    Attributes:
+        dataset: Samples to evaluate on.
+        batch_size: Number of samples per batch of a rank.
+        rank: Rank of this process among the data-parallel ranks.
+        world_size: Number of data-parallel ranks.
+        sequence_part: Part of each sequence to return.
+        pin_memory: Whether tensors are copied to pinned memory.
+        max_samples: Number of samples to stop after. None for all samples.
     """
 
     dataset: Samples
@@ -158,10 +196,11 @@ class EvalLoader:
 
     @property
     def _num_samples(self) -> int:
+        """Number of samples to evaluate on, on all ranks."""
         return len(self.dataset) if self.max_samples is None else min(self.max_samples, len(self.dataset))
 
     def __len__(self) -> int:
-        """Batches per rank."""
+        """Return the number of batches per rank."""
         return -(-self._num_samples // (self.batch_size * self.world_size))
 
     def __iter__(self) -> BatchIterator:
@@ -178,11 +217,21 @@ class EvalLoader:
 
 
 EVAL_EPOCH = (1 << 63) - 1
-"""The epoch for the masking of evaluation samples, so that it is the same in every evaluation."""
+"""Epoch of all evaluation samples. Because it is fixed, their random masks are the same in every
+evaluation.
+"""
 
 
 def fetch_batch(dataset: Samples, indices: BatchIndices, *, sequence_part: SequencePart = (0, 1)) -> Batch:
-    """Fetch a batch, or a part of its samples. Indices beyond the end become rows without valid labels."""
+    """Build a batch, or one part of its sequences.
+
+    Rows with a negative index, or an index after the last sample, get labels that do not count (-100 or NaN).
+
+    Args:
+        dataset: Dataset of the samples.
+        indices: Epochs and indices of the rows.
+        sequence_part: Part of each sequence to return.
+    """
     count = len(dataset)
     samples = [EpochIndex(epoch, index if index >= 0 else ~index) for epoch, index in indices]
     batch = dataset.build_batch(
@@ -195,11 +244,18 @@ def fetch_batch(dataset: Samples, indices: BatchIndices, *, sequence_part: Seque
 
 
 def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
-    """Return a part of the tokens of each sample of ``batch``: which, of how many of equal length.
+    """Select one part of the tokens of each sample, for context parallelism.
 
-    ``input_ids``, ``labels`` and ``text_tokens`` are int64 ``[batch, seq_len / parts]``. Each label is
-    already the next token, so no part needs a label of another part. ``position_ids``, which separate the
-    documents, are not divided.
+    The labels are already shifted, so a part needs no label of another part. ``position_ids`` and
+    ``document_lengths`` remain complete, because attention needs the boundaries of all documents.
+
+    Args:
+        batch: Batch with tensors ``[batch, seq_len]``.
+        sequence_part: Index of the part and number of parts. Parts have equal lengths.
+
+    Returns:
+        ``batch`` itself if there is one part. Otherwise ``input_ids``, ``labels``, positions and document
+        lengths of the part, int64 ``[batch, seq_len / parts]``, without an attention mask.
     """
     index, parts = sequence_part
     if parts == 1:
@@ -210,16 +266,17 @@ def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
     divided = {"input_ids": ids, "labels": batch["labels"], PART_POSITIONS_COLUMN: positions}
     divided[TEXT_TOKENS_COLUMN] = compute_document_lengths(batch).expand(
         ids.shape
-    )  # because a part does not have all tokens of its texts
+    )  # a part does not contain all tokens of its documents
     undivided = {name: batch[name] for name in ("position_ids", "document_lengths") if name in batch}
-    # Padding comes last, where causal attention does not see it: its mask is not needed.
+    # The attention mask is not needed, because causal attention of the tokens does not see the padding at the
+    # end.
     return undivided | {
         name: values.narrow(1, index * size, size).contiguous() for name, values in divided.items()
     }
 
 
 class BatchIterator(Iterator[Batch]):
-    """Batches in order. ``close`` or deleting the iterator stops the prefetching.
+    """Iterator over batches in order. Calling ``close`` or deleting the iterator stops the prefetching.
 
     Attributes:
         num_batches: Number of batches returned so far.
@@ -256,6 +313,7 @@ class BatchIterator(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
+        """Stop the prefetching. The iterator is empty afterwards."""
         if self._ahead is not None:
             self._ahead.close()
         self._batches = iter(())
@@ -267,6 +325,7 @@ def _iter_worker_batches(
     num_workers: int,
     pin_memory: bool,
 ) -> Iterator[Batch]:
+    """Start worker processes and yield their batches in order."""
     # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
     server = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = copy.copy(multiprocessing.get_context("forkserver" if server else "spawn"))
@@ -274,7 +333,8 @@ def _iter_worker_batches(
     names = _SemaphoreNames(context)
     names.remove_leftovers()
     context.Queue = names.make_queue
-    # Linux kills the server when the thread that started it ends, so only the main thread may bind it.
+    # Linux kills the fork server when the thread that started it ends. Only the main thread may therefore
+    # start it.
     if server and threading.current_thread() is threading.main_thread():
         from multiprocessing.forkserver import _forkserver
 
@@ -298,11 +358,11 @@ def _iter_worker_batches(
 def _iter_batches_or_raise(
     names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]
 ) -> Iterator[Batch]:
-    """The batches of workers; what went wrong in one is raised here."""
+    """Yield the batches of worker processes. Raises the errors of workers in this process."""
     with block_interrupts_in_children():
         batches = iter(loader)
     for number in count():
-        if number == loader.num_workers:  # each has returned a batch
+        if number == loader.num_workers:  # every worker has returned a batch, so it has opened its semaphores
             names.unlink_names()
         try:
             batch = next(batches, None)
@@ -311,8 +371,8 @@ def _iter_batches_or_raise(
                 raise
             torch_internals.kill_data_workers(batches)
             raise worker_error from error
-        except (EOFError, ConnectionError) as error:  # its memory was being handed over
-            if str(error).startswith("Caught "):  # in the worker
+        except (EOFError, ConnectionError) as error:  # the worker died while it passed its shared memory
+            if str(error).startswith("Caught "):  # the exception comes from the worker's code
                 raise
             torch_internals.kill_data_workers(batches)
             raise _build_worker_killed_error() from error
@@ -324,7 +384,13 @@ def _iter_batches_or_raise(
 
 
 def build_worker_death_error(error: BaseException) -> RunError | None:
-    """The error for a worker that has died, if that is what torch raised, in whatever the process did."""
+    """Build the error for a dead worker process if torch raised ``error`` for this reason.
+
+    torch raises it in a signal handler, so it can interrupt any code of the main thread.
+
+    Returns:
+        None if ``error`` has another reason.
+    """
     is_worker_death = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
     return _build_worker_killed_error() if is_worker_death else None
 
@@ -339,12 +405,12 @@ def _build_worker_killed_error() -> RunError:
 class _SemaphoreNames:
     """Names of the semaphores of the queues between a loader and its workers.
 
-    Workers open the semaphores by name. If all processes are killed, nothing removes the names from /dev/shm,
-    so they are removed as soon as every worker has opened its semaphores. Each name contains the process ID
-    of its creator, so that the next run removes the names of a run that was killed before that.
+    Workers open the semaphores by name. If all processes are killed, nothing removes the names from /dev/shm.
+    Each name is therefore removed as soon as every worker has opened its semaphores. The names contain the
+    process ID of their creator, so that the next run removes the names of a run that was killed before that.
 
     Args:
-        context: Context of ``multiprocessing`` that makes the queues.
+        context: Context of ``multiprocessing`` that creates the queues.
     """
 
     def __init__(self, context: Any) -> None:
@@ -355,7 +421,7 @@ class _SemaphoreNames:
         self._prefix = f"mp-portable-{namespace.stat().st_ino}-" if namespace.exists() else ""
 
     def make_queue(self) -> Any:
-        """Make a queue and record it."""
+        """Create a queue and record it."""
         prefix = f"/{self._prefix}{os.getpid()}" if self._prefix else "/mp"
         with torch_internals.prefix_semaphores(prefix):
             self._queues.append(self._make())
@@ -369,7 +435,7 @@ class _SemaphoreNames:
             try:
                 os.kill(int(path.name.split("-")[3]), 0)
             except ProcessLookupError:
-                with contextlib.suppress(OSError):  # another user's, or already removed
+                with contextlib.suppress(OSError):  # belongs to another user, or is already removed
                     path.unlink()
             except (PermissionError, ValueError):
                 continue
@@ -380,7 +446,10 @@ class _SemaphoreNames:
 
 
 class _LockFreeEvent:
-    """An event that processes share without a lock: one that is killed while it looks would keep a lock."""
+    """Event that processes share without a lock.
+
+    A process that is killed while it reads the event cannot leave a locked lock.
+    """
 
     def __init__(self, context: Any) -> None:
         self._byte = context.RawValue("b", 0)
@@ -393,6 +462,8 @@ class _LockFreeEvent:
 
 
 class _BatchIndexSampler(Sampler[BatchIndices]):
+    """Sampler that yields the given indices of batches."""
+
     def __init__(self, indices: Iterable[BatchIndices]) -> None:
         self._places = indices
 
@@ -401,7 +472,7 @@ class _BatchIndexSampler(Sampler[BatchIndices]):
 
 
 class _BatchFetchingDataset(Dataset[Batch | RunError | UserError]):
-    """The data set in a worker process, which fetches whole batches."""
+    """Dataset that a worker process indexes with all samples of a batch at once."""
 
     def __init__(self, fetch: Callable[[BatchIndices], Batch]) -> None:
         self._batch = fetch
@@ -409,12 +480,13 @@ class _BatchFetchingDataset(Dataset[Batch | RunError | UserError]):
     def __getitem__(self, indices: BatchIndices) -> Batch | RunError | UserError:
         try:
             return self._batch(indices)
-        except (RunError, UserError) as error:  # if raised here, it would become a worker's traceback
+        except (RunError, UserError) as error:
+            # Returned, because DataLoader would replace a raised exception by a traceback.
             return error
 
 
 class _ThreadPrefetcher(Iterator[Batch]):
-    """Batches that a thread of this process fetches, and pins, while the step computes."""
+    """Iterator over batches that a thread of this process builds and pins during the step."""
 
     def __init__(
         self, fetch: Callable[[BatchIndices], Batch], batch_indices: Iterable[BatchIndices], pin_memory: bool
@@ -451,6 +523,7 @@ def _prefetch_batches(
     ready: queue.Queue[Batch | BaseException],
     stop: threading.Event,
 ) -> None:
+    """Put batches, and finally an exception, into the queue. This is the target of the thread."""
     try:
         if device is not None:
             torch.accelerator.set_device_index(device)
@@ -469,6 +542,7 @@ def _prefetch_batches(
 def _stop_prefetching(
     ready: queue.Queue[Batch | BaseException], stop: threading.Event, thread: threading.Thread
 ) -> None:
+    """Set the stop event, empty the queue, and wait for the thread."""
     stop.set()
     with contextlib.suppress(queue.Empty):
         while True:

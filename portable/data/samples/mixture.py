@@ -1,12 +1,13 @@
-"""Several sources in fixed shares: which sample of which source stands at each position of a run.
+"""Mixture of several sources with fixed shares.
 
-Positions are dealt out by a binary tree over the sources. A node splits the positions that reach it between
-its two halves in the ratio of their weights: of the first ``n``, the left half gets ``n * left / total``,
-rounded to the nearest integer. Both "which source" and "which of its samples" then follow for any position
-from integers on the path to a leaf, without a table and without a loop over the positions before. No prefix
-of the run has more than half of ``log2(sources)``, rounded up, samples of a source too many or too few.
+The module maps each position of a run to a source and to a position in that source. A binary tree over the
+sources divides the positions. Each node divides its positions between its two halves in the ratio of their
+weights: of the first ``n`` positions, the left half gets ``n * left / total``, rounded to the nearest
+integer. Source and position in the source therefore follow from integers on the path to a leaf, without a
+table and without a loop over earlier positions. In any prefix of the run, the number of samples of a source
+differs from its exact share by at most half of ``log2(sources)``, rounded up.
 
-Its values are part of the checkpoint format, like those of :mod:`portable.data.samples.order`.
+The values are part of the checkpoint format, like the values of :mod:`portable.data.samples.order`.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ if TYPE_CHECKING:
 
 
 class SourceIndex(NamedTuple):
-    """A source of a mixture, and a sample or position within this source, both counted from 0."""
+    """Index of a source of a mixture, and index of a sample within this source."""
 
     source: int
     sample_index: int
 
 
 class WeightedInterleaving:
-    """Deals out positions 0, 1, 2 ... in the ratio of ``weights``.
+    """Assignment of positions 0, 1, 2 ... to sources in the ratio of their weights.
 
     Args:
-        weights: of each source, at least 0, not all 0. Text such as ``0.1`` is meant exactly.
+        weights: Weight of each source, at least 0 and not all 0. A float such as ``0.1`` is used as the exact
+            decimal number.
     """
 
     def __init__(self, weights: Sequence[float | int | Fraction]) -> None:
@@ -54,13 +56,17 @@ class WeightedInterleaving:
         return len(self._sums) - 1
 
     def _split_at_middle_source(self, first: int, last: int, positions: int) -> tuple[int, int]:
-        """The middle of the sources ``[first, last)``, and how many of ``positions`` the left half gets."""
+        """Divide ``positions`` between the two halves of the sources ``[first, last)``.
+
+        Returns:
+            Index of the first source of the right half, and number of positions for the left half.
+        """
         middle = (first + last) // 2
         left_weight, total = self._sums[middle] - self._sums[first], self._sums[last] - self._sums[first]
         return middle, (2 * positions * left_weight + total) // (2 * total) if total else 0
 
     def __call__(self, position: int) -> SourceIndex:
-        """The source at ``position``, and how many positions before it have the same source."""
+        """Return the source at ``position``, and the number of earlier positions with the same source."""
         first, last = 0, len(self)
         while last - first > 1:
             middle, before = self._split_at_middle_source(first, last, position)
@@ -72,7 +78,7 @@ class WeightedInterleaving:
         return SourceIndex(first, position)
 
     def count_per_source(self, num_positions: int) -> list[int]:
-        """How many of the first ``num_positions`` each source has."""
+        """Count how many of the first ``num_positions`` positions each source gets."""
         counts = [0] * len(self)
 
         def count_range(first: int, last: int, positions: int) -> None:
@@ -88,10 +94,10 @@ class WeightedInterleaving:
 
 
 class MixtureSchedule:
-    """Weights that change at some positions of the run; each source goes on where it stood.
+    """Mixture whose weights change at some positions of the run. Each source continues at its own position.
 
     Args:
-        phases: the first position of each phase, from 0 and increasing, and its weights.
+        phases: First position and weights of each phase. The first positions begin with 0 and increase.
     """
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[float | int | Fraction]]]) -> None:
@@ -107,13 +113,13 @@ class MixtureSchedule:
             self._before.append([a + b for a, b in zip(self._before[-1], counted, strict=True)])
 
     def __call__(self, position: int) -> SourceIndex:
-        """The source at ``position``, and how many positions before it have the same source."""
+        """Return the source at ``position``, and the number of earlier positions with the same source."""
         phase = bisect_right(self._starts, position) - 1
         source, index = self._phases[phase](position - self._starts[phase])
         return SourceIndex(source, self._before[phase][source] + index)
 
     def count_per_source(self, num_positions: int) -> list[int]:
-        """How many of the first ``num_positions`` each source has."""
+        """Count how many of the first ``positions`` positions each source gets."""
         phase = max(0, bisect_right(self._starts, num_positions) - 1)
         phase_counts = self._phases[phase].count_per_source(num_positions - self._starts[phase])
         return [a + b for a, b in zip(self._before[phase], phase_counts, strict=True)]
@@ -121,11 +127,11 @@ class MixtureSchedule:
 
 @dataclass(frozen=True)
 class MixtureShare:
-    """How much of a mixture a source is: one of the two is given.
+    """Share of a source in a mixture. Exactly one of the attributes is set.
 
     Attributes:
-        weight: in proportion to those of the other sources.
-        epochs: passes over the source in one pass over the mixture.
+        weight: Weight relative to the weights of the other sources.
+        epochs: Number of passes over the source in one pass over the mixture.
     """
 
     weight: float | None = None
@@ -133,16 +139,20 @@ class MixtureShare:
 
 
 class MixtureSamples(Samples):
-    """Samples of several sources, numbered one source after the other.
+    """Samples of several sources.
 
-    Each source has its own epochs, each in an order of its own: a source with more weight than samples begins
-    its next epoch earlier, and none of its samples comes twice within an epoch.
+    The indices of the first source's samples come first, then the indices of the second source's samples, and
+    so on.
+
+    Each source has its own epochs, each in its own order. A source whose weight is larger than its number of
+    samples starts its next epoch earlier. Within an epoch, no sample of a source is repeated.
 
     Args:
-        sources: by name.
-        shares: of each, by name; all by weight or all by epochs.
-        phases: weights from some position of the run on, by name; they replace those of ``shares``.
-        with_source_column: whether batches have the column ``source``.
+        sources: Samples of each source, keyed by name.
+        shares: Share of each source, keyed by name. All shares have weights, or all have epochs.
+        phases: First position and weights, keyed by name, of each phase. They replace the weights of
+            ``shares``.
+        with_source_column: Whether batches have the column ``source`` with the index of the source.
     """
 
     def __init__(
@@ -182,10 +192,10 @@ class MixtureSamples(Samples):
         self._shapes = self._compute_max_column_shapes()
 
     def _compute_max_column_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each column without its rows: the largest of all sources.
+        """Compute the largest shape of each column over all sources, without the batch dimension.
 
         Raises:
-            UserError: if the sources have different columns.
+            UserError: If the sources have different columns.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         first: set[str] = set()
@@ -204,9 +214,17 @@ class MixtureSamples(Samples):
 
     @property
     def epoch_samples(self) -> int:
+        """Number of samples in one pass over the mixture.
+
+        If the shares are epochs, a pass contains each source this many times.
+        """
         return self._epoch_samples
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
+        """Return epoch and index of the sample at a position of a run.
+
+        The epoch is the epoch of its source.
+        """
         source, source_position = self.schedule(position)
         epoch, index = self.source_samples[source].locate_sample(
             source_position, derive_seed(self.source_names[source], seed)
@@ -214,17 +232,22 @@ class MixtureSamples(Samples):
         return EpochIndex(epoch, self._starts[source] + index)
 
     def locate_in_source(self, index: int) -> SourceIndex:
-        """The source of a sample, and its number in it."""
+        """Return the source of a sample, and the index of the sample in the source."""
         source = bisect_right(self._starts, index) - 1
         return SourceIndex(source, index - self._starts[source])
 
     def get_source_name(self, index: int) -> str:
+        """Return the name of the source of a sample. For a stream, the name of the file follows."""
         source, source_index = self.locate_in_source(index)
         return (
             f"{self.source_names[source]} {self.source_samples[source].get_source_name(source_index)}".strip()
         )
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Build all columns of the samples.
+
+        Shorter samples of a source are padded with zeros on the right.
+        """
         rows: dict[int, list[int]] = {}
         owners = [self.locate_in_source(index) for _, index in indices]
         for row, (source, _) in enumerate(owners):
@@ -245,28 +268,39 @@ class MixtureSamples(Samples):
         return out
 
     def find_early_sample(self) -> EpochIndex:
+        """Return an early sample of the first source."""
         return self.source_samples[0].find_early_sample()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the states of all sources."""
         return {name: value for part in self.source_samples for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the states of all sources, see :meth:`Samples.load_state_dict`."""
         for part in self.source_samples:
             part.load_state_dict(state)
 
     def close(self) -> None:
+        """Stop the background processes of all sources."""
         for part in self.source_samples:
             part.close()
 
     def compute_consumed_digest(self, position: int) -> str:
+        """Compute the digests of all sources, each up to its own position."""
         taken = zip(self.source_samples, self.schedule.count_per_source(position), strict=True)
         return " ".join(part.compute_consumed_digest(count) for part, count in taken)
 
     def list_document_numbers(self, index: int) -> Sequence[int]:
+        """List the numbers of the documents in their source."""
         source, source_index = self.locate_in_source(index)
         return self.source_samples[source].list_document_numbers(source_index)
 
     def compute_progress_metrics(self, position: int) -> dict[str, float]:
+        """Compute metrics of each source about the first ``position`` samples of a run.
+
+        Returns:
+            Numbers of samples, epochs and trained tokens, with keys such as ``epoch/NAME``.
+        """
         metrics: dict[str, float] = {}
         for name, part, taken in zip(
             self.source_names, self.source_samples, self.schedule.count_per_source(position), strict=True

@@ -1,11 +1,11 @@
-"""The order of samples: a pure function of seed, epoch and index.
+"""Order of the samples of a run, as a pure function of seed, epoch and index.
 
-``get_epoch_permutation(n, seed, epoch)`` is a keyed bijection of ``range(n)``: a balanced Feistel network
-over the smallest even number of bits that fits ``n``, with cycle walking to stay inside the range (Black and
-Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs no table. The position in the data is
-therefore one integer, and a run resumes at once with any world size.
+:class:`Permutation` is a keyed bijection of ``range(n)``: a balanced Feistel network over the smallest even
+number of bits that fits ``n``, with cycle walking to stay in the range (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", 2002). It needs no table. The position in the data is therefore a single integer,
+and a run resumes immediately with any world size.
 
-Its values are part of the checkpoint format: a change would alter every resumed run.
+The values are part of the checkpoint format: a change would alter every resumed run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 _ROUNDS = 8
-_MIN_HALF_BITS = 3  # with fewer bits, the round functions mix tiny data sets poorly
+_MIN_HALF_BITS = 3  # with fewer bits, the round functions mix tiny datasets poorly
 _U64 = (1 << 64) - 1
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
@@ -28,7 +28,7 @@ class EpochIndex(NamedTuple):
     """Epoch and index of a sample.
 
     Attributes:
-        epoch: Number of the pass over the samples, from 0. It selects the random masking of the sample.
+        epoch: Number of the pass over the samples, from 0. It selects the random masks of the sample.
         sample_index: Index of the sample in its dataset.
     """
 
@@ -37,7 +37,7 @@ class EpochIndex(NamedTuple):
 
 
 def _mix_bits(value: int) -> int:
-    """The splitmix64 finalizer (Steele, Lea and Flood, 2014): 64 bits in, 64 well-mixed bits out."""
+    """Mix the bits of a 64-bit integer with the splitmix64 finalizer (Steele, Lea and Flood, 2014)."""
     value &= _U64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _U64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _U64
@@ -45,6 +45,7 @@ def _mix_bits(value: int) -> int:
 
 
 def _mix_bits_of_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mix the bits of each element like :func:`_mix_bits`."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
@@ -53,7 +54,15 @@ def _mix_bits_of_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Permutation:
-    """A bijection of ``range(n)``, keyed by seed and epoch; calling it costs O(1) time and no memory."""
+    """Bijection of ``range(n)``, keyed by seed and epoch.
+
+    Calling it with an index takes O(1) time and no memory.
+
+    Attributes:
+        n: Number of indices.
+        seed: Seed of the order.
+        epoch: Number of the epoch. Each epoch has a different order.
+    """
 
     n: int
     seed: int
@@ -73,7 +82,7 @@ class Permutation:
         return self.n
 
     def __call__(self, index: int) -> int:
-        """Permute ``index``. Both values are in ``range(n)``."""
+        """Map an index in ``range(n)`` to another index in ``range(n)``."""
         if not 0 <= index < self.n:
             raise IndexError(f"index {index} is outside range({self.n})")
         half, mask = self._half, (1 << self._half) - 1
@@ -86,7 +95,7 @@ class Permutation:
                 return index
 
     def permute_array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Permute an array of indices of any shape; returns int64 of the same shape."""
+        """Map an array of indices of any shape. Returns int64 of the same shape."""
         index_array = np.asarray(indices, dtype=np.int64)
         if index_array.size and not (index_array.min() >= 0 and index_array.max() < self.n):
             raise IndexError(f"an index is outside range({self.n})")
@@ -106,27 +115,40 @@ class Permutation:
 
 @lru_cache(maxsize=16)
 def get_epoch_permutation(n: int, seed: int, epoch: int) -> Permutation:
-    """The order of one epoch, cached."""
+    """Return the order of one epoch. The last 16 permutations are cached."""
     return Permutation(n, seed, epoch)
 
 
 def locate_sample(position: int, num_samples: int, seed: int) -> EpochIndex:
-    """Return (epoch, data set index) of the sample at ``position`` of a run over ``num_samples`` samples."""
+    """Return epoch and index of the sample at a position of a run.
+
+    Args:
+        position: Position of the sample in the run, which is the number of samples before it.
+        num_samples: Number of samples of the dataset.
+        seed: Seed of the run.
+    """
     epoch, index = divmod(position, num_samples)
     return EpochIndex(epoch, get_epoch_permutation(num_samples, seed, epoch)(index))
 
 
 def derive_seed(name: str, seed: int) -> int:
-    """The seed of a source, which no other source shares and no change of the list alters."""
+    """Derive the seed of a source from its name and the seed of the run.
+
+    Sources with different names get different seeds, and the seed does not depend on the other sources of a
+    mixture.
+    """
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
 
 def compute_first_sample_of_rank(global_batch_size: int, rank: int, world_size: int) -> int:
-    """Return the first sample of a rank within the global batch. Shares of ranks differ by at most one."""
+    """Compute the index in the global batch at which the samples of a rank begin.
+
+    Numbers of samples per rank differ by at most one.
+    """
     return rank * global_batch_size // world_size
 
 
 def count_accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Return the number of micro-batches per step, which is the same on all ranks."""
+    """Count the micro-batches per step, which is the same number on all ranks."""
     largest_share = -(-global_batch_size // world_size)
     return -(-largest_share // micro_batch_size)

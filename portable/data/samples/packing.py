@@ -1,11 +1,12 @@
-"""Whole documents packed into samples of a fixed length.
+"""Packing of complete documents into samples of a fixed length.
 
 A plan assigns documents to samples. It depends only on the lengths of the documents, so it is the same on
-every rank and machine. It is computed once and stored beside the token cache, in the format of the cache: a
-sample is stored like a document, and the indices of its documents are stored like tokens.
+every rank and machine. It is computed once and stored next to the token cache, in the format of a token
+cache: a sample is stored like a document, and the numbers of its documents are stored like tokens.
 
-The documents are packed by best fit, longest first, in windows of :data:`WINDOW` documents in the order of
-the data set, which is shuffled. A window bounds the memory; with this many, it costs no space.
+Documents are packed by best fit, longest first, in windows of :data:`WINDOW` documents. The windows follow
+the shuffled order of the dataset. They bound the memory, and are large enough that they cost no additional
+padding.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 Integers = npt.NDArray[np.int64]
 WINDOW = 1 << 20
-_PLAN_VERSION = 1  # of the plans; a change would alter the samples of every resumed run
+"""Number of documents that are packed together."""
+_PLAN_VERSION = 1  # version of the plans; a change would alter the samples of every resumed run
 _FIELD = "documents"
 
 
@@ -44,7 +46,7 @@ class PackedWindow(NamedTuple):
 
     Attributes:
         documents: Numbers of the documents, sample after sample, int64 ``[documents]``.
-        lengths: Positions that each of these documents takes, int64 ``[documents]``.
+        lengths: Number of positions that each of these documents takes, int64 ``[documents]``.
         document_counts: Number of documents in each sample, int64 ``[samples]``.
     """
 
@@ -57,7 +59,7 @@ class PackedBins(NamedTuple):
     """Items packed into bins.
 
     Attributes:
-        items: Numbers of the items, bin after bin, int64 ``[items]``.
+        items: Indices of the items, bin after bin, int64 ``[items]``.
         item_counts: Number of items in each bin, int64 ``[bins]``.
     """
 
@@ -67,20 +69,22 @@ class PackedBins(NamedTuple):
 
 @dataclass(eq=False)
 class PackedDocumentSamples(CacheSamples):
-    """Whole documents one after the other, padded on the right at the end of the sample.
+    """Complete documents, concatenated, with padding on the right at the end of each sample.
 
-    A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: each token but the last is an
-    input, and its label is the next one. So no label is of another document, and a sample has the labels that
-    its documents have one by one. ``position_ids`` begin at 0 in each document, and are 0 in the padding.
-    ``document_lengths``, int64 ``[batch, most documents of a sample + 1]``, has the positions of each
-    document, then those of the padding, then zeros; a row sums to ``seq_len``.
+    A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: every token except the last one is
+    an input, and its label is the next token. No label therefore belongs to another document. The packed
+    documents have the same labels as the unpacked documents.
+
+    ``position_ids`` start at 0 in each document and are 0 in the padding. ``document_lengths`` is int64
+    ``[batch, maximum number of documents per sample + 1]``: the number of positions of each document, then of
+    the padding, then zeros. Each row sums to ``seq_len``.
 
     Attributes:
-        plan: from :func:`load_or_build_packing_plan`.
-        pad_token: the padding token.
-        truncation: what is kept of a document that is longer than a sample.
-        keep_last_input_if_room: the last token is an input as well, without a label, if the sample has room
-        for it.
+        plan: Plan from :func:`load_or_build_packing_plan`.
+        pad_token: Id of the padding token.
+        truncation: Part of a long document that is removed, ``data.truncation``.
+        keep_last_input_if_room: Whether the inputs include the last token of a document, without a label, if
+            it fits.
     """
 
     plan: TokenCache
@@ -94,6 +98,7 @@ class PackedDocumentSamples(CacheSamples):
         self.mean_context_length = sizes.seen / sizes.filled
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Build ``input_ids``, ``labels``, ``position_ids`` and ``document_lengths``."""
         shape, kept_slice = (len(indices), self.seq_len), get_kept_slice(self.truncation, self.seq_len + 1)
         inputs, labels = np.full(shape, self.pad_token), np.full(shape, IGNORED_LABEL)
         positions, lengths = np.empty(shape, np.int64), np.zeros((len(indices), self._most + 1), np.int64)
@@ -119,6 +124,7 @@ class PackedDocumentSamples(CacheSamples):
         }
 
     def list_document_numbers(self, index: int) -> Sequence[int]:  # type: ignore[override]
+        """Return the documents of a sample, in order."""
         numbers: list[int] = self.plan.read_document(_FIELD, index).tolist()
         return numbers
 
@@ -126,13 +132,16 @@ class PackedDocumentSamples(CacheSamples):
 def load_or_build_packing_plan(
     tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
 ) -> TokenCache:
-    """Return the plan for the documents of ``part``, from the cache if possible.
+    """Open the packing plan of a range of documents in the cache, or compute and store it.
 
     Args:
-        keep_last_input_if_room: the last token of a document takes a position as well.
+        tokens: Token cache of the documents.
+        part: Range of the documents to pack.
+        seq_len: Number of positions per sample.
+        keep_last_input_if_room: Whether the last token of a document takes a position.
 
     Raises:
-        UserError: if no document has two tokens, or the cache is not writable.
+        UserError: If no document has two tokens, or the cache is not writable.
     """
 
     def write(folder: Path) -> None:
@@ -154,14 +163,15 @@ def load_or_build_packing_plan(
 
 @dataclass
 class PackingStats:
-    """Counts of samples, and of the tokens in them.
+    """Numbers of packed samples and of their tokens.
 
     Attributes:
-        seq_len: positions of a sample.
-        samples: how many.
-        filled: positions with a token, in all samples.
-        seen: for each of these, the length of its document, summed.
-        most: the most documents in a sample.
+        seq_len: Number of positions per sample.
+        samples: Number of samples.
+        filled: Number of positions with a token, in all samples.
+        seen: Sum of the squared lengths of all documents. Divided by ``filled``, it is the mean context
+            length of a token.
+        most: Maximum number of documents per sample.
     """
 
     seq_len: int
@@ -171,7 +181,12 @@ class PackingStats:
     most: int = 0
 
     def add_samples(self, lengths: Integers, counts: Integers) -> None:
-        """Add samples: the lengths of their documents, and the number of documents in each."""
+        """Count samples.
+
+        Args:
+            lengths: Number of positions of each document, int64 ``[documents]``.
+            counts: Number of documents in each sample, int64 ``[samples]``.
+        """
         self.samples += len(counts)
         self.filled += int(lengths.sum())
         self.seen += int(np.dot(lengths, lengths))
@@ -179,14 +194,14 @@ class PackingStats:
 
     @property
     def padding_share(self) -> float:
-        """The share of positions that are padding."""
+        """Share of positions that are padding."""
         return 1 - self.filled / max(1, self.samples * self.seq_len)
 
 
 def compute_packing_stats(
     tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
 ) -> PackingStats:
-    """The sizes that :func:`load_or_build_packing_plan` leads to, from the cache if possible. Writes nothing."""
+    """Compute the statistics of a packing plan, or read them from the plan in the cache. Writes nothing."""
     sizes = PackingStats(seq_len)
     if (
         plan := TokenCache.open_if_intact(_get_plan_folder(tokens, part, seq_len, keep_last_input_if_room))
@@ -200,15 +215,18 @@ def compute_packing_stats(
 def _get_plan_folder(
     tokens: TokenCache, part: SampleRange, seq_len: int, keep_last_input_if_room: bool
 ) -> Path:
-    """The folder of a plan, whether or not it exists."""
-    content = f"{_PLAN_VERSION} {CACHE_FORMAT} {tokens.fingerprint} {seq_len} {part}{' with_last' * keep_last_input_if_room}"
+    """Return the folder of a plan, which may not exist yet."""
+    content = (
+        f"{_PLAN_VERSION} {CACHE_FORMAT} {tokens.fingerprint} {seq_len} {part}"
+        f"{' with_last' * keep_last_input_if_room}"
+    )
     return tokens.folder.with_name(compute_text_digest(content))
 
 
 def _iter_packed_windows(
     tokens: TokenCache, part: SampleRange, seq_len: int, keep_last_input_if_room: bool
 ) -> Iterator[PackedWindow]:
-    """For each window: documents in the order of the samples, their lengths, and how many a sample has."""
+    """Pack each window of documents."""
     lengths = np.empty(tokens.num_documents, np.uint32)
     for start in range(0, tokens.num_documents, WINDOW):
         offsets = tokens.offsets["text"][start : start + WINDOW + 1].astype(np.int64)
@@ -227,20 +245,19 @@ def _iter_packed_windows(
 
 
 def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
-    """Pack items into bins: the longest first, each into the fullest bin with room for it.
+    """Pack items into bins: the longest item first, each into the fullest bin with enough room.
 
-    Items of one length are placed together, and so are bins with the same room. The time beyond the sort
-    therefore grows with the number of different lengths, not of items.
+    Items of equal length are placed together, and bins with equal room are handled together. The time after
+    sorting therefore depends on the number of different lengths instead of the number of items.
 
     Args:
-        lengths: of the items, from 1 to ``capacity``.
-
-    Returns:
-        the numbers of the items, bin after bin, and the number of items in each bin.
+        lengths: Lengths of the items, from 1 to ``capacity``, int64 ``[items]``.
+        capacity: Size of a bin.
     """
-    bin_of = np.empty(len(lengths), np.int64)  # of the items from the longest to the shortest
-    bins_by_room: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ranges of bins by their room
-    room_bits = 0  # bit r is set if a bin has the room r
+    bin_of = np.empty(len(lengths), np.int64)  # bin of each item, from the longest to the shortest item
+    # Ranges of bins, keyed by their remaining room.
+    bins_by_room: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    room_bits = 0  # bit r is set if a bin has room for exactly r more positions
     bins = num_packed = 0
     counts = np.bincount(lengths, minlength=capacity + 1)
     for length in np.flatnonzero(counts)[::-1].tolist():
@@ -253,7 +270,7 @@ def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
             else:
                 room, start = capacity, bins
                 stop = bins = bins - (-remaining // (capacity // length))
-            # A bin stays the fullest with enough room until no further item fits.
+            # A bin remains the fullest bin with enough room until no further item fits.
             items_per_bin = room // length
             num_full_bins = min(stop - start, remaining // items_per_bin)
             items_in_last_bin = (

@@ -1,4 +1,4 @@
-"""Data sets for masked language modeling, sequence-to-sequence and classification."""
+"""Datasets for masked language modeling, sequence-to-sequence tasks and classification."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from portable.data.tokens.tokenizer import PairFrame, PairTokenTypes, Vocabulary
 
 LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+"""Function that computes the decoder's inputs from the labels, both int64 ``[batch, tokens]``."""
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
+"""Share of tokens that are targets of masked language modeling."""
 
 
 class _MaskedTokens(NamedTuple):
-    """One masked sample: input tokens with masked targets, and labels with -100 at all other positions."""
+    """One masked sample: inputs with masked targets, and labels with -100 at all other positions."""
 
     inputs: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
@@ -34,16 +36,20 @@ class _MaskedTokens(NamedTuple):
 
 @dataclass(eq=False)
 class MaskedLMSamples(CacheSamples):
-    """Masked language modeling (Devlin et al., "BERT", 2018).
+    """Samples for masked language modeling (Devlin et al., "BERT", 2018).
 
-    15% of the tokens that are not special are targets, at least one per sample. Of these, 80% are replaced by
-    the mask token, 10% by a random token, and 10% stay. The choice depends only on (seed, epoch, sample).
+    15% of the tokens that are not special are targets, at least one per sample. 80% of the targets are
+    replaced by the mask token, 10% by a random token, and 10% are unchanged. The choice depends only on seed,
+    epoch and sample.
 
     Attributes:
-        mask_token: id of the mask token.
-        suffix: the special tokens after a text.
-        is_packed: whether samples are blocks of all texts.
-        label_shift: computes the decoder's input from the labels, for a model with a decoder.
+        vocabulary: Special tokens and size of the tokenizer.
+        mask_token: Id of the mask token.
+        suffix: Special tokens after a text.
+        seed: Seed of the random masks.
+        is_packed: Whether samples are blocks of the concatenated texts.
+        label_shift: Function that computes the decoder's inputs from the labels. None for a model without a
+            decoder.
     """
 
     vocabulary: Vocabulary
@@ -54,6 +60,7 @@ class MaskedLMSamples(CacheSamples):
     label_shift: LabelShift | None = None
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Build ``input_ids`` and ``labels``, with ``attention_mask`` if samples are padded."""
         masked_samples = [self._mask_tokens(epoch, self.sample_range(index)) for epoch, index in indices]
         inputs, mask = pad_rows(
             [sample.inputs for sample in masked_samples], self.seq_len, self.vocabulary.pad_token
@@ -67,9 +74,11 @@ class MaskedLMSamples(CacheSamples):
         return arrays
 
     def list_document_numbers(self, index: int) -> range:
+        """Return the documents of a sample."""
         return self._find_block_documents(index) if self.is_packed else super().list_document_numbers(index)
 
     def _read_sample_tokens(self, number: int) -> npt.NDArray[np.int64]:
+        """Read the tokens of a document, or of a block if samples are packed."""
         if not self.is_packed:
             return truncate_keeping_suffix(
                 self.token_cache.read_document("text", number), self.seq_len, self.suffix
@@ -78,13 +87,19 @@ class MaskedLMSamples(CacheSamples):
         return np.array(self.token_cache.tokens["text"][start : start + self.seq_len], dtype=np.int64)
 
     def _mask_tokens(self, epoch: int, number: int) -> _MaskedTokens:
+        """Mask the tokens of a sample.
+
+        Args:
+            epoch: Epoch of the sample.
+            number: Number of the document, or of the block if samples are packed.
+        """
         tokens = self._read_sample_tokens(number)
         key = np.array([self.seed & _U64, epoch], dtype=np.uint64)
         counter = np.array([0, 0, 0, number], dtype=np.uint64)
         random = np.random.Generator(np.random.Philox(key=key, counter=counter))
         draw, kind = random.random(self.seq_len)[: len(tokens)], random.random(self.seq_len)[: len(tokens)]
         others = random.integers(0, self.vocabulary.size, self.seq_len)[: len(tokens)]
-        draw[np.isin(tokens, self.vocabulary.special_tokens)] = 1  # never chosen
+        draw[np.isin(tokens, self.vocabulary.special_tokens)] = 1  # special tokens are never chosen
         chosen = draw < MASKED_SHARE
         if not chosen.any() and (draw < 1).any():
             chosen[np.argmin(draw)] = True
@@ -96,13 +111,14 @@ class MaskedLMSamples(CacheSamples):
 
 @dataclass(eq=False)
 class Seq2SeqSamples(CacheSamples):
-    """Source and target texts, both padded. The decoder's input is its labels shifted right by one.
+    """Source and target texts, both padded. The decoder's inputs are the labels shifted right by one.
 
     Attributes:
-        suffix: of the texts.
-        decoder_start_token_id: the first decoder input, or ``LAST_LABEL``.
-        target_suffix: of the targets, if different.
-        target_seq_len: of the targets, if different.
+        vocabulary: Special tokens and size of the tokenizer.
+        suffix: Special tokens after a source text.
+        decoder_start_token_id: First decoder input, or ``LAST_LABEL``.
+        target_suffix: Special tokens after a target text. None if they are the same as ``suffix``.
+        target_seq_len: Maximum length of a target in tokens. None if it is ``seq_len``.
     """
 
     vocabulary: Vocabulary
@@ -112,6 +128,7 @@ class Seq2SeqSamples(CacheSamples):
     target_seq_len: int | None = None
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Build ``input_ids``, ``attention_mask``, ``decoder_input_ids`` and ``labels``."""
         numbers = [self.sample_range(index) for _, index in indices]
         pad, length = self.vocabulary.pad_token, self.target_seq_len or self.seq_len
         inputs, mask = pad_rows(
@@ -130,6 +147,7 @@ class Seq2SeqSamples(CacheSamples):
     def _read_truncated_field(
         self, field: str, numbers: Sequence[int], length: int, suffix: Sequence[int]
     ) -> list[npt.NDArray[np.int64]]:
+        """Read and truncate one field of documents."""
         return [
             truncate_keeping_suffix(self.token_cache.read_document(field, number), length, suffix)
             for number in numbers
@@ -140,14 +158,17 @@ class Seq2SeqSamples(CacheSamples):
 class ClassificationSamples(CacheSamples):
     """Texts or pairs of texts with labels.
 
-    Labels are class ids, int64 ``[batch]``; for several classes per text, float32 ``[batch, classes]``
-    of 0 and 1; for a regression, float32 ``[batch]`` or ``[batch, numbers]``.
+    Labels are class ids, int64 ``[batch]``. With several classes per text, labels are 0 or 1, float32
+    ``[batch, classes]``. For a regression, labels are float32 ``[batch]`` or ``[batch, numbers]``.
 
     Attributes:
-        suffix: the special tokens after a text.
-        label_mapping: maps the cache's labels to the model's; None if they are equal.
-        pad_left: pad on the left, for a model that classifies at the last position, such as XLNet.
-        pair_frame: the special tokens around two texts, if the cache has pairs.
+        vocabulary: Special tokens and size of the tokenizer.
+        suffix: Special tokens after a text.
+        label_mapping: Mapping from the labels in the cache to the outputs of the model. None if they are
+            equal.
+        pad_left: Whether texts are padded on the left, for a model that classifies at the last position, such
+            as XLNet.
+        pair_frame: Special tokens around two texts. None if the records have one text.
     """
 
     vocabulary: Vocabulary
@@ -165,13 +186,17 @@ class ClassificationSamples(CacheSamples):
         )
         self._num_outputs = self.valid_labels_per_sample
         self._label_values: npt.NDArray[Any] | None = None
-        """Maps the labels of the cache to the model's."""
+        """Model's class id or regression value of each label in the cache."""
         if classes is not None and classes.regression_values:
             self._label_values = np.array(classes.regression_values, dtype=np.float32)
         elif classes is not None:
             self._label_values = np.array(classes.output_ids, dtype=np.int64)
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        """Build ``input_ids``, ``attention_mask`` and ``labels``.
+
+        Pairs of texts also have ``token_type_ids`` if the tokenizer has token types.
+        """
         numbers = [self.sample_range(index) for _, index in indices]
         pair = self.pair_frame
         if pair is None:
@@ -197,7 +222,11 @@ class ClassificationSamples(CacheSamples):
         return {**arrays, "labels": self._build_labels(numbers)}
 
     def _build_pair_parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
-        """The five parts of a pair: before, first, between, second, after."""
+        """Build the five parts of a pair, truncated to ``seq_len``.
+
+        These are the special tokens before, the first text, the special tokens between, the second text, and
+        the special tokens after.
+        """
         first, second = (self.token_cache.read_document(field, number) for field in ("text", "pair"))
         first_length, second_length = truncate_longer_text_first(
             len(first), len(second), self.seq_len - frame.num_special_tokens
@@ -206,6 +235,7 @@ class ClassificationSamples(CacheSamples):
         return [np.array(part, dtype=np.int64) for part in parts]
 
     def _build_labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
+        """Build the labels of documents, see the class for their shape and type."""
         cache = self.token_cache
         if cache.label_values is not None:
             values: npt.NDArray[np.float32] = cache.label_values[numbers].astype(np.float32)
@@ -223,16 +253,16 @@ class ClassificationSamples(CacheSamples):
 
 
 class PairLengths(NamedTuple):
-    """Lengths of the two texts of a pair, in tokens."""
+    """Lengths of the two texts of a pair in tokens."""
 
     first: int
     second: int
 
 
 def truncate_longer_text_first(first_length: int, second_length: int, max_total: int) -> PairLengths:
-    """Truncate two lengths to ``max_total`` in total, the longer one first.
+    """Shorten two lengths to a total of ``max_total``, the longer one first.
 
-    Equals the tokenizers library's ``longest_first``.
+    The result equals the strategy ``longest_first`` of the tokenizers library.
     """
     if first_length + second_length <= max_total:
         return PairLengths(first_length, second_length)
@@ -249,6 +279,6 @@ def truncate_longer_text_first(first_length: int, second_length: int, max_total:
 def _build_token_types(
     parts: Sequence[npt.NDArray[np.int64]], types: PairTokenTypes
 ) -> npt.NDArray[np.int64]:
-    """The token types of a pair. ``types`` has one value per token or one per part."""
+    """Build the token types of a pair from the types of its five parts."""
     kinds = (np.array(kind, dtype=np.int64) for kind in types[:5])
     return np.concatenate([np.broadcast_to(kind, len(part)) for part, kind in zip(parts, kinds, strict=True)])

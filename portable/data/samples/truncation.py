@@ -1,4 +1,4 @@
-"""What happens to documents that are longer than a sample, said before the first step."""
+"""Truncation of documents that are longer than a sample. Its effect is computed before the first step."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import TokenCache
 
 Truncation = Literal["end", "start", "drop", "error"]
-_CHUNK = 1 << 20  # documents, or tokens where their masks are counted
+"""Values of ``data.truncation``: remove the end or the start of a long document, drop it, or raise an
+error.
+"""
+_CHUNK = 1 << 20  # documents or tokens that are processed at a time
 
 
 @dataclass(frozen=True)
 class TruncationStats:
-    """The documents of a cache after truncation to ``seq_len + 1`` tokens: inputs and shifted labels.
+    """Effect of truncation on the documents of a token cache.
 
     Attributes:
-        mode: ``data.truncation``.
-        longest: tokens that are kept of a document.
-        documents: all of them.
-        cut: documents that lose tokens, and stay.
-        cut_tokens: how many they lose.
-        too_long: documents that are left out because they are longer, with ``drop``.
-        unanswered: documents that are left out because none of the tokens kept is trained.
-        left_out: the numbers of all that are left out, in order.
+        mode: Value of ``data.truncation``.
+        longest: Maximum number of tokens that a document keeps, including its last label.
+        documents: Number of all documents.
+        cut: Number of documents that lose tokens but remain.
+        cut_tokens: Number of tokens that these documents lose.
+        too_long: Number of documents that are excluded because they are too long, with ``drop``.
+        unanswered: Number of documents that are excluded because none of their remaining tokens is trained.
+        left_out: Numbers of all excluded documents, sorted, int64.
     """
 
     mode: Truncation
@@ -47,10 +50,11 @@ class TruncationStats:
 
     @property
     def num_kept(self) -> int:
+        """Number of documents that remain."""
         return self.documents - len(self.left_out)
 
     def __str__(self) -> str:
-        """What is lost, in words; empty if nothing is."""
+        """Describe the loss. Empty if nothing is lost."""
         end = "beginning" if self.mode == "start" else "end"
         parts = [
             (self.cut, f"{self.cut:,} of {self.documents:,} lose their {end}, {self.cut_tokens:,} tokens"),
@@ -61,7 +65,10 @@ class TruncationStats:
 
 
 def merge_truncation_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
-    """The same of several caches together. ``left_out`` then only tells how many."""
+    """Add up the statistics of several caches.
+
+    The numbers in ``left_out`` are then only good for counting.
+    """
     total = {
         name: sum(getattr(part, name) for part in parts)
         for name in ("documents", "cut", "cut_tokens", "too_long", "unanswered")
@@ -72,21 +79,24 @@ def merge_truncation_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
 
 
 def get_kept_slice(mode: Truncation, max_tokens: int) -> slice:
-    """The tokens of a document that are kept."""
+    """Return the slice of a document's tokens that remains after truncation."""
     return slice(-max_tokens, None) if mode == "start" else slice(max_tokens)
 
 
 def compute_truncation_stats(
     tokens: TokenCache, mode: Truncation, seq_len: int, *, keep_last_input: bool = False
 ) -> TruncationStats:
-    """Count what truncation does to each document.
+    """Compute the effect of truncation on each document.
 
     Args:
-        keep_last_input: the last token is among the ``seq_len`` inputs, and not one more that is a label
-        only.
+        tokens: Token cache of the documents.
+        mode: Value of ``data.truncation``.
+        seq_len: Number of inputs per sample.
+        keep_last_input: Whether the inputs include the last token of a document. Otherwise, a document can
+            have one more token, which is only a label.
 
     Raises:
-        UserError: a document is longer with ``error``, or none is left.
+        UserError: If a document is too long with ``error``, or no document remains.
     """
     longest, left_out, cut, cut_tokens, too_long, unanswered = seq_len + (not keep_last_input), [], 0, 0, 0, 0
     total = tokens.num_documents
@@ -105,7 +115,7 @@ def compute_truncation_stats(
         if tokens.trained_bits is not None:
             kept_lengths = np.minimum(lengths, longest)
             first = offsets[1:] - kept_lengths if mode == "start" else offsets[:-1]
-            # The first token of a sample is no label.
+            # The first token of a sample is not a label.
             answered = _mark_ranges_with_trained_tokens(tokens, first + 1, first + kept_lengths)
             unanswered += int((~answered & ~is_left_out).sum())
             is_left_out |= ~answered
@@ -125,10 +135,15 @@ def compute_truncation_stats(
 
 
 def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks: int) -> TruncationStats:
-    """The same for blocks of ``seq_len`` tokens of all documents: those without a trained label are left out.
+    """Compute which blocks of concatenated documents are excluded because they have no trained label.
+
+    Args:
+        tokens: Token cache of the documents.
+        seq_len: Number of tokens per block.
+        num_blocks: Number of blocks.
 
     Raises:
-        UserError: none is left.
+        UserError: If no block remains.
     """
     starts = np.arange(num_blocks, dtype=np.int64) * seq_len + 1
     left_out = np.flatnonzero(~_mark_ranges_with_trained_tokens(tokens, starts, starts + seq_len))
@@ -139,7 +154,10 @@ def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks:
 
 
 def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token: int) -> bool:
-    """Whether any document still has the token ``end_token`` as a trained label."""
+    """Return whether at least one document still has ``end_token`` as a trained label after truncation.
+
+    True without a check unless truncation cuts the ends of documents.
+    """
     for number in range(tokens.num_documents) if stats.mode == "end" and stats.cut else ():
         labels, trained = tokens.read_document("text", number), tokens.read_trained_mask("text", number)
         counted = labels if trained is None else np.where(trained, labels, -1)
@@ -151,7 +169,13 @@ def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token:
 def _mark_ranges_with_trained_tokens(
     tokens: TokenCache, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Whether any token in each of the ranges is trained. The ranges are in order."""
+    """Return whether each range of tokens contains a trained token.
+
+    Args:
+        tokens: Token cache whose tokens have a mask.
+        starts: First token of each range, increasing, int64 ``[ranges]``.
+        stops: End of each range, exclusive, int64 ``[ranges]``.
+    """
     has_trained = np.zeros(len(starts), dtype=bool)
     index = 0
     while index < len(starts):
@@ -169,12 +193,12 @@ def _mark_ranges_with_trained_tokens(
 
 
 class KeptOrder:
-    """A shuffle of the documents that are not left out; takes memory only for those that are.
+    """Permutation of the documents that are not excluded. It needs memory only for the excluded documents.
 
     Args:
-        count: how many are not.
-        left_out: the numbers of the others, in order.
-        shuffled: False keeps the order.
+        count: Number of documents that are not excluded.
+        left_out: Numbers of the excluded documents, sorted.
+        shuffled: Whether the documents are shuffled. Otherwise, they keep their order.
     """
 
     def __init__(self, count: int, left_out: npt.NDArray[np.int64], *, shuffled: bool = True) -> None:
@@ -190,12 +214,12 @@ class KeptOrder:
         return f"KeptOrder({len(self)}, {self._digest})"
 
     def __call__(self, index: int) -> int:
-        """The number of the document at ``index`` of the shuffle."""
+        """Return the number of the document at ``index`` of the order."""
         position = index if self._order is None else self._order(index)
         return position + int(np.searchsorted(self._shifted, position, side="right"))
 
     def permute_array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The same for an array of any shape."""
+        """Return the numbers of the documents at an array of indices of any shape."""
         positions = np.asarray(indices) if self._order is None else self._order.permute_array(indices)
         numbers: npt.NDArray[np.int64] = positions + np.searchsorted(self._shifted, positions, side="right")
         return numbers

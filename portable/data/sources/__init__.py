@@ -1,1 +1,1 @@
-"""Documents from files, object stores, the hub and the user's code."""
+"""Sources: files, hub datasets, user-defined records and tokens of other programs, as documents or tokens."""

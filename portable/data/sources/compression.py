@@ -1,4 +1,4 @@
-"""The format of a file by its name, and the contents of compressed ones, such as ``a.jsonl.gz``."""
+"""File formats by suffix, and decompression of files such as ``a.jsonl.gz``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ COMPRESSION_SUFFIXES = (".gz", ".zst")
 _TEXT_FORMATS = (".txt", ".jsonl", ".json")
 _BUFFER = 1 << 20
 _MAX_EXPANSION, _UNCHECKED_BYTES = 64, 64 << 20
-"""What is compressed may come to so many times its bytes, or to so many bytes."""
+"""Limits of decompressed contents: a multiple of the compressed size, or a number of bytes, whichever is
+larger.
+"""
 
 
 def get_file_format(path: AnyPath | str) -> str:
-    """The suffix that tells how a file is read, in lower case: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the suffix that determines how a file is read, in lower case: ``.jsonl`` for ``a.jsonl.gz``."""
     name = PurePosixPath(path if isinstance(path, str) else path.name)
     suffix = name.suffix.lower()
     if suffix in COMPRESSION_SUFFIXES and (inner := PurePosixPath(name.stem).suffix.lower()) in _TEXT_FORMATS:
@@ -33,20 +35,21 @@ def get_file_format(path: AnyPath | str) -> str:
 
 
 def is_compressed(path: AnyPath | str) -> bool:
+    """Return whether the suffix of a file is one of ``COMPRESSION_SUFFIXES``."""
     name = path if isinstance(path, str) else path.name
     return name.lower().endswith(COMPRESSION_SUFFIXES)
 
 
 def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: object) -> None:
-    """Refuse contents that are far larger than what they are packed in, as no data is.
+    """Check that contents are not far larger than the compressed file, as in a decompression bomb.
 
     Args:
-        decompressed_bytes: bytes of the contents, as far as they are known.
-        stored_bytes: bytes of the file.
-        name: of the file.
+        decompressed_bytes: Number of bytes that are decompressed so far.
+        stored_bytes: Size of the file in bytes.
+        name: Name of the file, used in the error message.
 
     Raises:
-        UserError: naming the remedy.
+        UserError: If the contents are too large.
     """
     if decompressed_bytes > max(_UNCHECKED_BYTES, _MAX_EXPANSION * stored_bytes):
         raise UserError(
@@ -56,7 +59,7 @@ def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: 
 
 
 class _ExpansionLimitedFile(io.RawIOBase):
-    """The contents of a compressed file, as far as it may expand."""
+    """Decompressed contents of a file. Reading raises an error if they are too large."""
 
     def __init__(self, contents: Any, path: Path) -> None:
         self._contents = contents
@@ -75,9 +78,13 @@ class _ExpansionLimitedFile(io.RawIOBase):
 
 
 def open_decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
-    """The contents of a file, decompressed while they are read if its name says so.
+    """Open the contents of a file, decompressed if its name has the suffix of a compression.
 
-    What it raises for damaged data: ``OSError``, ``EOFError`` or ``zlib.error``.
+    Reading damaged contents raises ``OSError``, ``EOFError`` or ``zlib.error``.
+
+    Args:
+        file: The opened file.
+        path: Path of the file.
     """
     name = path.name.lower()
     if name.endswith(".gz"):
@@ -86,7 +93,7 @@ def open_decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
         opened: Any = igzip.IGzipFile
         return io.BufferedReader(_ExpansionLimitedFile(opened(fileobj=file), path), _BUFFER)
     if name.endswith(".zst"):
-        import pyarrow  # which brings the codec
+        import pyarrow  # contains the codec
 
         raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
         return io.BufferedReader(_ExpansionLimitedFile(raw, path), _BUFFER)

@@ -1,7 +1,7 @@
-"""Conversations: the formats in which people keep them, and one form for all.
+"""Formats of conversations, and their conversion to :class:`Conversation`.
 
-Every format is read into :class:`Conversation`, messages as ``apply_chat_template`` of transformers takes
-them. Nothing here knows a template or a tokenizer.
+Messages have the form that ``apply_chat_template`` of transformers expects. This module does not depend on a
+template or a tokenizer.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ EXAMPLE_RECORDS: dict[RecordFormat, str] = {
     "preference": '{"prompt": ..., "chosen": ..., "rejected": ...}, all strings or all lists of messages',
     "alpaca": '{"instruction": "...", "input": "...", "output": "..."}, all strings',
 }
-"""What a record of each format looks like, for messages."""
+"""Example of a record of each format, used in error messages."""
 SYSTEM_ROLES = ("system", "developer")
 RARE_ROLES = ("ipython", "function", "observation")
-"""Roles of a tool that a template may not know."""
+"""Roles of a tool that some templates do not support."""
 ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool", *RARE_ROLES)
+"""Roles of messages."""
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
@@ -54,15 +55,21 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "developer": "developer",
 }
+"""Role of a message, keyed by the sender in ShareGPT's format."""
 _TOOL_ROLES = ("tool", *RARE_ROLES)
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the same under three names
+# Three names for the reasoning before an answer.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message with the reasoning before an answer. All have the same meaning."""
 _TRAINING_KEY_PATTERN = re.compile(r"train|loss|mask|weight", re.IGNORECASE)
-"""Names of message keys that select the trained tokens. Such a key is read, or its record is refused."""
+"""Pattern of message keys that may select trained tokens. Such a key is either one of ``WEIGHT_KEYS`` or an
+error.
+"""
 _OPTIONAL_KEYS = {"tool_calls", "function_call", *_REASONING_KEYS, "name", "tool_call_id"}
 """Keys that clients write into every message. Without a value they mean the same as a missing key."""
 _SYSTEM_FIELDS = ("system", "system_prompt")
-"""Fields of a record with a system prompt, in every format of conversations."""
+"""Fields of a record with a system prompt, in all formats of conversations."""
 _MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
+"""Fields of a record with media, which are not supported."""
 _QUESTION_FIELDS = (
     "question",
     "query",
@@ -85,30 +92,35 @@ _ANSWER_FIELDS = (
     "assistant",
     "gpt",
 )
-"""Names of fields that are recognized as a question or its answer, used in error messages."""
+"""Names of fields that look like a question or its answer, used in error messages."""
 _CONTEXT_FIELDS = ("input", "context")
-"""Names of fields with more input for a question."""
+"""Names of fields with additional input for a question, used in error messages."""
 _FIELDS_OF_PAIR = 3
 
 
 @dataclass(frozen=True)
 class PlainCompletion:
-    """A prompt and its completion as plain strings, which no template joins."""
+    """Prompt and completion as plain strings, which are concatenated without a template."""
 
     num_prompt_messages: str
     completion: str
 
 
 def detect_record_format(row: Mapping[str, Any], text_field: str, location: str) -> RecordFormat:
-    """The format of a record by its columns.
+    """Detect the format of a record from its columns.
+
+    Args:
+        row: Values of the record, keyed by field.
+        text_field: Value of ``data.text_field``. If it is not the default, only this field is a text.
+        location: Location of the record in its source, used in error messages.
 
     Raises:
-        UserError: none fits, or several do.
+        UserError: If several formats fit, or the fields look like a conversation with other names.
     """
     formats: list[RecordFormat] = []
     if text_field in row or ("." in text_field and text_field.partition(".")[0] in row):
         formats.append("text")
-    if text_field == "text":  # else the user has named the column of a text
+    if text_field == "text":  # otherwise, the user has selected a column of text
         turns = row.get("conversations")
         if isinstance(turns, str) and _is_list_or_json_list(turns):
             turns = _parse_json(turns, "conversations", location)
@@ -134,13 +146,16 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
         )
     if text_field == "text":
         _refuse_renamed_fields(row, location)
-    return "text"  # whose error names the fields
+    return "text"  # reading it as text raises an error that lists the fields
 
 
 def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
-    """Refuse a record of turns, or of a question and an answer, in fields of other names.
+    """Reject a record whose fields look like a conversation, or a question and an answer, with other names.
 
-    Reading one of these fields as a text would train on half of the record.
+    If one of these fields was read as a text, the model would be trained on half of the record.
+
+    Raises:
+        UserError: If the record looks like this. The message shows the value for ``data.columns``.
     """
     names = {str(name).lower(): name for name in row}
     texts = [name for name in iter_field_names(row) if isinstance(get_field_value(row, name), str)]
@@ -203,11 +218,12 @@ def _parse_turns(value: Any) -> list[Any]:
 
 
 def _is_list_or_json_list(value: Any) -> bool:
-    """Whether a value is a list, or the JSON of one, as in a cell of a .csv file."""
+    """Return whether a value is a list, or the JSON of a list, as in a cell of a .csv file."""
     return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
 
 
 def _is_sharegpt(turns: list[Any]) -> bool:
+    """Return whether the turns have ShareGPT's keys. True for an empty list."""
     return not turns or (isinstance(turns[0], Mapping) and "from" in turns[0])
 
 
@@ -218,10 +234,20 @@ def parse_documents(
     roles: frozenset[str],
     columns: tuple[float, ...],
 ) -> list[Document]:
-    """The document of a record of a format other than text; the two of a preference, the chosen one first.
+    """Convert a record of a format other than text to documents.
+
+    Args:
+        row: Values of the record, keyed by field.
+        record_format: Format of the record.
+        location: Location of the record in its source, used in error messages.
+        roles: Roles whose messages are trained.
+        columns: Values of ``data.columns``.
+
+    Returns:
+        One document, or the chosen and the rejected document of a preference.
 
     Raises:
-        UserError: it is not a valid record of that format.
+        UserError: If the record is not valid.
     """
     conversations = (
         parse_preference(row, location)
@@ -234,6 +260,7 @@ def parse_documents(
 def _build_document(
     conversation: Conversation | PlainCompletion, location: str, columns: tuple[float, ...]
 ) -> Document:
+    """Build the document of a conversation or a completion."""
     if isinstance(conversation, PlainCompletion):
         if not conversation.completion:
             raise _build_record_error(location, "completion is empty; remove the record")
@@ -251,14 +278,19 @@ def parse_conversation(
     location: str,
     roles: frozenset[str] = DEFAULT_TRAINED_ROLES,
 ) -> Conversation | PlainCompletion:
-    """Convert a record of a format other than text.
+    """Convert a record of a format other than text to a conversation.
 
     Args:
-        location: the place of the record, for messages.
-        roles: whose messages are trained.
+        row: Values of the record, keyed by field.
+        record_format: Format of the record.
+        location: Location of the record in its source, used in error messages.
+        roles: Roles whose messages are trained.
+
+    Returns:
+        A conversation, or a completion if prompt and completion are strings.
 
     Raises:
-        UserError: it is not a valid record of that format.
+        UserError: If the record is not valid or contains nothing to train on.
     """
     conversation = _PARSERS[record_format](row, location)
     if isinstance(conversation, PlainCompletion):
@@ -273,6 +305,7 @@ def parse_conversation(
 
 
 def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
+    """Parse a record with ``messages`` in OpenAI's format."""
     key = "conversations" if "conversations" in row and "messages" not in row else "messages"
     return _build_conversation(
         _normalize_messages(_parse_list_field(row, key, "messages", location), location), row, location
@@ -280,6 +313,7 @@ def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
 
 
 def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversation:
+    """Parse a record with ``conversations`` in ShareGPT's format."""
     messages: list[Message] = []
     for index, turn in enumerate(_parse_list_field(row, "conversations", "sharegpt", location)):
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
@@ -303,6 +337,7 @@ def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversatio
 
 
 def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Conversation | PlainCompletion:
+    """Parse a record with ``prompt`` and ``completion``, both strings or both lists of messages."""
     for key in ("prompt", "completion"):
         if key not in row:
             raise _build_missing_field_error("prompt_completion", location, key, row)
@@ -337,12 +372,15 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
 
 
 def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversation | PlainCompletion, ...]:
-    """A prompt with the completion that was chosen, and with the one that was rejected.
+    """Convert a preference record to the chosen and the rejected conversation, both with the prompt.
 
-    Without a prompt, the messages with which both begin are it.
+    If the record has no prompt, the messages with which both conversations begin are the prompt.
+
+    Returns:
+        The chosen and the rejected conversation.
 
     Raises:
-        UserError: it is no valid record.
+        UserError: If the record is not valid.
     """
     chosen_messages, rejected_messages = chosen, rejected = row.get("chosen"), row.get("rejected")
     prompt = row.get("prompt")
@@ -353,7 +391,7 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
             raise _build_format_error("preference", location, f"{key} is {describe_type(answer)}")
     are_conversations = isinstance(chosen, list | tuple) and isinstance(rejected, list | tuple)
     if are_conversations and (not prompt or isinstance(prompt, str)):
-        # Both are whole conversations; a string beside them is the first question again.
+        # Both are complete conversations. A string as prompt repeats their first question.
         chosen_messages, rejected_messages = list(chosen or ()), list(rejected or ())
         most = min(len(chosen_messages), len(rejected_messages)) - 1
         prompt_length = next(
@@ -378,6 +416,10 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
 
 
 def _parse_alpaca_record(row: Mapping[str, Any], location: str) -> Conversation:
+    """Parse a record with ``instruction``, ``input`` and ``output``.
+
+    An optional ``history`` contains earlier turns.
+    """
     texts: dict[str, str] = {}
     for key in ("instruction", "input", "output"):
         value = row.get(key)
@@ -411,7 +453,12 @@ _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], str], Conversation | P
 def _build_conversation(
     messages: list[Message], row: Mapping[str, Any], location: str, *, prompt: int | None = None
 ) -> Conversation:
-    """Check the order of the roles, and read the other fields of the record."""
+    """Build a conversation from messages and the other fields of a record.
+
+    Raises:
+        UserError: If the record has media, or the message of a tool does not follow an assistant or another
+            tool.
+    """
     if not messages:
         raise _build_record_error(location, "the conversation is empty; remove the record")
     for key in _MEDIA_FIELDS:
@@ -438,12 +485,15 @@ def _build_conversation(
 
 
 def _is_unread_training_key(key: Any) -> bool:
-    """Return whether a key of a message selects trained tokens in a way that is not read."""
+    """Return whether a key of a message seems to select trained tokens but is not supported."""
     return key not in WEIGHT_KEYS and _TRAINING_KEY_PATTERN.search(str(key)) is not None
 
 
 def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], location: str) -> str | None:
-    """Return the system prompt in a separate field. None if there is none, or the messages begin with it."""
+    """Return the system prompt in a separate field.
+
+    Returns None if there is none, or the messages start with it.
+    """
     prompts = {key: row[key] for key in _SYSTEM_FIELDS if not is_empty(row.get(key))}
     for key, value in prompts.items():
         if not isinstance(value, str):
@@ -460,7 +510,10 @@ def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], loc
 
 
 def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
-    """Return the JSON schemas in ``tools``, or in ``functions``, which is their older name at OpenAI."""
+    """Return the JSON schemas in ``tools``, or in ``functions``, which is OpenAI's former name.
+
+    None if there are none.
+    """
     tools: dict[str, list[Any]] = {}
     for key in ("tools", "functions"):
         value = _parse_json(row.get(key), key, location)
@@ -489,10 +542,10 @@ def is_empty(value: Any) -> bool:
 
 
 def _normalize_messages(turns: Sequence[Any], location: str) -> list[Message]:
-    """Convert each message to its one form.
+    """Convert messages to their standard form.
 
-    The answer to an OpenAI ``function_call`` has the role ``function``. The call becomes one of
-    ``tool_calls``, so its answer becomes one of a ``tool``, otherwise a template may write only the call.
+    OpenAI's former ``function_call`` becomes one of ``tool_calls``. The role of the answer therefore changes
+    from ``function`` to ``tool``, otherwise a template might write only the call.
     """
     messages = [_normalize_message(message, location, index) for index, message in enumerate(turns)]
     has_function_call = False
@@ -504,9 +557,17 @@ def _normalize_messages(turns: Sequence[Any], location: str) -> list[Message]:
 
 
 def _normalize_message(message: Any, location: str, index: int) -> Message:
-    """Convert a message to its one form.
+    """Convert a message to its standard form.
 
-    Parts of a text are joined, tool calls become objects, and a key without a value is left out.
+    Text parts are joined, tool calls become objects, and keys without a value are removed.
+
+    Args:
+        message: Message of a record.
+        location: Location of the record in its source, used in error messages.
+        index: Index of the message, from 0.
+
+    Raises:
+        UserError: If the message is not valid.
     """
     if not isinstance(message, Mapping) or "role" not in message:
         keys = (
@@ -557,14 +618,15 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
             )
     if "tool_calls" in converted:
         converted["tool_calls"] = _normalize_tool_calls(converted["tool_calls"], location, index)
-        converted = {"role": role, "content": "", **converted}  # a call without words
+        converted = {"role": role, "content": "", **converted}  # a call without content gets an empty string
     reasoning = next((converted[key] for key in _REASONING_KEYS if key in converted), None)
-    if reasoning is not None:  # templates look for one of two names
+    if reasoning is not None:  # templates use one of two names
         converted = {"thinking": reasoning, **converted, "reasoning_content": reasoning}
     return converted
 
 
 def _extract_part_text(part: Any, location: str, index: int) -> str:
+    """Return the text of one part of a message's content."""
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else describe_type(part)
@@ -577,7 +639,7 @@ def _extract_part_text(part: Any, location: str, index: int) -> str:
 
 
 def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as an object, as templates expect them."""
+    """Convert tool calls to objects whose arguments are objects, as templates expect."""
     calls = _parse_json(value, f"message {index + 1}: its tool call", location)
     calls = calls if isinstance(calls, list | tuple) else [calls]
     converted: list[dict[str, Any]] = []
@@ -595,7 +657,7 @@ def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[st
 
 
 def _parse_json(value: Any, name: str, location: str) -> Any:
-    """A value that may be given as a string of JSON."""
+    """Parse a value that may be a string of JSON. Other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -605,6 +667,7 @@ def _parse_json(value: Any, name: str, location: str) -> Any:
 
 
 def _parse_list_field(row: Mapping[str, Any], key: str, kind: RecordFormat, location: str) -> Sequence[Any]:
+    """Return a field that must be a list, or the JSON of a list."""
     value = row.get(key)
     if _is_list_or_json_list(value):
         value = _parse_json(value, key, location)
@@ -620,10 +683,12 @@ def _join_with_commas(names: Any) -> str:
 
 
 def _build_record_error(location: str, reason: str) -> UserError:
+    """Build the error for a record that is not valid."""
     return RecordError(f"data.source: {location}: {to_one_line(reason)}")
 
 
 def _build_format_error(kind: RecordFormat, location: str, reason: str) -> UserError:
+    """Build the error for a record that does not have the expected format, with an example of the format."""
     return _build_record_error(
         location, f"{reason}; a record of data.format {kind} looks like {EXAMPLE_RECORDS[kind]}"
     )

@@ -1,4 +1,4 @@
-"""Records from code of the user's: whatever it yields, in its order, read again whenever they are needed."""
+"""Records from user-defined code."""
 
 from __future__ import annotations
 
@@ -22,18 +22,24 @@ if TYPE_CHECKING:
 
 
 NOTE_AFTER_SECONDS = 20.0
-"""Seconds of reading records until the user is told how many there are so far."""
+"""Time in seconds after which a note shows the number of records read so far."""
 
 
 class CustomRecords(DataSource):
-    """The records of a function, class or object, such as ``my_package.my_module:records``.
+    """Records of a function, class or object, such as ``my_package.my_module:records``.
 
-    It is called, if it can be, and gives an iterable of mappings, with the same records each time. With a
-    ``fingerprint``, a text that changes whenever the records do, they are not read to find out.
+    A callable is called. The result must be an iterable of mappings, with the same records each time. If it
+    has an attribute ``fingerprint``, a text that changes whenever the records change, the digest is computed
+    without reading the records.
     """
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> CustomRecords | None:
+        """Return the records if a name is the name of Python code, such as ``my_module:records``.
+
+        Returns:
+            None if no name is.
+        """
         code_name = next(filter(plugins.is_plugin_name, names), None)
         if code_name is None:
             return None
@@ -44,9 +50,13 @@ class CustomRecords(DataSource):
     def __init__(self, name: str, settings: SourceSettings) -> None:
         super().__init__(str(plugins.parse_plugin_spec(name)), settings)
         self.records = plugins.load_plugin_value("data.source", name)
-        """What it is, or returns; a generator is made anew each time that it is read."""
+        """The object, or the value that it returns. A generator is created again for each pass."""
 
     def compute_digest(self) -> str:
+        """Compute a digest of the records, their code and the settings for reading them.
+
+        If the object has a ``fingerprint``, the fingerprint replaces the records.
+        """
         records_digest = getattr(self.records, "fingerprint", None)
         with plugins.convert_user_errors(f"data.source: {self.name}: fingerprint"):
             records_digest = records_digest() if callable(records_digest) else records_digest
@@ -73,14 +83,18 @@ class CustomRecords(DataSource):
         return super()._detect_format()
 
     def check_readable(self) -> None:
-        if self.settings.data.format != CUSTOM_SAMPLES:  # those are checked when they are counted
+        """Read the first document, unless the records are samples.
+
+        Samples are checked when the datasets are built.
+        """
+        if self.settings.data.format != CUSTOM_SAMPLES:  # samples are checked when they are counted
             super().check_readable()
 
     def _read_rows(self) -> Iterator[LocatedRow]:
         subject = f"data.source: {self.name}"
         with plugins.convert_user_errors(subject):
             records = self.records
-            if isinstance(records, Iterator):  # can be read once
+            if isinstance(records, Iterator):  # an iterator can be read only once
                 records = plugins.load_plugin_value("data.source", self.name)
             elif (
                 not isinstance(records, Iterable)
@@ -104,6 +118,7 @@ class CustomRecords(DataSource):
                 yield LocatedRow(location, row)
 
     def _compute_records_digest(self) -> str:
+        """Compute a digest of all records."""
         digest = hashlib.blake2b(digest_size=16)
         for location, row in self.iter_rows():
             try:
@@ -116,10 +131,17 @@ class CustomRecords(DataSource):
 
 
 def write_records_file(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
-    """Write records that a script has in memory to a file named by their digest, and return it.
+    """Write records in memory to a .jsonl file whose name is their digest.
+
+    Args:
+        rows: Mappings with values that JSON supports.
+        folder: Folder of the file.
+
+    Returns:
+        Path of the file.
 
     Raises:
-        UserError: if they are no mappings of plain values.
+        UserError: If a record is not a mapping or has other values.
     """
     digest = hashlib.blake2b(digest_size=16)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the ``datasets`` library does for us; it is imported lazily."""
+"""Uses of the ``datasets`` library, which is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 
 def import_datasets(purpose: str) -> Any:
+    """Import the ``datasets`` library.
+
+    Args:
+        purpose: Verb phrase for the error message, such as "reading a.csv".
+
+    Raises:
+        UserError: If the library is not installed.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -37,14 +45,16 @@ def import_datasets(purpose: str) -> Any:
 def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     """Stream the rows of a .csv file without caching it.
 
-    All cells are text. A text may look like a number or like a missing value, and a class may be called NA.
-    The cells of labels and of further columns of numbers are marked as :class:`CsvCell`.
+    All cells are strings, because a text may look like a number or a missing value, and a class may be called
+    NA. Cells of labels and of ``data.columns`` are :class:`CsvCell`.
 
     Args:
-        name: of the file, for messages.
+        path: Path of the local file.
+        name: Name of the file, used in locations.
+        fields: Names of the columns to read.
     """
     datasets = import_datasets(f"reading {name}")
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises as well
+    datasets.logging.set_verbosity(logging.CRITICAL)  # errors that it logs are also raised
     with create_scratch_folder("portable-rows") as scratch:
         try:
             with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
@@ -83,7 +93,11 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
 
 
 def _check_comma_separated(header: list[str], name: str) -> None:
-    """Raise UserError if the columns are separated by something else than commas."""
+    """Check that the columns are separated by commas.
+
+    Raises:
+        UserError: If another usual character separates them.
+    """
     if len(header) == 1 and (other := next((sign for sign in "\t;|" if sign in header[0]), None)):
         raise UserError(
             f"data.source: {name}: its columns are separated by {other!r}, not by commas; convert it, "
@@ -92,7 +106,10 @@ def _check_comma_separated(header: list[str], name: str) -> None:
 
 
 def _read_next_valid_row(rows: Iterator[Any], name: str, bad_records: BadRecords) -> Any:
-    """The next row, or None; lines with too many cells go to ``bad_records``, of which pandas warns."""
+    """Read the next row, or return None at the end. Lines with too many cells are added to ``bad``.
+
+    pandas skips these lines with a warning.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         row = next(rows, None)
@@ -102,7 +119,12 @@ def _read_next_valid_row(rows: Iterator[Any], name: str, bad_records: BadRecords
 
 
 def build_dataset_load_error(names: Iterable[str | None], error: BaseException) -> UserError:
-    """The error for a hub data set that cannot be loaded: its name, configuration and split."""
+    """Build the error for a hub dataset that cannot be loaded.
+
+    Args:
+        names: Name, configuration and split of the dataset. None and empty values are left out.
+        error: Exception of the ``datasets`` library.
+    """
     parts = ", ".join(str(part) for part in names if part)
     return UserError(
         f"data.source: cannot load {parts} as a local file or from the hub ({describe_root_cause(error)}); "
@@ -111,7 +133,7 @@ def build_dataset_load_error(names: Iterable[str | None], error: BaseException) 
 
 
 def describe_root_cause(error: BaseException) -> str:
-    """The root cause of a chained error in one short line."""
+    """Describe the root cause of a chained exception in one short line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = to_one_line(error) or type(error).__name__

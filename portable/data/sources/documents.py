@@ -1,4 +1,4 @@
-"""Documents and conversations: what the records of a source become."""
+"""Documents and conversations, into which the records of all sources are converted."""
 
 from __future__ import annotations
 
@@ -14,32 +14,37 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 Message = dict[str, Any]
+"""Message of a conversation with the keys ``role`` and ``content``, as in ``apply_chat_template`` of
+transformers.
+"""
 
 
 WEIGHT_KEYS = ("weight", "train", "training", "loss")
-"""Keys of a message that may exclude it from the loss, in OpenAI's, axolotl's and ms-swift's data."""
+"""Keys of a message that may exclude it from the loss, in data for OpenAI, axolotl and ms-swift."""
 
 
 RecordFormat = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
+"""Formats of records, which are values of ``data.format``."""
 DEFAULT_TRAINED_ROLES = frozenset({"assistant"})
-"""The roles whose messages are trained, unless ``data.roles_to_train`` names others."""
+"""Roles whose messages are trained, unless ``data.roles_to_train`` names others."""
 Label = int | float | str | tuple[int | float | str, ...]
-"""A class, several classes, a number or several numbers."""
+"""Label of a text: a class, several classes, a number or several numbers."""
 PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One record.
+    """Conversation of one record.
 
     Attributes:
-        messages: with ``role`` and, unless it is a tool call alone, ``content``: a string. Templates see
-            their other keys, too.
+        messages: Messages with ``role`` and ``content``, a string. A message with tool calls may have no
+            content. Templates can also read other keys.
+        location: Location of the record in the source, used in error messages.
         tools: JSON schemas of the tools that the assistant may call.
-        num_prompt_messages: how many messages are the prompt, if the record says so.
-        template_kwargs: further variables of the template, from the record.
-        location: the record's place in the source, for messages.
-        trained_roles: whose messages are trained, besides those that say so.
+        num_prompt_messages: Number of messages at the start that are the prompt. None if the record does not
+            mark a prompt.
+        template_kwargs: Additional variables of the template.
+        trained_roles: Roles whose messages are trained. Keys of single messages can add or exclude messages.
     """
 
     messages: tuple[Message, ...]
@@ -51,10 +56,11 @@ class Conversation:
 
     @property
     def trained_message_indices(self) -> list[int]:
-        """The places of the messages that are trained, which are the assistant's for most: see ``trained_roles``."""
+        """Indices of the messages that are trained, see ``trained_roles``."""
         return [index for index, message in enumerate(self.messages) if self._is_trained(message)]
 
     def _is_trained(self, message: Message) -> bool:
+        """Return whether a message is trained, because of its role or its own keys."""
         is_selected = message["role"] in self.trained_roles or bool(
             message.get("train") or message.get("training")
         )
@@ -62,7 +68,7 @@ class Conversation:
 
     @property
     def trained_roles_text(self) -> str:
-        """Whose messages are trained, for messages."""
+        """Roles whose messages are trained, used in error messages."""
         return (
             "the assistant"
             if self.trained_roles == DEFAULT_TRAINED_ROLES
@@ -71,18 +77,30 @@ class Conversation:
 
     @property
     def joined_text(self) -> str:
-        """Everything that is said, a line each."""
+        """Content of all messages, one line each."""
         return replace_surrogates("\n".join(str(message.get("content", "")) for message in self.messages))
 
 
 def is_excluded_from_training(message: Message) -> bool:
-    """Whether a message says that it is not trained."""
+    """Return whether a key of the message excludes it from training."""
     return any(message.get(key) == 0 for key in WEIGHT_KEYS)
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a piece of a long one. Only the last piece has ``is_last_piece`` set."""
+    """A document, or a piece of a long document.
+
+    Attributes:
+        text: Text of the document. For a conversation, the content of its messages.
+        target: Target text for seq2seq.
+        label: Label for classification.
+        is_last_piece: Whether the document ends with this piece.
+        pair_text: Second text of a pair for classification.
+        conversation: Conversation to tokenize instead of ``text``.
+        extra_columns: Values of ``data.columns``.
+        num_prompt_chars: Number of characters at the start of the text that are a prompt. None if the text
+            has no prompt.
+    """
 
     text: str
     target: str | None = None
@@ -90,35 +108,32 @@ class Document:
     is_last_piece: bool = True
     pair_text: str | None = None
     conversation: Conversation | None = None
-    """What the tokens are made of instead of ``text``, which has what is said in it."""
     extra_columns: tuple[float, ...] = ()
-    """Further numbers of the record, for a loss of the user's."""
     num_prompt_chars: int | None = None
-    """How many characters of the text are a prompt, if it has one."""
 
 
 class NoTextError(UserError):
-    """A source contains no text."""
+    """Error for a source without text."""
 
 
 class RecordError(UserError):
-    """A record cannot be used. Other records of its source may be fine."""
+    """Error for a record that cannot be used. Other records of the source may be valid."""
 
 
 def compute_text_digest(content: str) -> str:
-    """The name of what a text says."""
+    """Compute a 128-bit BLAKE2b digest of a text, as hexadecimal digits."""
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def build_data_changed_error(path: object) -> UserError:
-    """The error for data that changed during reading."""
+    """Build the error for data that changed while it was read."""
     return UserError(
         f"data.source: {path} changed while it was read; wait until nothing writes to it, and start again"
     )
 
 
 def get_field_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """Return the value of a field. A dotted name may be a path to a nested field."""
+    """Return the value of a field. A dotted name is a path to a nested field unless a field has this name."""
     if name in row:
         return row[name]
     value: Any = row
@@ -130,7 +145,7 @@ def get_field_value(row: Mapping[str, Any], name: str, default: Any = None) -> A
 
 
 def iter_field_names(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the fields, with nested fields as dotted names."""
+    """Yield the names of the fields, with dotted names for nested fields."""
     for name, value in row.items():
         if isinstance(value, Mapping) and value:
             yield from (f"{name}.{inner}" for inner in value)
@@ -139,15 +154,16 @@ def iter_field_names(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def replace_surrogates(text: str) -> str:
-    """``text`` without lone surrogates, which JSON may contain and tokenizers refuse."""
+    """Replace lone surrogates by ``?``. JSON may contain them, but tokenizers reject them."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def describe_type(value: object) -> str:
-    """What a value is, for messages."""
+    """Describe the type of a value, used in error messages."""
     return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def format_name_list(names: Iterable[str]) -> str:
+    """Join names with commas. At most 20 names are shown."""
     shown = list(islice(names, 21))
     return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")

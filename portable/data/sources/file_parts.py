@@ -1,7 +1,7 @@
-"""A part of a file as a source: the lines of a .jsonl file, or the row groups of a .parquet file.
+"""Parts of files as sources: lines of a .jsonl file, or row groups of a .parquet file.
 
-Where a part begins and ends follows from the file's length alone, so files are listed without reading them. A
-part of an object is read by ranges, so that no copy of the object is made.
+The boundaries of parts depend only on the size of the file, so files are listed without reading them. Parts
+of remote files are read with range requests, without a local copy of the file.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ if TYPE_CHECKING:
     from portable.converters.storage.object_store import RemotePath
     from portable.converters.storage.path_or_url import AnyPath
 
-_BUFFER = 4 << 20  # bytes of a request for lines
+_BUFFER = 4 << 20  # bytes per request for lines
 
 
 class FileRangeSource(DataSource):
-    """The records that begin within the bytes ``[start, stop)`` of a file.
+    """Records that begin within the bytes ``[start, stop)`` of a file.
 
     Args:
-        path: of the file, or its URL.
-        stored_object: the object as it was listed; None for a local file.
+        path: Path or URL of the file.
+        stored_object: Size and version of a remote file. None for a local file.
+        start: First byte of the range.
+        stop: End of the range, exclusive.
+        settings: Settings of the source.
     """
 
     def __init__(
@@ -53,10 +56,11 @@ class FileRangeSource(DataSource):
 
     @property
     def size_bytes(self) -> int:
+        """Size of the range in bytes."""
         return self._stop - self._start
 
     def compute_digest(self) -> str:
-        """Of the bytes; of an object, of its URL and version."""
+        """Compute a digest of the bytes of a local file, or of URL and version of a remote file."""
         if self._object is not None:
             return compute_text_digest(
                 f"{self.fields.cache_key}{self._path} {self._object} {self._start} {self._stop}"
@@ -68,16 +72,22 @@ class FileRangeSource(DataSource):
         return digest.hexdigest()
 
     def _has_changed(self, old_digest: str) -> bool:
+        """Return whether the file has changed.
+
+        The version of a remote file is compared without reading it.
+        """
         if not is_in_store(self._path) or self._object is None:
             return super()._has_changed(old_digest)
-        with convert_read_errors(self._path):  # the URL of a file of the hub has its revision
+        # A file on the hub has no version, because its URL contains the revision.
+        with convert_read_errors(self._path):
             return bool(self._object.version) and self._path.fetch_status() != self._object
 
     @abstractmethod
     def _iter_digested_bytes(self) -> Iterator[bytes]:
-        """All bytes that decide what the records are."""
+        """Yield all bytes that determine the records."""
 
     def _open_file(self) -> io.RawIOBase:
+        """Open the local or remote file."""
         if not is_in_store(self._path):
             return open_file(self._path)
         assert self._object is not None
@@ -85,19 +95,20 @@ class FileRangeSource(DataSource):
 
 
 class JsonlRangeSource(FileRangeSource):
-    """The lines of a .jsonl file that begin within some bytes."""
+    """Lines of a .jsonl file that begin within a range of bytes."""
 
     def _iter_digested_bytes(self) -> Iterator[bytes]:
         return (line for _, line in self._iter_lines())
 
     def _iter_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield each line with the offset of its first byte."""
         with (
             self._open_file() as raw,
             io.BufferedReader(raw, _BUFFER if self.downloads_to_read else 1 << 20) as file,
         ):
             if self._start:
                 file.seek(self._start - 1)
-                file.readline()  # began in the part before, or is the end of its last line
+                file.readline()  # skip a line that begins in the previous part
             offset = file.tell()
             while offset < self._stop and (line := file.readline()):
                 yield offset, line
@@ -118,15 +129,16 @@ class _OpenRowGroups(NamedTuple):
 
 
 class ParquetRangeSource(FileRangeSource):
-    """The rows of a .parquet file whose row groups begin within some bytes."""
+    """Rows of a .parquet file whose row groups begin within a range of bytes."""
 
     @contextmanager
     def _open_parquet(self) -> Iterator[_OpenRowGroups]:
+        """Open the file, and select the row groups that begin within the range."""
         with (
             self._open_file() as raw,
             open_parquet(raw, self._path, pre_buffer=self.downloads_to_read) as file,
         ):
-            # Without columns there is nowhere to begin, and nothing to read.
+            # A row group without columns has no start, and contains nothing to read.
             groups = range(file.metadata.num_row_groups if file.metadata.num_columns else 0)
             begins = ((number, _get_row_group_start(file.metadata, number)) for number in groups)
             yield _OpenRowGroups(
@@ -151,7 +163,7 @@ class ParquetRangeSource(FileRangeSource):
 
 
 def _get_row_group_start(metadata: Any, number: int) -> int:
-    """The first byte of a row group."""
+    """Return the offset of the first byte of a row group."""
     return _get_column_start(metadata.row_group(number).column(0))
 
 
@@ -166,11 +178,11 @@ RANGE_SOURCES: dict[str, type[JsonlRangeSource | ParquetRangeSource]] = {
     ".jsonl": JsonlRangeSource,
     ".parquet": ParquetRangeSource,
 }
-"""What reads parts of a file, by its format."""
+"""Class that reads parts of a file, keyed by its format."""
 
 
 class _StoredObjectFile(io.RawIOBase):
-    """An object as a file; each read is one request."""
+    """A remote file as a binary file. Each read is one request."""
 
     def __init__(self, path: RemotePath, size: int) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Files here or in an object store: .txt, .jsonl and .json, also compressed, .csv and .parquet."""
+"""Local and remote files of records: .txt, .jsonl and .json, which may be compressed, .csv and .parquet."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ if TYPE_CHECKING:
     from portable.data.sources.records import LocatedRow
 
 _DIGEST_FILE = "digest"
-"""The name of the digest beside a copy. Copies always have a suffix."""
-_MIN_MEMOIZED_BYTES = 16 << 20  # bytes; smaller files are hashed at every start
+"""Name of the file with the digest of a copy, in the same folder. Copies always have a suffix."""
+_MIN_MEMOIZED_BYTES = 16 << 20  # bytes; digests of smaller files are computed at every start
 
 
 class RecordFiles(DataSource):
-    """Files, read in order; those in an object store from copies, which are made once.
+    """Files that are read in order. Files in an object store are downloaded to the cache once.
 
-    ``Fields.text_split`` splits a ``.txt`` file; other formats have a record per row.
+    A ``.txt`` file is split as ``Fields.text_split`` specifies. Other formats have one record per row.
 
     Args:
-        files: with their versions, if they are in an object store.
+        name: Name of the source in error messages.
+        files: Size and version of each file in an object store. None for a local file.
+        settings: Settings of the source.
     """
 
     def __init__(
@@ -60,6 +62,11 @@ class RecordFiles(DataSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> RecordFiles | None:
+        """Return the files if all names are URLs, or local files, folders or patterns.
+
+        Returns:
+            None if a single name has another form, such as a hub dataset.
+        """
         files_by_path: dict[AnyPath, ListedFile | None] = {}
         if any(map(is_url, names)):
             if not all(map(is_url, names)):
@@ -85,7 +92,10 @@ class RecordFiles(DataSource):
         return cls(", ".join(names), files_by_path, settings)
 
     def compute_digest(self) -> str:
-        """Of the files, and of what decides their documents besides; of objects, of their versions alone."""
+        """Compute a digest of the contents and of the settings for reading them.
+
+        For remote files, versions replace contents.
+        """
         read_settings = self.fields.cache_key, self.settings.data.max_samples
         if self.downloads_to_read:
             versions = [
@@ -104,31 +114,42 @@ class RecordFiles(DataSource):
         return digest.hexdigest()
 
     def _has_changed(self, old_digest: str) -> bool:
-        """Copies are stored by version with a digest, and nothing else writes to them."""
+        """See :meth:`DataSource._has_changed`.
+
+        Copies have a version and a digest, and no other program writes to them.
+        """
         return not self.downloads_to_read and super()._has_changed(old_digest)
 
     @property
     def content_digests(self) -> frozenset[bytes]:
+        """Digests of the contents of local files."""
         self.cache_key  # noqa: B018  (computes the digests)
         return frozenset(self._content_digests)
 
     @property
     def stored_bytes(self) -> int:
+        """Size of all files in bytes."""
         with convert_read_errors(self.name):
             return sum(map(self._get_size, self._files))
 
     def _get_size(self, path: AnyPath) -> int:
+        """Return the size of a file in bytes."""
         stored_object = self._files[path]
         return stored_object.size_bytes if stored_object is not None else Path(str(path)).stat().st_size
 
     @property
     def size_bytes(self) -> int | None:
+        """Size of the text in bytes.
+
+        None for formats whose files have another size than their text, and with ``data.max_samples``.
+        """
         unknown = self.settings.data.max_samples is not None or any(
             map(_has_unknown_text_length, self._files)
         )
         return None if unknown else self.stored_bytes
 
     def _read_documents(self) -> Iterator[Document]:
+        """Yield the documents of all files, at most ``data.max_samples``."""
         remaining = self.settings.data.max_samples or math.inf
         for path in self._files:
             if _is_text_file(path):
@@ -153,7 +174,10 @@ class RecordFiles(DataSource):
             yield from iter_file_rows(self._get_local_path(path), str(path), self.fields)
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """A compressed file cannot be read from the middle, nor can .txt, .json and .csv files."""
+        """See :meth:`DataSource.iter_shards`.
+
+        Compressed files and .txt, .json and .csv files are not divided.
+        """
         for path, stored_object in self._files.items():
             size = self._get_size(path)
             kind = None if is_compressed(path) else RANGE_SOURCES.get(get_file_format(path))
@@ -169,13 +193,14 @@ class RecordFiles(DataSource):
                 yield SourceShard(opened, f"{path.name} {size} {start}", stop - start)
 
     def remove_local_copies(self) -> None:
+        """Remove the copies of remote files from the cache."""
         for path in self._files:
             if is_in_store(path):
                 shutil.rmtree(self._get_copy_folder(path), ignore_errors=True)
         self._verified_copies.clear()
 
     def _get_copy_folder(self, path: AnyPath) -> Path:
-        """The folder of an object's copy, which its URL and version name."""
+        """Return the folder for the copy of a remote file, whose name depends on URL and version."""
         return (
             self.settings.cache_folder
             / "downloads"
@@ -183,7 +208,10 @@ class RecordFiles(DataSource):
         )
 
     def _get_local_path(self, path: AnyPath) -> Path:
-        """The path of a file, or of its copy, which is downloaded if needed while other processes wait."""
+        """Return the path of a local file, or of the copy of a remote file.
+
+        The copy is downloaded if it does not exist. Other processes wait for the download.
+        """
         if not is_in_store(path):
             return path
         folder = self._get_copy_folder(path)
@@ -197,7 +225,7 @@ class RecordFiles(DataSource):
             copy_path = draft / path.name
             with copy_path.open("xb") as file:
                 downloaded = path.download_to(file.write)
-            # A file of the hub has no version: its URL has the revision.
+            # A file on the hub has no version, because its URL contains the revision.
             if (
                 listed_object.version not in ("", downloaded.version)
                 or downloaded.size_bytes != listed_object.size_bytes
@@ -212,7 +240,11 @@ class RecordFiles(DataSource):
 
 
 def _refuse_hub_settings(data: DataConfig, subject: str) -> None:
-    """Refuse what says which part of a hub data set is read."""
+    """Check that no setting selects a part of a hub dataset, because the source consists of files.
+
+    Raises:
+        UserError: If ``data.config_name`` or ``data.split`` is set.
+    """
     for key, value in (("config_name", data.config_name), ("split", data.split)):
         if value is not None and (key, value) != ("split", "train"):
             raise UserError(
@@ -225,12 +257,12 @@ def _is_text_file(path: AnyPath) -> bool:
 
 
 def _has_unknown_text_length(path: AnyPath) -> bool:
-    """Whether the length of a file does not tell that of its text."""
+    """Return whether the size of a file differs from the size of its text."""
     return get_file_format(path) == ".parquet" or is_compressed(path)
 
 
 def _is_copy_intact(copy: Path) -> bool:
-    """Whether a copy exists and matches its digest."""
+    """Return whether a copy exists and matches its digest."""
     try:
         return (copy.parent / _DIGEST_FILE).read_bytes() == _compute_content_digest(copy)
     except OSError:
@@ -238,7 +270,14 @@ def _is_copy_intact(copy: Path) -> bool:
 
 
 def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
-    """The digest of a file's contents. That of a large file is kept in the cache, by its state."""
+    """Compute the digest of a file's contents.
+
+    The digest of a large file is stored in the cache, keyed by path, size and time stamps, so that it is
+    computed once.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
     try:
         stat = path.stat()
         memo = None
@@ -252,7 +291,7 @@ def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
     except OSError as error:
         raise build_unreadable_error(path, error) from error
     if memo is not None and not settings.offline:
-        with suppress(OSError):  # the cache only saves time
+        with suppress(OSError):  # the stored digest only saves time
             memo.parent.mkdir(parents=True, exist_ok=True)
             draft = memo.with_name(f"{memo.name}.{os.getpid()}")
             draft.write_bytes(content_digest)
@@ -261,6 +300,6 @@ def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
 
 
 def _compute_content_digest(path: Path) -> bytes:
-    """The digest of a file's contents, as they are now."""
+    """Compute the digest of a file's current contents."""
     with open_file(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub."""
+"""Datasets of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 
 
 class HubDataset(DataSource):
-    """A data set of the Hugging Face hub, downloaded by the ``datasets`` library into its own cache."""
+    """Dataset of the Hugging Face hub, which the ``datasets`` library downloads into its own cache."""
 
     downloads_to_open = True
     downloads_to_read = True
 
-    # Loaded once per process: the key, the tokenizer and the tokens each need it.
+    # Each dataset is loaded once per process, because the cache key, the tokenizer and the tokens need it.
     _datasets_by_key: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> HubDataset:
+        """Return the dataset with the first name. Any name is accepted."""
         return cls(names[0], settings)
 
     def _load_dataset(self) -> Any:
+        """Load the dataset, once per process and with one download per machine."""
         dataset_key = (self.name, self.settings.data.config_name, self.settings.split)
         if dataset_key not in self._datasets_by_key:
             datasets = import_datasets(f"the hub data set {self.name!r}")
@@ -45,12 +47,13 @@ class HubDataset(DataSource):
                 except Exception as error:
                     raise build_dataset_load_error(dataset_key, error) from error
 
-            # Not offline on the other ranks, because the library then chooses among cached revisions. The
-            # pickle of a dataset has the paths of its files.
+            # The other ranks read a pickle of the dataset, which contains the paths of its files. They do not
+            # load it offline, because the library would then choose among cached revisions.
             self._datasets_by_key[dataset_key] = compute_once_per_node(f"dataset {dataset_key}", load)
         return self._datasets_by_key[dataset_key]
 
     def compute_digest(self) -> str:
+        """Compute a digest of the library's fingerprint and of the settings for reading the records."""
         most = self.settings.data.max_samples
         return compute_text_digest(
             repr((get_dataset_fingerprint(self._load_dataset()), self.fields.cache_key, most))
@@ -58,11 +61,12 @@ class HubDataset(DataSource):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
+        """Class names of the label column's ``ClassLabel`` feature. None if the column has another type."""
         features = getattr(self._load_dataset(), "features", None) or {}
         feature = features.get(self.fields.label)
         for part in () if feature is not None else (self.fields.label or "").split("."):
             features = feature = features.get(part) if isinstance(features, Mapping) else None
-        if isinstance(feature, list) and len(feature) == 1:  # several classes per text
+        if isinstance(feature, list) and len(feature) == 1:  # a text has several classes
             feature = feature[0]
         names = getattr(getattr(feature, "feature", feature), "names", None)
         return None if names is None else tuple(map(str, names))
@@ -73,6 +77,7 @@ class HubDataset(DataSource):
 
     @cached_property
     def _files(self) -> RecordFiles:
+        """Files of the split, for a stream."""
         settings = self.settings
         return RecordFiles(
             self.name, list_hub_split_files(self.name, settings.data.config_name, settings.split), settings
@@ -80,8 +85,9 @@ class HubDataset(DataSource):
 
     @property
     def stored_bytes(self) -> int:
+        """Size of the split's files in bytes."""
         return self._files.stored_bytes
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Its files, of which none is downloaded whole if it can be read in parts."""
+        """See :meth:`DataSource.iter_shards`. Files that can be read in parts are not downloaded."""
         return self._files.iter_shards(part_bytes)

@@ -1,6 +1,6 @@
-"""The files of a split of a data set, on the hub or in a local folder that is laid out as one.
+"""Files of a split of a dataset, on the hub or in a local folder with the same layout.
 
-On the hub they are read as a stream: no file is downloaded whole, or twice.
+Files on the hub are streamed: no file is downloaded completely, and no part twice.
 """
 
 from __future__ import annotations
@@ -35,20 +35,28 @@ if TYPE_CHECKING:
 _HUB = "hf://"
 _CARD_FILE, _SETTINGS_FILE = "README.md", ".huggingface.yaml"
 _FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:\r?\n|$)", re.DOTALL)
-"""Settings at the start of a dataset card."""
+"""Pattern of the settings at the start of a dataset card."""
 _MAX_CARD_VALUES = 1_000_000
-_FILES_PER_REQUEST = 500  # files that are asked for in a request
+_FILES_PER_REQUEST = 500  # files per request
 _SPLIT_NAME_PATTERNS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|dev|val")
-"""Names of splits, as in test.jsonl or data/train-00000-of-00002.parquet."""
+"""Patterns of split names, as in test.jsonl or data/train-00000-of-00002.parquet."""
 
 
 def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict[AnyPath, ListedFile | None]:
-    """The files of a split, in the order of the ``datasets`` library, at the newest revision.
+    """List the files of a split at the newest revision, in the order of the ``datasets`` library.
+
+    Args:
+        name: Name of the dataset on the hub.
+        config_name: Configuration of the dataset. None for the default.
+        split: Name of the split.
+
+    Returns:
+        Size of each file, keyed by URL. The version is empty, because the URL contains the revision.
 
     Raises:
-        UserError: if there is no such data set or split, or its files cannot be read as a stream.
+        UserError: If there is no such dataset or split, or its files cannot be streamed.
     """
-    from portable.converters.storage.object_store import RemotePath  # a run on a disk does without
+    from portable.converters.storage.object_store import RemotePath  # not needed for local files
 
     key = f"files of dataset {(name, config_name, split)}"
     files: dict[AnyPath, ListedFile | None] = {}
@@ -57,7 +65,7 @@ def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict
     ).items():
         root = RemotePath.from_hub_repository(repository)
         files |= {root / file: ListedFile(size, "") for file, size in sizes.items()}
-    return files  # without versions, because the name of the repository has the revision
+    return files  # versions are empty, because the repository's name contains the revision
 
 
 def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str, dict[str, int]]:
@@ -81,7 +89,7 @@ def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str,
 
 
 def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
-    """The sizes of files of a repository on the hub, in bytes."""
+    """Fetch the sizes of files of a repository on the hub, in bytes."""
     from huggingface_hub import HfApi
 
     name, _, revision = repository.removeprefix("datasets/").partition("@")
@@ -91,7 +99,7 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
         try:
             entries = HfApi().get_paths_info(name, requested, revision=revision or None, repo_type="dataset")
             sizes |= {entry.path: getattr(entry, "size", 0) for entry in entries}
-        except Exception as error:  # its own, and those of its HTTP client
+        except Exception as error:  # the library and its HTTP client raise many classes
             raise build_dataset_load_error((name, None), error) from error
     if missing := [file for file in files if file not in sizes]:
         raise UserError(f"data.source: {_HUB}{repository}/{missing[0]}: there is no such file")
@@ -99,19 +107,23 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
 
 
 def find_split_files_of_folder(name: str, config_name: str | None, split: str) -> list[Path] | None:
-    """The files of a split of a local folder, as ``load_dataset`` finds them; None if it has no splits.
+    """List the files of a split of a local folder, as ``load_dataset`` finds them.
 
-    It has some if its card has settings, as a copy of a data set of the hub has, or if its files are named
-    by split. All files of such a folder together would be trained on and evaluated.
+    A folder has splits if its card has settings, like a copy of a hub dataset, or if its files are named by
+    split. Without this function, all files of such a folder would be used for training, including the test
+    split.
+
+    Returns:
+        Files of the split. None if ``name`` is not a folder or has no splits.
 
     Raises:
-        UserError: if there is no such split, or it has files that cannot be read.
+        UserError: If there is no such split, or it has files that cannot be read.
     """
     folder = Path(name)
     try:
         if not folder.is_dir():
             return None
-    except (OSError, ValueError):  # no possible name
+    except (OSError, ValueError):  # the name is not a valid path
         return None
     if not (config_name or _has_card_settings(folder) or _has_split_names(folder)):
         return None
@@ -127,6 +139,7 @@ def find_split_files_of_folder(name: str, config_name: str | None, split: str) -
 
 
 def _has_card_settings(folder: Path) -> bool:
+    """Return whether the dataset card of a folder begins with settings."""
     check_link_stays_inside("data.source", folder / _CARD_FILE, folder)
     try:
         with open_file(folder / _CARD_FILE, folder) as file:
@@ -152,7 +165,7 @@ def check_hub_card(name: str) -> None:
 
 
 def _check_folder_card(folder: Path) -> None:
-    """Check that the settings of a folder name only its own files.
+    """Check that the settings of a local dataset name only its own files.
 
     Raises:
         UserError: If they name another file.
@@ -163,7 +176,10 @@ def _check_folder_card(folder: Path) -> None:
 
 
 def _check_card_file(path: Path) -> None:
-    """Check the settings of a dataset. ``datasets`` would read any file or URL that they name."""
+    """Check the settings in a file of a dataset.
+
+    Otherwise, ``datasets`` would read any file or URL that they name.
+    """
     try:
         text = read_small_text_file(path)
         if path.name == _CARD_FILE:
@@ -184,6 +200,7 @@ def _check_card_file(path: Path) -> None:
 
 
 def _iter_strings(value: Any) -> Iterator[str]:
+    """Yield all strings in nested lists and mappings."""
     if isinstance(value, str):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -191,6 +208,7 @@ def _iter_strings(value: Any) -> Iterator[str]:
 
 
 def _has_split_names(folder: Path) -> bool:
+    """Return whether the names of the files in a folder contain both a training and an evaluation split."""
     names = [str(file.relative_to(folder)).lower() for file in list_local_files(str(folder)) or ()]
     return all(
         any(re.search(rf"(?<![a-z])({words})(?![a-z])", name) for name in names)
@@ -199,6 +217,7 @@ def _has_split_names(folder: Path) -> bool:
 
 
 def _list_split_files(name: str, config_name: str | None, split: str) -> list[str]:
+    """List the paths or URLs of the files of a split with the ``datasets`` library."""
     datasets = import_datasets(f"the data set {name!r}")
     try:
         files = datasets.load_dataset_builder(name, config_name).config.data_files or {}

@@ -1,4 +1,4 @@
-"""The sources of a mixture as one, for what is made from all of them: a trained tokenizer."""
+"""Sources of a mixture as one source, from which a tokenizer is trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 class InterleavedSource(DataSource):
-    """The documents of several sources in turn, one of each, until all have ended."""
+    """Documents of several sources, one of each in turn, until all sources have ended.
+
+    Args:
+        sources: Sources to interleave. The settings of the first source are used.
+    """
 
     def __init__(self, sources: Sequence[DataSource]) -> None:
         self._sources = tuple(sources)
@@ -21,13 +25,16 @@ class InterleavedSource(DataSource):
         super().__init__(", ".join(source.name for source in sources), sources[0].settings)
 
     def compute_digest(self) -> str:
+        """Compute a digest of the cache keys of all sources."""
         return compute_text_digest(repr([source.cache_key for source in self._sources]))
 
     @property
     def content_digests(self) -> frozenset[bytes]:
+        """Digests of the local files of all sources."""
         return frozenset[bytes]().union(*(source.content_digests for source in self._sources))
 
     def iter_documents(self) -> Iterator[Document]:
+        """Yield one document of each source in turn. Pieces of a document stay together."""
         streams = [source.iter_documents() for source in self._sources]
         while streams:
             for stream in tuple(streams):

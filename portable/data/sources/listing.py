@@ -1,4 +1,4 @@
-"""Which files a name means, here or in an object store."""
+"""Listing of the files that a name, pattern or URL means."""
 
 from __future__ import annotations
 
@@ -24,34 +24,48 @@ if TYPE_CHECKING:
 
 
 def find_folder_with_file(name: str, required_file: str) -> AnyPath | None:
-    """The folder that ``name`` means, here or in an object store, if ``required_file`` is in it."""
+    """Return the local or remote folder with this name if it contains a file.
+
+    Args:
+        name: Path or URL of the folder.
+        required_file: Name of the file that must be in the folder.
+
+    Returns:
+        The folder. None if there is no such folder or file, or the name is a pattern or the URL of a data
+        file.
+    """
     if glob.has_magic(name) or (is_url(name) and get_file_format(name) in FILE_FORMATS):
         return None
     folder = parse_place_setting("data.source", name)
     try:
         with convert_storage_errors("data.source"):
             return folder if (folder / required_file).is_file() else None
-    except OSError:  # of an impossible name
+    except OSError:  # the name is not a valid path
         return None
 
 
 def list_local_files(name: str) -> list[Path] | None:
-    """Return the files that ``name`` matches, or ``None`` if it does not look like a local path.
+    """List the files that a path or pattern matches.
+
+    Returns:
+        Sorted files. None if ``name`` does not look like a local path, as it may name a hub dataset.
 
     Raises:
-        UserError: if there is no readable file, or the name is invalid.
+        UserError: If there is no readable file, or the name is invalid.
     """
     try:
         if "\0" in name:
             raise ValueError("it contains a NUL character")
         return _match_local_files(name)
-    except (OSError, ValueError, RuntimeError) as error:  # too long, not encodable, unknown user
+    except (OSError, ValueError, RuntimeError) as error:
+        # The name is too long or not encodable, or its user is unknown.
         reason = to_one_line(getattr(error, "strerror", None) or error)
         shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
         raise UserError(f"data.source: {shown}: invalid path ({reason}); check the path") from error
 
 
 def _match_local_files(name: str) -> list[Path] | None:
+    """List files like :func:`list_local_files`, but with the operating system's errors for invalid names."""
     path = Path(name)
     if path.is_dir():
         files = sorted(
@@ -89,12 +103,17 @@ def _match_local_files(name: str) -> list[Path] | None:
 
 
 def list_remote_files(url: str) -> dict[AnyPath, ListedFile]:
-    """List the files of a URL: one file, those that match a pattern, or all readable files in a folder.
+    """List the files of a URL.
+
+    The URL is a single file, a pattern, or a folder. In a folder, files with other formats are skipped.
+
+    Returns:
+        Size and version of each file, keyed by URL and sorted.
 
     Raises:
-        UserError: if there is no readable file.
+        UserError: If there is no readable file.
     """
-    from portable.converters.storage.object_store import (  # a run on a disk does without
+    from portable.converters.storage.object_store import (  # not needed for local files
         RemotePath,
         find_matching_objects,
     )

@@ -1,4 +1,4 @@
-"""Rows of .parquet files, a row group at a time and only the columns that are read."""
+"""Rows of .parquet files. One row group is read at a time, and only the required columns."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _ROWS, _FEWEST, _BATCH_BYTES = 1024, 8, 128 << 20
 
 @contextmanager
 def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -> Iterator[Any]:
-    """The ``ParquetFile`` of an open file, which checks the checksums of pages that have one.
+    """Open a ``ParquetFile`` that verifies the checksums of pages that have one.
 
     Args:
-        name: of the file, for messages.
-        pre_buffer: read what is needed in few large requests.
+        raw: The opened file.
+        name: Name of the file, used in error messages.
+        pre_buffer: Whether to read the required bytes in a few large requests.
 
     Raises:
-        UserError: if it is damaged.
+        UserError: If the file is damaged.
     """
     import pyarrow
     from pyarrow import parquet
@@ -42,26 +43,33 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
             )
             check_decompression_ratio(expanded, raw.seek(0, io.SEEK_END), name)
             yield file
-    except pyarrow.ArrowException as error:  # its errors of reading are OSErrors
+    except pyarrow.ArrowException as error:  # read errors are OSErrors
         raise UserError(
             f"data.source: {name}: not a readable .parquet file ({to_one_line(error)}); copy it again"
         ) from error
 
 
 def _get_decompressed_bytes(group: Any) -> int:
-    """What a row group comes to, before a value that is stored once is repeated."""
+    """Return the size of a decompressed row group in bytes. Values of a dictionary are counted once."""
     return int(group.total_byte_size)
 
 
 def iter_parquet_rows(file: Any, groups: Iterable[int], name: object, fields: Fields) -> Iterator[LocatedRow]:
-    """Yield the place and the columns of the rows of some row groups."""
+    """Yield the rows of some row groups with their locations.
+
+    Args:
+        file: The opened ``ParquetFile``.
+        groups: Numbers of the row groups.
+        name: Name of the file, used in locations.
+        fields: Names of the columns to read.
+    """
     columns = _select_columns(file.schema_arrow.names, fields)
     groups = list(groups)
     sizes = (file.metadata.row_group(group).num_rows for group in range(max(groups, default=0)))
     starts = [0, *accumulate(sizes)]
     for group in groups:
         row = starts[group]
-        # A value of a dictionary, as large as the group, may be that of every row.
+        # A single value of a dictionary may be as large as the group, and all rows may have this value.
         rows = max(
             _FEWEST,
             min(_ROWS, _BATCH_BYTES // max(1, _get_decompressed_bytes(file.metadata.row_group(group)))),
@@ -74,7 +82,7 @@ def iter_parquet_rows(file: Any, groups: Iterable[int], name: object, fields: Fi
 
 
 def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
-    """The columns to read; None for all."""
+    """Select the columns to read. Returns None for all columns."""
     if fields.format != "text" or fields.renamed:
         return None
     wanted = [fields.text, fields.target, fields.label, fields.pair, *fields.columns]
@@ -85,7 +93,7 @@ def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
 def _iter_batch_rows(
     batch: Any, num_rows_before: int, name: object, fields: Fields
 ) -> Iterator[dict[str, Any] | None]:
-    """The rows of a batch; None for one that cannot be read and is left out."""
+    """Yield the rows of a batch. Yields None for a row that cannot be converted and is skipped."""
     try:
         values = batch.to_pylist()
     except (ValueError, OverflowError):
@@ -108,9 +116,10 @@ def _iter_batch_rows(
 
 
 def drop_nested_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without the nulls inside its values.
+    """Remove the nulls inside the values of a row. Nulls at the top level remain.
 
-    Arrow gives each record the keys of all others, as null. A tool's argument would have those of all tools.
+    Arrow gives each record the keys of all other records, with null as their value. Without this function, an
+    argument of one tool would have the keys of the arguments of all tools.
     """
 
     def drop_inner_nulls(value: Any) -> Any:

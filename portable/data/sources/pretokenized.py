@@ -1,8 +1,8 @@
-"""Tokens that ``portable-data`` wrote ahead of time, as the shards of a stream.
+"""Tokens that ``portable-data`` wrote before training, as shards of a stream.
 
-A folder or a place in an object store has ``tokens.json``, the list of shards with their lengths, and
-``shards/000000`` and so on, each a token cache. Local ones are read where they are; others are copied into
-the cache when they are needed.
+A folder or URL contains ``tokens.json``, which lists the shards with their sizes, and the shards
+``shards/000000``, ``shards/000001`` ... Each shard is a token cache. Local shards are read in place. Remote
+shards are copied to the cache when they are needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INDEX_FILE = "tokens.json"
 BEGUN_FILE = "begun.json"
 TOKENIZER_FOLDER = "tokenizer"
 LAST_FILE = "meta.json"
-"""The file of a shard that is written last."""
+"""File of a shard that is written last. A shard with this file is complete."""
 
 
 class ShardRecord(NamedTuple):
@@ -45,12 +45,12 @@ class ShardRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """What ``tokens.json`` says.
+    """Content of ``tokens.json``.
 
     Attributes:
-        job_digest: a digest of the tokenizer and of what it puts around texts.
-        record_format: the format of the records.
-        shards: documents, tokens and fingerprint of each; 0, 0 and nothing for one without text.
+        job_digest: Digest of the tokenizer and of the special tokens around texts.
+        record_format: Format of the records.
+        shards: Record of each shard, in order.
     """
 
     job_digest: str
@@ -58,6 +58,7 @@ class TokenIndex:
     shards: tuple[ShardRecord, ...]
 
     def to_json(self) -> str:
+        """Convert the index to the text of ``tokens.json``."""
         content = {
             "format": INDEX_FORMAT,
             "made": self.job_digest,
@@ -68,14 +69,15 @@ class TokenIndex:
 
 
 def get_shard_folder(folder: AnyPath, number: int) -> AnyPath:
+    """Return the folder of a shard."""
     return folder / "shards" / f"{number:06}"
 
 
 def read_index(folder: AnyPath) -> TokenIndex:
-    """The list of shards at ``folder``.
+    """Read ``tokens.json`` in a folder or at a URL.
 
     Raises:
-        UserError: if it is damaged.
+        UserError: If the file is damaged.
     """
     try:
         with convert_storage_errors("data.source"):
@@ -96,14 +98,23 @@ def read_index(folder: AnyPath) -> TokenIndex:
 
 
 def _build_folder_finder(file: str) -> Callable[[Path], Path | None]:
-    """What finds a copied folder by its last file."""
+    """Build a function that returns a folder if it contains ``file``.
+
+    :func:`portable.temporary_folder.open_or_build_cache_folder` takes such a function.
+    """
     return lambda folder: folder if (folder / file).exists() else None
 
 
 class PretokenizedSource(TokenSource):
-    """A place that ``portable-data`` has written."""
+    """Folder or URL that ``portable-data`` has written.
 
-    only_text = ""  # the index says what the tokens were made of
+    Args:
+        name: Name of the source in error messages.
+        folder: Folder or URL.
+        settings: Settings of the source.
+    """
+
+    only_text = ""  # the index contains the format of the original records
 
     def __init__(self, name: str, folder: AnyPath, settings: SourceSettings) -> None:
         super().__init__(name, settings)
@@ -111,6 +122,11 @@ class PretokenizedSource(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> PretokenizedSource | None:
+        """Return the source if ``portable-data`` has written the folder or URL.
+
+        Returns:
+            None if there is no ``tokens.json``.
+        """
         for name in names:
             if (place := find_folder_with_file(name, INDEX_FILE)) is not None:
                 if not is_in_store(place):
@@ -123,13 +139,15 @@ class PretokenizedSource(TokenSource):
         return None
 
     def compute_digest(self) -> str:
+        """Compute a digest of the index."""
         return compute_text_digest(read_index(self._place).to_json())
 
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """None of its own: its shards have them."""
+        """Yield nothing. Only the shards have tokens."""
         return iter(())
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
+        """Yield the shards that ``portable-data`` has written."""
         index = read_index(self._place)
         for number, (documents, tokens, fingerprint) in enumerate(index.shards):
             folder = get_shard_folder(self._place, number)
@@ -137,6 +155,7 @@ class PretokenizedSource(TokenSource):
             yield SourceShard(opened, f"{number} {fingerprint}", 4 * tokens, tokens, fingerprint)
 
     def find_tokenizer_folder(self) -> Path:
+        """Return the folder of the tokenizer, or of a local copy of it."""
         folder = self._place / TOKENIZER_FOLDER
         if not is_in_store(folder):
             return folder
@@ -149,7 +168,15 @@ class PretokenizedSource(TokenSource):
 
 
 class PretokenizedShard(TokenSource):
-    """A shard that is tokenized already."""
+    """Shard that is already tokenized.
+
+    Args:
+        folder: Folder or URL of the shard.
+        documents: Number of documents. 0 for a shard without text.
+        fingerprint: Fingerprint of its tokens.
+        index: Index of all shards.
+        settings: Settings of the source.
+    """
 
     only_text = ""
 
@@ -165,6 +192,7 @@ class PretokenizedShard(TokenSource):
         self._record_format = index.record_format
 
     def compute_digest(self) -> str:
+        """Compute a digest of the fingerprint and of the settings that determined the tokens."""
         return compute_text_digest(f"{self.job_digest} {self._fingerprint}")
 
     def _detect_format(self) -> RecordFormat:
@@ -175,13 +203,17 @@ class PretokenizedShard(TokenSource):
         return self._record_format
 
     def check_readable(self) -> None:
-        """A no-op: the list of shards was read."""
+        """Do nothing, because the index was read before."""
 
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """None to copy: see :meth:`find_pretokenized_folder`."""
+        """Yield nothing. The token cache is used directly, see :meth:`find_pretokenized_folder`."""
         return iter(())
 
     def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path:
+        """Return the folder of the shard, or a local copy of it.
+
+        See :meth:`DataSource.find_pretokenized_folder`.
+        """
         if job_digest != self.job_digest:
             raise UserError(
                 f"data.tokenizer: {self.name} was made with another tokenizer, chat template or "

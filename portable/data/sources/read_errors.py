@@ -1,4 +1,4 @@
-"""Conversion of all errors of reading data to one line that names the file."""
+"""Conversion of errors that occur while reading data to one line that names the file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def build_unreadable_error(name: object, error: OSError) -> UserError:
-    """Build the error for a file that the operating system does not let us read."""
+    """Build the error for a file that the operating system cannot read."""
     return UserError(f"data.source: {name}: cannot read it: {to_one_line(error.strerror or error)}")
 
 
 @contextmanager
 def convert_read_errors(name: object) -> Iterator[None]:
-    """Convert errors of reading the file ``name`` to UserError.
+    """Convert errors that occur while reading the file ``name`` to UserError.
 
-    Parsers raise exceptions of many classes for damaged data, some of which are documented nowhere. Every
-    reader therefore runs in this context: see :meth:`portable.data.sources.source.DataSource.iter_rows`.
-    Exceptions that only a bug can raise keep their traceback.
+    Parsers raise exceptions of many classes for damaged data, some of which are not documented. Every reader
+    therefore runs in this context, see :meth:`portable.data.sources.source.DataSource.iter_rows`. Exceptions
+    that only a bug can raise are not converted, so that they keep their traceback.
     """
     with convert_storage_errors("data.source"):
         try:

@@ -1,4 +1,4 @@
-"""Reading of records: the columns of a row, and the errors of records that cannot be read."""
+"""Parsing of records: reading the columns of a row, and collecting errors of records that cannot be read."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ if TYPE_CHECKING:
 
 
 TextSplit = Literal["file", "paragraph", "line"]
+"""Units of ``data.text_split``."""
 _MAX_PRINTED = 5
 _MOST_NAMED, _MOST_KINDS, _MOST_COLLECTED = 10, 5, 1000
-"""Limits: bad records in an error message, kinds of bad records in it, and bad records read from a source."""
+"""Limits: bad records in an error message, kinds of bad records in it, and bad records collected from a
+source.
+"""
 _LOCATION_PATTERN = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
 
 
 class LocatedRow(NamedTuple):
-    """A record as its source stores it.
+    """Record as its source stores it.
 
     Attributes:
         location: Position of the record in its source, such as ``a.jsonl:3``, used in error messages.
@@ -50,12 +53,15 @@ class LocatedRow(NamedTuple):
 
 
 class CsvCell(str):
-    """The text of a cell of a .csv file. All cells of a column decide whether they are numbers."""
+    """Text of a cell of a .csv file.
+
+    Only all cells of a column together determine whether they are numbers.
+    """
 
     __slots__ = ()
 
     def parse_number(self) -> int | float | None:
-        """Read the cell as a number.
+        """Parse the cell as a number.
 
         Returns:
             An integer for a whole number. None if the cell is not a finite number, or is a code with leading
@@ -83,10 +89,10 @@ def is_whole(number: float) -> bool:
 
 
 class BadRecords:
-    """Counter of records that are left out because they cannot be read. The first few are printed."""
+    """Counter of records that are skipped because they cannot be read. The first few errors are printed."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()  # a source is read for its tokenizer, too
+        self._seen: set[str] = set()  # a source is read again, for example to train its tokenizer
 
     @property
     def num_skipped(self) -> int:
@@ -94,7 +100,11 @@ class BadRecords:
         return len(self._seen)
 
     def skip_record(self, error: UserError) -> None:
-        """Leave out the record that ``error`` names."""
+        """Count a bad record and print its error. A record that was counted before is ignored.
+
+        Args:
+            error: Error that names the record.
+        """
         if str(error) in self._seen:
             return
         self._seen.add(str(error))
@@ -102,27 +112,31 @@ class BadRecords:
             print_status(f"warning: skipped: {error}")
 
     def print_skipped_count(self, name: str) -> None:
-        """Print how many records were skipped."""
+        """Print how many records were skipped, unless all their errors were printed.
+
+        Args:
+            name: Name of the source.
+        """
         if self.num_skipped > _MAX_PRINTED:
             print_status(f"warning: {name}: {self.num_skipped:,} records were skipped (data.on_bad_record)")
 
 
 @dataclass
 class BlankRecords:
-    """Counts the records that are left out because their text or target is blank.
+    """Counter of records that are skipped because their text or target is blank.
 
     Attributes:
-        num_skipped: Records since the count was last reset. A source is read several times.
+        num_skipped: Number of records since the count was last reset. A source is read several times.
     """
 
     num_skipped: int = 0
 
     def describe_skipped(self, name: str, fields: Fields) -> list[str]:
-        """Describe the records that a pass has left out.
+        """Describe the records that a pass over the source has skipped.
 
         Args:
-            name: The name of the source.
-            fields: The columns that were read.
+            name: Name of the source.
+            fields: Names of the columns to read.
 
         Returns:
             At most one line.
@@ -135,10 +149,10 @@ class BlankRecords:
 
 
 class CollectedErrors(BadRecords):
-    """Errors of the bad records of a source, so that one message can name them all.
+    """Collection of the errors of a source's bad records, so that one message can list them.
 
     Args:
-        seconds: Time after which reading on is not worth the wait.
+        seconds: Time after which collecting stops.
     """
 
     def __init__(self, seconds: float = 20.0) -> None:
@@ -151,7 +165,7 @@ class CollectedErrors(BadRecords):
         """Collect an error.
 
         Raises:
-            EnoughErrors: if the source is not read to its end, because of many errors or a long time.
+            EnoughErrors: If collecting stops because of many errors or a long time.
         """
         if str(error) not in self._seen:
             self._seen.add(str(error))
@@ -159,7 +173,11 @@ class CollectedErrors(BadRecords):
         self.raise_if_enough()
 
     def raise_if_enough(self) -> None:
-        """Raise :class:`EnoughErrors` if the source is not read further."""
+        """Check the number of errors and the time.
+
+        Raises:
+            EnoughErrors: If one of them exceeds its limit.
+        """
         if len(self.errors) >= _MOST_COLLECTED or time.monotonic() > self._until:
             self.has_read_everything = False
             raise EnoughErrors
@@ -170,10 +188,10 @@ class CollectedErrors(BadRecords):
         return Counter(_describe_error_kind(str(error)) for error in self.errors)
 
     def to_error(self, name: str) -> UserError:
-        """Build the error that names the first records and counts all by kind.
+        """Build the error that lists the first records and counts all errors by kind.
 
         Args:
-            name: Source, used in the error message.
+            name: Name of the source, used in the error message.
         """
         lines = list(map(str, self.errors))
         remedy = "or set data.on_bad_record to skip"
@@ -192,7 +210,7 @@ class EnoughErrors(Exception):  # noqa: N818  (a signal)
 
 
 def _describe_error_kind(line: str) -> str:
-    """Describe the mistake in an error line, without the record's place and the remedy."""
+    """Describe the mistake in an error line, without the record's location and the remedy."""
     kind = _LOCATION_PATTERN.sub("", line).partition(";")[0]
     kind = re.sub(r"'[^']*'", "'...'", kind)
     return re.sub(r"\d[\d,]*", "N", re.sub(r" ?\([^()]*\)", "", kind)).strip()
@@ -200,34 +218,41 @@ def _describe_error_kind(line: str) -> str:
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of the columns; ``None`` for columns that the task does not use."""
+    """Names of the columns to read, and how to read them. None for columns that the task does not use.
+
+    Its ``repr`` is part of cache keys, so a new name or field would invalidate all token caches.
+    """
 
     text: str = "text"
+    """Column of the text."""
     target: str | None = None
+    """Column of the target text for seq2seq."""
     label: str | None = None
+    """Column of the labels for classification."""
     text_split: TextSplit = "file"
     """Unit into which a ``.txt`` file is split."""
     pair: str | None = None
+    """Column of the second text for classification of pairs."""
     prefix: str = ""
-    """Prepended to every text."""
+    """Text that is prepended to every text."""
     columns: tuple[str, ...] = ()
-    """Further columns of numbers."""
+    """Additional columns of numbers."""
     bad: BadRecords | None = field(default=None, repr=False, compare=False)
-    """Takes the records that cannot be read; None: they end the run."""
+    """Receiver of the records that cannot be read. None if a bad record ends the run."""
     blank: BlankRecords = field(default_factory=BlankRecords, repr=False, compare=False)
-    """Counts the records without text."""
+    """Counter of the records without text."""
     format: RecordFormat | None = "text"
-    """Format of the records; None: each source recognizes it by its first record."""
+    """Format of the records. None if each source detects it from its first record."""
     renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Names under which fields of a record are read, with the names of these fields."""
+    """Fields of ``data.columns``: pairs of the name that the format expects and the name in the records."""
     roles: frozenset[str] = field(default=DEFAULT_TRAINED_ROLES, repr=False)
-    """Whose messages of a conversation are trained."""
+    """Roles whose messages of a conversation are trained."""
 
     def skip_record_or_raise(self, error: UserError) -> None:
-        """Leave out the record that ``error`` names.
+        """Skip the record that ``error`` names if bad records are skipped.
 
         Raises:
-            RecordError: if a bad record ends the run.
+            RecordError: If a bad record ends the run.
         """
         if self.bad is None:
             raise RecordError(str(error)) from error.__cause__
@@ -235,7 +260,10 @@ class Fields:
 
     @property
     def cache_key(self) -> str:
-        """All that decides which documents a record becomes; a format that is open counts as text."""
+        """All settings that determine the documents of a record, as text for cache keys.
+
+        A format that is not detected yet counts as ``text``.
+        """
         roles = () if self.roles == DEFAULT_TRAINED_ROLES else sorted(self.roles)
         kinds = () if self.label is None else ("whole numbers are classes",)
         renamed = (self.renamed,) if self.renamed else ()
@@ -247,12 +275,13 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
     """Convert a record to documents.
 
     Args:
-        row: The record.
+        row: Values of the record, keyed by field.
         fields: Names of the columns to read.
-        location: Description of the record's place in its source, used in error messages.
+        location: Location of the record in its source, used in error messages.
 
     Returns:
-        One document, none if the text is blank, or the two documents of a preference, the chosen one first.
+        One document, none if the text is blank or the record is skipped, or the two documents of a
+        preference, the chosen one first.
 
     Raises:
         UserError: If the record cannot be read and ``fields`` does not skip bad records.
@@ -274,7 +303,7 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
     except UserError as error:
         fields.skip_record_or_raise(error)
         return []
-    except Exception as error:  # values that JSON allows and that fit no number, such as 400 digits
+    except Exception as error:  # JSON allows values that no number type can represent, such as 400 digits
         reason = f"{type(error).__name__}: {to_one_line(error)[:200]}"
         refusal = UserError(
             f"data.source: {location}: cannot use this record ({reason}); correct or remove it"
@@ -289,10 +318,10 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
 
 
 def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapping[str, Any]:
-    """Return the record with its fields under the names that are read.
+    """Return the record with the field names of ``data.columns``.
 
     Raises:
-        UserError: if the record has no such field.
+        UserError: If the record has no such field.
     """
     if not fields.renamed:
         return row
@@ -304,6 +333,7 @@ def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapp
 def _parse_text_field(
     row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False
 ) -> str:
+    """Read a field that must be a string."""
     value = _get_required_field(row, key, name, location, pairs=pairs)
     if not isinstance(value, str):
         raise UserError(
@@ -318,6 +348,7 @@ def _parse_text_field(
 
 
 def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> float:
+    """Read a field of ``data.columns``, which must be a finite number."""
     value = _get_required_field(row, "columns", name, location)
     if isinstance(value, CsvCell):
         value = float(value) if _NUMBER.fullmatch(value.strip()) else value.strip() or None
@@ -329,9 +360,10 @@ def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> flo
 
 
 def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Label:
+    """Read the label of a record."""
     value = _get_required_field(row, "label_field", name, location)
     if isinstance(value, list | tuple):
-        # A list of booleans marks the classes of a text: these are numbers, not classes.
+        # A list of booleans marks the classes of a text, so its items are numbers and not classes.
         return tuple(
             float(item) if isinstance(item, bool) else _validate_label(item, name, location) for item in value
         )
@@ -341,6 +373,11 @@ def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Labe
 
 
 def _validate_label(value: Any, name: str, location: str) -> int | float | str:
+    """Check one label and convert a boolean to an integer.
+
+    Raises:
+        UserError: If the label is not a class or a finite number.
+    """
     if isinstance(value, CsvCell) and not value.strip():
         value = None
     if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
@@ -365,14 +402,14 @@ def _get_required_field(
     """Return the value of a field.
 
     Args:
-        row: The record.
-        key: The setting that names the field, without ``data.``.
-        name: The name of the field.
-        location: The record's place in its source, used in error messages.
+        row: Values of the record, keyed by field.
+        key: Setting that names the field, without ``data.``.
+        name: Name of the field.
+        location: Location of the record in its source, used in error messages.
         pairs: Whether a classifier may read a second text.
 
     Raises:
-        UserError: if the record has no such field.
+        UserError: If the record has no such field.
     """
     value = get_field_value(row, name, _MISSING)
     if value is not _MISSING:
@@ -389,7 +426,7 @@ def _get_required_field(
 
 
 def refuse_columns(fields: Fields, subject: str) -> None:
-    """Refuse settings that name columns, for a source that has only text.
+    """Check that no setting names a column, for a source that has only text.
 
     Args:
         fields: Names of the columns to read.

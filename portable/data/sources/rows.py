@@ -1,4 +1,4 @@
-"""The records of a local file, by its format."""
+"""Documents and records of a local file, by its format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
 
 def iter_text_documents(path: Path, name: str, split: str) -> Iterator[Document]:
-    """The documents of a .txt file."""
+    """Yield the documents of a .txt file.
+
+    Args:
+        path: Path of the file.
+        name: Name of the file, used in error messages.
+        split: Unit of a document: ``file``, ``paragraph`` or ``line``.
+    """
     with (
         convert_read_errors(name),
         _open_decompressed(path) as raw,
@@ -37,7 +43,10 @@ def iter_text_documents(path: Path, name: str, split: str) -> Iterator[Document]
 
 
 def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
-    """Yield the file as one document, in pieces of whole lines if it is long; nothing if it is empty."""
+    """Yield the file as one document, in pieces of complete lines if it is long.
+
+    Yields nothing if it is empty.
+    """
     piece = file.read(PIECE_CHARS)
     _check_characters(piece, name)
     while piece:
@@ -50,18 +59,25 @@ def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
 
 
 def _check_characters(text: str, name: str) -> None:
-    """Raise UserError for UTF-16 without a mark at its start, which is valid UTF-8 full of NULs."""
+    """Check that the text is not UTF-16 without a byte order mark.
+
+    Such a text is valid UTF-8 with many NUL characters.
+
+    Raises:
+        UserError: If the text is UTF-16.
+    """
     if "\0" in text and 4 * text.count("\0") > len(text):
         raise UserError(f"data.source: {name}: it is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")
 
 
 def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Document]:
-    """Yield a document per line or paragraph (separated by blank lines), without its line end.
+    """Yield one document per line or paragraph, without its line end. Long documents are yielded in pieces.
 
-    Very long ones come in pieces.
+    Blank lines separate paragraphs.
     """
     lines: list[str] = []
-    has_begun = within_line = False  # pieces of the current document were yielded; a line goes on
+    # Whether pieces of the document were yielded, and whether the line continues.
+    has_begun = within_line = False
     while line := file.readline(PIECE_CHARS):
         _check_characters(line, name)
         blank = not within_line and not line.strip()
@@ -80,10 +96,12 @@ def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Doc
 
 
 def iter_file_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
-    """The place and the columns of each row of a file that is no text.
+    """Yield the rows of a file in a format other than .txt, with their locations.
 
     Args:
-        name: of the file, for messages.
+        path: Path of the local file.
+        name: Name of the file, used in locations.
+        fields: Names of the columns to read.
     """
     kind = get_file_format(path)
     if kind == ".jsonl":
@@ -94,7 +112,7 @@ def iter_file_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow
 
 
 def _open_decompressed(path: Path) -> io.BufferedReader:
-    """The contents of a local file, decompressed."""
+    """Open the contents of a local file, decompressed."""
     return open_decompressed(io.BufferedReader(open_file(path), 1 << 20), path)
 
 
@@ -112,10 +130,18 @@ def _iter_jsonl_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedR
 
 
 def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, Any] | None:
-    """Parse the object in a line; None if the line is blank, or is left out as a bad record.
+    """Parse the JSON object in a line.
+
+    Args:
+        line: One line of a .jsonl file.
+        location: Location of the line, used in error messages.
+        fields: Names of the columns to read.
+
+    Returns:
+        The object. None if the line is blank or is skipped as a bad record.
 
     Raises:
-        RecordError: if the line is not an object, and bad records end the run.
+        RecordError: If the line is not an object and bad records end the run.
     """
     if not line.strip():
         return None
@@ -142,13 +168,14 @@ def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, A
 
 
 _SEPARATORS = re.compile(r"[\s,]*")
-_INCOMPLETE_TAIL_CHARS = (
-    16  # characters before the end of a text in which an error may be of its incompleteness
-)
+_INCOMPLETE_TAIL_CHARS = 16  # an error in this many last characters may be caused by an incomplete text
 
 
 def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
-    """Yield the objects of a list, or of a file with one after the other, without reading it whole."""
+    """Yield the objects of a JSON list, or of a file with one object after the other.
+
+    The file is read in blocks, so that it does not need to fit into memory.
+    """
     decode = json.JSONDecoder().raw_decode
     with (
         convert_read_errors(name),

@@ -1,7 +1,7 @@
 """Tokens in the shards of Mosaic Streaming (MDS) and litdata, and in datasets saved with ``save_to_disk``.
 
-The shards of the first two begin alike: the number of samples, the offset of each, and that of the end. An
-``index.json`` beside them says what a sample is. Each sample is a document.
+Shards of both formats start with the number of samples, the offset of each sample and the offset of the end.
+An ``index.json`` in the same folder describes the samples. Each sample is a document.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from portable.converters.storage.listed_file import ListedFile
     from portable.converters.storage.path_or_url import AnyPath
 
 _TOKEN_COLUMNS = ("tokens", "input_ids")
 _RECORD_COLUMNS = ("messages", "conversations", "completion", "output", "chosen")
-"""Columns of records of other formats than text."""
+"""Columns that show that records have a format other than text."""
 _LITDATA_DTYPES = {
     11: "u1",
     12: "i1",
@@ -54,12 +55,12 @@ _LITDATA_DTYPES = {
     18: "<i8",
     20: "<u2",
 }
-"""litdata's numbers of the types of torch."""
-_DOCUMENTS_PER_BATCH = 1000  # documents of a saved dataset at a time
+"""numpy's data type, keyed by litdata's number of torch's type."""
+_DOCUMENTS_PER_BATCH = 1000  # documents of a saved dataset that are read at a time
 
 
 class ShardedFolder(NamedTuple):
-    """A folder or URL with shards of tokens, and the content of its ``index.json``."""
+    """Folder or URL with shards of tokens, and the content of its ``index.json``."""
 
     folder: AnyPath
     index_content: dict[str, Any]
@@ -94,7 +95,11 @@ class ShardLayout(TypedDict, total=False):
 
 
 def find_sharded_folder(name: str) -> ShardedFolder | None:
-    """The place that ``name`` means and its index, if Mosaic Streaming or litdata has written it."""
+    """Return the folder ``name`` with its index if Mosaic Streaming or litdata has written it.
+
+    Returns:
+        None if ``name`` is something else.
+    """
     if (folder := find_folder_with_file(name, "index.json")) is None:
         return None
     try:
@@ -107,11 +112,23 @@ def find_sharded_folder(name: str) -> ShardedFolder | None:
     return ShardedFolder(folder, index)
 
 
+def _format_status(file: ListedFile) -> str:
+    """Format the size and version of a remote file for a digest. The text must never change.
+
+    Otherwise, a run that uses the file could not be resumed, because its data would seem to have changed.
+    """
+    return f"Object(size={file.size_bytes!r}, version={file.version!r})"
+
+
 def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
-    """The shards that ``index.json`` lists, each with what is needed to read it.
+    """Parse the layout of each shard from the content of ``index.json``.
+
+    Args:
+        index: Content of ``index.json``.
+        name: Name of the source, used in error messages.
 
     Raises:
-        UserError: if they have no tokens.
+        UserError: If the shards do not contain tokens.
     """
     try:
         if not index.get("shards", index.get("chunks")):
@@ -147,6 +164,7 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
 
 
 def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
+    """Parse the layout of a shard of Mosaic Streaming."""
     names: list[str] = shard["column_names"]
     column = next((candidate for candidate in _TOKEN_COLUMNS if candidate in names), None)
     if shard["format"] != "mds" or column is None:
@@ -158,7 +176,7 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     encoding, _, rest = str(shard["column_encodings"][column_index]).partition(":")
     dtype, _, shape = rest.partition(":")
     if encoding == "bytes":
-        dtype, shape = "int64", "any"  # as LLM Foundry writes them
+        dtype, shape = "int64", "any"  # format of LLM Foundry
     elif encoding != "ndarray" or not dtype:
         raise UserError(f"data.source: {name}: {column} is {encoding}:{rest}, not an array of integers")
     packed, raw = shard.get("zip_data"), shard["raw_data"]
@@ -180,7 +198,9 @@ class ShardedTokens(TokenSource):
     """Shards of Mosaic Streaming or litdata, in order.
 
     Args:
-        layouts: as :func:`parse_shard_layouts` returns them.
+        folder: Folder or URL of the shards.
+        layouts: Layouts from :func:`parse_shard_layouts`.
+        settings: Settings of the source.
     """
 
     def __init__(self, folder: AnyPath, layouts: Sequence[ShardLayout], settings: SourceSettings) -> None:
@@ -191,6 +211,11 @@ class ShardedTokens(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
+        """Return the shards if the name is a folder or URL that Mosaic Streaming or litdata has written.
+
+        Returns:
+            None if it is not, if there are several names, or with ``data.max_samples``.
+        """
         if len(names) > 1 or settings.data.max_samples is not None:
             return None
         sharded = find_sharded_folder(names[0])
@@ -201,6 +226,7 @@ class ShardedTokens(TokenSource):
         return cls(sharded.folder, parse_shard_layouts(sharded.index_content, names[0]), settings)
 
     def compute_digest(self) -> str:
+        """Compute a digest of the layouts, and of local contents or remote versions of the files."""
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
         for piece in self._pieces:
             path = self._place / piece["file"]
@@ -208,16 +234,18 @@ class ShardedTokens(TokenSource):
                 digest.update(compute_file_digest(path, self.settings))
             else:
                 with self._convert_read_errors(piece), convert_storage_errors("data.source"):
-                    digest.update(repr(path.fetch_status()).encode())
+                    digest.update(_format_status(path.fetch_status()).encode())
         return digest.hexdigest()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
+        """Yield each shard as a shard of a stream."""
         for piece in self._pieces:
             yield SourceShard(
                 partial(ShardedTokens, self._place, [piece]), repr(piece), int(piece["bytes"] or 0)
             )
 
     def check_readable(self) -> None:
+        """Read the first shard if it is local."""
         if not self.downloads_to_read:
             self._read_decompressed_shard(self._pieces[0])
 
@@ -232,7 +260,7 @@ class ShardedTokens(TokenSource):
                 yield TokenChunk(tokens, lengths)
 
     def _read_decompressed_shard(self, piece: ShardLayout) -> bytes:
-        """A shard as it was before it was compressed."""
+        """Read a shard, decompress it and verify its checksums."""
         with self._convert_read_errors(piece), convert_storage_errors("data.source"):
             path = self._place / piece["file"]
             if isinstance(path, Path):
@@ -258,6 +286,7 @@ class ShardedTokens(TokenSource):
 
     @contextmanager
     def _convert_read_errors(self, piece: ShardLayout) -> Iterator[None]:
+        """Convert all errors of a shard within this context to UserError."""
         try:
             yield
         except UserError:
@@ -270,7 +299,7 @@ class ShardedTokens(TokenSource):
 
 
 def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[Any]]:
-    """The tokens of each sample of a shard."""
+    """Parse the tokens of each sample of a shard."""
     count = int(np.frombuffer(data, "<u4", 1)[0])
     offsets = np.frombuffer(data, "<u4", count + 1, offset=4).astype(np.int64)
     if (np.diff(offsets) < 0).any() or offsets[-1] > len(data):
@@ -281,7 +310,7 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
     if any(size is not None and (type(size) is not int or size < 0) for size in sizes):
         raise ValueError(f"its columns have the sizes {sizes}")
     column = piece["column"]
-    # Sizes that the index gives are added once for all samples, because it can list any number of them.
+    # Fixed sizes are added once for all samples, because the index may list any number of columns.
     heads, heads_before = (sum(size is None for size in part) for part in (sizes, sizes[:column]))
     fixed, fixed_before = (sum(size or 0 for size in part) for part in (sizes, sizes[:column]))
     documents = []
@@ -293,17 +322,22 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
         begin += fixed_before + int(lengths[:heads_before].sum())
         length = sizes[column] if sizes[column] is not None else int(lengths[heads_before])
         value = data[begin : begin + length]
-        if not piece["shaped"]:  # the number of dimensions and the type of their sizes, then the sizes
+        if not piece["shaped"]:  # skip the header: number of dimensions, type of their sizes, and sizes
             value = value[1 + (value[0] >> 2) * (1 << (value[0] & 3)) :]
         documents.append(np.frombuffer(value, piece["dtype"]))
     return documents
 
 
 def find_saved_dataset_folder(name: str, split: str) -> Path | None:
-    """The folder of a dataset that ``save_to_disk`` wrote, of several splits the one of ``split``.
+    """Return the folder of a dataset saved with ``save_to_disk``.
+
+    If it has several splits, the folder of ``split``.
+
+    Returns:
+        None if ``name`` is not such a folder.
 
     Raises:
-        UserError: if there is no such split.
+        UserError: If there is no such split.
     """
     folder = Path(name)
     try:
@@ -327,6 +361,7 @@ def _build_not_saved_error(folder: object, error: Exception) -> UserError:
 
 
 def _load_saved_dataset(folder: str) -> Any:
+    """Load a saved dataset after checking that it names only its own files."""
     datasets = import_datasets(f"reading {folder}")
     try:
         for file in read_json_file(Path(folder) / "state.json")["_data_files"]:
@@ -340,6 +375,7 @@ def _load_saved_dataset(folder: str) -> Any:
 
 
 def _compute_saved_dataset_digest(folder: str, settings: SourceSettings) -> bytes:
+    """Compute a digest of all files of a saved dataset."""
     digest = hashlib.blake2b(b"saved", digest_size=16)
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
@@ -348,14 +384,18 @@ def _compute_saved_dataset_digest(folder: str, settings: SourceSettings) -> byte
 
 
 class SavedDataset(HubDataset):
-    """The records of a dataset saved with ``save_to_disk``."""
+    """Records of a dataset saved with ``save_to_disk``."""
 
     downloads_to_open = False
     downloads_to_read = False
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:  # type: ignore[override]
-        """The tokens of a saved dataset, if it has some, or its records."""
+        """Return the tokens of a saved dataset if it has a column of tokens, otherwise its records.
+
+        Returns:
+            None if the names are not a saved dataset.
+        """
         if len(names) > 1 or (folder := find_saved_dataset_folder(names[0], settings.split)) is None:
             return None
         try:
@@ -375,30 +415,40 @@ class SavedDataset(HubDataset):
         return self._dataset
 
     def compute_digest(self) -> str:
+        """Compute a digest of the files and of the settings for reading the records."""
         saved = _compute_saved_dataset_digest(self.name, self.settings)
         return compute_text_digest(repr((saved, self.fields.cache_key, self.settings.data.max_samples)))
 
     @property
     def stored_bytes(self) -> int:
+        """0, because a saved dataset cannot be streamed."""
         return 0
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
+        """Raise UserError, because a saved dataset cannot be streamed."""
         raise _build_not_streamed_error(self)
 
 
 class SavedTokenDataset(TokenSource):
-    """A dataset with a column of tokens, saved with ``save_to_disk``; each row is a document."""
+    """Dataset with a column of tokens, saved with ``save_to_disk``. Each row is a document."""
 
     def compute_digest(self) -> str:
+        """Compute a digest of the files."""
         return _compute_saved_dataset_digest(self.name, self.settings).hex()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
+        """Raise UserError, because a saved dataset cannot be streamed."""
         raise _build_not_streamed_error(self)
 
     def check_readable(self) -> None:
+        """Check that there is a column of tokens."""
         self._open_token_column()
 
     def _open_token_column(self) -> tuple[Any, str]:
+        """Open the column of tokens.
+
+        Returns the dataset with only this column, and the name of the column.
+        """
         dataset = _load_saved_dataset(self.name)
         column = next(
             (candidate for candidate in reversed(_TOKEN_COLUMNS) if candidate in dataset.column_names), None
@@ -424,4 +474,5 @@ class SavedTokenDataset(TokenSource):
 
 
 def _build_not_streamed_error(source: DataSource) -> UserError:
+    """Build the error for a saved dataset with ``data.stream``."""
     return UserError(f"data.stream: {source.name} was saved with save_to_disk; set it to false")

@@ -1,8 +1,9 @@
-"""A source of documents with its settings: what each kind of source has in common.
+"""Base classes of all kinds of sources, and the settings of a source.
 
-A kind is a class in a file of its own. It says in :meth:`DataSource.from_names` what it is named by, gives
-records in :meth:`DataSource.iter_rows` (or documents, or tokens), and a digest of them.
-``list_source_classes`` in ``opening.py`` lists it.
+A kind of source is a subclass of :class:`DataSource` in a separate file. :meth:`DataSource.from_names`
+returns a source if a name has this kind. The class yields records in :meth:`DataSource.iter_rows` (or
+documents, or tokens), and computes a digest of them. ``list_source_classes`` in ``source_kinds.py`` lists all
+kinds.
 """
 
 from __future__ import annotations
@@ -48,25 +49,27 @@ if TYPE_CHECKING:
 
 
 STREAMS_FOLDER = "streams"
-"""The folder of the cache with the files and tokens of streams, of which old ones are removed."""
+"""Folder in the cache for files and tokens of streams. Old ones are removed."""
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
     "masked-lm",
     "seq2seq-lm",
     "sequence-classification",
 )
+"""Tasks of a model, which are the values of ``model.task``."""
 PREFERENCE, CUSTOM_SAMPLES = "preference", "samples"
+"""Values of ``data.format`` for preference pairs and for samples of user-defined code."""
 
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """What the ``data`` section says about one source.
+    """Settings of one source.
 
     Attributes:
-        data: the section, as the source has it.
-        task: one of ``TASKS``.
-        config_key: the dotted key of the source, for messages.
-        offline: write nothing, and download nothing.
+        data: The ``data`` section of the config, with the values of this source.
+        task: Task of the model, one of ``TASKS``.
+        config_key: Dotted key of the source in the config, used in error messages.
+        offline: Whether nothing may be written or downloaded.
         bad_records: Receiver of bad records. By default, ``data.on_bad_record`` selects it.
     """
 
@@ -78,7 +81,7 @@ class SourceSettings:
 
     @cached_property
     def fields(self) -> Fields:
-        """The columns of a record that are read, and how."""
+        """Columns of a record to read, and how to read them."""
         data, kind = self.data, self.data.format
         labelled, translated = self.task == CLASSIFICATION, self.task == SEQ2SEQ
         return Fields(
@@ -96,38 +99,49 @@ class SourceSettings:
         )
 
     def with_format(self, kind: RecordFormat) -> SourceSettings:
-        """The same, once the format of the records is known."""
+        """Return a copy of the settings with the format of the records."""
         return replace(self, data=self.data.model_copy(update={"format": kind}))
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the records are conversations, or prompts with completions; asked once that is known."""
+        """Whether the records are conversations, or prompts with completions.
+
+        Valid once the format of the records is known.
+        """
         return self.data.format not in ("auto", "text", CUSTOM_SAMPLES)
 
     @property
     def packing(self) -> bool | Literal["documents"]:
+        """Value of ``data.packing`` for tasks with packing, otherwise False."""
         return self.data.packing if self.task in (CAUSAL, MASKED) else False
 
     @property
     def split(self) -> str:
+        """Split of a hub dataset."""
         return self.data.split or "train"
 
     @property
     def cache_folder(self) -> Path:
-        """The folder of the cache; a stream has its own in it."""
+        """Folder of the cache. Streams have a separate subfolder."""
         folder = get_default_cache_dir() if self.data.cache_dir is None else Path(self.data.cache_dir)
         return folder / STREAMS_FOLDER if self.data.stream else folder
 
     @property
     def tokenizer_languages(self) -> dict[str, Any]:
-        """Arguments of the tokenizer."""
+        """Language arguments of :func:`portable.data.tokens.tokenizer.load_tokenizer`.
+
+        Empty unless the task is seq2seq.
+        """
         if self.task != SEQ2SEQ:
             return {}
         return {"source_language": self.data.source_language, "target_language": self.data.target_language}
 
     @contextmanager
     def convert_errors(self) -> Iterator[None]:
-        """Within this context, errors about a setting of ``data`` name the same setting of ``config_key``."""
+        """Replace settings of ``data`` in error messages within this context by settings of this source.
+
+        For example, ``data.source`` becomes ``data.sources.news.source``.
+        """
         try:
             yield
         except UserError as error:
@@ -139,7 +153,7 @@ class SourceSettings:
             raise kind(self._replace_config_key(str(error))) from error
 
     def _replace_config_key(self, message: str) -> str:
-        """Name the settings of this source instead of the settings of ``data``."""
+        """Replace the settings of ``data`` in a message by the settings of this source."""
         settings = "|".join(SourceConfig.model_fields)
         message = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.config_key}.", message)
         return message if self.config_key in message else f"{self.config_key}: {message}"
@@ -147,13 +161,15 @@ class SourceSettings:
 
 @dataclass(frozen=True)
 class SourceShard:
-    """One shard of a stream: a file, a part of one, or tokens made ahead of time.
+    """One shard of a stream: a file, a part of a file, or pretokenized data.
 
     Attributes:
-        open_source: its source, as it is now, so that a change is seen.
-        identity: what tells, without reading it, that it is the same on another machine.
-        size_bytes: its length.
-        num_tokens, fingerprint: of its tokens, where they are known beforehand.
+        open_source: Function that opens the shard with the given settings. It reads the file as it is now, so
+            that changes are detected.
+        identity: Text that identifies the content on any machine, without reading it.
+        size_bytes: Size of the shard in bytes.
+        num_tokens: Number of tokens. None if it is only known after tokenizing.
+        fingerprint: Fingerprint of the tokens. Empty if it is only known after tokenizing.
     """
 
     open_source: Callable[[SourceSettings], DataSource]
@@ -164,33 +180,40 @@ class SourceShard:
 
 
 class DataSource(ABC):
-    """Documents that can be read repeatedly, in a fixed order.
+    """Documents that can be read repeatedly in a fixed order.
 
     Args:
-        name: for messages, such as the path as given by the user.
-        settings: of this source.
+        name: Name of the source in error messages, such as the path in the config.
+        settings: Settings of the source.
 
     Raises:
-        UserError: if the kind of source has not what the settings ask for.
+        UserError: If the settings name a column and this kind of source has only text.
     """
 
     downloads_to_open = False
-    """Whether opening it may download it."""
+    """Whether opening the source may download it."""
     downloads_to_read = False
     """Whether reading its records may download them."""
     has_tokens = False
-    """Whether it has tokens in place of text."""
+    """Whether the source has tokens instead of text."""
     only_text = ""
-    """What it is, if it has neither columns nor records, for messages."""
+    """Description of the source in error messages if it has neither columns nor records. Empty otherwise."""
     must_stream_alone = False
-    """Whether a stream of it can have nothing else."""
+    """Whether a stream of this source cannot contain other kinds of sources."""
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:
-        """The source that ``names`` mean, if they mean one of this kind.
+        """Open the source with these names if the names have this kind.
+
+        Args:
+            names: Entries of ``data.source``.
+            settings: Settings of the source.
+
+        Returns:
+            None if the names have another kind.
 
         Raises:
-            UserError: if they do, and it cannot be used.
+            UserError: If the names have this kind, but the source cannot be used.
         """
         return None
 
@@ -199,6 +222,7 @@ class DataSource(ABC):
         self._apply_settings(settings)
 
     def _apply_settings(self, settings: SourceSettings) -> None:
+        """Store the settings and reset the cache key."""
         if self.only_text:
             refuse_columns(settings.fields, self.only_text)
         self.settings = settings
@@ -206,29 +230,35 @@ class DataSource(ABC):
 
     @property
     def fields(self) -> Fields:
+        """Columns of a record to read, and how to read them."""
         return self.settings.fields
 
     @property
     def description(self) -> str:
-        """The name, with what else is known without reading it."""
+        """Name of the source, with additional facts that are known without reading it."""
         return self.name
 
     @property
     def cache_key(self) -> str:
-        """The digest when it was first asked for."""
+        """Digest from the first call of :meth:`compute_digest` with the current settings.
+
+        It identifies the source in the cache.
+        """
         if self._cache_key is None:
             self._cache_key = self.compute_digest()
         return self._cache_key
 
     @abstractmethod
     def compute_digest(self) -> str:
-        """A digest of the content as it is now, and of the settings for reading it."""
+        """Compute a digest of the current content and of the settings for reading it."""
 
     def detect_and_set_format(self) -> RecordFormat:
-        """Learn the format of the records by the first one, if the settings leave it open.
+        """Detect the format of the records from the first record, and store it in the settings.
+
+        Does nothing if the settings already define the format.
 
         Raises:
-            UserError: if several formats fit it, or it cannot be read.
+            UserError: If several formats fit the record, or it cannot be read.
         """
         try:
             kind = self._detect_format()
@@ -239,6 +269,7 @@ class DataSource(ABC):
         return kind
 
     def _detect_format(self) -> RecordFormat:
+        """Detect the format of the records without changing the settings."""
         if self.fields.format is not None:
             return self.fields.format
         if (first := next(self.iter_rows(), None)) is None:
@@ -250,23 +281,25 @@ class DataSource(ABC):
         )
 
     def iter_rows(self) -> Iterator[LocatedRow]:
-        """Yield the place and the columns of each record; nothing for plain text.
+        """Yield each record with its location. Yields nothing for plain text.
+
+        Subclasses implement :meth:`_read_rows`. All exceptions of reading are converted here.
 
         Raises:
-            UserError: If a file is damaged. Subclasses read in :meth:`_read_rows`, whose exceptions are
-                converted here.
+            UserError: If a file is damaged.
         """
         with convert_read_errors(self.name):
             yield from self._read_rows()
 
     def _read_rows(self) -> Iterator[LocatedRow]:
+        """Yield each record with its location. Subclasses with records override it."""
         return iter(())
 
     def iter_documents(self) -> Iterator[Document]:
         """Yield the nonempty documents in a fixed order.
 
         Raises:
-            UserError: naming all records that cannot be read, if there are any.
+            UserError: If records cannot be read. The message lists them.
         """
         try:
             with convert_read_errors(self.name):
@@ -275,11 +308,12 @@ class DataSource(ABC):
             raise self.collect_record_errors(error) from error
 
     def _read_documents(self) -> Iterator[Document]:
+        """Yield the documents, at most ``data.max_samples``."""
         for location, row in islice(self.iter_rows(), self.settings.data.max_samples):
             yield from parse_record(row, self.fields, location)
 
     def collect_record_errors(self, first: RecordError) -> UserError:
-        """Read the source from its start and build the error that names all bad records.
+        """Read the source from its start and build the error that lists all bad records.
 
         Args:
             first: Error of the first bad record.
@@ -287,7 +321,7 @@ class DataSource(ABC):
         collected = CollectedErrors()
         reader = copy.copy(self)
         reader.settings = replace(self.settings, bad_records=collected)
-        # Until the format of the records is known, only their lines are checked.
+        # Until the format of the records is known, only the syntax of their lines is checked.
         records = reader._read_documents() if self.fields.format is not None else reader.iter_rows()
         has_read_record = False
         try:
@@ -300,23 +334,23 @@ class DataSource(ABC):
             return error if isinstance(error, UserError) else first
         if not collected.errors:  # the source has changed
             return first
-        if (
-            not has_read_record and len(collected.count_by_kind) == 1
-        ):  # a setting is wrong, but not the records
+        if not has_read_record and len(collected.count_by_kind) == 1:  # a setting is wrong
             return first
         return collected.to_error(self.name)
 
     @contextmanager
     def check_unchanged(self) -> Iterator[None]:
-        """Read it within this context, which checks at the end that it is what ``cache_key`` says.
+        """Check on exit of this context that the source is unchanged, by its digest.
+
+        Read the source within the context. Do not cache the results if the check fails.
 
         Raises:
-            UserError: at the end, if another program has changed it. Results must not be cached then.
+            UserError: On exit, if another program has changed the source.
         """
         before, refusal = self.cache_key, None
         try:
             yield
-        except (UserError, RunError) as error:  # may come from a file that is being written
+        except (UserError, RunError) as error:  # another program may be writing the file
             refusal = error
         if self._has_changed(before):
             raise build_data_changed_error(self.name) from refusal
@@ -324,6 +358,10 @@ class DataSource(ABC):
             raise refusal
 
     def _has_changed(self, old_digest: str) -> bool:
+        """Return whether the digest differs from ``old_digest``.
+
+        False if the source cannot be read anymore.
+        """
         try:
             return self.compute_digest() != old_digest
         except UserError:
@@ -331,59 +369,82 @@ class DataSource(ABC):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Class names, if the source has them. Its labels are then indices of these."""
+        """Class names that the source declares.
+
+        Its labels are indices of these names. None if there are none.
+        """
         return None
 
     @property
     def content_digests(self) -> frozenset[bytes]:
-        """Digests of the local files that it reads."""
+        """Digests of the local files that the source reads.
+
+        They show whether evaluation data is also training data.
+        """
         return frozenset()
 
     @property
     def stored_bytes(self) -> int:
-        """The length of its files, for a stream of them."""
+        """Size of the source's files in bytes, which determines the size of a stream's shards."""
         return 0
 
     @property
     def size_bytes(self) -> int | None:
-        """Estimated bytes of text; ``None`` if unknown."""
+        """Estimated size of the text in bytes. None if it is not known."""
         return None
 
     def remove_local_copies(self) -> None:
-        """Remove local copies, which are made again when they are needed."""
+        """Remove local copies of remote files. They are downloaded again if they are needed."""
         return
 
     def check_readable(self) -> None:
-        """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
+        """Read the first document without writing anything, unless this would download it.
+
+        Raises:
+            UserError: If the source cannot be read or contains no text.
+        """
         if not self.downloads_to_read and next(self.iter_documents(), None) is None:
             raise self.build_no_text_error()
 
     def build_no_text_error(self) -> NoTextError:
+        """Build the error for a source without text."""
         return NoTextError(
             f"data.source: {self.name} contains no text; choose a source with at least one document"
         )
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Its files as the shards of a stream, long ones in parts of about ``part_bytes``.
+        """Yield the files of the source as shards of a stream. Long files are divided into parts.
+
+        Args:
+            part_bytes: Approximate size of a part in bytes.
 
         Raises:
-            UserError: if it has none.
+            UserError: If the source has no files.
         """
         raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
 
     def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path | None:
-        """The folder with its tokens, if they were made ahead of time; a copy in ``copies_folder`` of one elsewhere.
+        """Return the folder with the source's tokens if they were written before training.
 
         Args:
-            job_digest: a digest of what the run's tokens are made with.
+            copies_folder: Folder for copies of remote tokens.
+            job_digest: Digest of the tokenizer and other settings that determine the tokens.
+
+        Returns:
+            The token cache, or a local copy of it. None if the source has to be tokenized.
 
         Raises:
-            UserError: if they are missing, or were made with something else. NoTextError: if there are none.
+            UserError: If the tokens are missing, or were made with other settings.
+            NoTextError: If there are no tokens.
         """
         return None
 
     def find_tokenizer_folder(self) -> Path | None:
-        """The folder of the tokenizer that made its tokens, if it has some with one."""
+        """Return the folder of the tokenizer with which the source was tokenized.
+
+        Returns:
+            None if the source is not tokenized, or its tokenizer is not stored with the tokens.
+        """
         return None
 
 
@@ -393,7 +454,7 @@ class TokenChunk(NamedTuple):
     Attributes:
         tokens: Token ids, an array of integers ``[tokens]``.
         lengths: Number of tokens up to each document end in the chunk, counted from the end before it. Tokens
-            beyond the last end belong to a document that continues in the next chunk.
+            after the last end belong to a document that continues in the next chunk.
     """
 
     tokens: npt.NDArray[Any]
@@ -401,25 +462,27 @@ class TokenChunk(NamedTuple):
 
 
 class TokenSource(DataSource):
-    """Tokens that another program made."""
+    """Base class of sources that another program has tokenized."""
 
     has_tokens = True
     only_text = "files of tokens"
     must_stream_alone = True
 
     def iter_documents(self) -> Iterator[Document]:
+        """Raise UserError, because the source has no text from which a tokenizer could be trained."""
         raise UserError(
             f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
         )
 
     def iter_token_chunks(self, vocab_size: int, end_token: int | None) -> Iterator[TokenChunk]:
-        """Yield tokens, and how many of them there are up to each end of a document from the end before.
-
-        The tokens beyond the last end belong to a document that goes on in the next part.
+        """Yield the tokens of the source in order.
 
         Args:
-            vocab_size: of the tokenizer, which all tokens must be below.
-            end_token: the token after which a document ends, where the files do not tell.
+            vocab_size: Number of tokens of the tokenizer. Larger ids are an error.
+            end_token: Token that ends a document, for files without document boundaries.
+
+        Raises:
+            UserError: If a file is damaged, or a token is outside the vocabulary.
         """
         with convert_read_errors(self.name):
             yield from self._read_token_chunks(vocab_size, end_token)

@@ -1,4 +1,4 @@
-"""Which kind of source ``data.source`` names, and the sources of a run."""
+"""Select the kind of source that ``data.source`` names, and open the sources of a run."""
 
 from __future__ import annotations
 
@@ -30,16 +30,20 @@ if TYPE_CHECKING:
     from portable.data.sources.records import LocatedRow
 
 PART_BYTES = 16 << 20
-"""Longer .jsonl and .parquet files are read in parts of this length, so that the first is soon there."""
+"""Size of the parts of long .jsonl and .parquet files in a stream. Parts are small so that the first one is
+ready soon.
+"""
 _MAX_PARTS = 1 << 17
-"""Parts of so large a stream are longer, up to four times, so that there are not many more than this."""
+"""Approximate maximum number of parts. A larger stream has larger parts, up to four times
+:data:`PART_BYTES`.
+"""
 
 
 def open_source(settings: SourceSettings) -> DataSource:
     """Open the source that ``data.source`` names, without reading its contents.
 
     Raises:
-        UserError: if it does not exist or cannot be used.
+        UserError: If the source does not exist or cannot be used.
     """
     data = settings.data
     if settings.task not in TASKS:
@@ -64,12 +68,16 @@ def open_source(settings: SourceSettings) -> DataSource:
 
 
 def _open_named_source(names: Sequence[str], settings: SourceSettings) -> DataSource:
+    """Open the source with the first kind that accepts the names.
+
+    The last kind, a hub dataset, accepts any name.
+    """
     candidates = (kind.from_names(names, settings) for kind in list_source_classes())
     return next(source for source in candidates if source is not None)
 
 
 def list_source_classes() -> tuple[type[DataSource], ...]:
-    """The kinds of sources that have a name; the first that knows a name has it."""
+    """List the kinds of sources with a name, in the order in which they are tried."""
     from portable.data.sources.custom_records import CustomRecords
     from portable.data.sources.files import RecordFiles
     from portable.data.sources.hub_dataset import HubDataset
@@ -89,7 +97,15 @@ def list_source_classes() -> tuple[type[DataSource], ...]:
 
 
 class StreamSource(DataSource):
-    """Files that are read one at a time, and of which only the list is known beforehand."""
+    """Files that are read one at a time. Opening it only lists them.
+
+    Args:
+        names: Entries of ``data.source``.
+        settings: Settings of the source.
+
+    Raises:
+        UserError: If there are no files, or files of tokens are mixed with other files.
+    """
 
     def __init__(self, names: Sequence[str], settings: SourceSettings) -> None:
         sources = [_open_named_source([name], settings) for name in names]
@@ -106,23 +122,27 @@ class StreamSource(DataSource):
 
     @property
     def _first_source(self) -> DataSource:
+        """Source of the first shard."""
         return self.shards[0].open_source(self.settings)
 
     @cached_property
     def _shard_identities(self) -> list[str]:
+        """Identities of all shards."""
         return [shard.identity for shard in self.shards]
 
     def compute_digest(self) -> str:
-        """A digest of the names, lengths and versions of the files: nothing is read."""
+        """Compute a digest of the names, sizes and versions of the files. Reads no contents."""
         return compute_text_digest(repr((self.fields.cache_key, self._shard_identities)))
 
     @property
     def description(self) -> str:
+        """Name, number of shards and size."""
         size = format_bytes(self.size_bytes)
         return f"{self.name} (a stream of {format_count(len(self.shards), 'part')}, {size})"
 
     @property
     def size_bytes(self) -> int:
+        """Size of all shards in bytes."""
         return sum(shard.size_bytes for shard in self.shards)
 
     def _detect_format(self) -> RecordFormat:
@@ -130,20 +150,28 @@ class StreamSource(DataSource):
         return first.detect_and_set_format() if first.has_tokens else super()._detect_format()
 
     def iter_documents(self) -> Iterator[Document]:
+        """Yield the documents of all shards, in the order of the files."""
         for shard in self.shards:
             yield from shard.open_source(self.settings).iter_documents()
 
     def iter_rows(self) -> Iterator[LocatedRow]:
+        """Yield the records of all shards, in the order of the files."""
         for shard in self.shards:
             yield from shard.open_source(self.settings).iter_rows()
 
     def check_readable(self) -> None:
+        """Check the first shard."""
         if (first := self._first_source).has_tokens:
             first.check_readable()
         else:
             super().check_readable()
 
     def find_tokenizer_folder(self) -> Path | None:
+        """Return the folder of the tokenizer that ``portable-data`` has saved.
+
+        Returns:
+            None if no part of the stream is pretokenized.
+        """
         return next(
             (
                 folder
@@ -160,7 +188,7 @@ class StreamSource(DataSource):
 def build_training_settings(
     data: DataConfig, task: str, *, offline: bool = False
 ) -> dict[str, SourceSettings]:
-    """What each source to train on is opened with, by name."""
+    """Build the settings of each training source, keyed by name."""
     configs = get_training_sources(data).items()
     return {
         name: SourceSettings(config, task, format_training_source_key(name), offline)
@@ -171,7 +199,7 @@ def build_training_settings(
 def build_evaluation_settings(
     data: DataConfig, task: str, *, offline: bool = False
 ) -> dict[str, SourceSettings]:
-    """The same of those to evaluate on."""
+    """Build the settings of each evaluation source, keyed by name."""
     configs = get_evaluation_sources(data).items()
     return {
         name: SourceSettings(config, task, format_eval_source_key(name), offline) for name, config in configs
@@ -179,15 +207,21 @@ def build_evaluation_settings(
 
 
 def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) -> str:
-    """The format of the records that ``data.format`` auto means; auto if that needs a download.
+    """Detect the format of the records of a run, for ``data.format: auto``.
+
+    If some sources have conversations and some have texts, the format is the conversations' format.
 
     Args:
-        data: the ``data`` section.
-        task: one of ``TASKS``.
-        downloads: whether a source may be downloaded.
+        data: The ``data`` section of the config.
+        task: Task of the model, one of ``TASKS``.
+        downloads: Whether a source may be downloaded.
+
+    Returns:
+        A format, or ``auto`` if detecting it needs a download that is not allowed.
 
     Raises:
-        UserError: no format fits the first record, or several do; or only some sources have pairs.
+        UserError: If no format or several formats fit the first record, or only some sources have preference
+            pairs.
     """
     training = build_training_settings(data, task, offline=True)
     evaluated = build_evaluation_settings(data, task, offline=True)
@@ -195,7 +229,7 @@ def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) ->
     for settings in (*training.values(), *evaluated.values()):
         with settings.convert_errors():
             formats[settings.config_key] = _detect_source_format(settings, downloads=downloads)
-    # A run with conversations packs whole documents, and may have texts beside them.
+    # A run with conversations packs complete documents, and may also have sources of texts.
     kinds = [formats[settings.config_key] for settings in training.values()]
     (first, first_format), *others = formats.items()
     for key, other_format in others:
@@ -211,7 +245,7 @@ def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) ->
 
 
 def _detect_source_format(settings: SourceSettings, *, downloads: bool) -> str:
-    """The format of one source."""
+    """Detect the format of one source."""
     data = settings.data
     if settings.fields.format is not None or data.source is None:
         return "text" if data.source is None else str(settings.fields.format)
@@ -220,7 +254,7 @@ def _detect_source_format(settings: SourceSettings, *, downloads: bool) -> str:
         return "auto"
     kind = source.detect_and_set_format()
     if kind == "text" and any((data.chat_template, data.train_on, data.roles_to_train, data.split_turns)):
-        source.check_readable()  # what the records lack comes before a setting that texts have no use for
+        source.check_readable()  # report invalid records before settings that have no effect on texts
     return kind
 
 
@@ -232,10 +266,14 @@ _STDLIB_SKIPS = re.compile(
 
 
 class StandardLibrarySource(DataSource):
-    """The Python files of the interpreter's standard library: real text without a download.
+    """Python files of the interpreter's standard library: real text without a download.
 
-    One document per file, without tests and tables. Files are ordered by a hash of their names, so that every
-    part, including the evaluation part at the end, is a fair sample.
+    Each file is one document. Tests and tables are excluded. Files are sorted by a hash of their names, so
+    that every part is a representative sample, including the evaluation part at the end.
+
+    Args:
+        settings: Settings of the source.
+        root: Folder of the library. By default, the folder of this interpreter.
     """
 
     only_text = "the standard library's sources"
@@ -246,6 +284,7 @@ class StandardLibrarySource(DataSource):
         super().__init__(self.only_text, settings)
 
     def compute_digest(self) -> str:
+        """Compute a digest of all documents."""
         digest, self._size_bytes = hashlib.blake2b(b"stdlib", digest_size=16), 0
         for document in self.iter_documents():
             content = document.text.encode()
@@ -255,9 +294,11 @@ class StandardLibrarySource(DataSource):
 
     @property
     def size_bytes(self) -> int | None:
+        """Size of all documents in bytes. Reads them on the first access."""
         return self._size_bytes if self.cache_key else None
 
     def iter_documents(self) -> Iterator[Document]:
+        """Yield the files up to a total of about 10 MB. Files that are not UTF-8 are skipped."""
         count = total = 0
         for path in self._list_files():
             try:
@@ -277,6 +318,7 @@ class StandardLibrarySource(DataSource):
             )
 
     def _list_files(self) -> list[Path]:
+        """List the files in the order of their hashes."""
         files = []
         for folder, subfolders, names in os.walk(self._root):
             subfolders[:] = [name for name in subfolders if not _STDLIB_SKIPS.fullmatch(name)]

@@ -1,7 +1,7 @@
-"""Files of tokens that other programs wrote: nanoGPT, llm.c, and Megatron-LM's .bin with .idx.
+"""Token files of other programs: nanoGPT, llm.c, and .bin files with an .idx file of Megatron-LM.
 
-They are copied into the token cache once, with their documents, so that every token that a run reads has a
-checksum. A .bin file without an index has no boundaries: a document ends after each end token.
+They are copied into the token cache once, with their document boundaries, so that every token that a run
+reads has a checksum. A .bin file without an index has no boundaries: each end token ends a document.
 """
 
 from __future__ import annotations
@@ -26,25 +26,32 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-_CHUNK = 1 << 22  # tokens that are copied at a time
+_CHUNK = 1 << 22  # tokens that are yielded at a time
 _LLM_C: dict[tuple[int, int], np.dtype[Any]] = {
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
 }
-"""Magic number and version of llm.c's files, and the type of their tokens."""
+"""Data type of the tokens, keyed by magic number and version of llm.c's files."""
 _LLM_C_HEADER = 256 * 4
 _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def is_token_file(name: str) -> bool:
-    """Whether ``name`` is that of a file of tokens, or a pattern of such."""
+    """Return whether a local path or pattern names token files."""
     return name.endswith(".bin") and "://" not in name
 
 
 @dataclass(frozen=True)
 class _TokenFileLayout:
-    """Where the tokens of a file are: from byte ``start_byte`` on; and the lengths of documents, if known."""
+    """Layout of a token file.
+
+    Attributes:
+        dtype: Data type of the tokens.
+        start_byte: Offset of the first token in bytes.
+        num_tokens: Number of tokens.
+        document_lengths: Number of tokens of each document, int64. None if the file has no boundaries.
+    """
 
     dtype: np.dtype[Any]
     start_byte: int
@@ -53,7 +60,13 @@ class _TokenFileLayout:
 
 
 class TokenFilesSource(TokenSource):
-    """Files of tokens, in order."""
+    """Token files, in order.
+
+    Args:
+        name: Name of the source in error messages.
+        files: Paths of the files.
+        settings: Settings of the source.
+    """
 
     must_stream_alone = False
 
@@ -63,6 +76,14 @@ class TokenFilesSource(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> TokenFilesSource | None:
+        """Return the files if all names end with ``.bin``.
+
+        Returns:
+            None if no name does.
+
+        Raises:
+            UserError: If only some names do, or with ``data.max_samples``.
+        """
         if not any(map(is_token_file, names)):
             return None
         if not all(map(is_token_file, names)) or settings.data.max_samples is not None:
@@ -73,6 +94,7 @@ class TokenFilesSource(TokenSource):
         return cls(", ".join(names), [path for name in names for path in list_token_files(name)], settings)
 
     def compute_digest(self) -> str:
+        """Compute a digest of the contents of all files and of their indexes."""
         digest = hashlib.blake2b(b"tokens", digest_size=16)
         for path in self._files:
             digest.update(compute_file_digest(path, self.settings))
@@ -82,13 +104,16 @@ class TokenFilesSource(TokenSource):
 
     @property
     def size_bytes(self) -> int:
+        """Number of all tokens, which is the unit of the progress bar."""
         return sum(_read_layout(path).num_tokens for path in self._files)
 
     @property
     def stored_bytes(self) -> int:
+        """Size of all files in bytes."""
         return sum(path.stat().st_size for path in self._files)
 
     def check_readable(self) -> None:
+        """Read the layout of each file."""
         for path in self._files:
             _read_layout(path)
 
@@ -97,13 +122,23 @@ class TokenFilesSource(TokenSource):
             yield from _iter_file_chunks(path, vocab_size, end)
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
+        """Yield each file as a shard of a stream."""
         for path in self._files:
             size = path.stat().st_size
             yield SourceShard(partial(TokenFilesSource, str(path), [path]), f"{path.name} {size}", size)
 
 
 def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> None:
-    """Raise UserError if the tokenizer has not all of ``tokens``."""
+    """Check that all tokens are ids of the tokenizer.
+
+    Args:
+        tokens: Token ids.
+        vocab_size: Number of tokens of the tokenizer.
+        path: Name of the file, used in the error message.
+
+    Raises:
+        UserError: If a token id is negative or too large.
+    """
     if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
         raise UserError(
             f"data.tokenizer: {path} has the token {int(tokens.max())}, beyond the {vocab_size} of the "
@@ -112,10 +147,10 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
 
 
 def list_token_files(name: str) -> list[Path]:
-    """The files that ``name`` matches.
+    """List the files that a path or pattern matches.
 
     Raises:
-        UserError: if there is none.
+        UserError: If there is no such file.
     """
     files = [Path(name)] if Path(name).is_file() else sorted(map(Path, glob.glob(name, recursive=True)))  # noqa: PTH207
     if not files:
@@ -124,10 +159,12 @@ def list_token_files(name: str) -> list[Path]:
 
 
 def _get_index_path(path: Path) -> Path:
+    """Return the path of Megatron-LM's index of a token file, which may not exist."""
     return path.with_suffix(".idx")
 
 
 def _read_layout(path: Path) -> _TokenFileLayout:
+    """Read the layout of a token file from its header or index."""
     try:
         size = path.stat().st_size
         if _get_index_path(path).is_file():
@@ -150,6 +187,7 @@ def _read_layout(path: Path) -> _TokenFileLayout:
 
 
 def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
+    """Read the layout of a token file from its index."""
     index = _get_index_path(path)
     with open_file(index) as file:
         data = file.read()
@@ -176,6 +214,7 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
 
 
 def _iter_file_chunks(path: Path, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
+    """Yield the tokens of a file in chunks of limited size."""
     layout = _read_layout(path)
     if not layout.num_tokens:
         return

@@ -1,1 +1,1 @@
-"""From documents to the token cache."""
+"""Tokenizer, chat templates, and the token cache."""

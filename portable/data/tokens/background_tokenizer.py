@@ -1,4 +1,4 @@
-"""Tokenize the next shards of a stream in other processes, while the run trains on the ones before."""
+"""Tokenize the next shards of a stream in other processes during training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class BackgroundTokenizer:
-    """Processes that tokenize shards, each with a thread that tells it which.
+    """Processes that tokenize shards, with one thread per process that sends the shards.
 
-    What fails here is tried again, and told, where the shard is needed.
+    Errors are ignored here. They occur again when the shard is needed, and are reported then.
 
     Args:
-        job: what a process does with a shard.
-        on_shard_done: called after each shard with its folder, in a thread.
-        num_processes: how many.
+        job: Job that tokenizes a shard.
+        on_shard_done: Function that is called in a thread after each shard, with the folder of its tokens.
+        num_processes: Maximum number of processes.
     """
 
     def __init__(
@@ -35,14 +35,18 @@ class BackgroundTokenizer:
         self._done = on_shard_done
         self._processes = num_processes
         self._requested: list[SourceShard] = []
-        self._started: set[int] = set()  # by id: a stream keeps its shards
+        # Ids of shards, which remain valid because the stream keeps its shards.
+        self._started: set[int] = set()
         self._condition = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._workers: set[WorkerProcess] = set()
 
     def request_shards(self, shards: Sequence[SourceShard]) -> None:
-        """Tokenize these next, in order, and none of those wanted before."""
+        """Tokenize these shards next, in order.
+
+        They replace shards of earlier calls that are not started yet.
+        """
         with self._condition:
             self._requested = list(shards)
             self._started &= set(map(id, shards))
@@ -53,22 +57,23 @@ class BackgroundTokenizer:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """End the processes, also in the middle of a shard: nothing is written after it."""
+        """Kill the processes, even in the middle of a shard. Nothing is written afterwards."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
         for worker in tuple(self._workers):
             worker.kill()
-        for thread in self._threads:  # each waits for its process
+        for thread in self._threads:  # each thread waits for its process
             if thread is not threading.current_thread():  # the garbage collector may call from any thread
                 thread.join(timeout=5)
 
     def _run_worker(self) -> None:
+        """Send shards to a worker process until :meth:`close`. This is the target of each thread."""
         while (shard := self._wait_for_shard()) is not None:
-            # A process that died is replaced when there is more to do.
+            # A process that died is replaced when there are more shards.
             with suppress(OSError), WorkerProcess(self._job) as worker:
                 self._workers.add(worker)
-                if self._closed:  # and may not have seen this worker
+                if self._closed:  # close() may not have seen this worker
                     worker.kill()
                 while shard is not None and not worker.has_ended:
                     with suppress(UserError, RunError):
@@ -78,7 +83,7 @@ class BackgroundTokenizer:
                 self._workers.discard(worker)
 
     def _wait_for_shard(self) -> SourceShard | None:
-        """Wait for a shard to tokenize; None after :meth:`close`."""
+        """Wait for a shard to tokenize. Returns None after :meth:`close`."""
         with self._condition:
             self._condition.wait_for(lambda: self._closed or self._find_unstarted() is not None)
             if self._closed:
@@ -88,4 +93,5 @@ class BackgroundTokenizer:
             return shard
 
     def _find_unstarted(self) -> SourceShard | None:
+        """Return the first requested shard that is not started. None if there is none."""
         return next((shard for shard in self._requested if id(shard) not in self._started), None)

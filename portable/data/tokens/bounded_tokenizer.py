@@ -1,8 +1,8 @@
-"""Calls of a tokenizer, whose files may be a stranger's, within limits of time and memory.
+"""Calls of a tokenizer within limits of time and memory, because its files may be malicious.
 
 A pipeline in ``tokenizer.json`` can double a text at every step, and a regular expression in it can backtrack
 for hours. The tokenizers library releases the GIL while it encodes or decodes a batch, so the calling thread
-can watch. It cannot stop the call, which ends with the process.
+can watch the call. It cannot stop the call, which ends with the process.
 """
 
 from __future__ import annotations
@@ -21,20 +21,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 SECONDS = 2.0
-"""Time that a call may take in addition to the time for its text."""
+"""Time in seconds that a call may take in addition to the time for its text."""
 SECONDS_PER_CHARACTER = 1e-5
-"""A tenth of the speed of the slowest pipelines of the tokenizers library that are in use."""
+"""Time per character in seconds. The slowest pipelines of the tokenizers library that are in use need a tenth
+of it.
+"""
 SLOW_SECONDS, SLOW_SECONDS_PER_CHARACTER = 10.0, 1e-4
-"""The same for tokenizers that are written in Python. The first call of some loads a dictionary."""
+"""The same limits for tokenizers that are written in Python. The first call of some of them loads a
+dictionary.
+"""
 MEMORY = 1 << 30
-"""Bytes by which the process may grow during a call, in addition to the memory for its text."""
+"""Number of bytes by which the process may grow during a call, in addition to the memory for its text."""
 MEMORY_PER_CHARACTER = 512
-"""A token per character, with its text and offsets in Rust and its ID in Python, takes less."""
+"""Memory per character in bytes. A token per character, with its text and offsets in Rust and its ID in
+Python, needs less.
+"""
 _INTERVAL = 0.05
 
 
 def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> Any:
-    """Encode one text or several, as ``tokenizer(text, ...)`` does.
+    """Encode one text or several texts, as ``tokenizer(text, ...)`` does.
 
     Args:
         tokenizer: Tokenizer of transformers.
@@ -54,7 +60,7 @@ def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> 
 
 
 def encode_targets(tokenizer: Any, text: Any, **options: Any) -> Any:
-    """Encode the targets of a translation, as :func:`encode_text` does with texts."""
+    """Encode the targets of a translation, like :func:`encode_text` does with texts."""
     characters = sum(map(len, [text] if isinstance(text, str) else text))
     return _call_within_limits(
         tokenizer, lambda: tokenizer(text_target=text, **options), characters, "encode a text"
@@ -70,7 +76,7 @@ def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
 
     def run() -> str:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # only a batch is decoded without the GIL
+        if backend is not None:  # only decode_batch releases the GIL
             backend.decode_batch([[int(token) for token in tokens]])
         text: str = tokenizer.decode(tokens, **options)
         return text
@@ -84,7 +90,7 @@ def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
 
     Args:
         tokenizer: Tokenizer, whose folder or hub ID the message contains.
-        action: Verb phrase for the message, such as "encode a text".
+        action: Verb phrase for the error message, such as "encode a text".
     """
     try:
         yield
@@ -97,12 +103,14 @@ def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
 
 
 def _build_tokenizer_error(tokenizer: Any, reason: str) -> UserError:
+    """Build an error that names the tokenizer."""
     name = getattr(tokenizer, "name_or_path", None)
     subject = repr(str(name)) if name else "the tokenizer"
     return UserError(f"data.tokenizer: {subject} {reason}; use another tokenizer, or null to train one")
 
 
 def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters: int, action: str) -> Any:
+    """Call ``function`` in a thread and watch its time and memory."""
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -122,7 +130,7 @@ def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters:
     thread.start()
     while thread.is_alive():
         thread.join(_INTERVAL)
-        # The process may wait for a core, or use several.
+        # Use the smaller time, because the process may wait for a core or use several cores.
         seconds = min(time.monotonic() - start_times[0], time.process_time() - start_times[1])
         if thread.is_alive() and (seconds > most_seconds or _read_resident_memory() > most_memory):
             raise _build_tokenizer_error(tokenizer, f"takes too much time or memory to {action}")
@@ -133,7 +141,7 @@ def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters:
 
 
 def _read_resident_memory() -> int:
-    """Resident memory of this process in bytes; 0 on systems without ``/proc``."""
+    """Return the resident memory of this process in bytes. 0 on systems without ``/proc``."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -1,17 +1,23 @@
-"""The token cache: the tokens of every document in memory-mapped files.
+"""Token cache: the tokens of every document in memory-mapped files.
 
-A cache is a folder. For each field (``text``; ``target`` for seq2seq) it has ``<field>.bin``, the
-concatenated tokens of all documents as little-endian uint16 or uint32, and ``<field>.idx``, uint64 offsets:
-document *d* spans ``[idx[d], idx[d + 1])``. If only some tokens of the texts are trained, ``trained.bin`` has
-a bit for each, the first of a byte highest. For classification it has ``labels.bin``, an int64 per document,
-or several with ``labels.idx``; for numeric labels ``values.bin``, the same number of float64 per document,
-as ``columns.bin`` for further columns.
-``blocks.crc`` has a CRC-32 of every 64 KiB of these files, and ``meta.json`` contains its own digest. The
-folder is written under another name and renamed. One process writes; others wait on a file lock, which the
-kernel releases if the writer dies.
+A cache is a folder with these files:
 
-Every read is checked. A block's CRC-32 is checked on first access, which costs a few microseconds besides the
-page fault. Small files are checked completely when the cache is opened.
+- ``<field>.bin`` for each field (``text``, and ``target`` for seq2seq or ``pair`` for pairs of texts): the
+  concatenated tokens of all documents, little-endian uint16 or uint32.
+- ``<field>.idx``: uint64 offsets. Document *d* spans the tokens ``[idx[d], idx[d + 1])``.
+- ``trained.bin`` if only some tokens of the texts are trained: one bit per token, starting with the highest
+  bit of each byte.
+- ``labels.bin`` for classification: one int64 per document, or several with ``labels.idx``. Numeric labels
+  are in ``values.bin`` instead, as float64.
+- ``columns.bin`` for ``data.columns``: float64 ``[documents, columns]``.
+- ``blocks.crc``: a CRC-32 of each block of 64 KiB of these files.
+- ``meta.json``: sizes, names and fingerprint, with its own digest.
+
+The folder is written under another name and then renamed. One process writes, and other processes wait on a
+file lock. The kernel releases the lock if the writer dies.
+
+Every read is verified. The CRC-32 of a block is checked on the first access, which takes a few microseconds
+in addition to the page fault. Small files are checked completely when the cache is opened.
 """
 
 from __future__ import annotations
@@ -43,14 +49,14 @@ if TYPE_CHECKING:
 
 CACHE_FORMAT = 2
 BLOCK_BYTES = 1 << 16
-"""Bytes per checksum, about the system's read-ahead."""
+"""Number of bytes per checksum, about the read-ahead of the operating system."""
 MAX_FULLY_CHECKED_BYTES = 64 << 20
-"""Maximum bytes of a file that is checked completely on opening, which takes milliseconds."""
+"""Maximum size in bytes of a file that is checked completely on opening, which takes milliseconds."""
 _BLOCKS_FILE = "blocks.crc"
 _META_FILE = "meta.json"
 _PROGRESS_FILE = "progress.json"
 _MAX_CHECKED_SUMS_BYTES = 1 << 20
-"""Maximum bytes of ``blocks.crc`` that are checked on opening: those of 16 GiB."""
+"""Maximum size of ``blocks.crc`` in bytes that is checked on opening: the checksums of 16 GiB."""
 _READ_BYTES = 1 << 22
 _PROBE_BYTES = 1 << 16  # bytes at either end of a file that are checked on opening
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -66,24 +72,25 @@ _FILE_DTYPES: dict[str, np.dtype[Any]] = {
     COLUMNS: np.dtype("<f8"),
 }
 LabelKind = Literal["classes", "sets", "values"]
-"""One class per document, any number of classes, or a fixed number of numeric values."""
+"""Kind of labels: one class per document, any number of classes, or a fixed number of numeric values."""
 
 
 class CacheDamagedError(Exception):
-    """The folder is not a complete cache and must be rebuilt."""
+    """Error for a folder that is not a complete cache and has to be rebuilt."""
 
 
 # --- writing ------------------------------------------------------------------------------------------------
 
 
 class _BlockChecksums:
-    """Computes the CRC-32 of each block of a stream."""
+    """CRC-32 of each block of a stream of bytes."""
 
     def __init__(self) -> None:
-        self._finished = array("I")  # 4 bytes per block, where a list takes 36
+        self._finished = array("I")  # 4 bytes per block, compared to 36 in a list
         self._crc = self._filled = 0
 
     def update(self, data: bytes) -> None:
+        """Add bytes to the stream."""
         view = memoryview(data)
         while view:
             piece = view[: BLOCK_BYTES - self._filled]
@@ -95,19 +102,21 @@ class _BlockChecksums:
             view = view[len(piece) :]
 
     def to_array(self) -> npt.NDArray[Any]:
+        """Return the checksums of all blocks, including the last incomplete block."""
         return np.array([*self._finished, *([self._crc] if self._filled else [])], dtype=_CRC)
 
 
 class ChecksummedFile:
-    """Writes a file sequentially and computes its checksums.
+    """Sequential writer of a file, which computes its checksums.
 
     Args:
         path: Path of the file.
-        dtype: Type of the values.
-        saved: What :meth:`flush_and_get_state` of another process returned. The file is continued from there.
+        dtype: Data type of the values.
+        saved: State that :meth:`flush_and_get_state` of another process returned. The file is continued from
+            there.
 
     Raises:
-        CacheDamagedError: If the file is not as it was saved.
+        CacheDamagedError: If the file does not have the saved digest.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], saved: Mapping[str, Any] | None = None) -> None:
@@ -120,7 +129,7 @@ class ChecksummedFile:
             self._resume_writing(int(saved["bytes"]), saved["digest"])
 
     def _resume_writing(self, size: int, digest: object) -> None:
-        """Read the first ``size`` bytes for their checksums, and drop the rest."""
+        """Read the first ``size`` bytes to compute their checksums, and remove the rest of the file."""
         remaining = size
         while remaining and (data := self._file.read(min(remaining, _READ_BYTES))):
             self._hash.update(data)
@@ -133,28 +142,39 @@ class ChecksummedFile:
         self._file.truncate()
 
     def flush_and_get_state(self) -> dict[str, Any]:
-        """Flush the file to the disk; returns what another process needs to continue it."""
+        """Flush the file to the disk and return the state that another process needs to continue it.
+
+        Returns:
+            Size ``bytes`` and ``digest`` of the content so far.
+        """
         self._file.flush()
         os.fsync(self._file.fileno())
         return {"bytes": self._file.tell(), "digest": self._hash.hexdigest()}
 
     def write(self, values: npt.ArrayLike) -> None:
+        """Append values to the file."""
         data = np.asarray(values, dtype=self._dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
         self.blocks.update(data)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def close_and_summarize(self) -> dict[str, Any]:
+        """Close the file and return its entry in ``meta.json``.
+
+        Returns:
+            Size ``bytes``, checksum ``probe`` of both ends, and ``digest`` of the content.
+        """
         self._file.close()
         size = self.path.stat().st_size
         return {"bytes": size, "probe": _compute_probe(self.path, size), "digest": self._hash.hexdigest()}
 
 
 def _compute_probe(path: Path, size: int) -> int:
-    """A CRC-32 of the first and the last bytes of a file."""
+    """Compute a CRC-32 of the first and the last bytes of a file."""
     with path.open("rb") as file:
         crc = zlib.crc32(file.read(_PROBE_BYTES))
         file.seek(max(0, size - _PROBE_BYTES))
@@ -162,18 +182,20 @@ def _compute_probe(path: Path, size: int) -> int:
 
 
 class TokenCacheWriter:
-    """Writes a token cache into a folder as a stream.
+    """Writer of a token cache.
 
     Args:
-        fields: of a document, the first of which every document has.
-        vocab_size: which all tokens are below.
-        labels: whether documents have labels.
-        masked: whether only some tokens of the texts are trained.
-        columns: the names of further numbers of a document.
-        progress: What :meth:`save_progress` of another process has saved in the folder, which is continued.
+        folder: Folder to write into.
+        fields: Fields of a document. Every document has the first one.
+        vocab_size: Number of tokens of the tokenizer, which determines the data type.
+        labels: Whether documents have labels.
+        masked: Whether only some tokens of the texts are trained.
+        columns: Names of the columns in ``data.columns``.
+        progress: Progress that :meth:`save_progress` of another process has saved in the folder. The cache is
+            continued from there.
 
     Raises:
-        CacheDamagedError: If the files in the folder are not as they were saved.
+        CacheDamagedError: If the files in the folder do not match the progress.
     """
 
     def __init__(
@@ -203,9 +225,9 @@ class TokenCacheWriter:
             self._open_file(COLUMNS, _FILE_DTYPES[COLUMNS])
         self._labels = _LabelWriter(self._streams) if labels else None
         self._integer_columns = dict.fromkeys(columns, True)
-        """The columns, and whether all of their numbers are whole."""
+        """Whether all numbers of a column are integers, keyed by column."""
         self.num_documents = self._trained = 0
-        self._bits = np.zeros(0, dtype=bool)  # of tokens, until there are eight
+        self._bits = np.zeros(0, dtype=bool)  # bits of the last tokens, which do not fill a byte yet
         if progress is not None:
             self._counts = dict(progress["tokens"])
             self._integer_columns = dict(progress["whole"])
@@ -213,14 +235,14 @@ class TokenCacheWriter:
             self._bits = np.array(progress["bits"], dtype=bool)
 
     def _open_file(self, name: str, dtype: np.dtype[Any], first: Sequence[int] = ()) -> None:
-        """Open a file, which starts with the values ``first`` unless it is continued."""
+        """Open a file. A new file starts with the values ``first``."""
         saved = None if self._saved_files is None else self._saved_files[name]
         self._streams[name] = ChecksummedFile(self._folder / name, dtype, saved)
         if saved is None and first:
             self._streams[name].write(first)
 
     def save_progress(self, **facts: Any) -> None:
-        """Save how far the files are written, so that another process can continue if this one is killed.
+        """Save the progress, so that another process can continue the cache if this one is killed.
 
         Args:
             facts: JSON values that the caller of the writer needs to continue.
@@ -247,10 +269,14 @@ class TokenCacheWriter:
         lengths: npt.ArrayLike,
         trained: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Add documents: their tokens one after the other, and the length of each.
+        """Add the tokens of documents.
 
-        Tokens beyond the last one belong to a document that goes on with the next call. ``trained`` says
-        which tokens are, where only some are.
+        Args:
+            field: Field of the documents.
+            tokens: Tokens of all documents, concatenated.
+            lengths: Number of tokens of each document. Tokens after the last document belong to a document
+                that continues with the next call.
+            trained: Mask of the trained tokens, bool ``[tokens]``. None if all tokens are trained.
         """
         values = np.asarray(tokens)
         if TRAINED in self._streams and field == "text":
@@ -272,11 +298,11 @@ class TokenCacheWriter:
         return self._counts[field]
 
     def add_labels(self, labels: Sequence[Label | None], *, write: bool = True) -> None:
-        """Add the labels of documents, if they have some.
+        """Add the labels of documents. Does nothing if the documents have no labels.
 
         Args:
-            labels: The labels.
-            write: Whether to write them. False for documents that another process has written.
+            labels: Label of each document.
+            write: Whether to write the labels. False for documents that another process has written.
         """
         if self._labels is not None:
             for label in labels:
@@ -284,14 +310,24 @@ class TokenCacheWriter:
                 self._labels.add_label(label, write=write)
 
     def add_columns(self, rows: Sequence[Sequence[float]]) -> None:
-        """Add the further numbers of documents, in the order of the columns."""
+        """Add the values of ``data.columns`` of documents.
+
+        Args:
+            rows: Values of each document, in the order of the columns.
+        """
         if self._integer_columns:
             self._streams[COLUMNS].write(rows)
             for index, name in enumerate(self._integer_columns):
                 self._integer_columns[name] &= all(isinstance(row[index], int) for row in rows)
 
     def write_metadata(self, **extra: Any) -> None:
-        """Write ``meta.json``, and renumber the classes in sorted order."""
+        """Finish the files, renumber the classes in sorted order, and write ``meta.json``.
+
+        The cache is complete afterwards.
+
+        Args:
+            extra: Additional entries of ``meta.json``.
+        """
         names: list[int | str] = []
         if self._labels is not None:
             kind, width, names = self._labels.finish_labels()
@@ -324,12 +360,13 @@ class TokenCacheWriter:
         (self._folder / _PROGRESS_FILE).unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close all files."""
         for stream in self._streams.values():
             stream.close()
 
 
 class OpenedWriter(NamedTuple):
-    """A writer of a token cache, and the facts that the process which began the cache has saved."""
+    """Writer of a token cache, and the facts that were saved by the process that began the cache."""
 
     writer: TokenCacheWriter
     facts: dict[str, Any]
@@ -338,7 +375,7 @@ class OpenedWriter(NamedTuple):
 def open_or_resume_writer(
     folder: Path, facts: Mapping[str, Any], *arguments: Any, **options: Any
 ) -> OpenedWriter:
-    """Open a writer that continues what a killed process has saved in the folder, if it can be continued.
+    """Open a writer that continues the cache of a killed process, if this is possible.
 
     Args:
         folder: Folder to write into. Files that cannot be continued are removed.
@@ -372,7 +409,7 @@ class _LabelSummary(NamedTuple):
     Attributes:
         kind: Kind of the labels.
         width: Number of values per document. 0 for ``sets``.
-        names: Class names in the order of their numbers. Empty for ``label_values``.
+        names: Class names in the order of their numbers. Empty for ``values``.
     """
 
     kind: LabelKind
@@ -381,15 +418,19 @@ class _LabelSummary(NamedTuple):
 
 
 class _LabelWriter:
-    """Writes labels of any kind. Even the last label may decide the kind."""
+    """Writer of labels of any kind.
+
+    The last label may still change the kind. Files for both classes and numbers are therefore written, and
+    the unused ones are deleted at the end.
+    """
 
     def __init__(self, streams: dict[str, ChecksummedFile]) -> None:
         self._streams = streams
         self._class_numbers: dict[Any, int] | None = {}
-        """The number of each class; None once a label was not a class."""
+        """Number of each class. None after a label that is not a class."""
         self._names: dict[Any, Any] = {}
-        """The name of each class, once all labels are known."""
-        self._are_numbers = True  # all labels so far are numbers
+        """Name of each class. Only filled once all labels are known."""
+        self._are_numbers = True  # whether all labels so far are numbers
         self._are_lists: bool | None = None
         self._has_repeated_class = False
         self._widths: set[int] = set()
@@ -397,6 +438,7 @@ class _LabelWriter:
         self._fractions, self._fraction = 0, 0.0  # number of labels with a fraction, and the first
 
     def add_label(self, label: Label, *, write: bool = True) -> None:
+        """Add the label of a document."""
         lists = isinstance(label, tuple)
         items = label if isinstance(label, tuple) else (label,)
         if self._are_lists not in (None, lists):
@@ -411,7 +453,7 @@ class _LabelWriter:
         if not lists and isinstance(numbers[0], float):
             self._fraction = numbers[0] if not self._fractions else self._fraction
             self._fractions += 1
-        # Cells may turn out to be names of classes, unless there are too many to be classes.
+        # Cells may still be names of classes, unless there are too many different ones.
         many = (
             self._class_numbers is not None
             and len(self._class_numbers) > _MAX_CELL_CLASSES
@@ -435,7 +477,7 @@ class _LabelWriter:
         return {"fractions": self._fractions, "fraction": self._fraction} if self._fractions else {}
 
     def _resolve_cell_names(self) -> None:
-        """Give the cells of a .csv file their kind, now that all of them are known."""
+        """Convert the cells of a .csv file to numbers or strings, now that all of them are known."""
         assert self._class_numbers is not None
         cells = [name for name in self._class_numbers if isinstance(name, CsvCell)]
         self._names = dict(zip(self._class_numbers, self._class_numbers, strict=True))
@@ -454,7 +496,11 @@ class _LabelWriter:
             self._names |= {cell: str(cell) for cell in cells}
 
     def finish_labels(self) -> _LabelSummary:
-        """Return the kind, values per document and class names; of the files, those of the kind stay."""
+        """Renumber the classes, delete the files that the kind does not need, and return the kind.
+
+        Raises:
+            UserError: If the labels do not have a common kind.
+        """
         width = min(self._widths, default=1)
         if self._class_numbers is not None:
             self._resolve_cell_names()
@@ -476,12 +522,14 @@ class _LabelWriter:
         return _LabelSummary("sets", 0, names) if self._are_lists else _LabelSummary("classes", 1, names)
 
     def _delete_files(self, *names: str) -> None:
+        """Close and delete files."""
         for name in names:
             stream = self._streams.pop(name)
             stream.close()
             stream.path.unlink()
 
     def _renumber_in_sorted_order(self, class_numbers: dict[Any, int]) -> list[int | str]:
+        """Sort the class names and replace the numbers in the file. Returns the sorted names."""
         if len({isinstance(name, str) for name in self._names.values()}) > 1:
             raise _build_mixed_labels_error()
         names = sorted(
@@ -505,6 +553,7 @@ class _LabelWriter:
 
 
 def _compute_json_digest(content: Any) -> str:
+    """Compute a digest of JSON values."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -516,13 +565,13 @@ def _build_mixed_labels_error() -> UserError:
 
 
 class CheckedArray:
-    """A memory-mapped array that checks the CRC-32 of each block on first access.
+    """Memory-mapped array that verifies the CRC-32 of each block on its first access.
 
     Args:
-        path: of the file.
-        dtype: of its values.
-        sums: the CRC-32 of each block.
-        width: values per row; None for a 1-d array.
+        path: Path of the file.
+        dtype: Data type of the values.
+        sums: CRC-32 of each block.
+        width: Number of values per row. None for a 1-d array.
     """
 
     def __init__(
@@ -539,7 +588,7 @@ class CheckedArray:
         self._values: npt.NDArray[Any] = values if width is None else values.reshape(-1, width)
         self._item_bytes = dtype.itemsize * (width or 1)
         self._sums = sums
-        # Whether each block has been checked. Only the pages that are used take memory.
+        # One byte per block: whether it has been checked. Only pages that are used take memory.
         self._checked_blocks = mmap.mmap(-1, max(1, len(sums)))
 
     def __len__(self) -> int:
@@ -547,13 +596,16 @@ class CheckedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
         return self._values.shape
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a value, a slice (shared with the file) or the values at a list of indices (a copy).
+        """Return a value, a slice, or the values at a list of indices.
+
+        A slice shares the memory of the file. Values at a list of indices are a copy.
 
         Raises:
-            RunError: if the file is damaged.
+            RunError: If the file is damaged.
         """
         if isinstance(key, slice):
             start, stop, _ = key.indices(len(self._values))
@@ -570,11 +622,18 @@ class CheckedArray:
         return np.asarray(self[:], dtype=dtype)
 
     def tolist(self) -> list[Any]:
+        """Return all values as a list."""
         values: list[Any] = self[:].tolist()
         return values
 
     def find_damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
-        """Return the first damaged block in ``[first, last)``, or None."""
+        """Find the first damaged block in ``[first, last)``.
+
+        Blocks that were verified before are skipped.
+
+        Returns:
+            Number of the block. None if all blocks are intact.
+        """
         last = len(self._sums) if last is None else last
         while (block := self._checked_blocks.find(b"\0", first, last)) >= 0:
             data = self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
@@ -585,10 +644,15 @@ class CheckedArray:
         return None
 
     def _check_items(self, start: int, stop: int) -> None:
+        """Verify the blocks of the items ``[start, stop)``. Invalidates the cache if a block is damaged.
+
+        Raises:
+            RunError: If a block is damaged.
+        """
         width = self._item_bytes
         block = self.find_damaged_block(start * width // BLOCK_BYTES, -(-stop * width // BLOCK_BYTES))
         if block is not None:
-            # Without this file the cache is invalid, and the next launch rebuilds it.
+            # Without this file, the cache is invalid and the next launch rebuilds it.
             with suppress(OSError):
                 (self.path.parent / _META_FILE).unlink()
             raise RunError(
@@ -600,8 +664,9 @@ class CheckedArray:
 def _open_checksums(path: Path, digest: str) -> npt.NDArray[Any]:
     """Open the checksums of all blocks.
 
-    Those of a large cache are mapped and not compared with their digest, because every rank would read the
-    whole file. A damaged checksum is found when its block is read, which it does not match.
+    The checksums of a large cache are mapped and not compared with their digest, because every rank would
+    read the complete file. A damaged checksum is still detected, because it does not match its block when
+    this is read.
 
     Raises:
         CacheDamagedError: If the file is damaged.
@@ -616,19 +681,24 @@ def _open_checksums(path: Path, digest: str) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """An open token cache. Its pickle contains the path, not the tokens."""
+    """An open token cache. Its pickle contains only the path.
+
+    Attributes:
+        folder: Folder of the cache.
+        meta: Content of ``meta.json``.
+        arrays: Memory-mapped arrays, keyed by file name.
+    """
 
     folder: Path
     meta: dict[str, Any]
     arrays: dict[str, CheckedArray]
-    """The files, memory-mapped, by name."""
 
     @staticmethod
     def open(folder: Path) -> TokenCache:
-        """Open a cache. Checks the metadata, the file sizes and all small files.
+        """Open a cache. Verifies the metadata, the file sizes and all small files.
 
         Raises:
-            CacheDamagedError: if it does not exist or is damaged.
+            CacheDamagedError: If the cache does not exist or is damaged.
         """
         try:
             meta = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
@@ -665,37 +735,46 @@ class TokenCache:
 
     @staticmethod
     def open_if_intact(folder: Path) -> TokenCache | None:
-        """The same; None if it does not exist or is damaged."""
+        """Open a cache like :meth:`open`.
+
+        Returns:
+            None if the cache does not exist or is damaged.
+        """
         with suppress(CacheDamagedError):
             return TokenCache.open(folder)
         return None
 
     @cached_property
     def tokens(self) -> dict[str, CheckedArray]:
-        """The concatenated tokens of each field, uint16 or uint32."""
+        """Concatenated tokens of each field, uint16 or uint32."""
         return {name: self.arrays[f"{name}.bin"] for name in self.meta["tokens"]}
 
     @cached_property
     def offsets(self) -> dict[str, CheckedArray]:
+        """Offset of the first token of each document, and the number of all tokens, keyed by field."""
         return {name: self.arrays[f"{name}.idx"] for name in self.meta["tokens"]}
 
     @property
     def labels(self) -> CheckedArray | None:
-        """Each document's class, or with ``label_offsets`` its classes."""
+        """Class of each document, or all classes of all documents if there are ``label_offsets``.
+
+        None for numeric labels.
+        """
         return self.arrays.get(LABELS)
 
     @property
     def label_offsets(self) -> CheckedArray | None:
+        """Offset of each document's classes in ``labels``. None if each document has one class."""
         return self.arrays.get(LABEL_ENDS)
 
     @property
     def label_values(self) -> CheckedArray | None:
-        """``[documents, width]`` for numeric labels."""
+        """Numeric labels ``[documents, width]``. None for classes."""
         return self.arrays.get(VALUES)
 
     @property
     def trained_bits(self) -> CheckedArray | None:
-        """A bit per token of the texts, if only some are trained; see :meth:`read_trained_mask`."""
+        """One bit per token of the texts, see :meth:`read_trained_mask`. None if all tokens are trained."""
         return self.arrays.get(TRAINED)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -703,52 +782,68 @@ class TokenCache:
 
     @property
     def num_documents(self) -> int:
+        """Number of documents."""
         return int(self.meta["documents"])
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of all fields."""
         return sum(self.meta["tokens"].values())
 
     @property
     def fingerprint(self) -> str:
-        """A digest of every token and label, independent of the machine and the source format."""
+        """Digest of all tokens and labels, independent of the machine and of the source's format."""
         return str(self.meta["fingerprint"])
 
     @property
     def label_names(self) -> list[int | str]:
+        """Class names in the order of their numbers."""
         return list(self.meta["label_names"])
 
     @property
     def label_kind(self) -> LabelKind:
+        """Kind of the labels."""
         kind: LabelKind = self.meta.get("label_kind", "classes")
         return kind
 
     def read_document(self, field: str, number: int) -> npt.NDArray[Any]:
-        """The tokens of one document, including special tokens."""
+        """Read the tokens of one document, including special tokens."""
         offsets = self.offsets[field]
         tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
         return tokens
 
     @property
     def has_extra_columns(self) -> bool:
-        """Whether documents have further numbers."""
+        """Whether documents have ``data.columns``."""
         return COLUMNS in self.arrays
 
     def read_extra_columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-        """These numbers of some documents, by name: int64 or float32 ``[len(numbers)]``."""
+        """Read ``data.columns`` of some documents.
+
+        Returns:
+            int64 or float32 ``[len(numbers)]``, keyed by column.
+        """
         rows = self.arrays[COLUMNS][list(numbers)]
         kinds: dict[str, str] = self.meta["columns"]
         return {name: rows[:, index].astype(kind) for index, (name, kind) in enumerate(kinds.items())}
 
     def read_trained_mask(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
-        """Which tokens of a document are trained; None if all are."""
+        """Read which tokens of a document are trained.
+
+        Returns:
+            Mask of the trained tokens, bool ``[tokens]``. None if all tokens are trained.
+        """
         if self.trained_bits is None or field != "text":
             return None
         offsets = self.offsets[field]
         return self.read_trained_range(int(offsets[number]), int(offsets[number + 1]))
 
     def read_trained_range(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Which of the tokens ``[start, stop)`` of all texts are trained; None if all are."""
+        """Read which of the tokens ``[start, stop)`` of all texts are trained.
+
+        Returns:
+            Mask of the trained tokens, bool ``[stop - start]``. None if all tokens are trained.
+        """
         if self.trained_bits is None:
             return None
         first = start // 8
@@ -756,6 +851,6 @@ class TokenCache:
         return bits[start - 8 * first : stop - 8 * first].view(bool)
 
     def find_documents_of_tokens(self, field: str, start: int, stop: int) -> range:
-        """The documents that contain the tokens ``[start, stop)`` of a field."""
+        """Find the documents that contain the tokens ``[start, stop)`` of a field."""
         offsets = self.offsets[field]
         return range(bisect_right(offsets, start) - 1, bisect_right(offsets, stop - 1))

@@ -1,15 +1,18 @@
-"""Chat templates: from a conversation to tokens, and to the tokens that are trained.
+"""Encoding of conversations with a chat template: tokens, and the mask of the trained tokens.
 
-The template writes a conversation as one text. Which part of it the assistant wrote is known in two ways:
+The template renders a conversation as one text. The part of the text that the assistant wrote is determined
+in one of two ways:
 
 - The template marks it with ``{% generation %}``.
-- Otherwise from prefixes. The conversation up to an answer, with the generation prompt, is where the answer
-  begins; the conversation up to and with the answer is where it ends. Both are rendered and must be prefixes
-  of the whole. A template that shows earlier turns otherwise than the last one (Qwen3 leaves out their
-  thinking) has no such prefixes: each answer becomes a sample, in the context that the model will see.
+- Otherwise, prefixes determine it. The conversation before an answer, with the generation prompt, ends at the
+  start of the answer. The conversation up to and including the answer ends at the end of the answer. Both are
+  rendered and must be prefixes of the complete text. Some templates render earlier turns differently from the
+  last turn. For example, Qwen3 removes their reasoning. Then there are no such prefixes, and each answer
+  becomes a separate sample, in the context that the model sees at inference.
 
-After the last answer a template may write tokens that it writes nowhere else (Phi-3's end of text, GPT-OSS's
-return in place of end). Such a prefix may differ from the whole in special tokens at its end.
+After the last answer, a template may write tokens that it writes at no other position, such as Phi-3's end of
+text, or GPT-OSS's return token instead of its end token. A prefix may therefore differ from the complete text
+in special tokens at its end.
 """
 
 from __future__ import annotations
@@ -49,42 +52,56 @@ if TYPE_CHECKING:
     from portable.data.tokens.special_tokens import Frame
 
 BUILT_IN_TEMPLATES = {"chatml": CHATML}
-CONVERSION_VERSION = 4  # of the conversion of records to tokens and masks; a change rebuilds the caches
+CONVERSION_VERSION = 4  # version of the conversion to tokens and masks; a change rebuilds the caches
 _SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^\s<>|'\"]+\|>")
 
 
 @dataclass
 class EncodedConversations:
-    """The tokens of some conversations, one sample after the other."""
+    """Tokens of several conversations, sample after sample, and counts for notes and checks.
+
+    Attributes:
+        tokens: Tokens of each sample, int64 ``[tokens]``.
+        trained_masks: Mask of the trained tokens of each sample, bool ``[tokens]``.
+        num_stopping: Number of samples in which the token that ends the last answer is trained.
+        end_token_counts: Number of last answers that each token ends.
+        unstopped_example: Last trained tokens of a sample without a trained end token, and the tokens after
+            them, as text.
+        unmatched_prompt: Text that the generation prompt has but the conversations do not have before
+            answers. Empty if there is none.
+        samples_per_document: Number of samples of each document.
+        refused_records: Errors of the records that the template cannot write. They have no samples.
+        counts: Counts by name. ``records``: all records. ``apart``: records for which the template changes
+            earlier turns, and ``turns``: their samples. ``think``: records with reasoning, ``thoughts``:
+            their parts of reasoning, and ``lost``: parts that the template leaves out. ``empty``: answers
+            without words, calls and reasoning.
+    """
 
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
     trained_masks: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     num_stopping: int = 0
-    """Samples in which the token that ends the last answer is trained."""
     end_token_counts: Counter[int] = field(default_factory=Counter)
-    """How often each token ends a last answer."""
     unstopped_example: str = ""
-    """Where the trained part of a sample ends otherwise: its last tokens, and those after it."""
     unmatched_prompt: str = ""
-    """What the generation prompt has beyond the beginning of an answer, if anything."""
     samples_per_document: list[int] = field(default_factory=list)
-    """How many each conversation became."""
     refused_records: list[RecordError] = field(default_factory=list)
-    """Errors of the records that the template cannot write, which became no samples."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Counts. ``records``: all records; ``apart``: records for which the template changes earlier turns, and
-    ``turns``: their samples; ``think``: records with reasoning, ``thoughts``: their parts of reasoning, and
-    ``lost``: parts that the template leaves out; ``empty``: answers without words, calls and reasoning."""
 
 
 def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
-    """The template that ``data.chat_template`` means: a file, a name of the tokenizer's, or a built-in one.
+    """Load the template that ``data.chat_template`` selects.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        setting: Path of a file, name of one of the tokenizer's templates, or name of a built-in template.
+            None for the template of the tokenizer.
 
     Returns:
-        its text, or the texts of a tokenizer with several, of which ``default`` and ``tool_use`` are used.
+        Text of the template. If the tokenizer has several templates, their texts keyed by name. Only
+        ``default`` and ``tool_use`` are used.
 
     Raises:
-        UserError: there is none.
+        UserError: If there is no such template.
     """
     tokenizer_templates = getattr(tokenizer, "chat_template", None)
     if setting is None:
@@ -117,7 +134,7 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 
 
 class _MaskedDrafts(NamedTuple):
-    """Drafts of one document, their encodings from the tokenizers library, and masks of trained tokens."""
+    """Rendered samples of one document, their encodings, and their masks of trained tokens."""
 
     drafts: list[RenderedConversation]
     encodings: Sequence[Any]
@@ -140,17 +157,19 @@ class ConversationEncoder:
     """Renders, tokenizes and masks conversations.
 
     Args:
-        tokenizer: a fast one. The positions of its tokens in the text are needed.
-        templates: from :func:`load_chat_template`; None if there is none, which only completions do without.
-        frame: the special tokens around a completion.
-        train_on: which tokens are trained; None: the completion of a record with a prompt, else what the
-            assistant says.
-        split_turns: make a sample of each answer, with what was said before it.
-        pairs: the documents are pairs of completions of one prompt, which are trained from the same token on.
-        kwargs: further variables of the template.
+        tokenizer: Fast tokenizer of transformers, because the positions of its tokens in the text are needed.
+        templates: Templates from :func:`load_chat_template`. None if there is no template, which is only
+            possible for completions of plain text.
+        frame: Special tokens around a completion of plain text.
+        train_on: Tokens to train, ``data.train_on``. None for the completion of a record with a prompt, and
+            the assistant's messages of other records.
+        split_turns: Whether each answer becomes a separate sample, with the messages before it.
+        pairs: Whether documents are pairs of completions of one prompt. Both are then trained from the same
+            token on.
+        kwargs: Additional variables of the template.
 
     Raises:
-        UserError: the template or the tokenizer cannot be used.
+        UserError: If the template or the tokenizer cannot be used.
     """
 
     def __init__(
@@ -183,7 +202,7 @@ class ConversationEncoder:
 
     @property
     def cache_key(self) -> str:
-        """What the tokens depend on, besides the source and the tokenizer."""
+        """Text that contains all settings that determine the tokens, except the source and the tokenizer."""
         renderer = self._renderer
         content = [
             CONVERSION_VERSION,
@@ -198,7 +217,7 @@ class ConversationEncoder:
 
     @property
     def missing_tokens(self) -> list[str]:
-        """What the template writes in the form of special tokens, and the tokenizer has none for."""
+        """Tokens such as ``<|im_start|>`` that the template writes but the tokenizer does not have."""
         templates = self._renderer.templates
         texts = templates.values() if isinstance(templates, dict) else [templates or ""]
         written = dict.fromkeys(_SPECIAL_TOKEN_PATTERN.findall(" ".join(texts)))
@@ -211,11 +230,12 @@ class ConversationEncoder:
         """Tokenize conversations and completions.
 
         Args:
-            documents: Conversations and completions. With pairs, two documents of each record.
+            documents: Conversations and completions. With pairs, two documents per record.
             collect: Whether records that the template cannot write are left out and collected as errors.
 
         Raises:
-            RecordError: naming the record, if its template fails or its mask cannot be determined.
+            RecordError: If the template fails for a record, or its mask cannot be determined. The error names
+                the record.
         """
         drafts: list[list[RenderedConversation] | RecordError] = limited_calls.call_within_limits(
             partial(self._renderer.render_documents, collect=collect), documents
@@ -250,7 +270,7 @@ class ConversationEncoder:
                 continue
             for sample in samples:
                 self._append_samples(*sample, encoded)
-        if self._pairs:  # the same tokens of the prompt count for both
+        if self._pairs:  # both completions are trained from the same token on
             for chosen_mask, rejected_mask in zip(
                 encoded.trained_masks[::2], encoded.trained_masks[1::2], strict=True
             ):
@@ -265,10 +285,11 @@ class ConversationEncoder:
         encodings: Sequence[Any],
         encoded: EncodedConversations,
     ) -> _MaskedDrafts:
-        """Compute the masks of a document's drafts.
+        """Compute the masks of a document's rendered samples.
 
         Returns:
-            Drafts, encodings and masks; one for each answer if the answers cannot be found in one text.
+            Rendered samples, encodings and masks. If the answers cannot be found in one text, there is one
+            sample per answer.
         """
         try:
             return _MaskedDrafts(drafts, encodings, self._build_masks(drafts, encodings, encoded))
@@ -290,7 +311,7 @@ class ConversationEncoder:
         masks: Sequence[npt.NDArray[np.bool_]],
         encoded: EncodedConversations,
     ) -> None:
-        """Append the samples of a document."""
+        """Append the samples of a document to ``encoded``, with special tokens of completions."""
         for draft, encoding, within in zip(drafts, encodings, masks, strict=True):
             prefix = () if starts_with_prefix(encoding.ids, draft.prefix) else draft.prefix
             tokens = np.array([*prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
@@ -311,6 +332,7 @@ class ConversationEncoder:
     # -- masks ----------------------------------------------------------------------------------------------
 
     def _encode_texts(self, texts: list[str]) -> Any:
+        """Encode texts without special tokens. Returns encodings of the tokenizers library."""
         if not texts:
             return []
         encoded = bounded_tokenizer.encode_text(
@@ -326,6 +348,7 @@ class ConversationEncoder:
     def _build_masks(
         self, drafts: list[RenderedConversation], encodings: Sequence[Any], encoded: EncodedConversations
     ) -> list[npt.NDArray[np.bool_]]:
+        """Build the mask of each rendered sample."""
         return [
             self._build_mask(draft, encoding, encoded)
             for draft, encoding in zip(drafts, encodings, strict=True)
@@ -334,6 +357,12 @@ class ConversationEncoder:
     def _build_mask(
         self, draft: RenderedConversation, encoding: Any, encoded: EncodedConversations
     ) -> npt.NDArray[np.bool_]:
+        """Build the mask of the trained tokens of a rendered sample, bool ``[tokens]``.
+
+        Raises:
+            AnswerNotFoundError: If the start or end of an answer cannot be determined.
+            RecordError: If the template leaves out a part of an answer.
+        """
         if draft.separable_answers and len(set(draft.reasoning_shown)) > 1 and draft.conversation is not None:
             # The template leaves out the reasoning of earlier answers.
             raise build_answer_not_found_error(draft.conversation, draft.separable_answers[0])
@@ -370,23 +399,32 @@ class ConversationEncoder:
         opened: int | AnswerContext,
         encoded: EncodedConversations,
     ) -> int:
-        """The first token of an answer."""
+        """Return the index of the first token of an answer.
+
+        Args:
+            draft: Rendered conversation.
+            conversation: The same conversation, which is not None.
+            encoding: Tokens of the text.
+            index: Index of the message.
+            opened: Start of the answer in characters, or the rendered conversation before the answer.
+            encoded: Result, to which the unmatched part of the generation prompt is added.
+        """
         if isinstance(opened, int):
             return _find_token_at_char(encoding, opened)
         if conversation.messages[index]["role"] != "assistant":
             raise build_answer_not_found_error(conversation, index)
-        # The generation prompt may begin the answer itself, such as "<think>".
+        # The generation prompt may contain the beginning of the answer, such as "<think>".
         prompted, before = opened
         if before is None:
             raise build_answer_not_found_error(conversation, index)
         context, rest = self._match_tokens(encoding, before)
         first, prompt_rest = self._match_tokens(encoding, prompted)
         ids = encoding.ids
-        # A header ends with an added token or a space. What else is alike is so by chance.
+        # A header ends with an added token or whitespace. Other equal tokens are equal by chance.
         while first > context and not (ids[first - 1] in self._added_ids or self._is_blank(ids[first - 1])):
             first -= 1
             prompt_rest.insert(0, ids[first])
-        # The answer, with part of the generation prompt.
+        # The start is valid only if it is after a part of the generation prompt.
         is_within_prompt = first > context or prompted == before
         if not self._has_only_special(rest) or not is_within_prompt or first < context or first == len(ids):
             raise build_answer_not_found_error(conversation, index)
@@ -403,7 +441,7 @@ class ConversationEncoder:
         index: int,
         closed: int | str,
     ) -> int:
-        """The token after an answer."""
+        """Return the index of the token after an answer."""
         if isinstance(closed, int):
             return _find_token_after_char(encoding, closed, len(draft.text))
         last, rest = self._match_tokens(encoding, closed)
@@ -412,7 +450,7 @@ class ConversationEncoder:
         return last
 
     def _match_tokens(self, encoding: Any, text: str) -> _TokenMatch:
-        """How many first tokens of ``text`` are those of the whole, and the others of ``text``."""
+        """Compare the tokens of ``text`` with the first tokens of the complete conversation."""
         ids: list[int] = self._encode_texts([text])[0].ids
         count = next(
             (
@@ -428,24 +466,29 @@ class ConversationEncoder:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
+        """Ids of all special tokens."""
         return frozenset(self._tokenizer.all_special_ids) | {
             number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
 
     @cached_property
     def _added_ids(self) -> frozenset[int]:
+        """Ids of all special tokens and other added tokens."""
         return self._special_ids | frozenset(self._tokenizer.get_added_vocab().values())
 
     @cached_property
     def _blank_tokens(self) -> dict[int, bool]:
+        """Cache of :meth:`_is_blank`."""
         return {}
 
     def _is_blank(self, token: int) -> bool:
+        """Return whether a token consists of whitespace."""
         if token not in self._blank_tokens:
             self._blank_tokens[token] = not bounded_tokenizer.decode(self._tokenizer, [token]).strip()
         return self._blank_tokens[token]
 
     def _has_only_special(self, tokens: list[int]) -> bool:
+        """Return whether all tokens are special tokens or whitespace."""
         return all(token in self._special_ids or self._is_blank(token) for token in tokens)
 
     def _count_end_token(
@@ -455,9 +498,9 @@ class ConversationEncoder:
         trained: npt.NDArray[np.bool_],
         encoded: EncodedConversations,
     ) -> None:
-        """Whether the sample teaches the end of its last answer, and the token of that end.
+        """Find the token that ends the last answer of a sample, and count whether it is trained.
 
-        It is the first of the special tokens after the last words, or any added token.
+        It is the first of the special tokens after the last words, or an added token after them.
         """
         last = int(np.flatnonzero(trained)[-1]) if trained.any() else -1
         untrained = np.flatnonzero(~trained[: last + 1])
@@ -487,10 +530,14 @@ class ConversationEncoder:
 
 
 def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[str]:
-    """What a template does that may surprise, by the counts of all records; a line each.
+    """Build notes about unexpected effects of a template, one line each.
+
+    Args:
+        counts: Counts of all records, see :class:`EncodedConversations`.
+        unmatched_prompt: Text that only the generation prompt has.
 
     Raises:
-        UserError: it leaves out all reasoning, and most records have some.
+        UserError: If the template leaves out all reasoning, and most records have some.
     """
     template_notes = []
     if unmatched_prompt:
@@ -523,7 +570,7 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
 
 
 def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_]) -> str:
-    """Return the parts of a text whose tokens are trained."""
+    """Join the parts of a text whose tokens are trained."""
     if trained.all():
         return text
     edges = np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()
@@ -534,15 +581,16 @@ def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_])
 
 
 def _find_token_at_char(encoding: Any, char: int) -> int:
-    """The token that contains a character, or the next one that contains any."""
-    if (token_index := encoding.char_to_token(char)) is None:  # normalized away, such as a space
+    """Return the index of the token that contains a character, or of the next token if there is none."""
+    # The tokenizer removes some characters, such as spaces.
+    if (token_index := encoding.char_to_token(char)) is None:
         starts = ((index, span[0]) for index, span in enumerate(encoding.offsets))
         token_index = next((index for index, start in starts if start >= char), len(encoding.ids))
     return int(token_index)
 
 
 def _find_token_after_char(encoding: Any, char: int, length: int) -> int:
-    """The first token that begins at a character or later."""
+    """Return the index of the first token that begins at a character or later."""
     if char >= length:
         return len(encoding.ids)
     token_index = _find_token_at_char(encoding, char)

@@ -1,7 +1,7 @@
-"""Calls of what a stranger wrote, such as a template, within limits of time and memory.
+"""Calls of untrusted code, such as a template, within limits of time and memory.
 
-They are made in a process of their own, which is started at the first call and kept; a process that only
-tokenizes (:mod:`portable.data.tokens.parallel_map`) makes them itself.
+The calls run in a separate process, which is started at the first call and kept. A worker process that only
+tokenizes (:mod:`portable.data.tokens.parallel_map`) makes the calls itself.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MAX_CALL_SECONDS = 20.0
-"""Of computing, for a call with a quarter of a megabyte of text."""
+"""Maximum CPU time of a call in seconds. A call has up to a quarter of a megabyte of text."""
 _MAX_CALL_BYTES = 1 << 30
-"""Bytes that a call may take."""
+"""Maximum memory of a call in bytes."""
 _lock = threading.Lock()
 _workers: dict[int, parallel_map.WorkerProcess] = {}
-"""The process of this one, by the id of this one."""
+"""Worker process of this process, keyed by the ID of this process."""
 
 
 def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, all of which can be pickled.
+    """Return ``function(*arguments)``, called within limits of time and memory.
+
+    The function, its arguments and its result must be picklable.
 
     Raises:
-        UserError: of the function, or since it took too much.
+        UserError: If the function raises one, or exceeds a limit.
     """
     if parallel_map.is_worker_process:
         return _apply_limits_and_call((MAX_CALL_SECONDS, function, arguments))
@@ -47,7 +49,7 @@ def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
             return worker.receive_result()
         except UserError:
             raise
-        except BaseException as error:  # what the process would answer next is for this call
+        except BaseException as error:  # stop the process, because its next result would belong to this call
             if os.getpid() in _workers:
                 _workers.pop(os.getpid()).__exit__()
             if not isinstance(error, RunError):
@@ -58,6 +60,7 @@ def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...]]) -> Any:
+    """Call a function with arguments within limits. Runs in the worker process."""
     seconds, function, arguments = item
     with _limit_time(seconds), _limit_memory():
         return function(*arguments)
@@ -65,13 +68,14 @@ def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...
 
 @contextmanager
 def _limit_time(seconds: float) -> Iterator[None]:
-    """End Python code that takes too long by a TimeoutError, and other code by the end of the process."""
+    """Raise TimeoutError in Python code that takes too long. Other code ends with the process."""
 
     def raise_timeout(*_: object) -> None:
         raise TimeoutError(f"takes more than {seconds:g} s")
 
     before = signal.signal(signal.SIGPROF, raise_timeout)
-    signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 20)  # again and again: it may be caught
+    # Repeated, because the code may catch the exception.
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 20)
     signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
     try:
         yield
@@ -83,7 +87,7 @@ def _limit_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _limit_memory() -> Iterator[None]:
-    """Let this process take little more memory than it has; a MemoryError says so. Only on Linux."""
+    """Raise MemoryError if this process needs much more memory than before. Only on Linux."""
     status = Path("/proc/self/status")
     if not status.exists():
         yield

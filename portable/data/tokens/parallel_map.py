@@ -1,11 +1,12 @@
 """Map a function over batches in several processes, in order.
 
-A batch goes to whichever process is free, and results come in the order of the batches, so that they do not
-depend on how many processes there are. Only a few batches are at work or wait for their turn, which bounds
+Each batch is sent to the first free process. Results are yielded in the order of the batches, so that they do
+not depend on the number of processes. Only a few batches are processed or wait for their turn, which bounds
 the memory.
 
-The processes are plain children that run this file, so the program's main module is not imported again, as
-``multiprocessing`` would. Each ends when its connection closes, also if this process is killed.
+The processes are plain child processes that run this file, so the program's main module is not imported
+again, as ``multiprocessing`` would do. Each process ends when its connection closes, even if this process is
+killed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-_BATCHES_PER_PROCESS = 4  # batches for each process
+_BATCHES_PER_PROCESS = 4  # batches per process
 is_worker_process = False
 """Whether this process is a :class:`WorkerProcess`."""
 
@@ -40,13 +41,16 @@ def map_in_order(
     """Yield ``function(item)`` for every item, in order.
 
     Args:
-        function: a function, which this process calls for all items if it cannot be pickled, such as the
-            tokenizer of a model with code of its own. A ``UserError`` of it is raised here.
-        num_processes: how many to start; with less than two, this process does all.
-        num_local_items: items that this process does itself before it starts others, which takes seconds.
+        function: Function to call. If it cannot be pickled, such as the tokenizer of a model with custom
+            code, this process calls it for all items.
+        items: Items to map.
+        num_processes: Number of processes to start. With less than two, this process calls the function.
+        num_local_items: Number of items that this process maps before it starts other processes, which takes
+            seconds.
 
     Raises:
-        RunError: a process died, or ``function`` failed in it.
+        UserError: If ``function`` raises one.
+        RunError: If a process died, or ``function`` raised another exception in it.
     """
     rest = iter(items)
     yield from map(function, rest if num_processes < 2 else islice(rest, num_local_items))
@@ -69,14 +73,14 @@ def map_in_order(
                     worker = free.pop()
                     worker.send_item(item)
                     busy[worker] = number
-            if not busy:  # each may have been done before the last item was known to be the last
+            if not busy:  # all items are done
                 return
             for worker in cast("list[WorkerProcess]", ready(cast("Any", busy))):
                 number = busy.pop(worker)
                 try:
                     done[number] = worker.receive_result()
                     free.append(worker)
-                except (UserError, RunError) as error:  # raised when its turn has come
+                except (UserError, RunError) as error:  # raised after the results of earlier items
                     done[number] = error
             while turn in done:
                 result = done.pop(turn)
@@ -87,15 +91,20 @@ def map_in_order(
 
 
 def _is_picklable(work: object) -> bool:
+    """Return whether a function can be sent to another process."""
     try:
         ForkingPickler.dumps(work)
-    except Exception:  # of any kind, from any object inside
+    except Exception:  # objects may raise any exception
         return False
     return True
 
 
 class WorkerProcess:
-    """A process that does ``work`` for one item at a time."""
+    """Child process that calls a function with one item at a time.
+
+    Args:
+        work: Picklable function.
+    """
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         ours, theirs = Pipe()
@@ -120,7 +129,7 @@ class WorkerProcess:
         self._process.wait()
 
     def fileno(self) -> int:
-        """Readable once there is a result."""
+        """Return the file descriptor of the connection. It is readable once there is a result."""
         return self._connection.fileno()
 
     @property
@@ -129,15 +138,27 @@ class WorkerProcess:
         return self._process.poll() is not None
 
     def kill(self) -> None:
+        """Kill the process."""
         self._process.kill()
 
     def send_item(self, item: Any) -> None:
+        """Send an item to the process.
+
+        Raises:
+            RunError: If the process has died.
+        """
         try:
             self._connection.send(item)
         except OSError as error:
             raise self._build_died_error() from error
 
     def receive_result(self) -> Any:
+        """Wait for the result of the item.
+
+        Raises:
+            UserError: If the function raised one.
+            RunError: If the process has died, or the function raised another exception.
+        """
         try:
             result = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -147,6 +168,7 @@ class WorkerProcess:
         return result
 
     def _build_died_error(self) -> RunError:
+        """Build the error for a process that has died."""
         code = self._process.wait()
         return RunError(
             f"data.source: a process that tokenizes ended with code {code}, most likely for lack of memory; "
@@ -155,7 +177,7 @@ class WorkerProcess:
 
 
 def serve() -> None:
-    """The loop of a process."""
+    """Run the loop of a worker process: receive the function, then receive items and send results."""
     global is_worker_process
     is_worker_process = True
     connection = Connection(int(sys.argv[1]))
@@ -171,5 +193,5 @@ def serve() -> None:
                 said = f"{type(error).__name__}: {to_one_line(error)}"
                 result = RunError(f"data.source: a process that tokenizes failed ({said})")
             connection.send(result)
-    except (EOFError, OSError):  # the other side is done, or dead
+    except (EOFError, OSError):  # the parent process is done or dead
         os._exit(0)

@@ -1,7 +1,7 @@
-"""Conversations as the text that a template writes, with what is known of where each answer is.
+"""Rendering of conversations with a template, and the positions of the answers in the text.
 
-A template is foreign code, in Jinja's sandbox. What is here runs within limits of time and memory: see
-:mod:`portable.data.tokens.limited_calls`.
+A template is untrusted code that runs in Jinja's sandbox. The functions of this module run within limits of
+time and memory, see :mod:`portable.data.tokens.limited_calls`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ if TYPE_CHECKING:
     from portable.data.sources.documents import Document, Message
 
 TrainOn = Literal["assistant", "completion", "last_assistant", "all"]
+"""Values of ``data.train_on``."""
 TEMPLATE_DATE = "2025-01-01"
-"""The date in a prompt that tells today's, so that the tokens are the same on every day."""
+"""Date for templates that write the current date, so that the tokens do not depend on the day."""
 _PROBE_TEXT = "What is shown of this?"
 _THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|\[/THINK\]", re.IGNORECASE)
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MAX_RENDERED_CHARS = 1 << 30  # characters written for one conversation
+_MAX_RENDERED_CHARS = 1 << 30  # characters of all prefixes of one conversation
 _UNCHECKED_CHARS, _MAX_EXPANSION = (
     1 << 20,
     64,
-)  # characters that a template may write, or so many times those of a record
+)  # limits: characters, and multiple of a record's characters
 _Span = tuple[int, int]
 
 
 class AnswerContext(NamedTuple):
-    """The rendered conversation before an answer.
+    """Rendered conversation before an answer.
 
     Attributes:
         prompted: The conversation with the generation prompt.
@@ -58,7 +59,7 @@ class AnswerContext(NamedTuple):
 
 
 class AnswerWords(NamedTuple):
-    """Number of a message, from 0, and its text without reasoning."""
+    """Index of a message, and its text without reasoning."""
 
     message_index: int
     text: str
@@ -66,39 +67,47 @@ class AnswerWords(NamedTuple):
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A rendered conversation before it is tokenized."""
+    """Text of a conversation before it is tokenized, with the positions of trained parts.
+
+    Attributes:
+        text: Rendered text.
+        conversation: The conversation. None for a completion of plain text.
+        trained_spans: Start and end in characters of each trained part.
+        searched_answers: Indices of messages whose positions follow from prefixes of the text.
+        answer_starts: Start of each of these messages in characters. If the text does not begin with the
+            rendered conversation before the message, this rendered conversation instead.
+        answer_ends: End of each of these messages in characters, or the rendered conversation up to and
+            including the message.
+        trains_all: Whether all tokens are trained.
+        prefix: Special tokens before the text, which are not trained unless ``trains_all`` is set.
+        suffix: Special tokens after the text, which are trained.
+        reasoning_shown: Whether the text contains the reasoning, for each trained answer with reasoning.
+        separable_answers: Indices of the trained answers. Empty if they may not become separate samples.
+        answer_words: Text of each trained answer. The trained text must contain it.
+        num_empty_answers: Number of trained answers without words, calls and reasoning.
+    """
 
     text: str
     conversation: Conversation | None
-    """None for a completion of plain text."""
     trained_spans: tuple[_Span, ...] = ()
     searched_answers: tuple[int, ...] = ()
-    """Messages whose spans follow from prefixes."""
     answer_starts: tuple[int | AnswerContext, ...] = ()
-    """For each where it begins: how many characters of the text the conversation before it has, with the
-    generation prompt; or that conversation, where the text does not begin with it."""
     answer_ends: tuple[int | str, ...] = ()
-    """For each the conversation up to and with it, likewise."""
     trains_all: bool = False
-    """Whether all tokens are trained."""
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    """Tokens before and after the text; the latter are trained."""
     reasoning_shown: tuple[bool, ...] = ()
-    """For each trained answer with reasoning, whether the text has it."""
     separable_answers: tuple[int, ...] = ()
-    """The trained answers, if each may become a sample of its own."""
     answer_words: tuple[AnswerWords, ...] = ()
-    """Message number and own words of each trained answer. The trained text must contain them."""
     num_empty_answers: int = 0
-    """Trained answers without words, calls and reasoning."""
 
 
 class AnswerNotFoundError(RecordError):
-    """The tokens of an answer cannot be told in the whole."""
+    """Error for an answer whose tokens cannot be found in the complete text."""
 
 
 def build_no_template_error() -> UserError:
+    """Build the error for a tokenizer without a template."""
     return UserError(
         "data.chat_template: the tokenizer has none; set it to a file with a template, or to chatml if the "
         "tokenizer has its tokens (<|im_start|> <|im_end|>)"
@@ -107,16 +116,18 @@ def build_no_template_error() -> UserError:
 
 @dataclass(frozen=True)
 class TemplateRenderer:
-    """Renders conversations.
+    """Renders conversations and determines the positions of trained parts. It can be pickled.
 
     Attributes:
-        templates: the text of a template, or those of a tokenizer with several; None for completions alone.
-        variables: of the templates.
-        train_on: which tokens are trained; None: the completion of a record with a prompt, else what the
-            assistant says.
-        split_turns: make a draft of each answer, with what was said before it.
-        prefix, suffix: the special tokens around a completion.
-        end_text: the text of the tokenizer's end token.
+        templates: Text of a template, or texts keyed by name. None if only completions of plain text are
+            rendered.
+        variables: Variables of the templates.
+        train_on: Tokens to train, ``data.train_on``. None for the completion of a record with a prompt, and
+            the assistant's messages of other records.
+        split_turns: Whether each answer becomes a separate sample, with the messages before it.
+        prefix: Special tokens before a completion of plain text.
+        suffix: Special tokens after a completion of plain text.
+        end_text: Text of the tokenizer's end token.
     """
 
     templates: str | dict[str, str] | None
@@ -137,31 +148,36 @@ class TemplateRenderer:
 
         Args:
             documents: Conversations or completions.
-            collect: Whether to return the error of a record instead of its drafts.
+            collect: Whether to return the error of a record instead of raising it.
 
         Returns:
-            Drafts of each document, or its error.
+            Rendered samples of each document, or its error.
 
         Raises:
-            RecordError: naming the record, if its template fails.
+            RecordError: If the template fails for a record. The error names the record.
         """
         drafts: list[list[RenderedConversation] | RecordError] = []
         for document in documents:
             try:
                 drafts.append(self._render_document(document))
             except RecordError as error:
-                # A template that takes too much of one record has no time left for others.
+                # If a template exceeds a limit for one record, no time is left for other records.
                 if not collect or isinstance(error.__cause__, TimeoutError | MemoryError):
                     raise
                 drafts.append(RecordError(str(error)))
         return drafts
 
     def render_question(self, text: str, location: str) -> str:
-        """What a user's ``text`` becomes, up to where the assistant begins."""
+        """Render a single message of a user, up to the point at which the assistant begins.
+
+        Args:
+            text: Content of the message.
+            location: Name of the conversation in error messages.
+        """
         return self.render_prompt([{"role": "user", "content": text}], location)
 
     def render_prompt(self, messages: Sequence[Message], location: str) -> str:
-        """Render a conversation up to the point where the assistant begins.
+        """Render a conversation up to the point at which the assistant begins.
 
         Args:
             messages: Messages of the conversation.
@@ -171,6 +187,7 @@ class TemplateRenderer:
         return self._render_messages(conversation, conversation.messages, prompted=True)
 
     def _render_document(self, document: Document) -> list[RenderedConversation]:
+        """Render the samples of one document."""
         conversation = document.conversation
         if conversation is None:
             return [self._build_completion_draft(document.text, document.num_prompt_chars or 0)]
@@ -182,13 +199,25 @@ class TemplateRenderer:
         )
 
     def render_turns(self, conversation: Conversation, answers: Sequence[int]) -> list[RenderedConversation]:
-        """Each of these answers with what was said before it."""
+        """Render one sample per answer, with the messages before it.
+
+        Args:
+            conversation: The conversation.
+            answers: Indices of the answers.
+        """
         without_prompt = replace(conversation, num_prompt_messages=None)
         parts = (replace(without_prompt, messages=without_prompt.messages[: index + 1]) for index in answers)
         return [self._build_draft(part, "last_assistant", is_single_turn=True) for part in parts]
 
     def _build_completion_draft(self, text: str, prompt: int) -> RenderedConversation:
-        """A prompt and its completion without a template, ended by the tokenizer's end token."""
+        """Build the sample of a prompt and its completion without a template.
+
+        The end token is added after the text.
+
+        Args:
+            text: Prompt and completion.
+            prompt: Number of characters of the prompt.
+        """
         trains_prompt = self.train_on == "all"
         suffix = () if text.endswith(self.end_text) else self.suffix
         return RenderedConversation(
@@ -198,6 +227,18 @@ class TemplateRenderer:
     def _build_draft(
         self, conversation: Conversation, train_on: TrainOn | None, *, is_single_turn: bool = False
     ) -> RenderedConversation:
+        """Render a conversation and determine the positions of its answers.
+
+        Args:
+            conversation: The conversation.
+            train_on: Tokens to train. None for the default, see the class.
+            is_single_turn: Whether the conversation is already a part of a record, which must not be split
+                again.
+
+        Raises:
+            RecordError: If the template leaves out a part of the conversation, or there is nothing to train
+                on.
+        """
         if train_on is None:
             prompted = (
                 conversation.num_prompt_messages is not None
@@ -239,7 +280,7 @@ class TemplateRenderer:
                 "remove the record"
             )
         turns = () if is_single_turn else answers
-        if marked:  # the assistant's; the others' are found by their prefixes
+        if marked:  # only the assistant's messages are marked; messages of other roles are found by prefixes
             marked_answers = [index for index in answers if messages[index]["role"] == "assistant"]
             if len(marked_answers) < sum(message["role"] == "assistant" for message in messages):
                 ends = {end for index in marked_answers for end in (index, index + 1)}
@@ -290,7 +331,7 @@ class TemplateRenderer:
         train_on: TrainOn,
         shown: tuple[bool, ...],
     ) -> RenderedConversation:
-        """A text that is trained from message ``begin`` to its end."""
+        """Build the sample of a text that is trained from message ``begin`` to its end."""
         begin = _select_first_trained_message(conversation, begin, train_on)
         if train_on == "all":
             return RenderedConversation(text, conversation, trains_all=True, reasoning_shown=shown)
@@ -303,21 +344,33 @@ class TemplateRenderer:
     def _find_answer_start(
         self, conversation: Conversation, text: str, index: int, opened: str
     ) -> int | AnswerContext:
+        """Return the start of an answer in characters, or its context if the text has another beginning."""
         prefix = _measure_prefix(text, opened)
         if isinstance(prefix, int):
             return prefix
         try:
             return AnswerContext(prefix, self._render_before_answer(conversation, text, index))
-        except AnswerNotFoundError:  # which matters only if the answer is looked for
+        except AnswerNotFoundError:  # only matters if the start is searched in the tokens
             return AnswerContext(prefix, None)
 
     def _render_before_answer(
         self, conversation: Conversation, text: str, index: int, *, prompted: bool = False
     ) -> str:
-        """The conversation before an answer, as it stands in ``text``; before what another role says.
+        """Render the conversation before a message as it appears in ``text``.
 
-        No template takes an empty conversation as it takes others: it may write a system prompt only with the
-        first message. So a first answer is found by the generation prompt, or what ``text`` has of it.
+        Templates do not support an empty conversation. For example, they may write a system prompt only with
+        the first message. If the assistant speaks first, the generation prompt, or the part of it in
+        ``text``, therefore determines the start of the answer. For a message from another role, a known text
+        is rendered instead of the message, and its position is the start.
+
+        Args:
+            conversation: The conversation.
+            text: Its rendered text.
+            index: Index of the message.
+            prompted: Whether to add the generation prompt.
+
+        Raises:
+            AnswerNotFoundError: If the start cannot be determined.
         """
         if (message := conversation.messages[index])["role"] != "assistant":
             other = self._convert_to_text_parts(
@@ -341,6 +394,10 @@ class TemplateRenderer:
         return text[: text.index(header_start)] + (header if prompted else "")
 
     def _select_template(self, conversation: Conversation) -> str:
+        """Return the text of the template for a conversation.
+
+        If there are several templates, ``tool_use`` is the template of conversations with tools.
+        """
         if isinstance(self.templates, str):
             return self.templates
         if self.templates is None:
@@ -349,6 +406,7 @@ class TemplateRenderer:
         return self.templates[name]
 
     def _build_variables(self, conversation: Conversation) -> dict[str, Any]:
+        """Build the variables of the template, with a fixed date."""
         kwargs = {**self.variables, **conversation.template_kwargs}
         day = datetime.fromisoformat(str(kwargs.pop("strftime_now", TEMPLATE_DATE)))
         return {
@@ -361,6 +419,13 @@ class TemplateRenderer:
     def _render_messages(
         self, conversation: Conversation, messages: Sequence[Message], *, prompted: bool = False
     ) -> str:
+        """Render some messages of a conversation.
+
+        Args:
+            conversation: The conversation, with the tools and variables.
+            messages: Messages to render.
+            prompted: Whether to add the generation prompt.
+        """
         total = len(conversation.messages)
         context = "" if len(messages) == total else f" with the first {len(messages)} of {total} messages"
         with _convert_template_errors(conversation, context):
@@ -372,7 +437,10 @@ class TemplateRenderer:
     def _render_marked(
         self, conversation: Conversation, messages: Sequence[Message]
     ) -> tuple[str, list[_Span]]:
-        """The rendered text, and what the template marks in it; nothing without messages."""
+        """Render messages, and return the text with the spans that ``{% generation %}`` marks.
+
+        Empty without messages.
+        """
         if not messages:
             return "", []
         with _convert_template_errors(conversation):
@@ -385,14 +453,14 @@ class TemplateRenderer:
         return _validate_length(conversation, text), [(start, end) for start, end in spans if end > start]
 
     def _convert_to_text_parts(self, conversation: Conversation) -> Conversation:
-        """The conversation with lists of parts for texts, if the template would pass over a string."""
+        """Convert texts to lists of parts if the template would ignore a string."""
         if not self._requires_parts(self._select_template(conversation)):
             return conversation
         messages = tuple(map(_to_text_parts, conversation.messages))
         return replace(conversation, messages=messages)
 
     def _requires_parts(self, template: str) -> bool:
-        """Whether a template, such as that of a model for images, shows a text only in a list of parts."""
+        """Return whether a template writes text only from a list of parts, like templates of image models."""
         if template not in self._requires_parts_cache:
             message = {"role": "user", "content": _PROBE_TEXT}
             self._requires_parts_cache[template] = not self._is_message_shown(
@@ -401,18 +469,20 @@ class TemplateRenderer:
         return self._requires_parts_cache[template]
 
     def _is_message_shown(self, template: str, message: Message) -> bool:
+        """Return whether a template writes the probe text of a message."""
         probe = Conversation((message,), "")
         try:
             return _PROBE_TEXT in _compile_template(template).render(
                 messages=[message], add_generation_prompt=False, **self._build_variables(probe)
             )
-        except Exception:  # templates are foreign code; what they take is shown by the data
+        except Exception:  # a template may reject the probe; real data shows whether it works
             return False
 
     def _convert_tool_calls(self, conversation: Conversation) -> Conversation:
-        """Convert calls, and the content of a call without words, to the forms that the template writes.
+        """Convert tool calls, and the content of calls without words, to the forms that the template writes.
 
-        The content is an empty string. Some templates (DeepSeek R1) write a call only if it is null.
+        This content is an empty string at first. Some templates, such as DeepSeek R1's, write a call only if
+        the content is null.
         """
         wordless = [
             "tool_calls" in message and not message["content"].strip() for message in conversation.messages
@@ -441,10 +511,10 @@ class TemplateRenderer:
             return prepared
 
     def _convert_call_arguments(self, conversation: Conversation) -> Conversation:
-        """The conversation with its calls' arguments as a string, if the template cannot take objects.
+        """Convert the arguments of calls to strings if the template does not support objects.
 
         Raises:
-            UserError: the template fails with both.
+            UserError: If the template fails with both.
         """
         calls = [
             call["function"] for message in conversation.messages for call in message.get("tool_calls", ())
@@ -460,14 +530,15 @@ class TemplateRenderer:
             except UserError:
                 raise refusal from None
         objects = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
-        if any(arguments and str(arguments) in text for arguments in objects):  # written as Python has it
+        # The template has written Python's representation of a dict.
+        if any(arguments and str(arguments) in text for arguments in objects):
             conversation = as_text
         return conversation
 
 
 @contextmanager
 def _convert_template_errors(conversation: Conversation, context: str = "") -> Iterator[None]:
-    """Name the record with which a template fails, whatever it raises."""
+    """Convert all errors of a template within this context to an error that names the record."""
     try:
         yield
     except UserError:
@@ -479,6 +550,11 @@ def _convert_template_errors(conversation: Conversation, context: str = "") -> I
 
 
 def _compile_template(text: str) -> Any:
+    """Compile a template.
+
+    Raises:
+        UserError: If the template is not valid.
+    """
     try:
         return transformers_internals.compile_chat_template(text)
     except UserError:
@@ -490,7 +566,14 @@ def _compile_template(text: str) -> Any:
 
 
 def _validate_length(conversation: Conversation, text: str) -> str:
-    """``text``, if a template may have written so much of a conversation."""
+    """Check that a text is not far longer than its conversation, and remove lone surrogates.
+
+    Returns:
+        The text.
+
+    Raises:
+        RecordError: If the text is too long.
+    """
     if len(text) > _UNCHECKED_CHARS and len(text) > _MAX_EXPANSION * (
         num_characters := _count_characters(conversation)
     ):
@@ -501,7 +584,13 @@ def _validate_length(conversation: Conversation, text: str) -> str:
 
 
 def _check_messages_shown(conversation: Conversation, text: str) -> None:
-    """Refuse a record with a call, or a message such as templates do not expect, that ``text`` lacks."""
+    """Check that a text contains all messages that templates often leave out.
+
+    These are tool calls, messages with rare roles, and system messages after the first message.
+
+    Raises:
+        RecordError: If the template leaves one of them out.
+    """
     for index, message in enumerate(conversation.messages):
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
         parts = [(f"the call of {name!r}; use a template that writes calls", name) for name in names]
@@ -517,7 +606,11 @@ def _check_messages_shown(conversation: Conversation, text: str) -> None:
 
 
 def _select_first_trained_message(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
-    """The message that a whole text is trained from, if it can be."""
+    """Return the index of the message from which a complete text is trained.
+
+    Raises:
+        RecordError: If the record has no prompt, or a later message is excluded from training.
+    """
     if begin is None:
         raise RecordError(
             f"data.train_on: {conversation.location}: completion is for records with a prompt and a "
@@ -537,7 +630,7 @@ def build_template_error(conversation: Conversation, reason: str) -> RecordError
 
 
 def build_answer_not_found_error(conversation: Conversation, index: int) -> AnswerNotFoundError:
-    """The error for an answer whose tokens cannot be told in the whole."""
+    """Build the error for an answer whose tokens cannot be found in the complete text."""
     role = conversation.messages[index]["role"]
     subject = "an answer" if role == "assistant" else f"from {role}"
     reason = f"where message {index + 1}, {subject}, begins and ends cannot be told from the text"
@@ -551,23 +644,23 @@ def build_answer_not_found_error(conversation: Conversation, index: int) -> Answ
 
 
 def _count_characters(conversation: Conversation) -> int:
-    """How many characters a record has, at the least."""
+    """Return a lower bound for the number of characters of a record."""
     return len(str(conversation.messages)) + len(str(conversation.tools))
 
 
 def _measure_prefix(text: str, part: str) -> int | str:
-    """How much of ``text`` is ``part``, or ``part`` where it is not the beginning."""
+    """Return the length of ``part`` if ``text`` begins with it, otherwise ``part`` itself."""
     return len(part) if text.startswith(part) else part
 
 
 def _extract_reasoning(message: Message) -> str:
-    """What is thought before an answer; empty if it has no reasoning."""
+    """Return the reasoning before an answer. Empty if there is none."""
     inline = str(message.get("content", "")).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(message.get("reasoning_content") or inline).strip()
 
 
 def strip_reasoning(message: Message) -> str:
-    """Return the text of a message, without the reasoning in its text and without blanks around it."""
+    """Return the content of a message without reasoning and without whitespace around it."""
     content = str(message.get("content", ""))
     return replace_surrogates(
         content[max((match.end() for match in _THOUGHT_END.finditer(content)), default=0) :].strip()
@@ -577,17 +670,17 @@ def strip_reasoning(message: Message) -> str:
 def check_answer_words(
     conversation: Conversation, answer_words: Sequence[AnswerWords], trained_text: str
 ) -> None:
-    """Refuse a record if the trained text lacks the words or a call of an answer.
+    """Check that the trained text contains the words and calls of all answers.
 
-    Blanks and letter case may differ, because templates trim lines and may change case.
+    Whitespace and letter case are ignored, because templates strip lines and may change the case.
 
     Args:
-        conversation: Record, used in the error message.
-        answer_words: Message number and own words of each answer, in the order of the text.
-        trained_text: Trained text.
+        conversation: The conversation, used in the error message.
+        answer_words: Text of each answer, in the order of the conversation.
+        trained_text: Trained parts of the rendered text.
 
     Raises:
-        RecordError: naming the message.
+        RecordError: If the words or the call of an answer are missing. The error names the message.
     """
     names = Counter(
         call["function"]["name"]
@@ -635,10 +728,12 @@ def check_answer_words(
 
 
 def _normalize_text(text: str) -> str:
+    """Remove whitespace and letter case."""
     return "".join(text.split()).casefold()
 
 
 def _to_text_parts(message: Message) -> Message:
+    """Replace the content of a message, if it is a string, by a list with one part."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -646,6 +741,7 @@ def _to_text_parts(message: Message) -> Message:
 
 
 def _to_text_arguments(message: Message) -> Message:
+    """Replace the arguments of a message's calls by JSON strings."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -656,5 +752,6 @@ def _to_text_arguments(message: Message) -> Message:
 
 
 def _describe_error(error: BaseException) -> str:
+    """Describe an error in at most 200 characters."""
     text = to_one_line(error) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

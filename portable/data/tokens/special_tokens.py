@@ -13,26 +13,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Frame:
-    """The special tokens around each document."""
+    """Special tokens around each document. Its ``repr`` is part of cache keys.
+
+    Attributes:
+        prefix: Tokens before a document.
+        suffix: Tokens after a document.
+        target: Special tokens around a target text. None if they are the same.
+        once: Whether a text that already ends with the suffix gets no second suffix.
+    """
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
     target: Frame | None = field(default=None, repr=False)
-    """The special tokens around a target text, if different."""
     once: bool = field(default=False, compare=False)
-    """Whether a text that ends in the suffix gets no second one."""
 
 
 def build_special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
     """Build the special tokens that a task puts around a document.
 
     A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use the
-    tokenizer's prefix and suffix, or the end token if it has no suffix.
+    tokenizer's prefix and suffix, or the end token if the tokenizer has no suffix.
 
     Args:
         task: One of ``TASKS``.
         vocabulary: Vocabulary of the texts.
-        target: Vocabulary of the targets, if there are any.
+        target: Vocabulary of the targets. None if there are no targets.
 
     Raises:
         UserError: If the tokenizer has no end token.

@@ -1,4 +1,4 @@
-"""Tokenize documents into a token cache."""
+"""Tokenize the documents of a source into a token cache."""
 
 from __future__ import annotations
 
@@ -51,16 +51,17 @@ if TYPE_CHECKING:
     from portable.data.tokens.special_tokens import Frame
 
 TOKENS_FOLDER = "tokens"
-"""The folder of a cache with the token caches."""
+"""Folder of the token caches in the cache folder."""
 _BATCH_CHARS = 1 << 18  # small enough to keep all processes busy
 _BATCH_DOCUMENTS = 4096
-_LOCAL_CHAT_BATCHES = 16  # batches of conversations: about as long as processes take to start
-_LOCAL_TEXT_BATCHES = 64  # batches of texts, which threads of the tokenizer share until then
-_MAX_PROCESSES = 32  # beyond this, the process that reads the documents would be the limit
+_LOCAL_CHAT_BATCHES = 16  # batches of conversations that this process encodes before it starts others
+# Batches of texts that the tokenizer's threads encode before other processes are started.
+_LOCAL_TEXT_BATCHES = 64
+_MAX_PROCESSES = 32  # with more processes, reading the documents would be the bottleneck
 _SAVE_SECONDS = 30.0
-"""Seconds of work that a kill loses at most."""
+"""Interval in seconds between saves of the progress, which limits the work that a killed process loses."""
 _LARGE_BYTES = 4 << 30
-"""Size of a source from which a note names faster ways."""
+"""Size in bytes from which a note suggests faster ways to tokenize a source."""
 
 
 class DocumentBatch(NamedTuple):
@@ -89,14 +90,17 @@ class EncodedField(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """How the documents of a source become tokens; other processes may do it.
+    """Settings that determine the tokens of a source.
+
+    It can be pickled, so that other processes can tokenize shards.
 
     Attributes:
-        settings: of the source.
-        tokenizer, vocabulary: of the run.
-        frame: the special tokens around each text.
-        cache: the folder of the cache.
-        conversation_encoder: what tokenizes conversations and completions, by all cores; None for plain text.
+        settings: Settings of the source.
+        tokenizer: Tokenizer of transformers.
+        vocabulary: Special tokens and size of the tokenizer.
+        frame: Special tokens around each text.
+        cache: Folder of the cache.
+        conversation_encoder: Encoder of conversations and completions. None for plain text.
     """
 
     settings: SourceSettings
@@ -108,25 +112,31 @@ class TokenizeJob:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of what decides the tokens of a text. It takes long for a large tokenizer."""
+        """Digest of the settings that determine the tokens of a text.
+
+        Computing it takes long for a large tokenizer.
+        """
         content = f"{CACHE_FORMAT} {compute_tokenizer_digest(self.tokenizer)} {self.frame} {PIECE_CHARS}"
         content += "" if self.frame.target is None else f" {self.frame.target}"
         content += "" if self.conversation_encoder is None else f" {self.conversation_encoder.cache_key}"
         return compute_text_digest(content)
 
     def get_cache_folder(self, source: DataSource) -> Path:
-        """The folder of the token cache of ``source``, whether or not it exists."""
-        # Older versions gave a second prefix to texts that begin with it.
+        """Return the folder of the token cache of ``source``, which may not exist yet."""
+        # Older versions added a second prefix to texts that begin with it.
         version = " one prefix" if self.frame.prefix else ""
         return self.cache / TOKENS_FOLDER / compute_text_digest(f"{source.cache_key} {self.digest}{version}")
 
     def __call__(self, shard: SourceShard) -> Path:
-        """The folder of the tokens of a shard, in a process of its own."""
-        os.nice(0 if os.nice(0) >= 5 else 5)  # the step comes first
+        """Tokenize a shard in a worker process with low priority. Returns the folder of the tokens."""
+        os.nice(0 if os.nice(0) >= 5 else 5)  # training has priority
         return self.tokenize_shard(shard).folder
 
     def tokenize_shard(self, shard: SourceShard) -> TokenCache:
-        """The tokens of a shard, from the cache if possible. No copy of its file stays."""
+        """Tokenize a shard, or open its tokens in the cache.
+
+        Removes the local copy of its file afterwards.
+        """
         source = shard.open_source(self.settings)
         if (folder := source.find_pretokenized_folder(self.cache / TOKENS_FOLDER, self.digest)) is None:
             try:
@@ -139,12 +149,17 @@ class TokenizeJob:
             raise UserError(f"data.source: {to_one_line(error)}; run portable-data again") from error
 
     def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenCache:
-        """Return the tokens of ``source``, from the cache if possible.
+        """Tokenize a source, or open its tokens in the cache. A damaged cache is rebuilt.
 
-        A damaged cache is rebuilt. One batch of documents is in memory at a time.
+        Only a few batches of documents are in memory at a time. The batches that a killed process has written
+        are not tokenized again.
+
+        Args:
+            source: Source to tokenize.
+            progress: Whether to show a progress bar if it takes more than a second.
 
         Raises:
-            UserError: if the source cannot be read or has no text, or the cache is not writable.
+            UserError: If the source cannot be read or has no text, or the cache is not writable.
         """
         write = partial(self._write_cache, source, progress=progress)
         return open_or_build_cache_folder(
@@ -152,7 +167,7 @@ class TokenizeJob:
         )
 
     def _write_cache(self, source: DataSource, folder: Path, progress: bool) -> None:
-        """Write the tokens of ``source``, or the rest of them if a process was killed while it wrote them."""
+        """Write the token cache of ``source`` into ``folder``, or continue the cache of a killed process."""
         fields = source.fields
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
@@ -195,7 +210,7 @@ class TokenizeJob:
             writer.write_metadata(suffix=list(self.frame.suffix), source=source.name, **descriptions)
 
     def _report_start(self, source: DataSource, writer: TokenCacheWriter) -> None:
-        """Log where an interrupted launch is continued, and faster ways for a large source."""
+        """Print a note if the cache is continued, and a note about faster ways if the source is large."""
         if writer.num_documents:
             print_status(
                 f"note: {source.name}: continuing after {writer.num_documents:,} documents that an "
@@ -210,7 +225,15 @@ class TokenizeJob:
             )
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
-        """The token that ends an answer in the first records, which are refused as all of them would be."""
+        """Find the token that ends an answer by encoding the first records.
+
+        Returns:
+            None if the source has no conversations or no valid records.
+
+        Raises:
+            UserError: If the first records have errors or never end with a trained token, as for all records
+                later.
+        """
         if self.conversation_encoder is None:
             return None
         bad = source.fields.bad
@@ -230,7 +253,7 @@ class TokenizeJob:
 
 
 class _TokenizeProgress:
-    """Batches of a source that are written, of which an interrupted launch may have written the first.
+    """Progress of a token cache. An interrupted launch may have written the first batches.
 
     Args:
         writer: Writer of the tokens.
@@ -248,11 +271,7 @@ class _TokenizeProgress:
         self._save_at = time.monotonic() + _SAVE_SECONDS
 
     def iter_unwritten(self, batches: Iterable[list[Document]]) -> Iterator[DocumentBatch]:
-        """Yield the batches that have to be encoded.
-
-        Yields:
-            A batch, and whether its first text continues the document of the batch before.
-        """
+        """Yield the batches that have to be encoded. For other batches, only count their labels."""
         continues = False
         for number, batch in enumerate(batches):
             if number < self.facts.get("batches", 0):
@@ -268,7 +287,7 @@ class _TokenizeProgress:
         """Count the first of the batches that are being encoded as written.
 
         Args:
-            facts: Function that returns further facts to save. None if the progress is not worth saving,
+            facts: Function that returns additional facts to save. None if the progress is not worth saving,
                 because the launch is about to fail.
         """
         self._advance_bar(self.pending.popleft())
@@ -277,28 +296,29 @@ class _TokenizeProgress:
             self.save_if_due(lambda: {**facts(), "batches": self._batches})
 
     def save_if_due(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Save the progress if the last save is long ago.
+        """Save the progress if the last save is more than :data:`_SAVE_SECONDS` ago.
 
         Args:
-            facts: Function that returns further facts to save.
+            facts: Function that returns additional facts to save.
         """
         if time.monotonic() >= self._save_at:
             self.writer.save_progress(**{**self.facts, **facts()})
             self._save_at = time.monotonic() + _SAVE_SECONDS
 
     def _advance_bar(self, batch: list[Document]) -> None:
+        """Advance the progress bar by the size of a batch."""
         self.bar.update(sum(map(_count_bytes, batch)))
 
 
 def _count_processes() -> int:
-    """Return the number of processes that encode texts; 1 in a process that others have started."""
+    """Return the number of processes that encode texts. 1 in a worker process."""
     return 1 if parallel_map.is_worker_process else min(count_usable_cores(), _MAX_PROCESSES)
 
 
 def _write_conversations(
     source: DataSource, chat: ConversationEncoder, progress: _TokenizeProgress
 ) -> dict[str, Any]:
-    """Write all records; return what is known about the ends of answers."""
+    """Write all conversations of a source. Returns metadata about the ends of answers, and notes."""
     from portable.data.tokens.chat_template import build_template_notes
 
     writer, saved = progress.writer, progress.facts
@@ -353,7 +373,7 @@ def _write_conversations(
                 prompt_left or encoded.unmatched_prompt,
                 unstopped or encoded.unstopped_example,
             )
-            if not stopping:  # not one of thousands: the template's, not the record's
+            if not stopping:  # none of thousands of samples stops, so the cause is the template
                 raise _build_never_stops_error(chat, unstopped)
         progress.finish_batch(None if collected.errors else build_facts)
     if collected.errors:
@@ -365,10 +385,12 @@ def _write_conversations(
 
 
 def _find_most_frequent_token(ends: Counter[int]) -> int | None:
+    """Return the most frequent token, the smallest one if there are several. None if there is none."""
     return min(ends, key=lambda token: (-ends[token], token)) if ends else None
 
 
 def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserError:
+    """Build the error for conversations in which the end of an answer is never trained."""
     remedy = (
         "end the turn with a special token of the tokenizer, inside {% generation %} if the template has it"
     )
@@ -382,7 +404,7 @@ def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserE
 
 
 def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _TokenizeProgress) -> None:
-    """Write the tokens of a source that has no text, after the tokens that the writer continues."""
+    """Copy the tokens of a source without text, after the tokens that an interrupted launch has copied."""
     writer = progress.writer
     written = writer.count_tokens("text")
     for tokens, lengths in source.iter_token_chunks(vocabulary.size, vocabulary.end_token):
@@ -391,7 +413,7 @@ def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _Tokeniz
             written -= len(tokens)
             continue
         ends = np.cumsum(lengths, dtype=np.int64)
-        if written:  # the source has yielded shorter arrays to the interrupted launch
+        if written:  # an array may be written partly, because the interrupted launch used shorter arrays
             ends = ends[ends > written] - written
         writer.add_documents("text", tokens[written:], np.diff(ends, prepend=0))
         written = 0
@@ -418,12 +440,12 @@ def _encode_document_batch(tokenizer: Any, frame: Frame, item: DocumentBatch) ->
     """Encode a batch of documents.
 
     Args:
-        tokenizer: The tokenizer.
-        frame: The special tokens around each text.
-        item: The batch, and whether its first text continues a document.
+        tokenizer: Tokenizer of transformers.
+        frame: Special tokens around each text.
+        item: Batch of documents.
 
     Returns:
-        The tokens and the lengths of the documents that end in the batch, keyed by field.
+        Tokens and lengths of the documents that end in the batch, keyed by field.
     """
     batch, continues = item
     tokens: list[int] = []
@@ -464,6 +486,7 @@ def _encode_document_batch(tokenizer: Any, frame: Frame, item: DocumentBatch) ->
 
 
 def _encode_batch(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
+    """Encode texts without special tokens."""
     if not texts:
         return []
     encoded: list[list[int]] = (encode_targets if targets else encode_text)(
@@ -481,15 +504,15 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
     """Group documents into batches.
 
     Args:
-        documents: The documents.
-        keep_whole: Whether long texts stay whole, and pairs of documents together.
+        documents: Documents of a source.
+        keep_whole: Whether long texts are not split, and pairs of documents stay in one batch.
     """
     batch: list[Document] = []
     num_chars = 0
     for document in documents if keep_whole else _iter_pieces(documents):
         batch.append(document)
         num_chars += len(document.text) + len(document.target or "") + len(document.pair_text or "")
-        # The two of a preference stay together.
+        # Both documents of a preference stay in one batch.
         if (num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS) and not (
             keep_whole and len(batch) % 2
         ):
@@ -500,7 +523,7 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
 
 
 def _iter_pieces(documents: Iterator[Document]) -> Iterator[Document]:
-    """Split very long texts, at line ends if possible, to limit the memory of a call."""
+    """Split very long texts, at line ends if possible, to limit the memory of a call of the tokenizer."""
     for document in documents:
         text, start = document.text, 0
         while len(text) - start > 2 * PIECE_CHARS:
@@ -512,5 +535,6 @@ def _iter_pieces(documents: Iterator[Document]) -> Iterator[Document]:
 
 
 def _count_bytes(document: Document) -> int:
+    """Count the bytes of all texts of a document."""
     texts = (document.text, document.target or "", document.pair_text or "")
     return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)

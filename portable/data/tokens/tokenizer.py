@@ -1,7 +1,7 @@
-"""The tokenizer: a given one, or a byte-level BPE that is trained once on the source.
+"""Tokenizer of a run: a given one, or a byte-level BPE that is trained on the sources.
 
-The trained one is a normal ``PreTrainedTokenizerFast``: ``save_pretrained`` and ``AutoTokenizer`` support it,
-and decoding restores the text byte for byte.
+A trained tokenizer is a normal ``PreTrainedTokenizerFast``. ``save_pretrained`` and ``AutoTokenizer`` support
+it, and decoding restores the text byte for byte.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHATML = (
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 DEFAULT_VOCAB_SIZE = 4096
-MAX_VOCAB_SIZE = 1_000_000  # of a trained tokenizer
+MAX_VOCAB_SIZE = 1_000_000  # maximum size of a trained tokenizer
 _FORMAT = 1
 _TRAIN_CHARS = 16_000_000  # more text barely changes the merges of a small vocabulary
 
@@ -62,15 +62,15 @@ def load_tokenizer(
     """Load a tokenizer from the hub or a local folder.
 
     Args:
-        name_or_path: hub id or folder.
-        offline: use only local files.
-        trust_remote_code: run Python code of the tokenizer; otherwise raise if there is any.
-        source_language: of the texts, for a multilingual tokenizer.
-        target_language: of the targets, likewise.
+        name_or_path: Hub id or folder.
+        offline: Whether to use only local files.
+        trust_remote_code: Whether Python code of the tokenizer may run. Otherwise, such code is an error.
+        source_language: Language code of the texts, for a multilingual tokenizer.
+        target_language: Language code of the targets, for a multilingual tokenizer.
         key: Setting that names the tokenizer, used in error messages.
 
     Raises:
-        UserError: if it cannot be loaded.
+        UserError: If the tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -79,14 +79,14 @@ def load_tokenizer(
 
     def load() -> Any:
         check_downloaded_settings(key, name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
-        # Without trust_remote_code, transformers asks on stdin.
+        # Without trust_remote_code, transformers would prompt on stdin.
         return AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code), **languages
         )
 
     try:
         loaded = load() if offline else read_hub_once_per_node(name_or_path, "tokenizer", load)
-        if not isinstance(loaded, PreTrainedTokenizerBase):  # a pair of two, such as that of RAG
+        if not isinstance(loaded, PreTrainedTokenizerBase):  # a pair of tokenizers, as RAG has
             raise TypeError(f"{type(loaded).__name__} does not encode texts")
         return loaded
     except UserError:
@@ -104,7 +104,7 @@ def load_tokenizer(
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
-    """Add special tokens to a tokenizer; those that it has already stay as they are."""
+    """Add special tokens to a tokenizer. Tokens that it already has are unchanged."""
     from transformers import AddedToken
 
     vocabulary = tokenizer.get_vocab()
@@ -114,6 +114,7 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
 
 
 def _build_load_error(key: str, name_or_path: str, error: BaseException) -> UserError:
+    """Build the error for a tokenizer that cannot be loaded."""
     reason = to_one_line(error)
     reason = reason if len(reason) <= 200 else reason[:197] + "..."
     remedy = "use a folder with tokenizer files"
@@ -123,10 +124,15 @@ def _build_load_error(key: str, name_or_path: str, error: BaseException) -> User
 
 
 def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -> None:
-    """Check that a multilingual tokenizer has its languages, and that other tokenizers have none.
+    """Check that languages are set for a multilingual tokenizer, and not for other tokenizers.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        source: Value of ``data.source_language``.
+        target: Value of ``data.target_language``.
 
     Raises:
-        UserError: if a language is missing, unknown or not supported.
+        UserError: If a language is missing, unknown or not supported.
     """
     is_multilingual = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
     codes_by_side = {"source": source, "target": target}
@@ -157,7 +163,7 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
 
 
 def _list_languages(tokenizer: Any) -> list[str]:
-    """The language codes that a tokenizer lists."""
+    """List the language codes of a tokenizer."""
     codes = getattr(tokenizer, "lang_code_to_id", None) or ()
     codes = codes or [str(token) for token in getattr(tokenizer, "extra_special_tokens", None) or ()]
     codes = codes or getattr(tokenizer, "additional_special_tokens", None) or ()
@@ -165,10 +171,14 @@ def _list_languages(tokenizer: Any) -> list[str]:
 
 
 def resolve_trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
-    """The vocabulary size of a trained tokenizer.
+    """Return the vocabulary size of a trained tokenizer.
+
+    Args:
+        vocab_size: Requested size. None for the default.
+        mask: Whether the tokenizer has a mask token.
 
     Raises:
-        UserError: if it is too small for all bytes, or too large to train.
+        UserError: If the size is too small for all bytes, or too large to train.
     """
     size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     least = 256 + 2 + mask
@@ -194,14 +204,17 @@ def get_trained_tokenizer_folder(
     ends: bool = False,
     chat: bool = False,
 ) -> Path:
-    """The folder of the tokenizer trained on ``source``, whether or not it exists."""
+    """Return the folder of the tokenizer trained on ``source``, which may not exist yet."""
     content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.cache_key}{' ends' if ends else ''}"
     content += f" {CHATML}" if chat else ""
     return cache / "tokenizers" / compute_text_digest(content)
 
 
 def has_trained_tokenizer(folder: Path) -> bool:
-    """Whether ``folder`` has an intact tokenizer. A damaged one may load without an error."""
+    """Return whether ``folder`` contains an intact tokenizer.
+
+    A damaged tokenizer might load without an error.
+    """
     try:
         return check_manifest(folder) is not None
     except CheckpointError:
@@ -219,8 +232,14 @@ def train_tokenizer(
 ) -> Any:
     """Train a byte-level BPE on the start of ``source``, or load it from the cache.
 
-    ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token,
-    ``ends`` appends the end token to each text, and ``chat`` adds the template ChatML and its tokens.
+    Args:
+        source: Source of the training text.
+        vocab_size: Size including the special tokens. A small source may yield fewer tokens. None for the
+            default.
+        cache: Folder of the cache.
+        mask: Whether to add a mask token.
+        ends: Whether the tokenizer appends the end token to each text.
+        chat: Whether to add the template ChatML and its special tokens.
     """
     size = resolve_trained_vocab_size(vocab_size, mask=mask)
     folder = get_trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
@@ -233,15 +252,17 @@ def train_tokenizer(
 
 
 def _load_trained_tokenizer(folder: Path) -> Any:
+    """Load a trained tokenizer. Returns None if it does not exist or is damaged."""
     if not has_trained_tokenizer(folder):
         return None
     try:
         return load_tokenizer(str(folder))
-    except UserError:  # damaged: train it again
+    except UserError:  # the tokenizer is damaged, so it is trained again
         return None
 
 
 def _train_bpe(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat: bool) -> Any:
+    """Train a byte-level BPE. See :func:`train_tokenizer`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -276,6 +297,7 @@ def _train_bpe(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat
 
 
 def _iter_training_texts(source: DataSource) -> Iterator[str]:
+    """Yield the texts of the source up to a total number of characters."""
     remaining = _TRAIN_CHARS
     has_documents = False
     for document in source.iter_documents():
@@ -297,7 +319,7 @@ _parallelism_is_ours = False
 def enable_tokenizer_threads() -> Iterator[None]:
     """Enable the threads of the tokenizers library within this context, and disable them afterwards.
 
-    Otherwise the library prints a warning in every process that is forked later.
+    Otherwise, the library would print a warning in every process that is forked later.
     """
     global _parallelism_is_ours
     if "TOKENIZERS_PARALLELISM" in os.environ and not _parallelism_is_ours:
@@ -313,27 +335,39 @@ def enable_tokenizer_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The special tokens of a tokenizer, and its size."""
+    """Special tokens and size of a tokenizer.
+
+    Attributes:
+        size: Largest token id plus one: the minimum number of rows of a model's embedding.
+        end_token: Token that ends a document: the end-of-sequence token, or BERT's separator. None if there
+            is none.
+        pad_token: Padding token. The end token if the tokenizer has no padding token.
+        mask_token: Mask token. None if there is none.
+        special_tokens: All special tokens, sorted.
+        prefix: Tokens that the tokenizer adds before a text, such as ``[CLS]``.
+        suffix: Tokens that the tokenizer adds after a text, such as ``[SEP]``.
+    """
 
     size: int
-    """One more than the largest id: the minimum size of a model's embedding."""
     end_token: int | None
-    """The end of a document: the end-of-sequence token, or BERT's separator."""
     pad_token: int
     mask_token: int | None
     special_tokens: tuple[int, ...]
     prefix: tuple[int, ...]
-    """The tokens that the tokenizer puts before a text, such as ``[CLS]``."""
     suffix: tuple[int, ...]
-    """The tokens that the tokenizer puts after a text, such as ``[SEP]``."""
 
     @staticmethod
     def from_tokenizer(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
-        """Inspect ``tokenizer`` for texts, or for the ``targets`` of a translation."""
+        """Inspect a tokenizer by encoding a short text.
+
+        Args:
+            tokenizer: Tokenizer of transformers.
+            targets: Whether to inspect it for the targets of a translation.
+        """
         encode_texts = encode_targets if targets else encode_text
         bare: list[int] = encode_texts(tokenizer, "a", add_special_tokens=False)["input_ids"]
         framed: list[int] = encode_texts(tokenizer, "a", add_special_tokens=True)["input_ids"]
-        decode(tokenizer, framed)  # A decoder without end is refused now, not after the training.
+        decode(tokenizer, framed)  # Raise for a decoder that does not end now, instead of after training.
         starts = (index for index in range(len(framed)) if framed[index : index + len(bare)] == bare)
         start = next(starts, 0) if bare else 0
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
@@ -362,11 +396,13 @@ class PairTokenTypes(NamedTuple):
 
 @dataclass(frozen=True)
 class PairFrame:
-    """The special tokens that a tokenizer puts before, between and after two texts.
+    """Special tokens that a tokenizer adds before, between and after two texts.
 
     Attributes:
-        types: the token types of the five parts (before, first, between, second, after) and of the padding,
-            if the tokenizer has any: one per special token, and one for all tokens of a text.
+        before: Special tokens before the first text.
+        between: Special tokens between the texts.
+        after: Special tokens after the second text.
+        types: Token types of all parts. None if the tokenizer has no token types.
     """
 
     before: tuple[int, ...]
@@ -376,10 +412,10 @@ class PairFrame:
 
     @staticmethod
     def from_tokenizer(tokenizer: Any) -> PairFrame:
-        """Inspect ``tokenizer`` with an example.
+        """Inspect a tokenizer by encoding a short pair of texts.
 
         Raises:
-            UserError: if it does not concatenate the texts.
+            UserError: If the tokenizer does not concatenate the texts.
         """
         first, second = "a", "b"
         has_types = "token_type_ids" in tokenizer.model_input_names
@@ -406,19 +442,19 @@ class PairFrame:
 
     @property
     def num_special_tokens(self) -> int:
-        """The number of special tokens."""
+        """Number of special tokens."""
         return len(self.before) + len(self.between) + len(self.after)
 
 
 def _find_subsequence(tokens: list[int], part: list[int], start: int) -> int:
-    """The index of ``part`` in ``tokens`` from ``start``, or -1."""
+    """Return the index of ``part`` in ``tokens`` from ``start``, or -1."""
     return next(
         (index for index in range(start, len(tokens)) if tokens[index : index + len(part)] == part), -1
     )
 
 
 def compute_tokenizer_digest(tokenizer: Any) -> str:
-    """A digest of everything that determines the ids of a text."""
+    """Compute a digest of everything that determines the token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
@@ -435,24 +471,25 @@ def compute_tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _compute_files_digest(tokenizer: Any) -> str:
-    """A digest of the files of a Python tokenizer, such as Marian's two sentencepiece models."""
+    """Compute a digest of the files of a Python tokenizer, such as Marian's two sentencepiece models."""
     hasher = hashlib.blake2b(digest_size=16)
     with create_scratch_folder("portable-vocabulary") as folder:
         with (
             convert_tokenizer_errors(tokenizer, "write its vocabulary"),
             suppress(NotImplementedError, OSError, ValueError),  # without files, the vocabulary suffices
         ):
-            tokenizer.save_vocabulary(str(folder), filename_prefix=None)  # ESM's has no default
+            # The parameter has no default in ESM's tokenizer.
+            tokenizer.save_vocabulary(str(folder), filename_prefix=None)
         for path in sorted(folder.iterdir()):
             hasher.update(path.name.encode() + b"\0" + path.read_bytes())
     return hasher.hexdigest()
 
 
 def starts_with_prefix(ids: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Return whether a text has the special tokens before it already, as a rendered chat template has.
+    """Return whether a text already starts with the special tokens, as a rendered chat template may do.
 
     Args:
-        ids: The tokens of the text.
-        prefix: The special tokens, such as the BOS token.
+        ids: Tokens of the text.
+        prefix: Special tokens before a text, such as the BOS token.
     """
     return tuple(ids[: len(prefix)]) == tuple(prefix)
