@@ -1,7 +1,7 @@
 """Break the product on purpose, and check that the tests notice: ``python -m tests.broken [name ...]``.
 
 ``faults.toml`` has the faults. Each changes one place in a copy of the project and runs the tests that should
-fail. It survives if they pass. Two run at a time, and ``--from NAME`` continues where an earlier call ended.
+fail. It survives if they pass. Two run at a time, and ``--from NAME`` continues after an earlier call.
 The last lines name the faults that survived. The exit code is 0 only if there is none. ``test_broken.py``
 checks that the faults still match the code.
 """

@@ -61,7 +61,7 @@ STARTS |= {
     "universal_loads",
 }
 STARTS |= {"written_items", "written_megatron", "written_ranks", "written_universal"}
-"""Fixtures that start processes or train whole runs, also for samples: a test that asks for one is slow."""
+"""Fixtures that start processes or train complete runs, also for samples. A test that uses one is slow."""
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text("utf-8").split())
 """Other functions whose cases together took more than a second, by ``--durations=0``."""
 

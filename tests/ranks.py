@@ -43,7 +43,7 @@ PRELOADED = (
     "portable.private.peft_internals",
     "tests.preloaded",
 )
-"""What ranks have imported when they start; what is not installed is left out."""
+"""Modules that ranks have imported at their start, if they are installed."""
 
 
 class KilledOnce:

@@ -67,7 +67,7 @@ def test_quantized_base_trains_like_its_floats(
     assert {name: (value.dtype, value.shape) for name, value in tensors.items()} == {
         name: (value.dtype, value.shape) for name, value in base.items()
     }
-    # The codes equal those of the exported floats.
+    # The codes equal the quantized exported floats.
     like = [str(tmp_path / "floats" / "final"), str(tmp_path / "like"), "--quiet"]
     assert convert([*like, "--quantize-like", str(bases / form)]) == 0
     again = load_file(tmp_path / "like" / "model.safetensors")

@@ -142,7 +142,7 @@ def serve(listener: socket.socket) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     while True:
-        if parent.sentinel in wait([listener, parent.sentinel]):  # what tests were killed shall leave nothing
+        if parent.sentinel in wait([listener, parent.sentinel]):  # killed tests must not leave any process
             os.killpg(0, signal.SIGKILL)
         connection, _ = listener.accept()
         if os.fork() == 0:
@@ -229,7 +229,7 @@ def execute(words: list[str]) -> object:
         sys.modules.pop(arguments[1], None)  # runpy would warn that it is there
         if arguments[1] == "ipykernel_launcher":  # whose threads and sockets do not survive a fork
             sys.modules["portable.ranks.launch"].__dict__["START_METHOD"] = "spawn"
-        if arguments[1] == "deepspeed.launcher.launch":  # which takes this for what starts its ranks
+        if arguments[1] == "deepspeed.launcher.launch":  # which uses this to start its ranks
             sys.executable = os.environ["PYTHON_EXEC"]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     return 0

@@ -156,7 +156,7 @@ def test_convert_rejects_large_sparse_file(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_convert_rejects_invalid_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The names are those of shards, of parameters in a pickle, or in the groups of an optimizer."""
+    """The names belong to shards, to parameters in a pickle, or to the groups of an optimizer."""
     source = model(tmp_path / "in")
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "\ud800"}}))

@@ -111,12 +111,12 @@ def test_quantized_weights_equal_library(form: str, dtype: torch.dtype, tmp_path
     ("form", "kind"),
     [
         *((form, "llama") for form in QUANTIZATION_FORMS),
-        # transformers loads no int8 experts that stand apart, also not those of llm-compressor.
+        # transformers cannot load separate int8 experts, not even from llm-compressor.
         *((form, "qwen3_moe") for form in QUANTIZATION_FORMS if form != "int8"),
     ],
 )
 def test_quantized_model_loads_in_transformers(form: str, kind: str, tmp_path: Path) -> None:
-    """The logits equal those of the weights after --dequantize."""
+    """The logits equal the logits after --dequantize."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

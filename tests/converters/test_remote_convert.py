@@ -45,7 +45,7 @@ CONVERSIONS = [
     *parameters(["dcp", "torch-one-file"], "dcp"),
 ]
 MB = 1_000_000
-# Sizes of shards of `large`: all tensors in two shards, or one shard per large tensor. The sizes are those of
+# Sizes of shards of `large`: all tensors in two shards, or one shard per large tensor. For the sizes, see
 # `scale_down`.
 TWO, THREE = "1600KB", "940KB"
 

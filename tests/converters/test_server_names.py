@@ -106,7 +106,7 @@ SIZES_OF_TOWER = {
     "num_attention_heads": 2,
 }
 NAMES_PER_TYPE = 12
-"""Names of which each part is changed in turn, so that the server must reject them."""
+"""Number of names per type with one changed part, which the server must reject."""
 
 
 class Names(NamedTuple):

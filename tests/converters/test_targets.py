@@ -39,7 +39,7 @@ def test_converted_state_dict_has_every_dtype(tmp_path: Path) -> None:
 
 
 def test_torch_optimizer_continues_from_conversion(universal_loads: Path, tmp_path: Path) -> None:
-    """FSDP2's two groups continue in one process. The next step equals that of the uninterrupted run."""
+    """FSDP2's two groups continue in one process. The next step equals the step of the uninterrupted run."""
     write_checkpoint(open_checkpoint(universal_loads / "source"), tmp_path / "out", "torch", optimizer=True)
     run = Stack()
     run.load_state_dict(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True))

@@ -1137,7 +1137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--strace", type=int, default=0, metavar="N", help="run N cases under strace instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each broken promise to it")
     arguments = parser.parse_args(argv)
-    if ENVIRONMENT not in os.environ:  # /proc/self/environ shows what a process was started with
+    if ENVIRONMENT not in os.environ:  # /proc/self/environ shows the environment at the start of a process
         variables = {ENVIRONMENT: f"{MARKER}-environment", "HF_HUB_OFFLINE": "1"}
         variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         command = [sys.executable, "-m", "tests.fuzz.folders", *(argv or sys.argv[1:])]

@@ -1,7 +1,7 @@
 """Tests of one GPU: each strategy, precision, optimizer and memory setting compared with the CPU.
 
 ``pytest -m gpu tests/gpu/test_cuda.py`` runs the tests that need a GPU. Without a GPU, they are skipped.
-Where it makes sense, the same tests also run on the CPU, so that they stay correct. Tests that need a library
+The same tests also run on the CPU if possible, so that they stay correct. Tests that need a library
 beyond the base install are skipped without the library.
 """
 

@@ -40,7 +40,7 @@ LAYERS = ["model.layers.0", "model.layers.1"]
             {"fsdp__transformer_layer_cls_to_wrap": "LlamaMLP"},
             ["", "model.layers.0.mlp", "model.layers.1.mlp"],
         ),
-        # The tied embedding and what is around it belong to the root.
+        # The tied embedding and the modules around it belong to the root.
         (
             {"fsdp__auto_wrap_policy": "size_based_wrap", "fsdp__min_num_params": 6000},
             ["", *(f"{layer}.{part}" for layer in LAYERS for part in ("self_attn", "mlp"))],

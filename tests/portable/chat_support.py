@@ -23,7 +23,7 @@ NO_FRAME = Frame((), ())
 
 @dataclass(frozen=True)
 class Family:
-    """Special tokens of a family of models, and what its template can show."""
+    """Special tokens of a family of models, and features of its template."""
 
     begin: str | None
     end: str

@@ -81,7 +81,7 @@ def test_adapter_initial_values_match_peft_for_seed_and_name(tmp_path: Path) -> 
         layer = torch.nn.Linear(48, 80, bias=False)
         torch.manual_seed(derive_named_seed(0, name))
         lone: Any = Linear(layer, "default", adapter.config, r=4, lora_alpha=32)
-        if init == "orthogonal":  # which draws after what it replaces was made
+        if init == "orthogonal":  # which draws after the creation of the replaced layer
             torch.manual_seed(derive_named_seed(0, name))
             layers: Any = lone
             layers.lora_A["default"].reset_parameters()

@@ -163,7 +163,7 @@ def test_token_cache_does_not_depend_on_processes_and_kills(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The files equal those of one uninterrupted process, byte for byte."""
+    """The files equal the files of one uninterrupted process, byte for byte."""
     task, data, document = KINDS[kind]
     texts_in_memory = Given([document(n) for n in range(80)], task, **data)
     in_memory: DataSource = texts_in_memory

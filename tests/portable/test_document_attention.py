@@ -284,7 +284,7 @@ def sees_later_tokens(model: Any) -> bool:
     [
         ("bert", {"is_decoder": False}, "set is_decoder: true in model.config"),
         ("bert", {"is_decoder": True}, None),
-        ("roformer", {"is_decoder": False}, "set is_decoder: true in model.config"),  # masks of its own
+        ("roformer", {"is_decoder": False}, "set is_decoder: true in model.config"),  # custom masks
         ("rembert", {"is_decoder": True}, None),
         ("gpt_neox", {"is_decoder": False}, None),
         ("llama", {"is_decoder": False}, None),

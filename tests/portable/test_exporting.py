@@ -176,7 +176,7 @@ def test_killed_export_to_object_store_loses_and_leaves_nothing(
     s3.put("run/final/model-00002-of-00002.safetensors", b"mine")
     if method != "DELETE":
         s3.fail(status=403, method="PUT", key="final/tokenizer")
-    else:  # of the marker, after that of what was moved
+    else:  # deletes the marker, after the deletion of the moved files
         s3.fail(status=403, method="POST", query="delete", every=2, times=1)
     with monkeypatch.context() as patch, pytest.raises(UserError):
         patch.setattr(remote_output.StoreOutput, "abort_uploads", lambda _: None)

@@ -177,7 +177,8 @@ def test_external_checkpoint_continues_like_trainer(trainer: Path, corpus: Path,
     arguments = trainer_arguments(tmp_path / "peer", remove_unused_columns=False)
     arguments.max_steps = STEPS + GOES_ON
     arguments.per_device_train_batch_size = BATCH
-    samples = taken[: STEPS * BATCH] + taken  # as many as stand before the checkpoint come first
+    # the same number of samples as before the checkpoint comes first
+    samples = taken[: STEPS * BATCH] + taken
     order = list(range(len(samples)))
     peer: Any = Ordered(orders=[order], model=llama(), args=arguments, train_dataset=samples)
     peer.model_accepts_loss_kwargs = False  # or it divides by the labels that it would have shifted itself

@@ -120,7 +120,7 @@ def test_hub_upload_of_adapter_has_peft_files(tmp_path: Path, corpus: Path, hub:
 
 
 def test_model_card_config_reproduces_run(tmp_path: Path, corpus: Path) -> None:
-    """The config in the card has the settings of the run, except for those that depend on the machine."""
+    """The config in the card has the settings of the run, except for settings of the machine."""
     run(tmp_path / "run", corpus, hub__push=None, train__steps=1)
     text = (tmp_path / "run" / "final" / MODEL_CARD_FILE).read_text("utf-8")
     (tmp_path / "again.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
@@ -163,7 +163,7 @@ def test_hub_uploads_checkpoints_in_background(tmp_path: Path, corpus: Path, hub
     weights = [files["model.safetensors"] for _, files in commits]
     assert weights[0] != weights[-1] == (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
     card = commits[0][1][MODEL_CARD_FILE].decode()
-    assert "| 1 |" in card and "| 2 |" not in card  # what was known at that step
+    assert "| 1 |" in card and "| 2 |" not in card  # the evaluations up to that step
     assert not any("optim" in name or "trainer_state" in name for _, files in commits for name in files)
     left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert left == ["step-000006"] and not (tmp_path / "run" / ".scratch").exists()
@@ -351,6 +351,6 @@ def test_hub_files_are_requested_by_one_rank_per_node(kind: str, tmp_path: Path)
             timeout=300,
         )
     alone, together = ([request for request, _ in requests if name in request] for name in names)
-    # The rank that lists the files may not be the one that loaded the dataset. It then repeats some requests,
-    # which a single rank answers from its memory.
+    # The rank that lists the files may differ from the rank that loaded the dataset. It then repeats some
+    # requests, which a single rank answers from its memory.
     assert 0 < len(alone) <= len(together) < 2 * len(alone), requests

@@ -138,7 +138,7 @@ def test_launch_survives_signals_and_killed_launcher(tmp_path: Path, corpus: Pat
     _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 1
     assert "error: rank 1 failed first: it was killed by SIGKILL" in errors
-    assert not list(scratch.glob("portable-launch-*"))  # nor what the killed launcher had left
+    assert not list(scratch.glob("portable-launch-*"))  # nor files of the killed launcher
 
     # The run still continues, now on one rank. The losses differ only by rounding.
     end = steps_logged(folder) + 10
@@ -167,7 +167,7 @@ COMMAND, LAUNCHER = ("portable-train",), ("portable-train", "--nproc", "2")
 @pytest.mark.parametrize(
     ("command", "given", "told"),
     [
-        (TORCHRUN, {}, "in use by another run"),  # which rank 0 alone asks for
+        (TORCHRUN, {}, "in use by another run"),  # which only rank 0 requests
         (LAUNCHER, {"data__text_field": "nowhere"}, "no field 'nowhere'"),
         (COMMAND, {}, "MASTER_PORT={port}: another program uses this port of 127.0.0.1"),
     ],

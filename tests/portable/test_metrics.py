@@ -308,7 +308,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "model__task": "sequence-classification", "model__config": BERT, "data__eval_fraction": 13 / 60,
         "train__micro_batch_size": 1, "train__steps": 2, "train__learning_rate": 1e-2,
     },
-    # Long enough that the model generates text of its own.
+    # Long enough that the model does not only repeat the prompt.
     "generated": {
         "model__task": "seq2seq-lm", "model__config": T5, "data__target_seq_len": 6, "data__seq_len": 12,
         "data__eval_fraction": 0.2, "train__micro_batch_size": 3, "train__steps": 20,

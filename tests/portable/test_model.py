@@ -1,4 +1,4 @@
-"""Models: configs, initial weights equal to those that transformers draws, and pretrained weights."""
+"""Models: configs, initial weights as drawn by transformers, and pretrained weights."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_move_without_tables_parses_metadata_once_per_node(
 
 NUMBERS = {"full_shard": 4, "tpu, no_shard": 0}
 NUMBERS |= dict.fromkeys(("no_shard", "zero3", "xla"), 2)
-"""How many world sizes the first engine of each class continues on. The other engines use one."""
+"""Number of world sizes on which the first engine of each class continues. The other engines use one."""
 
 
 @pytest.mark.parametrize(

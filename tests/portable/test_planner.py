@@ -1,4 +1,4 @@
-"""``portable-plan``: its order, JSON and errors, and its hours compared with those of published runs."""
+"""``portable-plan``: its order, JSON and errors, and its hours compared with published runs."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def pairs(
         yield from deepspeed(config)
     elif arguments.use_fsdp:
         yield from fsdp(config, given)
-    elif not arguments.tpu:  # XLA's ranks share, where Accelerate's replicate: a note says so
+    elif not arguments.tpu:  # XLA's ranks share the batch, Accelerate's replicate it, as a note reports
         yield "strategy", config.strategy, "no_shard"
 
 

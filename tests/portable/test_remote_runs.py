@@ -190,7 +190,8 @@ def test_resume_from_url_fetches_only_own_shards(remote: Remote, tmp_path: Path,
     assert ranks.run(2, rank_leg, *there, settings | {"checkpoint__resume": s3.url("copied")}) == 0
     assert s3.get("run/final/model.safetensors") == weights(whole)
     fetched = s3.bytes_out("copied/__")
-    # Each rank reads all of it otherwise; what is small is fetched in pieces that are larger than needed.
+    # Otherwise, each rank would read all of it. Small tensors are fetched in pieces that are larger than
+    # needed.
     assert fetched < 1.5 * size, f"two ranks fetched {fetched} of {size} bytes"
 
 

@@ -70,7 +70,7 @@ def test_final_model_loads_and_computes_same_loss(finished: Path, tmp_path: Path
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     tokenizer = AutoTokenizer.from_pretrained(finished / "final")
     assert tokenizer.decode(tokenizer("the loss falls\n\tå")["input_ids"]) == "the loss falls\n\tå"
-    # The expected values are those that torch's loader reads from the last checkpoint.
+    # The expected values are read by torch's loader from the last checkpoint.
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(finished / "checkpoints" / "step-000008", tmp_path / "all.pt")

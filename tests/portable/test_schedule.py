@@ -251,7 +251,7 @@ def test_compute_total_steps_converts_epochs() -> None:
     [
         {"model.config.tie_word_embeddings": False, "train.frozen": "embed|layers.0|layers.2"},
         {"model.config.tie_word_embeddings": False, "train.frozen": "layers"},
-        {"model.config": tiny_config("qwen2_moe")},  # of the experts, only those that a token goes through
+        {"model.config": tiny_config("qwen2_moe")},  # only the experts of a token
     ],
     ids=["in part", "layers", "mixture"],
 )

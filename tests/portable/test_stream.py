@@ -503,7 +503,7 @@ def test_pretokenize_resumes_after_kill(
 ) -> None:
     """Complete shards stay, and damaged or partial ones are made again.
 
-    The result equals that of an uninterrupted command.
+    The result equals the result of an uninterrupted command.
     """
     whole, out = tmp_path / "whole", tmp_path / "tokens"
     command = ["--config", str(config), "--processes", "1", "--out"]

@@ -298,7 +298,7 @@ def test_embedding_noise_depends_on_step_seed(corpus: Path, tmp_path: Path) -> N
 def test_embedding_noise_matches_transformers_per_document(
     packing: Any, seq_len: int, corpus: Path, tmp_path: Path
 ) -> None:
-    """The noise equals that of transformers for only the document, for any padding or packing."""
+    """For any padding or packing, the noise equals the noise of transformers for only the document."""
     from transformers import AutoModelForCausalLM
     from transformers.integrations.neftune import activate_neftune
 

@@ -393,7 +393,8 @@ class Slice:
                     raise TimeoutError(f"chip {self._rank} waits for chip {chip} at collective {turn}")
                 time.sleep(0.0005)
             every.append(file(chip, turn).read_bytes())
-        file(self._rank, turn - 2).unlink(missing_ok=True)  # who is here has read that of the turn before
+        # all chips have read the file of the previous turn
+        file(self._rank, turn - 2).unlink(missing_ok=True)
         return every
 
 
