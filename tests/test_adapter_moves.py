@@ -46,7 +46,7 @@ DORA: dict[str, Any] = {"adapter__use_dora": True, "adapter__modules_to_save": [
 
 @pytest.fixture(scope="module")
 def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with files, as a run leaves it."""
+    """Train a run. Returns the folder of its model."""
     folder = tmp_path_factory.mktemp("base")
     untied = {**TINY_MODEL, "tie_word_embeddings": False}
     assert run_rank("cpu", configured(folder, corpus, train__steps=1, model__config=untied)) == 0

@@ -261,7 +261,7 @@ def read_rows(path):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with a baseline."""
+    """Write a project with a baseline."""
     for folder in ("portable", "tests/language"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "portable" / "a.py").write_text(MODULE)

@@ -252,7 +252,7 @@ def train_sample(folder: Path, case: str) -> Sample:
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
-    """Samples of all types with published names, the ones with names in memory, and a trained one."""
+    """Write samples of all types with published names, some with names in memory, and trained ones."""
     folder = tmp_path_factory.mktemp("owners")
     types = sorted({model_type for names in TYPES.values() for model_type in names})
     published = {name: write_sample(folder / name, name) for name in types}
@@ -267,7 +267,7 @@ def list_cases(program: str) -> list[str]:
 
 @pytest.fixture(scope="module", params=TYPES)
 def verdicts(request: pytest.FixtureRequest, samples: dict[str, Sample]) -> tuple[str, dict[str, Any]]:
-    """A program and its verdict on each sample."""
+    """Return a program and its verdict on each sample."""
     program: str = request.param
     cases = [*list_cases(program), *(f"{name}-live" for name in LIVE)]
     return program, run_judge(program, {case: samples[case].folder for case in cases})

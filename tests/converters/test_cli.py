@@ -28,7 +28,7 @@ from tests.converters.compare import bits, error_of, load, tree
 
 @pytest.fixture
 def run(written: Path, tmp_path: Path) -> Path:
-    """A run folder of this project's trainer: a step from 3 ranks, config and tokenizer in `model/`."""
+    """Write a run folder of this project's trainer: a step of 3 ranks, config and tokenizer in `model/`."""
     folder = tmp_path / "run"
     step = folder / "checkpoints" / "step-000002"
     shutil.copytree(written / "fsdp3-ours", step)

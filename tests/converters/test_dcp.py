@@ -209,7 +209,7 @@ def test_torch_loads_converted_dcp_of_fsdp(written: Path, tmp_path: Path) -> Non
 
 @pytest.fixture
 def sixteen_ranks(tmp_path: Path) -> Path:
-    """A checkpoint of 16 ranks, each of which has one row of every tensor."""
+    """Write a checkpoint of 16 ranks, each of which has one row of every tensor."""
     folder = tmp_path / "sixteen"
     folder.mkdir()
     keys = list_keys(5, 16)

@@ -129,7 +129,7 @@ def test_resolved_config_agrees_with_deepspeed_json(tmp_path: Path, corpus: Path
 
 
 def models() -> dict[str, Any]:
-    """The models that the installed DeepSpeed reads sections with."""
+    """Return the models with which the installed DeepSpeed reads sections."""
     return {
         section: model
         for section, model in private_api.get_config_models().items()

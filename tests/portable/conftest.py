@@ -27,5 +27,5 @@ def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def brief_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process write no report."""
+    """Turn off the report of runs in this process."""
     monkeypatch.setattr("portable.reporting.reporter.write_report", lambda *_, **options: [])

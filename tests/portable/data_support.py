@@ -33,7 +33,7 @@ class Settings(DataConfig):
 
 
 def replace(settings: Settings, **values: Any) -> Settings:
-    """A copy with other values."""
+    """Return a copy with other values."""
     return settings.model_copy(update=values)
 
 
@@ -43,12 +43,12 @@ def settings_of(name: Any = None, task: str = "causal-lm", **data: Any) -> Sourc
 
 
 def source(name: Any, task: str = "causal-lm", **data: Any) -> DataSource:
-    """Open only one source."""
+    """Open a single source."""
     return open_source(settings_of(name, task, **data))
 
 
 def texts(number: int) -> list[str]:
-    """Documents of different lengths, all different."""
+    """Return different documents of different lengths."""
     return [f"document {i}: " + " ".join(f"w{i * j % 97}" for j in range(i % 23 + 1)) for i in range(number)]
 
 
@@ -93,7 +93,7 @@ def corpus(folder: Path, number: int = 60) -> Path:
 def token_cache(
     folder: Path, documents: Sequence[Sequence[int]], *, labels: Sequence[int | str] | None = None
 ) -> TokenCache:
-    """A cache of documents given as tokens."""
+    """Write a cache of documents given as tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = TokenCacheWriter(folder, ["text"], vocab_size=1000, labels=labels is not None)
     writer.add_documents(

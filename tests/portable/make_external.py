@@ -33,7 +33,7 @@ def llama() -> Any:
 
 
 def batch(step: int, rank: int = 0) -> dict[str, torch.Tensor]:
-    """Random tokens."""
+    """Return random tokens."""
     tokens = torch.randint(0, 384, (2, 16), generator=torch.Generator().manual_seed(100 * rank + step))
     return {"input_ids": tokens, "labels": tokens}
 
@@ -81,7 +81,7 @@ def trainer_arguments(folder: Path, **more: Any) -> Any:
 
 
 def live(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The values of a run on one rank."""
+    """Return the values of a run on one rank."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         "model": {name: value.detach().clone() for name, value in model.state_dict().items()},

@@ -79,7 +79,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def numbers(batch: Any) -> npt.NDArray[np.int64]:
-    """The source and the number of each sample, as ``source * 10**6 + number``, from its tokens."""
+    """Return the source and number of each sample, as ``source * 10**6 + number``, from its tokens."""
     tokens = batch["input_ids"].numpy()
     assert (tokens[:, 3] == 0).all() and (tokens[:, :3] > 1).all()
     source, top = np.divmod(tokens[:, 0] - 2, 4)
@@ -94,7 +94,7 @@ def numbers(batch: Any) -> npt.NDArray[np.int64]:
 def steps(
     data: RunData, world_size: int, workers: int, position: int = 0, *, seed: int = 5
 ) -> Generator[npt.NDArray[np.int64]]:
-    """The samples of each step, as ``world_size`` ranks get them."""
+    """Yield the samples of each step, as ``world_size`` ranks get them."""
     loaders = [
         TrainLoader(
             data.train,

@@ -44,7 +44,7 @@ def parsed(folder: Path, text: str, *arguments: str) -> Invocation:
 
 
 def launched(words: str = "") -> dict[str, str]:
-    """The environment that the installed Accelerate gives the ranks of a launch with these flags."""
+    """Return the environment that the installed Accelerate gives the ranks of a launch with these flags."""
     given = launch_command_parser().parse_args([*words.split(), "train.py"])
     given.num_processes, given.num_machines, given.main_process_port = 1, 1, free_port()
     given.mixed_precision = given.mixed_precision or "no"

@@ -54,7 +54,7 @@ def built(config: RunConfig) -> Any:
 
 
 def measured(model: nn.Module, request: PassRequest) -> int:
-    """The peak of the allocator in forward and backward, beyond parameters and gradients, which are there."""
+    """Return the peak of the allocator in forward and backward, without parameters and gradients."""
     real = copy.deepcopy(model)
     computed = TORCH_DTYPES[request.precision]
     dtype = computed if request.compute == "cast" else None

@@ -27,7 +27,7 @@ MOE = tiny_config("qwen3_moe")
 
 
 def adapted(folder: Path, **settings: Any) -> tuple[Any, Adapter]:
-    """A model on the meta device with its adapter."""
+    """Build a model on the meta device with its adapter."""
     config = configured(folder, folder, **{"adapter__type": "lora", **settings})
     check_config(config)
     config = resolve_adapter_config(config)

@@ -22,13 +22,13 @@ ADDED = ["<|im_start|>", "<|im_end|>", "<think>"]
 
 
 def trained(folder: Path, corpus: Path, **settings: Any) -> Path:
-    """The model of a short run."""
+    """Train a short run. Returns the folder of its model."""
     run_rank("cpu", configured(folder, corpus, **{"train__steps": 2, **settings}))
     return folder / "final"
 
 
 def of(base: Path, **settings: Any) -> dict[str, Any]:
-    """The settings of a run that begins with a model."""
+    """Return the settings of a run that begins with a model."""
     return {"model__config": None, "model__name_or_path": str(base), **settings}
 
 

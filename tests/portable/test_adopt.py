@@ -51,7 +51,7 @@ WORDS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 
 
 def pretrained(folder: Path, tokenizer: Any, kind: Any = AutoModelForCausalLM, **config: Any) -> Path:
-    """A tiny model, as ``save_pretrained`` leaves it, with a tokenizer."""
+    """Save a tiny model with a tokenizer by ``save_pretrained``."""
     torch.manual_seed(0)
     settings = LLAMA if config.get("model_type", "llama") == "llama" else {}
     model = kind.from_config(AutoConfig.for_model(**({"model_type": "llama"} | settings | config)))
@@ -104,7 +104,7 @@ def test_end_token_used_as_padding_is_trained(packing: bool, tmp_path: Path) -> 
 def aligned(
     folder: Path | None, tokenizer: Any, task: str = "causal-lm", **settings: Any
 ) -> tuple[Any, Any, list[str]]:
-    """The model, the config to save and the notes, without a run."""
+    """Return the model, the config to save and the notes, without a run."""
     chosen: Any = {"name_or_path": str(folder), "config": None} if folder else {"config": settings}
     chosen = ModelConfig(task=task, **chosen)  # type: ignore[arg-type]
     config = load_model_config(chosen)
@@ -222,7 +222,7 @@ def test_map_labels_to_class_ids_uses_classes_of_model(row: dict[str, Any]) -> N
 
 
 def learns(folder: Path, labels: Sequence[Any], **given: Any) -> Any:
-    """The run of a BERT on texts with these labels."""
+    """Open the run of a BERT on texts with these labels."""
     rows = [{"text": "a b c d"[: 1 + 2 * (i % 4)], "label": label} for i, label in enumerate(labels)]
     config = configured(
         folder / "run",

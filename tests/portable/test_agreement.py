@@ -45,7 +45,7 @@ def another_text(_: Path, corpus: Path) -> dict[str, Any]:
 
 
 def another_checkpoint(folder: Path, corpus: Path) -> dict[str, Any]:
-    """This host kept an older state of the run, as hosts without a common disk may."""
+    """Give this host an older state of the run, as hosts without a common disk may have."""
     own = folder.with_name("of this host")
     shutil.copytree(folder, own)
     shutil.rmtree(max((own / "checkpoints").iterdir()))

@@ -46,7 +46,7 @@ def averaged(folder: Path, config: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain_average(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The average in a plain loop, by name."""
+    """Return the average in a plain loop, by name."""
     found: dict[str, torch.Tensor] = {}
     config = configured(tmp_path_factory.mktemp("truth"), corpus, **BATCH, train__steps=4)
     model: Any = None

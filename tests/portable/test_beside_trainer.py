@@ -193,7 +193,7 @@ def trained_beside(config: RunConfig, folder: Path, accumulation: int, **more: A
 
 
 def beside(config: RunConfig, folder: Path, accumulation: int) -> tuple[list[float], list[float]]:
-    """The Trainer's loss of each step, and of each evaluation."""
+    """Return the Trainer's loss of each step, and of each evaluation."""
     trainer = trained_beside(config, folder, accumulation)
     parts = trainer.step_losses
     losses = [sum(parts[i : i + accumulation]) for i in range(0, len(parts), accumulation)]

@@ -29,7 +29,7 @@ trl: Any = pytest.importorskip("trl")
 
 
 def trainer(name: str, rows: list[dict[str, Any]], folder: Path, **options: Any) -> Any:
-    """An SFTTrainer, which has prepared ``rows``."""
+    """Build an SFTTrainer that has prepared ``rows``."""
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**TINY_MODEL))
     settings = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "bf16": False}
     return trl.SFTTrainer(
@@ -85,7 +85,7 @@ def test_completion_labels_match_trl(tmp_path: Path) -> None:
 
 
 def answers(count: int) -> list[dict[str, Any]]:
-    """Conversations of different lengths, some longer than a sample."""
+    """Return conversations of different lengths, some longer than a sample."""
     rows = []
     for number in range(count):
         messages = []

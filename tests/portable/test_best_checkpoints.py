@@ -31,7 +31,7 @@ VALUES = {1: 5.0, 2: 3.0, 3: 2.0, 4: 2.5, 5: 2.4, 6: 1.9, 7: 1.95, 8: 1.99}
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, float]]:
-    """Evaluations give ``VALUES``; all else is as it is. Yields how often each step was evaluated."""
+    """Let evaluations return ``VALUES``. Yields the number of evaluations of each step."""
     counted: dict[int, float] = {}
     real = evaluation.evaluate_all_sources
 
@@ -175,7 +175,7 @@ def test_best_tracker_applies_threshold_and_counts_patience() -> None:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A file with another field, and one like the training data."""
+    """Write a file with another field, and a file like the training data."""
     folder = tmp_path_factory.mktemp("sources")
     found = {"news": folder / "news.jsonl", "code": folder / "code.jsonl"}
     write_jsonl(found["news"], ({"body": f"line {i} of a small model that reads text"} for i in range(20)))

@@ -57,7 +57,7 @@ def copy_run(finished: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run of eight steps with a constant learning rate."""
+    """Train a run of eight steps with a constant learning rate."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     train(folder, corpus, **CONSTANT)
     return folder

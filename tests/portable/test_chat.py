@@ -1,4 +1,4 @@
-"""``portable-chat``: answers equal transformers', and everything else is one line."""
+"""``portable-chat``: answers equal transformers', and all errors are one line."""
 
 from __future__ import annotations
 

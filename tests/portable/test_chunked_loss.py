@@ -122,7 +122,7 @@ def model_of(tied: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[bool, Losses]:
-    """The losses of one rank that computes all logits, with the embedding for a head and without."""
+    """Return the losses of one rank that computes all logits, with tied and untied embeddings."""
     folder = tmp_path_factory.mktemp("plain")
     return {
         tied: our_losses(configured(folder, corpus, memory__loss_chunk_tokens=0, **model_of(tied), **FOUR))

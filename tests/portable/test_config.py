@@ -30,7 +30,7 @@ ROWS = yaml.safe_load(Path(__file__).with_name("config_rows.yaml").read_text("ut
 
 
 def each(section: str, *names: str) -> pytest.MarkDecorator:
-    """A case for each row of ``config_rows.yaml``."""
+    """Parametrize by the rows of ``config_rows.yaml``."""
     return pytest.mark.parametrize(names, [[row[name] for name in names] for row in ROWS[section]])
 
 
@@ -45,7 +45,7 @@ def loaded(path: Path, text: str) -> RunConfig:
 
 
 def refusal(file: Path, call: Callable[[], Any]) -> str:
-    """The one line about flags, a file, or values."""
+    """Return the one-line error about flags, a file, or values."""
     with pytest.raises(UserError) as caught:
         call()
     message = str(caught.value)

@@ -380,7 +380,7 @@ def test_map_in_order_reports_errors_and_deaths() -> None:
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that learns three answers by heart."""
+    """Train a run that learns three answers by heart."""
     folder = tmp_path_factory.mktemp("learned")
     names = {"red": "apples", "blue": "the sky", "green": "grass"}
     rows = [

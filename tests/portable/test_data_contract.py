@@ -106,7 +106,7 @@ def checked(found: DataSource) -> list[str]:
 
 
 def streamed(name: str, folder: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The texts of each part of a stream."""
+    """Return the texts of each part of a stream."""
     monkeypatch.setattr(source_kinds, "PART_BYTES", part_bytes)
     found = opened(name, folder, stream=True)
     assert isinstance(found, StreamSource)

@@ -41,7 +41,7 @@ def cache(tmp_path: Path) -> TokenCache:
 
 
 def naive_rooms(lengths: np.ndarray, capacity: int) -> list[int]:
-    """The room left in each bin of best fit decreasing, one item at a time."""
+    """Return the room left in each bin of best fit decreasing, one item at a time."""
     rooms: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
         fitting = [number for number, room in enumerate(rooms) if room >= length]

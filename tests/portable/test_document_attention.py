@@ -53,7 +53,7 @@ USUAL = [
 
 
 def packed() -> tuple[list[torch.Tensor], Batch]:
-    """Documents of random tokens, and the batch that packs them."""
+    """Return documents of random tokens, and the batch that packs them."""
     random = torch.Generator().manual_seed(0)
     shape = (len(ROWS), LENGTH)
     batch = {
@@ -77,7 +77,7 @@ def packed() -> tuple[list[torch.Tensor], Batch]:
 
 
 def tiny(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
-    """A tiny model with windows shorter than the documents, and weights under which every token matters."""
+    """Build a tiny model with windows shorter than the documents, whose weights make every token matter."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -106,7 +106,7 @@ def tiny(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
 
 
 def result(model: PreTrainedModel, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The summed loss and its gradients."""
+    """Return the summed loss and its gradients."""
     model.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -118,7 +118,7 @@ def result(model: PreTrainedModel, batches: list[Batch]) -> tuple[float, dict[st
 
 
 def gap(model: PreTrainedModel, batch: Batch, documents: list[torch.Tensor]) -> float:
-    """The largest relative difference between packed and single documents, of the loss and each gradient."""
+    """Return the largest relative difference of loss and gradients between packed and single documents."""
     alone = [{"input_ids": tokens[None, :-1], "labels": tokens[None, 1:]} for tokens in documents]
     loss, gradients = result(model, alone)
     ours, found = result(model, [batch])

@@ -42,7 +42,7 @@ Synced = dict[str, list[int]]
 
 
 def synced_while(function: Callable[[], object], patch: pytest.MonkeyPatch) -> Synced:
-    """When this process synced each file and folder, in ns since the epoch, by the path it had then."""
+    """Return when this process synced each file and folder, in ns since the epoch, by its path then."""
     real, when = os.fsync, dict[str, list[int]]()
 
     def fsync(file: Any) -> None:
@@ -206,7 +206,7 @@ def test_checkpoint_store_raises_failed_write_at_next_step(tmp_path: Path) -> No
 
 
 def dies_after(calls: int) -> Callable[[Any], Any]:
-    """Functions that are killed, which is emulated: together they do so much, and nothing from then on."""
+    """Return a wrapper of functions that emulates a kill: after this many calls in total, they do nothing."""
     left = iter(range(calls))
 
     def dying(real: Any) -> Any:

@@ -34,7 +34,7 @@ KINDS = {"Qwen": "qwen3", "google-bert": "bert"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Path]:
-    """A small pretrained model of each kind that the files name, with a tokenizer."""
+    """Write a small pretrained model with a tokenizer for each kind that the files name."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = build_data(configured(folder, corpus).data).tokenizer
     for kind in KINDS.values():

@@ -229,7 +229,7 @@ def train_as_node(
 
 @pytest.fixture(scope="module")
 def base_in_shards(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A base model of several files, whose export has the same files."""
+    """Write a base model of several files, whose export has the same files."""
     folder = write_pretrained(tmp_path_factory.mktemp("base"), corpus)
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()

@@ -89,7 +89,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
 
 
 def begun(path: Path, corpus: Path, folder: Path, **settings: Any) -> dict[str, Any]:
-    """The settings of a run that begins at ``path``."""
+    """Return the settings of a run that begins at ``path``."""
     common: dict[str, Any] = {
         "checkpoint__resume": str(path),
         "train__steps": 9,
@@ -134,7 +134,7 @@ def batches_after(samples: int, corpus: Path, folder: Path) -> list[dict[str, to
 
 
 def cases() -> Iterator[Any]:
-    """Every source on one engine, and one source on every engine: a run takes all from one kind of object."""
+    """Yield every source on one engine, and one source on every engine."""
     for source in SOURCES:
         for engine in ENGINES:
             needed = engine == "no_shard" or source == "trainer-zero2"
@@ -201,7 +201,7 @@ def command(path: Path, corpus: Path, folder: Path, **settings: Any) -> list[str
 
 @pytest.fixture
 def trainer(foreign: Path, tmp_path: Path) -> Path:
-    """A copy of the Trainer's output folder."""
+    """Return a copy of the Trainer's output folder."""
     return Path(shutil.copytree(foreign / "trainer", tmp_path / "trainer"))
 
 
@@ -310,7 +310,7 @@ def test_external_checkpoint_rejects_differing_default_settings(
 
 
 def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
-    """A file of a model after a step."""
+    """Save a model and its optimizer after a step."""
     tokens = torch.arange(16)[None]
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()

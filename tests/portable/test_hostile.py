@@ -359,7 +359,7 @@ def card(text: str, file: str = "README.md") -> Callable[[Path], Path]:
 
 
 def shards(name: str, raw: Any = (), unpacks_to: bytes = b"", **first: Any) -> Callable[[Path], Path]:
-    """A folder that Mosaic Streaming wrote, with other values in its index and another first shard."""
+    """Return a function that writes a Mosaic Streaming folder with a changed index and first shard."""
 
     def made(folder: Path) -> Path:
         shutil.copytree(WRITTEN / name, folder, dirs_exist_ok=True)
@@ -376,7 +376,7 @@ def shards(name: str, raw: Any = (), unpacks_to: bytes = b"", **first: Any) -> C
 
 
 def saved(name: str) -> Callable[[Path], Path]:
-    """A folder of ``save_to_disk`` that names a file."""
+    """Return a function that writes a folder of ``save_to_disk`` that names a file."""
 
     def made(folder: Path) -> Path:
         import datasets

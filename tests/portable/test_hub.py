@@ -171,7 +171,7 @@ def test_hub_uploads_checkpoints_in_background(tmp_path: Path, corpus: Path, hub
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """A folder such as an export's."""
+    """Write a folder like an export."""
     folder = tmp_path / "final"
     folder.mkdir()
     save_file({"weight": np.arange(6.0)}, folder / "model.safetensors")

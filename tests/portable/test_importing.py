@@ -36,7 +36,7 @@ TRL_FILE, AXOLOTL_FILE, FACTORY_FILE, ACCELERATE_FILE = (
 
 
 def imported(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """The settings that are printed, by dotted key, and the text."""
+    """Return the printed settings, by dotted key, and the printed text."""
     print_imported_config(words)
     text = capsys.readouterr().out
     config = load_config(parse_yaml(text, "run.yaml").value)

@@ -30,7 +30,7 @@ AT_MOST = 300  # seconds, for waits that would otherwise never end
 
 
 def start(zygote: Zygote, scratch: Path, settings: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
-    """A run whose launcher has this scratch folder."""
+    """Start a run whose launcher has this scratch folder."""
     scratch.mkdir(exist_ok=True)
     return zygote.start("portable-train", *flags(settings), *arguments, TMPDIR=str(scratch))
 
@@ -41,7 +41,7 @@ def steps_logged(folder: Path) -> int:
 
 
 def ranks_of(scratch: Path) -> dict[int, int]:
-    """The process id of each rank of the launcher that now runs with this scratch folder."""
+    """Return the process id of each rank of the launcher that now runs with this scratch folder."""
     newest = max(scratch.glob("portable-launch-*"), key=lambda path: path.stat().st_mtime_ns)
     fields = [path.name.split(".") for path in newest.glob("rank*.pid")]
     return {int(name.removeprefix("rank")): int(pid) for name, pid, _ in fields}
@@ -290,7 +290,7 @@ def _rank_function(how: str) -> int:
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses, in hexadecimal, on which a process listens for TCP."""
+    """Return the addresses, in hexadecimal, on which a process listens for TCP."""
     sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
     lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path(f"/proc/net/{name}"))]
     return {f[1].split(":")[0] for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in sockets}

@@ -80,7 +80,7 @@ def built(model_type: str, **changes: Any) -> PreTrainedModel:
 
 
 def inputs(task: str, rows: int = 3) -> dict[str, Tensor]:
-    """A micro-batch as the data has it: every other row is padded, labels are aligned with the logits."""
+    """Return a micro-batch as in the data: every other row is padded, labels are aligned with the logits."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 64, (rows, 10), generator=generator)
     mask = torch.ones(rows, 9, dtype=torch.int64)

@@ -41,14 +41,14 @@ FILES: list[tuple[str, list[str]]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a config."""
+    """Return the current folder, which has a config."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("output_dir: s3://bucket/run\ndata: {source: org/data}\n")
     return tmp_path
 
 
 def written(target: str, *words: str) -> Path:
-    """The file that the command writes in the current folder."""
+    """Return the file that the command writes in the current folder."""
     assert main(["init", "--for", target, *words]) == 0
     return Path(f"run.{target}.{SUFFIX.get(target, 'yaml')}")
 

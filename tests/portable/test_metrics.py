@@ -35,7 +35,7 @@ NAMES = ("a", "b", "c", "never")
 def values_of(
     setting: MetricSettings, logits: Tensor, labels: Tensor, size: int, more: tuple[str, ...] = ()
 ) -> Any:
-    """The values over micro-batches of ``size`` rows, the last filled up with rows that must not count."""
+    """Return the values over micro-batches of ``size`` rows, the last one filled with ignored rows."""
     measures = build_metrics((*METRIC_BUILDERS[setting.task], *more), setting)
     floats = labels.is_floating_point()
     ignored = math.nan if floats else IGNORED_LABEL
@@ -320,7 +320,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def trained(config: RunConfig) -> Iterator[tuple[Opened, dict[str, Any]]]:
-    """The run after its steps, and its metrics."""
+    """Yield the run after its steps, and its metrics."""
     with opened(config) as trial:
         for _ in range(trial.run.steps):
             trial.step()
@@ -343,7 +343,7 @@ def evaluated(config: RunConfig) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Texts of two classes; short texts and a word of each."""
+    """Write texts of two classes, and short texts with one word each."""
     folder = tmp_path_factory.mktemp("texts")
     words = ["red", "green", "blue", "one", "two"]
     rows = [{"text": f"{words[i % 5]} {words[i % 3]}", "target": words[i % 5]} for i in range(60)]

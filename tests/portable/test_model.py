@@ -37,7 +37,7 @@ MOE = {**SMALL, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_e
 
 
 def chosen(task: str = "causal-lm", **model: Any) -> Any:
-    """The ``model`` section."""
+    """Return the ``model`` section."""
     data = {} if task == "causal-lm" else {"data": {"source": "text.jsonl"}}
     return load_config({"model": {"task": task, **model}, **data}).model
 
@@ -72,14 +72,14 @@ def blueprint(model_type: str, task: str) -> InitialWeights:
 
 
 def draw_all(ours: InitialWeights, **sizes: int) -> dict[str, torch.Tensor]:
-    """All weights by name."""
+    """Draw all weights by name."""
     weights = ours.build_lazy_weights(3, **sizes)
     assert ours.recording_failure is None
     return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.items()}
 
 
 def draw_index(shape: tuple[int, ...], draws: torch.Generator) -> tuple[slice, ...]:
-    """A random slice of each dimension, which may be empty."""
+    """Draw a random slice of each dimension, which may be empty."""
     bounds = [sorted(torch.randint(0, size + 1, (2,), generator=draws).tolist()) for size in shape]
     return tuple(slice(*pair) for pair in bounds)
 
@@ -268,7 +268,7 @@ ARCHITECTURES_OF_FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def saved(folder: Path, model_type: str, task: str, config: dict[str, Any]) -> Any:
-    """A checkpoint in the layout that transformers publishes, of numbers that no initialization draws."""
+    """Save random weights in the published layout of transformers."""
     import transformers
 
     auto: Any = getattr(transformers, models.AUTO_CLASSES[task])

@@ -66,7 +66,7 @@ def settings(name: str, folder: Path, corpus: Path, **more: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def bad_tokens(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[int]:
-    """The sample that breaks the model."""
+    """Return the sample that breaks the model."""
     config = settings("one rank", tmp_path_factory.mktemp("data"), corpus)
     backend = create_backend("cpu")
     samples = prepare_run(resolve_run(config, backend.name), backend).data.train

@@ -200,7 +200,7 @@ WORDS = ["one line of text", "another,\nwith two lines", "å third"]
 
 @pytest.fixture
 def bucket(tmp_path: Path, s3: ObjectStore) -> Path:
-    """A folder of one file of each kind, and its copy in the bucket as `data`."""
+    """Write a folder with one file of each kind, and its copy in the bucket as `data`."""
     folder = tmp_path / "data"
     (folder / "more" / "deep").mkdir(parents=True)
     (folder / ".hidden").mkdir()
@@ -283,7 +283,7 @@ def test_object_store_source_refetches_damaged_copy(s3: ObjectStore, bucket: Pat
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
-    """A tokenizer's folder and its end token."""
+    """Return a tokenizer's folder and its end token."""
     folder = tmp_path_factory.mktemp("tokenizer")
     made = train_tokenizer(source(str(corpus(folder))), 300, folder)
     made.save_pretrained(folder / "saved")

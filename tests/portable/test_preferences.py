@@ -45,7 +45,7 @@ def said(start: int, count: int) -> str:
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
-    """Preferences of different lengths."""
+    """Return preferences of different lengths."""
     return [
         {
             "prompt": [{"role": "user", "content": f"{said(i, 1 + i % 4)}?"}],

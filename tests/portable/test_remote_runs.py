@@ -74,7 +74,7 @@ def remote(s3: ObjectStore, corpus: Path) -> Remote:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run of eight steps on this disk."""
+    """Train a run of eight steps on this disk."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     assert leg(folder, corpus, {}) == 0
     return folder
@@ -139,7 +139,7 @@ def test_remote_run_accepts_more_steps(remote: Remote) -> None:
 def rank_leg(
     place: str, data: str, scratch: Path, environment: dict[str, str], settings: dict[str, Any]
 ) -> int:
-    """A leg on a rank whose host shares no folder with the others."""
+    """Run a launch on a rank whose host shares no folder with the others."""
     host = scratch / f"host-{os.environ.get('RANK', '0')}"
     host.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patched:

@@ -40,7 +40,7 @@ def leg(folder: Path, corpus: Path, **overrides: Any) -> int:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run of eight steps that nothing disturbed."""
+    """Train an uninterrupted run of eight steps."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert leg(folder, corpus, train__eval_every=4) == 0
     return folder

@@ -46,7 +46,7 @@ FILES, RECORDS, LENGTH = 9, 30, 16
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """Files of different lengths; every word names its file and record."""
+    """Write files of different lengths. Every word names its file and record."""
     folder = tmp_path / "files"
     folder.mkdir()
     for file in range(FILES):
@@ -273,7 +273,7 @@ def test_train_loader_reports_killed_worker(files: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 160 KiB, about the tokens of five files."""
+    """Mount a file system of 160 KiB, about the size of the tokens of five files."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = ["mount", "-t", "tmpfs", "-o", "size=160k", "portable-test", str(folder)]
@@ -463,7 +463,7 @@ def test_cache_key_depends_on_document_settings(tmp_path: Path) -> None:
 
 @pytest.fixture
 def config(files: Path, tmp_path: Path) -> Path:
-    """A config with nine files, one of them without text."""
+    """Write a config with nine files, one of them without text."""
     write_jsonl(files / "part-4.jsonl", [{"text": " "}])
     build_data(settings(files)).tokenizer.save_pretrained(tmp_path / "tokenizer")
     given = {**GIVEN, "source": str(files / "*.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}

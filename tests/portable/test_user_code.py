@@ -140,7 +140,7 @@ shared.weight = lambda batch: float(batch["share"].sum() * batch["labels"].shape
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The settings of runs on finished samples, with the tokenizer of another run."""
+    """Return the settings of runs on custom samples, with the tokenizer of another run."""
     folder = tmp_path_factory.mktemp("tokenizer")
     with opened(configured(folder / "run", corpus)) as trial:
         trial.run.data.tokenizer.save_pretrained(folder / "tokenizer")
@@ -249,7 +249,7 @@ class Norm:
 
 @pytest.fixture
 def own(corpus: Path, tmp_path: Path) -> Callable[..., RunConfig]:
-    """Settings of a run in which small parameters are sharded like large ones."""
+    """Return the settings of a run in which small parameters are sharded like large ones."""
     pytest.importorskip("deepspeed")
     zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     common: dict[str, Any] = {"train__steps": 2, "log__every_steps": 1, "train__micro_batch_size": 1}
