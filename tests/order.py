@@ -17,7 +17,7 @@ FIRST: tuple[str, ...] = (
     "tests/test_engines.py",
     "tests/portable/test_planner.py",
     "tests/gpu/test_footprint.py",
-    "tests/test_shared_layers.py",
+    "tests/test_tensor_parallel.py",
     "tests/portable/test_moves.py",
     "tests/gpu/test_settings.py",
     "tests/portable/test_activations.py",

@@ -32,7 +32,7 @@ from tests.published import shapes
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, losses, weights
 
-# Unchanged files of Hugging Face's DeepSpeed guide. ``test_published_json`` checks their meaning.
+# Unchanged files of Hugging Face's DeepSpeed guide. ``test_published_deepspeed`` checks their meaning.
 GUIDE = {shape.name: shape.config for shape in shapes("deepspeed.json") if shape.name.startswith("guide-")}
 
 

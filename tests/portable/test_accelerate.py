@@ -1,6 +1,6 @@
 """Settings from an ``accelerate config`` file and from the environment of ``accelerate launch``.
 
-``test_published_yaml`` compares the resulting settings with Accelerate itself. The installed Accelerate
+``test_published_accelerate`` compares the resulting settings with Accelerate itself. The installed Accelerate
 creates the environments of these tests.
 """
 

@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO's flat partitions; use strategy full_shard"),
     f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set it to 0"),
-    f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_user_optimizer\.py, line \d+\)"),
+    f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_custom_optimizer\.py, line \d+\)"),
 }
 
 

@@ -220,10 +220,10 @@ class Odd:
 
 ODD = {
     "mean": r"is \S+ for a micro-batch and \S+ for its two halves together; .*must be a sum",
-    "fails": r"fails \(KeyError: 'no such.*column'; test_user_loss.py, line \d+\)",
-    "shapes": r"fails \(RuntimeError: The size of tensor.*; test_user_loss.py, line \d+\)",
-    "helper": r"fails \(ValueError: Expected input batch_size.*; test_user_loss.py, line \d+\)",
-    "undone": r"its backward pass fails \(RuntimeError: .*inplace.*; test_user_loss.py, line \d+\)",
+    "fails": r"fails \(KeyError: 'no such.*column'; test_custom_loss.py, line \d+\)",
+    "shapes": r"fails \(RuntimeError: The size of tensor.*; test_custom_loss.py, line \d+\)",
+    "helper": r"fails \(ValueError: Expected input batch_size.*; test_custom_loss.py, line \d+\)",
+    "undone": r"its backward pass fails \(RuntimeError: .*inplace.*; test_custom_loss.py, line \d+\)",
     "detached": "the sum has no gradient",
     "in place": r"changes batch\['labels'\] in place; change a copy",
     "of rows": "the weights that it returns are ",

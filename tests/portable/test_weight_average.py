@@ -15,7 +15,7 @@ from portable.run.evaluation import evaluate_all_sources
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import plain_losses
 from tests.parity import opened
-from tests.portable.test_user_optimizer import leg
+from tests.portable.test_custom_optimizer import leg
 from tests.runs import configured
 
 # Not Adam, which blows up the rounding of gradients near zero.

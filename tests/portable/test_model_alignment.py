@@ -44,7 +44,7 @@ from tests.tiny_models import tiny_config
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
 LLAMA = {key: value for key, value in TINY_MODEL.items() if key != "model_type"} | {"num_hidden_layers": 1}
-ROWS = yaml.safe_load(Path(__file__).with_name("adopt_rows.yaml").read_text("utf-8"))
+ROWS = yaml.safe_load(Path(__file__).with_name("model_alignment_rows.yaml").read_text("utf-8"))
 SIZES = ROWS["sizes"]
 WORDS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 """A Llama's: no padding token."""

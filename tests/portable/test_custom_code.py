@@ -62,7 +62,7 @@ def no_model(model: Any) -> Any:
     ("key", "name", "told"),
     [
         ("data.source", "nothing", "gives a NoneType, not an iterable of records"),
-        ("data.source", "failing", "fails (ValueError: no more; test_user_code.py, line"),
+        ("data.source", "failing", "fails (ValueError: no more; test_custom_code.py, line"),
         (
             "data.source",
             "Rows(wrong='shape')",

@@ -21,8 +21,8 @@ from portable.run.rank import run_rank
 from tests.parity import opened
 from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
 from tests.portable.data_support import write_jsonl
-from tests.portable.test_beside_trainer import Ordered
 from tests.portable.test_chat_masks import THOUGHTS, encode
+from tests.portable.test_trainer_parity import Ordered
 from tests.runs import TINY_MODEL
 
 trl: Any = pytest.importorskip("trl")

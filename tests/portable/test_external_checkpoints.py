@@ -31,14 +31,14 @@ from tests.converters.making import once
 from tests.engines import Engines
 from tests.parity import opened
 from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
-from tests.portable.test_beside_trainer import Ordered
 from tests.portable.test_command_line import refusal
+from tests.portable.test_trainer_parity import Ordered
 from tests.promises import record
 from tests.runs import configured, flags, tiny
 from tests.zygote import Zygote
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
-ROWS = yaml.safe_load(Path(__file__).with_name("foreign_rows.yaml").read_text("utf-8"))
+ROWS = yaml.safe_load(Path(__file__).with_name("external_checkpoints_rows.yaml").read_text("utf-8"))
 GOES_ON = 3  # steps
 BATCH = 4
 TOLERANCE = 1e-5
