@@ -22,7 +22,7 @@ from portable.model.parameter_groups import assign_parameter_groups
 from portable.model.unused_parameters import (
     find_unreached_names,
     get_unreached_names,
-    summarize_parameter_names,
+    summarize_as_outermost_modules,
 )
 from portable.registry import create_backend
 from tests.composite import build_composite_config, write_composite
@@ -152,7 +152,7 @@ def test_find_unreached_names_uses_graph(model_type: str, parts: list[str], tmp_
         settings = {"model.config": tiny_config(model_type, task), "model.task": task, "data.seq_len": 32}
         config = checked(None, {**settings, "data.source": "text.jsonl"})
     model = build_composite(config)
-    assert sorted(summarize_parameter_names(model, get_unreached_names(model))) == sorted(parts)
+    assert sorted(summarize_as_outermost_modules(model, get_unreached_names(model))) == sorted(parts)
     assert set(list_frozen_names(model)) == get_unreached_names(model)
 
 

@@ -103,9 +103,9 @@ class _RankShares:
     def _count_shard_elements(self, weights: Iterable[ParameterEntry]) -> int:
         return sum(-(-w.num_elements // self._num_ranks) for w in weights)
 
-    def _compute_moment_bytes(self) -> int:
+    def _compute_moment_and_step_counter_bytes(self) -> int:
         """Compute the bytes of the moments of the flat partitions, and of their step counts."""
-        return int(self._moments_per_element * FP32_BYTES * self._updated_elements) + self._step_count_bytes
+        return int(self._moments_per_element * FP32_BYTES * self._updated_elements) + self._step_counter_bytes
 
     @property
     def _moments_per_element(self) -> int | Fraction:
@@ -133,7 +133,7 @@ class _RankShares:
         return -(-sum_elements(group) // alignment) * 2
 
     @property
-    def _step_count_bytes(self) -> int:
+    def _step_counter_bytes(self) -> int:
         """Bytes of the step counts: one count per group or sub-group."""
         if self._config.train.optimizer == "sgd":
             return 0
@@ -179,7 +179,7 @@ class _ZeroFootprint(_RankShares):
             self._updated_elements,
         )
         master = FP32_BYTES * share
-        moments = self._compute_moment_bytes()
+        moments = self._compute_moment_and_step_counter_bytes()
         gradients = self._compute_gradient_bytes()
         on_host = self._optimizer_on_host
         resident = compute * (
@@ -266,7 +266,7 @@ class _ZeroFootprint(_RankShares):
             host += self._get_deepspeed_size(
                 "offload_optimizer.buffer_count"
             ) * buckets.compute_aligned_bytes(largest, FP32_BYTES)
-        moments = int(self._moments_per_element * FP32_BYTES * in_memory) + self._step_count_bytes
+        moments = int(self._moments_per_element * FP32_BYTES * in_memory) + self._step_counter_bytes
         host += 2 * FP32_BYTES * in_memory + moments  # with master weights and gradients
         if self._stage == 3:
             return host + FP32_BYTES * self._updated_elements

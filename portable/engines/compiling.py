@@ -90,7 +90,7 @@ class CudaGraphMemory:
         """Begin a pass, which includes a forward and a backward. Call it before each forward pass."""
         torch.compiler.cudagraph_mark_step_begin()
 
-    def keep_gradients(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
+    def copy_gradients_out_of_graph_memory(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
         """Copy accumulating gradients out of the memory of the graphs. Call it after each backward pass.
 
         Args:

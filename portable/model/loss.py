@@ -498,7 +498,7 @@ class TrainingObjective:
         if not self._is_checked and (self._reads_cause_compilation or len(labels) < 2):
             config = self._model.config
             is_class = labels.dim() == 1
-            loss.check_sum_on_host(
+            loss.check_loss_is_sum_over_rows(
                 batch, config.num_labels if is_class else config.get_text_config().vocab_size
             )
             self._is_checked = True

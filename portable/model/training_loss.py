@@ -281,7 +281,7 @@ class TrainingLoss:
     def _check_sum_over_rows(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the loss of a micro-batch is not the sum of the losses of its two halves.
 
-        On XLA, :meth:`check_sum_on_host` checks this instead.
+        On XLA, :meth:`check_loss_is_sum_over_rows` checks this instead.
         """
         rows = batch["labels"].shape[0]
         if rows < 2 or total.device.type in ("meta", "xla"):
@@ -295,7 +295,7 @@ class TrainingLoss:
             ]
         self._check_totals_match(float(total.detach()), float(sum(halves)))
 
-    def check_sum_on_host(self, batch: Batch, num_classes: int) -> None:
+    def check_loss_is_sum_over_rows(self, batch: Batch, num_classes: int) -> None:
         """Check on the host, with random outputs, that the loss is a sum over rows.
 
         On XLA, a check of the real outputs would compile another graph. This method is called once, with the

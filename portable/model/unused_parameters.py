@@ -243,7 +243,7 @@ def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
     return full_names
 
 
-def summarize_parameter_names(
+def summarize_as_outermost_modules(
     model: PreTrainedModel, names: Collection[str], *, keep_base_prefix: bool = False
 ) -> list[str]:
     """Summarize parameters by the outermost modules that contain only these parameters.

@@ -30,7 +30,7 @@ from portable.model.labels import (
 from portable.model.padding import explain_padding_dependence
 from portable.model.published_names import PublishedNames
 from portable.model.special_tokens import ModelSpecialTokens
-from portable.model.unused_parameters import get_unreached_names, summarize_parameter_names
+from portable.model.unused_parameters import get_unreached_names, summarize_as_outermost_modules
 from portable.optim.schedule import build_schedule, explain_long_warmup
 from portable.registry import load_backend_package
 from portable.run.evaluation import build_best_tracker
@@ -159,7 +159,7 @@ def describe_unreached_parameters(model: PreTrainedModel) -> str:
     frozen = {name: p for name, p in model.named_parameters() if name in unreached and not p.requires_grad}
     if not frozen:
         return ""
-    parts = summarize_parameter_names(model, frozen)
+    parts = summarize_as_outermost_modules(model, frozen)
     more = f" and {len(parts) - _MAX_PARTS_SHOWN} more" if len(parts) > _MAX_PARTS_SHOWN else ""
     count = format_short_count(sum(p.numel() for p in frozen.values()))
     share = f"{count} of {format_short_count(count_parameters(model))} parameters are not reached by text"

@@ -107,7 +107,7 @@ def test_xla_reports_cause_of_additional_graph(tmp_path: Path, corpus: Path, xla
 
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
     """Train a model with a parameter that no loss reaches, and with a counter. Returns their values."""
-    from portable.tpu.xla.saving import stage_tensors
+    from portable.tpu.xla.saving import copy_local_shards_to_host
 
     backend = create_backend("xla")
     run = prepare_run(resolve_run(config, backend.name), backend)
@@ -127,7 +127,9 @@ def odd_state(config: RunConfig) -> tuple[float, float, int]:
             max_grad_norm=1.0,
         )
     batches.close()
-    staged = stage_tensors(engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter})
+    staged = copy_local_shards_to_host(
+        engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter}
+    )
     spare = min(float(shard.values.min()) for shard in staged["spare"].local_shards)
     (counter,) = staged["counter"].local_shards
     optimizer: XlaOptimizer = engine._optimizer

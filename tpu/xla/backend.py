@@ -99,7 +99,7 @@ class XlaBackend:
         self._layout = self._create_layout(config)
         # Execute pending operations of an earlier run in this process. Otherwise their results would be part
         # of the first graph, and only of this graph.
-        self._layout.execute_pending(wait=True)
+        self._layout.cut_graph(wait=True)
         use_fixed_shape_experts(model, self._layout.shard_along_tokens)
         return XlaEngine(model, config, self._layout, self._create_graph_runner())
 

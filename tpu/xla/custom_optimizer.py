@@ -97,7 +97,7 @@ class XlaCustomOptimizer:
             self._host_state[name] = {
                 key: copy.deepcopy(v) for key, v in placed.items() if not _is_on_device(v)
             }
-        self._layout.execute_pending(wait=True)
+        self._layout.cut_graph(wait=True)
 
     def _shard_state_value(self, name: str, value: Any) -> Any:
         if not _is_on_device(value):

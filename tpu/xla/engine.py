@@ -233,7 +233,9 @@ class XlaEngine:
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
         """Trace the update, and start executing it. With one micro-batch, this executes the complete step."""
         self._learning_rate = learning_rate
-        norm = self._trace_update(self.layout.replicate(torch.tensor(learning_rate)), max_grad_norm, loss)
+        norm = self._trace_update_and_clear_gradients(
+            self.layout.replicate(torch.tensor(learning_rate)), max_grad_norm, loss
+        )
         self.graphs.run(
             "step" if self._accumulated_gradients is None else "update",
             [loss, norm, self._nonfinite_counters],
@@ -241,7 +243,9 @@ class XlaEngine:
         return norm
 
     @torch.no_grad()
-    def _trace_update(self, learning_rate: Tensor, max_norm: float, loss: Tensor) -> Tensor:
+    def _trace_update_and_clear_gradients(
+        self, learning_rate: Tensor, max_norm: float, loss: Tensor
+    ) -> Tensor:
         """Trace the update and return the gradient norm.
 
         This is a separate function, so that no temporary tensor lives longer and becomes a result of the
@@ -385,7 +389,7 @@ class XlaEngine:
         """Swap the weights with their exponential moving average. Call it again to swap them back."""
         state = self._optimizer.get_state_tensors()
         swap_weights_and_averages((self._parameters[name], values) for name, values in state.items())
-        self.layout.execute_pending(wait=True)
+        self.layout.cut_graph(wait=True)
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill this host's shards of parameters and buffers, and initialize the optimizer state."""

@@ -255,7 +255,7 @@ class MeshLayout:
         copies: list[Tensor] = xla.cpu_tensors(list(tensors))
         return copies
 
-    def execute_pending(self, *, wait: bool = False) -> None:
+    def cut_graph(self, *, wait: bool = False) -> None:
         """Execute the pending operations of all tensors.
 
         Args:

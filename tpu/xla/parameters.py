@@ -123,7 +123,7 @@ class DeviceParameters:
             is_layer = torch.arange(len(tensor)).eq(index).view(-1, *[1] * layer.dim())
             tensor.copy_(torch.where(self._layout.replicate(is_layer), layer, tensor))
             xla.mark_sharding(tensor, self._layout.to_op_sharding(spec))
-            self._layout.execute_pending()
+            self._layout.cut_graph()
 
     def split_stack_shards(self, name: str, shards: Sequence[LocalShard]) -> dict[str, list[LocalShard]]:
         """Split the shards of a stack into the shards of its parameters.

@@ -56,10 +56,10 @@ def stage_checkpoint_state(
     for name, tensors in optimizer.get_state_tensors().items():
         for parameter_name in device_parameters.get_parameter_names(name):
             moments[parameter_name] = dict(scalars.get(parameter_name, {}))
-        for key, staged in stage_tensors(layout, tensors).items():
+        for key, staged in copy_local_shards_to_host(layout, tensors).items():
             for parameter_name, part in _split_staged_stack(device_parameters, name, staged).items():
                 moments[parameter_name][key] = part
-    model = stage_tensors(layout, device_parameters.get_stored_tensors())
+    model = copy_local_shards_to_host(layout, device_parameters.get_stored_tensors())
     return {
         "model": {
             parameter_name: part
@@ -70,7 +70,7 @@ def stage_checkpoint_state(
     }
 
 
-def stage_tensors(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str, StagedTensor]:
+def copy_local_shards_to_host(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str, StagedTensor]:
     """Copy the shards that this host saves to the CPU.
 
     Args:

@@ -74,7 +74,7 @@ class ValuelessLayout(MeshLayout):
         """Replace the tensor by a tensor without values. ``source`` is not read."""
         tensor.data = self.create_zeros(tensor.shape, tensor.dtype, spec)
 
-    def execute_pending(self, *, wait: bool = False) -> None:
+    def cut_graph(self, *, wait: bool = False) -> None:
         """Make all pending tensors inputs of later graphs. Nothing is executed."""
         turn_pending_into_inputs()
 

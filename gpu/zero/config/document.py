@@ -10,7 +10,7 @@ from portable.config.origins import format_short_value
 from portable.config.yaml_text import read_config_text
 from portable.errors import UserError, require, to_one_line
 from portable.gpu.zero import private_api
-from portable.gpu.zero.config.schema import check_deepspeed_config, remove_unset_keys
+from portable.gpu.zero.config.schema import check_deepspeed_config, remove_disabled_unknown_keys
 from portable.importing.deepspeed import AUTO, parse_deepspeed_json
 from portable.importing.programs import build_deepspeed_file, convert_deepspeed_file
 
@@ -77,7 +77,7 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
     )
     if (error := private_api.find_removed_key_error(file.values)) is not None:
         raise UserError(f"{name}: {to_one_line(error)}") from error
-    for path in remove_unset_keys(file.values):
+    for path in remove_disabled_unknown_keys(file.values):
         file.add_note(path, "has no effect: the installed DeepSpeed does not read it")
     check_deepspeed_config(file.values, name)
     zero["stage"] = _select_stage(config, zero, name)

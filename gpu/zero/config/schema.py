@@ -268,7 +268,7 @@ def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRI
     return create_model(name, __config__=config, **fields)
 
 
-def remove_unset_keys(document: dict[str, Any]) -> list[KeyPath]:
+def remove_disabled_unknown_keys(document: dict[str, Any]) -> list[KeyPath]:
     """Remove keys that the installed DeepSpeed does not support and that are disabled.
 
     A later release may have added such a key. With false or an empty value it has no effect. A key that

@@ -159,7 +159,9 @@ class TorchEngine:
             scaled_loss = loss * self._sharded.loss_factor
             (scaled_loss if self._loss_scale is None else scaled_loss * self._loss_scale.scale).backward()
         if self._cuda_graph_memory is not None:
-            self._cuda_graph_memory.keep_gradients(self._trainable, last=is_last_micro_batch)
+            self._cuda_graph_memory.copy_gradients_out_of_graph_memory(
+                self._trainable, last=is_last_micro_batch
+            )
         return sums
 
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
