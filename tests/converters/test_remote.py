@@ -161,9 +161,13 @@ OPERATIONS: dict[str, Any] = {
     "read": lambda folder, _: (folder / "x").read_bytes() == b"x" * 1000,
     "read of a range": lambda folder, _: (folder / "x").read_range(500, 600) == b"x" * 100,
     "write": lambda folder, _: (folder / "z").write_bytes(b"z"),
-    "copy": lambda folder, _: (folder / "x").copy_to(folder / "z") or folder.list_objects()["z"].size_bytes == 1000,
+    "copy": lambda folder, _: (
+        (folder / "x").copy_to(folder / "z") or folder.list_objects()["z"].size_bytes == 1000
+    ),
     "deletion": lambda folder, _: folder.remove_objects(["x"]) or list(folder.list_objects()) == ["y"],
-    "upload": lambda folder, file: (folder / "z").upload_file(file) or folder.list_objects()["z"].size_bytes > 1 << 20,
+    "upload": lambda folder, file: (
+        (folder / "z").upload_file(file) or folder.list_objects()["z"].size_bytes > 1 << 20
+    ),
 }
 
 
