@@ -1,4 +1,4 @@
-"""Damages of checkpoints that a conversion has to refuse, and the reasons that it has to give."""
+"""Damages of checkpoints that a conversion must reject, and the reasons that it must give."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def repeat(source: int, target: int) -> Callable[[Any], Any]:
 
 
 def repeat_experts(source: int, target: int) -> Damage:
-    """Overwrite an expert, which has tensors of its own, with another expert."""
+    """Overwrite an expert, which has separate tensors, with another expert."""
 
     def apply(state: State, _: dict[str, Any]) -> State:
         changed = {
