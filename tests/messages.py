@@ -248,7 +248,9 @@ def print_messages(messages: Sequence[Message]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the command line."""
     kinds = "; ".join(f"{kind}: {description}" for kind, description in KIND_DESCRIPTIONS.items())
-    parser = argparse.ArgumentParser("python -m tests.messages", description="List the messages of the product.")
+    parser = argparse.ArgumentParser(
+        "python -m tests.messages", description="List the messages of the product."
+    )
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files and folders to list; by default all")
     parser.add_argument("--package", action="append", help=f"list only this package: {', '.join(PRODUCT)}")
     parser.add_argument("--kind", action="append", choices=list(Kind), help=f"list only this kind. {kinds}")

@@ -269,7 +269,7 @@ class BaseChanges:
         if weight is not None and self.base_names.find_parameter(live) is None:
             raise CheckpointError(
                 f"{self.base_checkpoint.root}: {module} has no bias, and {self.adapter.root} adds one "
-                "(lora_bias); no model of this architecture holds it"
+                "(lora_bias); models of this architecture cannot store a bias there"
             )
         parameter = self.locate_parameter(live)
         if parameter.identical_tensor is None or parameter.shape != (vector.numel,):

@@ -369,7 +369,7 @@ class _ConfigTable:
         value = self.take_setting(name) if is_set else allowed[0]
         if not any(_equals_with_bool(value, choice) for choice in allowed):
             self.raise_unsupported(
-                name, f"llama.cpp computes as with {' or '.join(map(_format_short_json, allowed))} only"
+                name, f"llama.cpp supports only {' or '.join(map(_format_short_json, allowed))}"
             )
         return value
 
@@ -538,7 +538,7 @@ def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings:
         rope_by_layer_type, rope = rope, rope.take_nested_table("full_attention", defaults=absent)
         rope_by_layer_type.check_all_settings_taken()
     if original_length not in (None, rope.values.get(original_length_key, original_length)):
-        table.raise_unsupported(original_length_key, f"that of {_format_short_json(rope.values)} differs")
+        table.raise_unsupported(original_length_key, f"it differs from {_format_short_json(rope.values)}")
     rope_type = rope.take_setting("rope_type", "type") or "default"
     if rope_type not in model_type.rope_scalings:
         rope.raise_unsupported(

@@ -211,7 +211,7 @@ def _read_base_model_name(folder: Path) -> str:
         )
     if (base.startswith(("/", ".")) or base.count("/") > 1) and not Path(base).is_dir():
         raise UserError(
-            f"RUN: {folder} is an adapter of {base}, which is not there; run the command in the folder in "
+            f"RUN: {folder} is an adapter of {base}, which does not exist; run the command in the folder in "
             f"which it was trained, or merge the adapter with portable-convert {folder} OUT --merge-into BASE"
         )
     return base
@@ -271,7 +271,7 @@ def build_chat_parser() -> argparse.ArgumentParser:
         "--temperature",
         type=float,
         metavar="T",
-        help="sampling temperature; 0 always takes the likeliest token (default: as the model's files say)",
+        help="sampling temperature; 0 always takes the likeliest token (default: as in the model's files)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument(
@@ -316,7 +316,7 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
     torch.manual_seed(arguments.seed)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     if system and not chat.has_template:
-        raise UserError("--system: the tokenizer has no chat template; leave it out")
+        raise UserError("--system: the tokenizer has no chat template; leave out --system")
     messages = list(system)
     interactive = arguments.prompt is None and sys.stdin.isatty()
     if interactive:

@@ -159,7 +159,10 @@ def _parse_shard_part(text: str) -> ShardPart:
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UserError(f"--part: {text!r} is not such as 2/8; give the number of this machine of how many")
+        raise UserError(
+            f"--part: {text!r} is not a part such as 2/8; give the number of this machine and the number of "
+            "machines"
+        )
     return ShardPart(int(match[1]), int(match[2]))
 
 

@@ -154,7 +154,7 @@ def write_starter_config(argv: Sequence[str]) -> int:
             install=options.install,
             spot=not options.on_demand,
         )
-        print_line(f"wrote {launch_file}; its first lines say how to start it, from its folder")
+        print_line(f"wrote {launch_file}; its first lines show how to start it, from its folder")
         return 0
     require(len(options.device) < 2, "--device: given more than once; name one kind of device")
     require(not file.exists(), f"init: {file} exists already; give another name")

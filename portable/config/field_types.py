@@ -198,7 +198,7 @@ OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
 def _validate_compile_backend_name(value: str) -> str:
     """Return the name of a compile backend. Raises ``ValueError`` if it cannot be one."""
     if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
-        raise ValueError(f"{value[:40]!r} is not a name; use one that torch has, such as inductor")
+        raise ValueError(f"{value[:40]!r} is not a name; use a backend of torch, such as inductor")
     return value
 
 

@@ -43,7 +43,7 @@ FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "h
 """Strategies of FSDP, in the order of Accelerate's numbers, which begin at 1."""
 SHARDING_WORDS = {word: name for n, name in enumerate(FSDP_STRATEGIES, 1) for word in (str(n), name)}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
-START_ON_EVERY_HOST = "start it on every host of the slice, as docs/tpu.md says"
+START_ON_EVERY_HOST = "start it on every host of the slice, as described in docs/tpu.md"
 SET_BY_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
 ONLY_LAYERS_WRAPPED = "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove it"
 
@@ -377,7 +377,7 @@ FSDP_KEYS: ForeignKeys = {
     ),
     "fsdp_config.fsdp_ignored_modules": RefusedKey("every module is sharded; remove it"),
     "fsdp_config.fsdp_version": PresetKey(
-        {"1": {}, "2": {}}, hint="1 or 2, which says what keys Accelerate reads"
+        {"1": {}, "2": {}}, hint="1 or 2, the version that decides which keys Accelerate reads"
     ),
     "fsdp_config.fsdp_use_orig_params": MultiSettingKey(
         (),
@@ -441,7 +441,7 @@ PARALLELISM_KEYS: ForeignKeys = {
             "parallelism_config.parallelism_config_dp_shard_size",
             "parallelism_config.parallelism_config_dp_replicate_size",
         ),
-        IgnoredKey("strategy and the number of ranks say it", unless=(1,)),
+        IgnoredKey("strategy and the number of ranks determine it", unless=(1,)),
     ),
     **dict.fromkeys(
         (
@@ -452,7 +452,7 @@ PARALLELISM_KEYS: ForeignKeys = {
             "parallelism_config.parallelism_config_sp_seq_length_is_variable",
             "parallelism_config.parallelism_config_sp_attn_implementation",
         ),
-        IgnoredKey("ranks that share a sequence exchange tokens for heads"),
+        IgnoredKey("context-parallel ranks exchange tokens for heads"),
     ),
 }
 KEYS: ForeignKeys = {

@@ -217,7 +217,7 @@ KEYS: ForeignKeys = {
     "run_val_every_n_steps": SettingKey("train.eval_every"),
     **dict.fromkeys(
         ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"),
-        RefusedKey("distillation needs a train.loss of your own"),
+        RefusedKey("distillation needs a custom train.loss"),
     ),
     **dict.fromkeys(
         ("tasks", "prompt", "max_new_tokens", "top_k", "limit", "enable_kv_cache"),

@@ -265,7 +265,7 @@ LAYER = ("params", "decoder", "layers", "mlp")
     ("change", "shapes", "told"),
     [
         ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not read; export it with"),
-        ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], by config.json it would be \[8, 5, 4, 6\]"),
+        ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], but config.json implies \[8, 5, 4, 6\]"),
         ({"vocab_size": 13}, {}, "does not hold 13 tokens of 8"),
         ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, {}, "an odd head_dim, 5"),
         ({}, {(*LAYER, "wi", "kernel"): (8, 4, 24)}, r"mlp\.wi\.kernel' has no place in a model of type"),
@@ -558,7 +558,7 @@ def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"one moment of model\.l\.w, Adam has two; convert without"):
         _ = open_checkpoint(saved(tmp_path / "lion", lion)).optimizer
     two = open_checkpoint(saved(tmp_path / "two", {**arrays, "ema.l.w": ones}))
-    with pytest.raises(CheckpointError, match=r"mu\.l\.w' is no moment of optax's Adam; convert without"):
+    with pytest.raises(CheckpointError, match=r"mu\.l\.w' is not a moment of optax's Adam; convert without"):
         _ = two.optimizer
 
 

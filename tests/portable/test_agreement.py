@@ -71,5 +71,5 @@ def test_ranks_that_differ_are_told_how(
 def test_hosts_that_would_go_on_from_different_steps(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     assert ranks.run(2, leg, tmp_path / "run", corpus, {"train__stop_after": 2}) == 0
     said = ranks.run(2, refusal, tmp_path / "run", corpus, another_checkpoint)
-    assert "the checkpoint to go on from: 'step-000002' on rank 0, but 'step-000001' on rank 1" in said
+    assert "the checkpoint to continue from: 'step-000002' on rank 0, but 'step-000001' on rank 1" in said
     assert ranks.run(2, leg, tmp_path / "run", corpus, {"train__stop_after": 3}) == 0

@@ -155,7 +155,7 @@ def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.
     assert str(tmp_path) in line and "seed: 0 and 1" in line
     assert snapshot(tmp_path) == before
     assert main(flags(tiny(tmp_path, corpus, train__steps=3, train__stop_after=1))) == 0  # has been passed
-    assert "stopped at step 2 of 3, as train.stop_after says" in capsys.readouterr().err
+    assert "stopped at step 2 of 3, as train.stop_after requires" in capsys.readouterr().err
 
 
 def test_dry_run_says_what_would_happen_and_writes_nothing(

@@ -97,7 +97,7 @@ def test_nothing_that_informs_runs_code(
     state.write_text(json.dumps(json.loads(state.read_text()) | {"run": NAMED}))
     for asked in (folder, state.parent):
         main(["--resume-info", str(asked), "--backend", "cpu"])
-    assert "train.optimizer: evil:made: cannot be told without running it" in capsys.readouterr().out
+    assert "train.optimizer: evil:made: cannot be determined without running it" in capsys.readouterr().out
     report([str(folder)])
     convert(["inspect", str(folder)])
     convert(["diff", str(folder), str(folder)])

@@ -181,7 +181,9 @@ def test_saved_datasets(tmp_path: Path) -> None:
     assert [(found.text, found.label) for found in test.iter_documents()] == [(TEXTS[7], 1)]
     with pytest.raises(UserError, match=r"data.split: .* has no split 'dev'; it has test, train"):
         source(str(tmp_path / "splits"), split="dev")
-    with pytest.raises(UserError, match=r"data.stream: .* was saved with save_to_disk; set it to false"):
+    with pytest.raises(
+        UserError, match=r"data.stream: .* was saved with save_to_disk; set data.stream to false"
+    ):
         source(str(tmp_path / "rows"), stream=True)
 
 

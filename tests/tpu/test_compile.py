@@ -341,7 +341,7 @@ ON_TORCHTPU = ["--backend", "tpu", "--compile", "--device", "v5e", "--devices", 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only-memory"], "--only-memory: has an effect only with --compile; add it"),
+        (["--only-memory"], "--only-memory: has an effect only with --compile; add --compile"),
         (["--compile", "--device", "h100"], "--compile: backend cuda has no compiler that works without"),
         ([*ON_TORCHTPU, "--train.optimizer", "muon"], "--compile: train.optimizer muon needs all ranks"),
         (["--compile", "--device", "v5e", "--devices", "2"], "--devices: no slice of v5e has 2 chips"),

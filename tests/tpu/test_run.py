@@ -237,7 +237,7 @@ def test_the_command_line_never_imports_jax_and_says_where_it_runs(tmp_path: Pat
     assert "no TPU found; running on 4 virtual CPU devices" in done.stderr
     assert "1 x 4 devices on xla" in done.stderr
     assert "Warning" not in done.stderr
-    assert "--- the model goes on" in done.stderr
+    assert "--- the model continues" in done.stderr
 
 
 def command_line(arguments: list[str]) -> tuple[int, str]:

@@ -124,8 +124,8 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
         if num_devices not in sizes:
             nearest = sorted(sorted(sizes, key=lambda size: abs(size - num_devices))[:2])
             raise UserError(
-                f"--devices: no slice of {device} has {num_devices} chips; the nearest have "
-                f"{' and '.join(map(str, nearest))}"
+                f"--devices: no slice of {device} has {num_devices} chips; use "
+                f"{' or '.join(map(str, nearest))}"
             )
         return TpuSlice(device, sizes[num_devices])
     axes = "x".join("ABC"[: generation.num_axes])

@@ -40,7 +40,9 @@ class TorchTpuPackage(TorchPackage):
         require(chips > 0, _NO_TPU)  # torch_tpu would end the process
         torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
-            ranks <= chips, f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}"
+            ranks <= chips,
+            f"--nproc: {ranks} ranks need a TPU chip each, and this machine has {chips}; start at most "
+            "one rank per chip",
         )
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:

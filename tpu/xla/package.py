@@ -44,7 +44,7 @@ class XlaPackage(BackendPackage):
     def check_ranks(self, ranks: int) -> None:
         if ranks > 1:
             raise UserError(
-                "--nproc: XLA runs one process a host, which drives all its devices; leave it out"
+                "--nproc: XLA runs one process per host, which drives all its devices; leave out --nproc"
             )
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
@@ -75,7 +75,8 @@ class XlaPackage(BackendPackage):
 
         require(
             config.xla.compilation_cache in ("auto", "none") or runtime.is_on_tpu(),
-            "xla.compilation_cache: graphs for virtual devices cannot be cached; set it to none",
+            "xla.compilation_cache: graphs for virtual devices cannot be cached; set xla.compilation_cache "
+            "to none",
         )
         MeshLayout(config, world.devices)
 

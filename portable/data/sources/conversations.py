@@ -299,7 +299,7 @@ def parse_conversation(
     begin = 0 if roles != DEFAULT_TRAINED_ROLES else conversation.num_prompt_messages or 0
     if not any(index >= begin for index in conversation.trained_message_indices):
         raise _build_record_error(
-            location, f"{conversation.trained_roles_text} says nothing, or context only; remove the record"
+            location, f"{conversation.trained_roles_text} has no text, or only context; remove the record"
         )
     return conversation
 
