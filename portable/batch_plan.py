@@ -134,8 +134,8 @@ def compute_batch_plan(
         lower, upper = total - total % devices, total + -total % devices
         choices = " or ".join(str(n) for n in (lower, upper) if n)
         raise UserError(
-            f"train.global_batch_size: {total} sequences cannot be divided among {devices} {unit}s; "
-            f"set it to {choices}, or use another number of {unit}s"
+            f"train.global_batch_size: {total} sequences cannot be divided among {devices} {unit}s; set "
+            f"train.global_batch_size to {choices}, or use another number of {unit}s"
         )
     share = -(-total // devices)
     micro = config.train.micro_batch_size
@@ -159,7 +159,7 @@ def compute_batch_plan(
 def describe_padding(plan: BatchPlan) -> str:
     """Describe the sequences without labels in a step. Empty if there are none."""
     padding = plan.padded_batch_size - plan.global_batch_size
-    return f", of which {padding} of {plan.padded_batch_size} in all are empty" if padding else ""
+    return f", and {padding} of all {plan.padded_batch_size} are empty" if padding else ""
 
 
 def compute_batch_plan_of_rank(config: RunConfig, backend: Backend) -> BatchPlan:

@@ -136,7 +136,7 @@ def read_json_file(path: AnyPath) -> Any:
     try:
         return json.loads(read_small_file(path, max_bytes=_MAX_JSON_BYTES))
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
     except LinkError as error:
         raise OSError(errno.ELOOP, str(error), str(path)) from None
 

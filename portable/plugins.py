@@ -419,7 +419,9 @@ def register_object(
     target = user_object
     if isinstance(user_object, functools.partial):
         if user_object.args:
-            raise UserError(f"{argument_name}: a partial with positional arguments; give them by name")
+            raise UserError(
+                f"{argument_name}: a partial with positional arguments; give the arguments by name"
+            )
         target, arguments = user_object.func, dict(user_object.keywords)
     elif not inspect.isclass(user_object) and not inspect.isfunction(user_object):
         target = type(user_object)

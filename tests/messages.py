@@ -1,7 +1,8 @@
 """List the messages that users read: ``python -m tests.messages [--package NAME] [--kind KIND] [PATH ...]``.
 
 The messages are read from the syntax trees of the product, so none of its modules is imported. An inserted
-value is shown as the expression in braces.
+value is shown as the expression in braces. ``--check`` prints only the messages that break a rule of
+``find_problems``, with the rule. ``tests/test_messages.py`` holds the rules.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tests.language.sources import PRODUCT, Source, find_error_callables, get_last_name, load_sources
+from tests.language.marks import MARKS
+from tests.language.prose import Kind as ProseKind
+from tests.language.prose import Passage
+from tests.language.sources import (
+    PRODUCT,
+    Source,
+    SourceError,
+    find_error_callables,
+    get_last_name,
+    parse_source,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,6 +70,7 @@ class Message:
         last_line: Number of the last line.
         kind: Kind of the message.
         text: Text with each inserted value as an expression in braces.
+        callable: Name of the function or class that gets the text as an argument. Empty if there is none.
     """
 
     path: str
@@ -66,6 +78,7 @@ class Message:
     last_line: int
     kind: Kind
     text: str
+    callable: str = ""
 
     @property
     def package(self) -> str:
@@ -99,10 +112,10 @@ class _Collector(ast.NodeVisitor):
         name = get_last_name(node.func)
         self.visit(node.func)
         for argument in node.args:
-            self._visit_value(argument, self._get_call_kind(node, name))
+            self._visit_value(argument, self._get_call_kind(node, name), name)
         for keyword in node.keywords:
             kind = Kind.HELP if keyword.arg in HELP_KEYWORDS else self._get_call_kind(node, name)
-            self._visit_value(keyword.value, kind)
+            self._visit_value(keyword.value, kind, name)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         names = {target.id for target in node.targets if isinstance(target, ast.Name)}
@@ -131,16 +144,17 @@ class _Collector(ast.NodeVisitor):
             return Kind.ERROR
         return Kind.STATUS if name in STATUS_CALLABLES else None
 
-    def _visit_value(self, node: ast.expr, kind: Kind | None) -> None:
+    def _visit_value(self, node: ast.expr, kind: Kind | None, callable_name: str = "") -> None:
         """Add the message of an expression, or visit the expression if it is not a string.
 
         Args:
             node: An expression.
             kind: Kind of the message. None if only its text decides.
+            callable_name: Name of the function or class that gets the value as an argument.
         """
         if kind and isinstance(node, ast.IfExp):
-            self._visit_value(node.body, kind)
-            self._visit_value(node.orelse, kind)
+            self._visit_value(node.body, kind, callable_name)
+            self._visit_value(node.orelse, kind, callable_name)
             return
         text = render_text(node)
         if text is None:
@@ -151,7 +165,8 @@ class _Collector(ast.NodeVisitor):
         if kind is None and count_words(text) >= MIN_TEXT_WORDS:
             kind = Kind.TEXT
         if kind and " " in text:
-            self.messages.append(Message(self._path, node.lineno, node.end_lineno or node.lineno, kind, text))
+            last_line = node.end_lineno or node.lineno
+            self.messages.append(Message(self._path, node.lineno, last_line, kind, text, callable_name))
 
 
 def _find_error_names(function: ast.AST, error_callables: frozenset[str]) -> frozenset[str]:
@@ -205,14 +220,28 @@ def remove_holes(text: str) -> str:
     return "".join(result)
 
 
+def load_product(root: Path) -> list[Source]:
+    """Read and parse the Python files of the product.
+
+    Raises:
+        SourceError: If a file cannot be read or has a syntax error.
+    """
+    sources = []
+    for package in PRODUCT:
+        for path in sorted((root / package).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            try:
+                sources.append(parse_source(name, package, path.read_text("utf-8")))
+            except (OSError, UnicodeDecodeError, SyntaxError) as error:
+                raise SourceError(f"{name}: cannot be read or parsed: {error}") from error
+    return sources
+
+
 def find_messages(sources: Sequence[Source]) -> list[Message]:
-    """Find all messages of the product, sorted by path and line."""
+    """Find all messages in the files, sorted by path and line."""
     error_callables = find_error_callables(sources)
     return sorted(
-        message
-        for source in sources
-        if source.package in PRODUCT and source.nodes
-        for message in iter_messages(source.path, source.text, error_callables)
+        message for source in sources for message in iter_messages(source.path, source.text, error_callables)
     )
 
 
@@ -227,6 +256,71 @@ def iter_messages(path: str, text: str, error_callables: frozenset[str]) -> Iter
     collector = _Collector(path, error_callables)
     collector.visit(ast.parse(text))
     yield from collector.messages
+
+
+def find_problems(message: Message) -> list[str]:
+    """Find the rules that a message breaks.
+
+    Args:
+        message: The message.
+
+    Returns:
+        One description per broken rule, beginning with the name of the rule.
+    """
+    text = remove_holes(message.text)
+    problems = [f"mark {problem}" for problem in _find_marks(text)]
+    if message.kind in (Kind.HELP, Kind.TEXT):
+        return problems
+    if _is_one_sentence_with_period(text):
+        problems.append("period: remove the period at the end")
+    if _CAPITAL.match(text) and not _NAME.match(text):
+        problems.append("capital: begin with a small letter")
+    if match := _PRONOUN.search(text):
+        problems.append(f"pronoun: write the key instead of the pronoun: {match[0].strip()}")
+    if message.kind is Kind.ERROR and message.callable in REMEDY_CALLABLES:
+        *rest, remedy = _REMEDY.split(text)
+        if not rest and _KEY.match(text) and not text.endswith(("X", "?", ")")):
+            problems.append("remedy: add '; ' and what to do")
+        if rest and not _IMPERATIVE.match(remedy):
+            problems.append(f"imperative: begin the remedy with a verb: {remedy}")
+    return problems
+
+
+def _find_marks(text: str) -> Iterator[str]:
+    """Yield the name, the phrase and the advice of each mark of unidiomatic prose."""
+    passage = Passage(ProseKind.MESSAGE, 1, text, text, 1)
+    for mark in MARKS:
+        for start, end in mark.find(passage):
+            yield f"{mark.name}: {mark.advice}: {text[start:end]}"
+
+
+def _is_one_sentence_with_period(text: str) -> bool:
+    return text.endswith(".") and not text.endswith("...") and ". " not in text
+
+
+REMEDY_CALLABLES = frozenset({"UserError", "SettingProblem", "require"})
+"""Callables whose messages need a remedy, because the user can correct the input."""
+
+_CAPITAL = re.compile(r"[A-Z][a-z]*\b")
+_NAME = re.compile(
+    r"(?:X|A?[A-Z]{2,}|Accelerate|Adam|DeepSpeed|Hugging|Liger|LLaMA|MaxText|Megatron|Null|Python|RANK|RUN|TRL"
+    r"|Transformers|ZeRO|[A-Z][a-z]+[A-Z])\b|[A-Z_]+[ =:]"
+)
+"""Names, variables and arguments at the beginning of a message."""
+
+_PRONOUN = re.compile(
+    r"; (?:change|choose|give|lower|name|raise|set|turn|write) (?:it|that|them)\b"
+    r"|^X?(?:[\w.-]+: )?it (?:adds|has|is|leaves|must|needs|shows)\b"
+)
+_REMEDY = re.compile(r"; (?!last good checkpoint)")
+_KEY = re.compile(r"(?:--)?[a-z_]+(?:\.[a-z_*]+)*(?::| X)")
+_IMPERATIVE = re.compile(
+    r"(?:X|(?:to [\w ]+, |if [\w ]+, |for [\w .]+, |in [\w ]+, |or |then )?(?:add|begin|call|change|check|choose"
+    r"|compute|convert|copy|correct|count|create|cut|define|delete|did you mean|drop|evaluate|export|finish|fix"
+    r"|free|generate|give|install|keep|leave|let|list|lower|make|map|merge|mix|move|name|omit|pad|pass|pip"
+    r"|portable-convert|put|quote|raise|read|remove|rename|replace|report|restart|restore|resume|return|run|save"
+    r"|separate|set|sort|start|stop|store|train|treat|try|unpack|unset|upgrade|use|wait|write)\b)"
+)
 
 
 def print_messages(messages: Sequence[Message]) -> None:
@@ -254,14 +348,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files and folders to list; by default all")
     parser.add_argument("--package", action="append", help=f"list only this package: {', '.join(PRODUCT)}")
     parser.add_argument("--kind", action="append", choices=list(Kind), help=f"list only this kind. {kinds}")
+    parser.add_argument("--check", action="store_true", help="list only messages that break a rule")
     options = parser.parse_args(arguments)
     paths = [*options.paths, *(options.package or ())]
     messages = [
         message
-        for message in find_messages(load_sources(ROOT))
+        for message in find_messages(load_product(ROOT))
         if (not options.kind or message.kind in options.kind)
         and (not paths or any(Path(message.path).is_relative_to(path) for path in paths))
     ]
+    if options.check:
+        for message in messages:
+            for problem in find_problems(message):
+                print(f"{message.path}:{message.line}: {problem}\n    {message.text}")
+        return 0
     print_messages(messages)
     return 0
 

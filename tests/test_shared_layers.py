@@ -98,7 +98,7 @@ def test_a_checkpoint_has_what_one_rank_has(changed: dict[str, Any], beside: Bes
 def test_nodes_smaller_than_the_ranks_that_share_a_layer_hold_one_copy_each() -> None:
     config = RunConfig(strategy="hybrid_shard", tensor_parallel_size=4)
     assert compute_shard_group_size(config, 8, 2) == 1
-    with pytest.raises(UserError, match="2 groups of 4 ranks that share layers are not divisible"):
+    with pytest.raises(UserError, match="2 groups of 4 tensor-parallel ranks are not divisible"):
         compute_shard_group_size(config.replaced({"fsdp.shard_group_size": 8}), 8, 2)
 
 
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_that_were_not_tried(case: str, corpus: Path, tmp_path: Path) -> None:
     settings, told = REFUSED[case]
-    with pytest.raises(UserError, match=f"{told} does not work with ranks that share layers"):
+    with pytest.raises(UserError, match=f"{told} does not work with tensor-parallel ranks"):
         configured(tmp_path, corpus, **{"tensor_parallel_size": 2, **settings})
 
 
@@ -146,7 +146,7 @@ def test_models_whose_layers_cannot_be_shared(changed: dict[str, Any], told: str
 @pytest.mark.parametrize("given", [{"adapter__type": "ia3"}, {"adapter__use_dora": True}])
 def test_adapters_that_ranks_cannot_share(given: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
     given = {"tensor_parallel_size": 2, "strategy": "full_shard", "adapter__type": "lora", **given}
-    with pytest.raises(UserError, match=r"^tensor_parallel_size: of adapters works with LoRA"):
+    with pytest.raises(UserError, match=r"^tensor_parallel_size: an adapter may train only LoRA"):
         inspect_run(configured(tmp_path, corpus, **given))
 
 

@@ -718,8 +718,8 @@ def _parse_url(url: str) -> _ParsedUrl:
     store_protocol = _ALIASES.get(protocol, protocol)
     if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):
         raise RemoteError(
-            f"{redact_credentials(url)}: credentials do not belong in a URL; set them up as for the store's "
-            "own tools"
+            f"{redact_credentials(url)}: credentials do not belong in a URL; set up the credentials as for "
+            "the store's own tools"
         )
     if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
         raise RemoteError(

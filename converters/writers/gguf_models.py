@@ -310,7 +310,7 @@ class _ConfigTable:
 
     def __init__(self, values: Any, defaults: Mapping[str, Any], location: str) -> None:
         if not isinstance(values, dict):
-            raise CheckpointError(f"{location[:-1]} {_format_short_json(values)}: it must be a table")
+            raise CheckpointError(f"{location[:-1]} {_format_short_json(values)}: not a table")
         self.values, self.defaults, self.location = values, defaults, location
         self._untaken_names = set(values)
 
@@ -350,9 +350,7 @@ class _ConfigTable:
             type(number) not in ((int,) if is_count else (int, float))
             or not 0 < number < _MAX_NUMBERS[is_count]
         ):
-            self.raise_unsupported(
-                names[0], "it must be a count" if is_count else "it must be a positive number"
-            )
+            self.raise_unsupported(names[0], "not a count" if is_count else "not a positive number")
         return number
 
     def take_allowed_setting(self, name: str, *allowed: Any) -> Any:
@@ -575,7 +573,7 @@ def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, old = map(rope.take_positive_number, names)
     if not low < high:
-        rope.raise_unsupported("high_freq_factor", "it must be above low_freq_factor")
+        rope.raise_unsupported("high_freq_factor", "not above low_freq_factor")
     rotations = [old / (2 * pi * base ** (i / rotated_size)) for i in range(0, int(rotated_size), 2)]
     smooth_factors = [min(max((each - low) / (high - low), 0), 1) for each in rotations]
     return [1 / ((1 - each) / factor + each) for each in smooth_factors]

@@ -18,7 +18,7 @@ def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
     for name, count in Counter(config.log.trackers).items():
         if count > 1:
             yield SettingProblem(
-                ("log.trackers",), f"log.trackers: {name} is named {count} times; name it once"
+                ("log.trackers",), f"log.trackers: {name} is named {count} times; name the tracker once"
             )
 
 

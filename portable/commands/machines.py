@@ -295,7 +295,7 @@ def _parse_machines(
     topologies = rental_table["topologies"][3 if "cores" in machines.rental_names else 2]
     require(
         "type" in machines.rental_names and target not in _GPU_ONLY_PROGRAMS,
-        f"--device: {text}: --for {target} does not offer it",
+        f"--device: {text}: --for {target} does not offer it; choose another device",
     )
     require(
         machines.num_devices in topologies,
@@ -303,7 +303,8 @@ def _parse_machines(
     )
     require(
         machines.num_nodes == 1 or target == "cloud-tpu" or (target == "jobset" and config.backend != "tpu"),
-        f"--device: {text}: a slice of several hosts needs --for cloud-tpu, or --for jobset and backend xla",
+        f"--device: {text}: a slice of several hosts is not supported here; use --for cloud-tpu, or --for "
+        "jobset and backend xla",
     )
     labels = {
         "cloud.google.com/gke-tpu-accelerator": machines.rental_names["gke"],

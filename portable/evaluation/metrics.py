@@ -173,7 +173,9 @@ def load_user_metric(path: str) -> Metric:
             setattr(metric, name, getattr(target, name))
     needs: Any = getattr(metric, "needs", None)
     if needs not in (None, "logits", "predictions"):
-        raise UserError(f"{key}: its attribute needs is {needs!r}; set it to 'logits' or 'predictions'")
+        raise UserError(
+            f"{key}: its attribute needs is {needs!r}; set the attribute to 'logits' or 'predictions'"
+        )
     return metric
 
 

@@ -106,7 +106,7 @@ class TpuLauncherKey(CounterpartlessKey):
         """
         if is_for_xla(file):
             raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
-        raise NoEffect(f"{format_short_value(value)} has no effect: it is for TPUs")
+        raise NoEffect(f"{format_short_value(value)} has no effect: this key is for TPUs")
 
     @property
     def remedy(self) -> str:
@@ -496,7 +496,7 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(("main_training_function", "same_network"), IgnoredKey()),
     **dict.fromkeys(("num_processes", "num_machines"), IgnoredKey()),
     "compute_environment": RefusedKey(
-        "runs are always local; set it to LOCAL_MACHINE", unless=("LOCAL_MACHINE", "TPU")
+        "runs are always local; set compute_environment to LOCAL_MACHINE", unless=("LOCAL_MACHINE", "TPU")
     ),
     "tpu_use_cluster": TpuLauncherKey(f"{START_ON_EVERY_HOST}; set it to false"),
     "tpu_use_sudo": TpuLauncherKey("no command needs sudo; set it to false"),

@@ -156,7 +156,9 @@ KEYS: ForeignKeys = {
         "adapter.target_modules", convert_adapted_modules, converts_empty_values=True
     ),
     "model.apply_lora_to_mlp": IgnoredKey(),
-    "model.apply_lora_to_output": RefusedKey("the head gets no adapter; name it in adapter.target_modules"),
+    "model.apply_lora_to_output": RefusedKey(
+        "the head gets no adapter; name the head in adapter.target_modules"
+    ),
     "model.quantize_base": PresetKey({"true": {"adapter.base": "nf4"}, "false": {}}, hint="adapter.base"),
     **dict.fromkeys(
         ("model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable", "model.image_size"),

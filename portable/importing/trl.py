@@ -263,7 +263,7 @@ _DATA: ForeignKeys = {
         ),
     ),
     "eos_token": RefusedKey(
-        "the eos_token of the tokenizer is used; change it in the folder of data.tokenizer"
+        "the eos_token of the tokenizer is used; change the eos_token in the folder of data.tokenizer"
     ),
     "validation_file": RefusedKey(SET_EVAL),
     "dataset_test_split": RefusedKey(SET_EVAL, unless=("test",)),

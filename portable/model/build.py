@@ -89,7 +89,9 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
         zero = next(
             (key for key in zeros if _fixes_zero_division(key, model_type, values)), "one of its numbers"
         )
-        raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
+        raise UserError(
+            f"model.config: {zero} is 0, and another number is divided by it; set a positive number"
+        ) from error
     except Exception as error:
         raise UserError(f"model.config: {_extract_reason(error)}") from error
 
@@ -266,7 +268,7 @@ def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) 
     for key in _ROPE_KEYS:
         if key in values and rope and not any(scope.get(key) == values[key] for scope in scopes):
             raise UserError(
-                f"model.config.{key}: has no effect on {type(config).__name__}; set it in "
+                f"model.config.{key}: has no effect on {type(config).__name__}; set {key} in "
                 "model.config.rope_parameters"
             )
 

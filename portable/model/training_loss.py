@@ -143,7 +143,8 @@ class TrainingLoss:
         if self.needs - {LOGITS, *STATISTICS}:
             names = ", ".join(STATISTICS)
             raise UserError(
-                f"{key}: its attribute needs is {needs!r}; set it to 'logits', or some of {names}"
+                f"{key}: its attribute needs is {needs!r}; set the attribute to 'logits', or to some of "
+                f"{names}"
             )
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
@@ -307,7 +308,7 @@ class TrainingLoss:
         if abs(total - sum_of_parts) > 1e-2 * max(abs(total), abs(sum_of_parts), 1e-6):
             raise UserError(
                 f"{self.key}: is {total:.6g} for a micro-batch and {sum_of_parts:.6g} for its two halves "
-                "together; the loss must be a sum over rows, not a mean"
+                "together; return a sum over rows, not a mean"
             )
 
 

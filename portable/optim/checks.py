@@ -68,6 +68,6 @@ def check_schedule_params(config: RunConfig) -> Iterator[SettingProblem]:
     if getattr(schedule, "cycle_momentum", False) and train.optimizer not in ("adamw", "muon"):
         yield SettingProblem(
             ("train.schedule_params.cycle_momentum", "train.betas", "train.optimizer"),
-            "train.schedule_params.cycle_momentum changes train.betas, which optimizer "
-            f"{train.optimizer} does not use; set it to false",
+            f"train.schedule_params.cycle_momentum changes train.betas, which optimizer {train.optimizer} "
+            "does not use; set train.schedule_params.cycle_momentum to false",
         )

@@ -389,7 +389,8 @@ def check_custom_optimizer(config: RunConfig) -> None:
     for setting in ("betas", "eps"):
         require(
             not config.is_set(f"train.{setting}"),
-            f"train.{setting}: has no effect with {key}; give it as an argument, as in {name}({setting}=...)",
+            f"train.{setting}: has no effect with {key}; pass the value as an argument, as in "
+            f"{name}({setting}=...)",
         )
     require(
         "weight_decay" in accepted or not (config.is_set("train.weight_decay") and train.weight_decay),

@@ -186,7 +186,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
                 break
     require(
         bool(rows),
-        f"--budget: none of {', '.join(prices)} holds the run on up to {_DEVICE_COUNTS[-1]} devices",
+        f"--budget: none of {', '.join(prices)} has enough memory for the run on up to {_DEVICE_COUNTS[-1]} "
+        "devices",
     )
     rows.sort(key=lambda row: float(row["cost"].likely))
     if options.get("json"):

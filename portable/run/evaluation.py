@@ -92,16 +92,14 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
     if metric not in available and not is_custom:
         custom_hint = "" if names is not None else ", and the values of custom metrics"
         raise UserError(
-            f"checkpoint.best_metric: no evaluation of this run has {metric}; it has "
+            f"checkpoint.best_metric: no evaluation of this run has {metric}; use one of "
             f"{', '.join(available)}{custom_hint}"
         )
     mode = (
         metrics.get_better_direction(metric_name) if checkpoint.best_mode == "auto" else checkpoint.best_mode
     )
     if mode is None:
-        raise UserError(
-            f"checkpoint.best_mode: it is unknown whether a higher {metric} is better; set min or max"
-        )
+        raise UserError(f"checkpoint.best_mode: the better direction of {metric} is unknown; set min or max")
     threshold = config.train.early_stopping_threshold
     return BestTracker(metric, mode, checkpoint.keep_best or 0, patience, threshold)
 

@@ -297,7 +297,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: c.update(mp_world_size=3), "parallel degrees are 2 and 1 of 3"),
         ],
         ("autotp-zero2-4", MP0): [
-            (lambda c: c.pop("universal_checkpoint_info"), "do not say how"),
+            (lambda c: c.pop("universal_checkpoint_info"), "only if their files record how"),
             (lambda c: piece(c)["source"].__setitem__(0, 6), "odd_proj"),
         ],
         ("pipeline-fp32-4", "layer_01-model_states.pt"): [

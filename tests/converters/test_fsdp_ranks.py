@@ -40,13 +40,13 @@ def test_the_folders_of_a_run(written_ranks: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_refused_by_name(written_ranks: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save with SHARDED_STATE_DICT"):
+    with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save it with SHARDED_STATE_DICT"):
         open_checkpoint(written_ranks / "fsdp1-local-3")
     accelerate = tmp_path / "local" / "pytorch_model_fsdp_rank0.bin"
     accelerate.parent.mkdir()
     accelerate.touch()
     for path in (accelerate, accelerate.parent):
-        with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save with SHARDED_STATE_DICT"):
+        with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save it with SHARDED_STATE_DICT"):
             open_checkpoint(path)
 
 

@@ -309,7 +309,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"rope_parameters": {**LINEAR, "factor": -4}}, "rope_parameters.factor -4: it must be a positive"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0 instead of a whole number from 1"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776 instead of a whole number"),
-        ({"max_position_embeddings": 1 << 40}, "max_position_embeddings 1099511627776: it must be a count"),
+        ({"max_position_embeddings": 1 << 40}, "max_position_embeddings 1099511627776: not a count"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps NaN"),
         ({"vocab_size": 100}, "instead of [100, 64]"),
         ({"rope_scaling": None, "rope_theta": 5.0, "num_key_value_heads": 2}, ""),

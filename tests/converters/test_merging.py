@@ -477,7 +477,7 @@ def test_what_else_is_no_base_or_no_adapter(
 ) -> None:
     base = pair.base
     pair.base = pair.adapter
-    assert "holds the adapter alone" in refused(pair, capsys)
+    assert "contains only the adapter" in refused(pair, capsys)
     pair.base = tmp_path / "other"
     shutil.copytree(pair.adapter, pair.base)
     assert "give only the base model" in refused(pair, capsys)
@@ -495,7 +495,7 @@ def test_settings_from_elsewhere_and_several_adapters(
     pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = (pair.adapter / "adapter_config.json").rename(tmp_path / "settings.json")
-    assert "give it with --adapter-config FILE" in refused(pair, capsys)
+    assert "add --adapter-config FILE" in refused(pair, capsys)
     pair.merge("--adapter-config", str(config))
     shutil.rmtree(pair.out)
     model = peft.get_peft_model(UNTIED(), lora())

@@ -264,7 +264,7 @@ LAYER = ("params", "decoder", "layers", "mlp")
 @pytest.mark.parametrize(
     ("change", "shapes", "told"),
     [
-        ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not read; export it with"),
+        ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not supported; export it with"),
         ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], but config.json implies \[8, 5, 4, 6\]"),
         ({"vocab_size": 13}, {}, "does not hold 13 tokens of 8"),
         ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, {}, "an odd head_dim, 5"),
@@ -378,7 +378,7 @@ def test_chunks_within_a_shard() -> None:
             bytes(6) + INDEX[:16] + struct.pack("<QQ", 1 << 63, 2) + INDEX[32:],
             "the index of a shard is wrong",
         ),
-        (shards(1 << 20), bytes(100), "too many chunks lie within shards"),
+        (shards(1 << 20), bytes(100), "too many chunks are within shards"),
     ],
 )
 def test_an_array_that_is_not_read_is_refused_by_name(header: Any, data: bytes | None, told: str) -> None:
@@ -419,7 +419,7 @@ def hostile() -> Iterator[tuple[str, bytes, dict[str, Any], str]]:
     yield "beyond", craft.apart("d/data", "a", 1 << 40, 4), {}, "truncated or damaged, a would end at byte"
     yield "huge", craft.apart("d/data", "a", 0, 1 << 50), {}, "truncated or damaged"
     yield "missing", craft.apart("d/other", "a", 0, 4), {}, "d/other: No such file"
-    yield "height", good, {"height": 3}, "another height than its parent says"
+    yield "height", good, {"height": 3}, "another height than its parent records"
     yield "rest", good + b"!", {}, "1 bytes more than its entries"
     yield "entries", b"\0" + craft.files() + craft.varint(1 << 40), {}, "entries"
     yield "order", craft.leaf({"b": b"1", "a": b"2"}), {}, "keys are out of order"

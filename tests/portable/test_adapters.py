@@ -42,7 +42,7 @@ def test_a_pattern_that_is_a_name(tmp_path: Path) -> None:
     """What else the model cannot have: ``command_line_refused.yaml``."""
     with pytest.raises(
         UserError,
-        match=r"adapter\.target_modules: 'q_proj' matches no whole .*; write them as a list: \[q_proj\]",
+        match=r"adapter\.target_modules: 'q_proj' matches no complete .*; write them as a list: \[q_proj\]",
     ):
         adapted(tmp_path, adapter__target_modules="q_proj")
 

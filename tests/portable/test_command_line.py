@@ -119,7 +119,10 @@ REFUSED += [
     {"settings": {"data.source": "x" * 300}, "words": ["data.source", "too long"]},
     {"settings": {"data.tokenizer": "\u00e9" * 300}, "words": ["data.tokenizer", "too long for a path"]},
     {"settings": {"output_dir": "a/" * 2100}, "words": ["output_dir", "too long for a path"]},
-    {"flags": f"--eval-only --json {__file__}", "words": ["--json", "has no evaluation; name another file"]},
+    {
+        "flags": f"--eval-only --json {__file__}",
+        "words": ["--json", "does not contain an evaluation; name another file"],
+    },
 ]
 
 

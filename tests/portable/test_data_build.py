@@ -69,7 +69,7 @@ def test_the_tokenizer_in_order_of_preference(settings: Settings, tmp_path: Path
     trained.tokenizer.save_pretrained(tmp_path / "own")
     named = build_data(replace(settings, tokenizer=str(tmp_path / "own")), model_tokenizer="never/asked")
     assert named.fingerprint == trained.fingerprint
-    with pytest.raises(UserError, match=r"data\.tokenizer: it has no mask_token"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: the tokenizer has no mask_token"):
         build_data(replace(settings, tokenizer=str(tmp_path / "own")), task="masked-lm")
     models = build_data(settings, model_tokenizer=str(tmp_path / "own"))
     assert models.fingerprint == trained.fingerprint

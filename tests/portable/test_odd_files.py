@@ -354,7 +354,7 @@ def test_wrong_files_are_refused_in_one_line(tokenizer: tuple[str, int], tmp_pat
     refused("has the token 60000, beyond the 300 of the tokenizer")
     llm_c(path, documents(end))
     path.write_bytes(path.read_bytes()[:-2])
-    refused("not those of .* tokens of 2 bytes; copy the file again")
+    refused("not the size of .* tokens of 2 bytes; copy the file again")
     path.unlink()
     megatron(path, documents(end))
     path.write_bytes(path.read_bytes()[:-4])
@@ -363,8 +363,8 @@ def test_wrong_files_are_refused_in_one_line(tokenizer: tuple[str, int], tmp_pat
     path.with_suffix(".idx").write_bytes(whole[:60])
     refused("some.idx: is cut off")
     path.with_suffix(".idx").write_bytes(b"x" * 100)
-    refused("is no index of Megatron's")
-    with pytest.raises(UserError, match=r"data.tokenizer: .* has tokens and no text"):
+    refused("is not an index of Megatron")
+    with pytest.raises(UserError, match=r"data.tokenizer: .* contains tokens, not text"):
         build_data(DataConfig(source=str(path), cache_dir=str(tmp_path / "cache")))
 
 
@@ -406,7 +406,7 @@ def test_damaged_shards_are_refused(name: str, file: str, tokenizer: tuple[str, 
     shutil.copytree(WRITTEN / name, folder)
     content = (folder / file).read_bytes()
     (folder / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=f"{file}: cannot read it"):
+    with pytest.raises(UserError, match=f"{file}: cannot be read"):
         built(folder, tokenizer[0], tmp_path)
     index = (WRITTEN / name / "index.json").read_text()
     if name == "mds_bytes_zstd":  # its checksum tells
@@ -416,7 +416,7 @@ def test_damaged_shards_are_refused(name: str, file: str, tokenizer: tuple[str, 
         with pytest.raises(UserError, match=r"another sha1 than in index.json"):
             built(folder, tokenizer[0], tmp_path)
     (folder / "index.json").write_text(json.dumps({"shards": [{"format": "mds"}]}))
-    with pytest.raises(UserError, match=r"index.json: cannot read it"):
+    with pytest.raises(UserError, match=r"index.json: cannot be read"):
         built(folder, tokenizer[0], tmp_path)
 
 

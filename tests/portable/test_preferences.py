@@ -397,8 +397,8 @@ class Whole(Teacher):
         ("chats", None, f"{__name__}:Whole", r"Whole: needs complete sequences; set data\.packing to false"),
         ("stream", None, "dpo", r"train\.loss: dpo: needs all samples before the training"),
         ("pairs", None, None, r"data\.format preference needs a loss of pairs; set train\.loss to dpo"),
-        ("pairs", None, "simpro", r"there is no such name here; .* did you mean simpo\?"),
-        ("pairs", None, "dpo(loss_type='hing')", r"loss_type 'hing' is none of sigmoid, robust, hinge"),
+        ("pairs", None, "simpro", r"unknown name; .* did you mean simpo\?"),
+        ("pairs", None, "dpo(loss_type='hing')", r"loss_type 'hing' is not one of sigmoid, robust, hinge"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(

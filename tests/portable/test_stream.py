@@ -252,7 +252,7 @@ def test_an_object_that_changed_since_it_was_listed(files: Path, s3: ObjectStore
     with pytest.raises(UserError, match=rf"{name}.*changed while it was read"):
         rows(found)
     s3.delete(f"data/{name}")
-    with pytest.raises(UserError, match=rf"{name}.*cannot read it"):
+    with pytest.raises(UserError, match=rf"{name}.*cannot be read"):
         rows(found)
 
 
@@ -387,7 +387,7 @@ def test_a_part_of_an_object_costs_its_own_bytes(
 def test_damaged_files_end_in_one_line(tmp_path: Path) -> None:
     for name, said in (
         ("a.jsonl.gz", r"a.jsonl.gz: Compressed file ended before .*; copy the file again"),
-        ("a.jsonl.zst", r"a.jsonl.zst: cannot read it: Truncated compressed stream"),
+        ("a.jsonl.zst", r"a.jsonl.zst: cannot be read: Truncated compressed stream"),
         ("a.parquet", r"a.parquet: not a readable .parquet file \(.*\); copy it again"),
     ):
         path = tmp_path / name
@@ -565,7 +565,7 @@ def test_refusals(config: Path, files: Path, tmp_path: Path, capsys: pytest.Capt
     refused("is not empty", "--out", str(tmp_path / "full"))
     refused("data.stream: data.source names no files", "--out", new, "--data.source", "null")
     assert main(["--config", str(config), "--processes", "1", "--out", out]) == 0
-    refused("--part: '3/2' is not such as 2/8", "--out", out, "--part", "3/2")
+    refused("--part: '3/2' is not a part such as 2/8", "--out", out, "--part", "3/2")
     write_jsonl(files / "part-9.jsonl", [{"text": "more"}])
     refused("was begun with other files", "--out", out)
     shutil.rmtree(tmp_path / "tokens" / "shards" / "000000")

@@ -266,7 +266,7 @@ def test_a_mean_is_found_where_halves_cannot_be_compared(
     ("more", "told"),
     [
         ({"data__packing": True}, r"data\.packing true joins records"),
-        ({"train__loss": None}, r"data\.columns is for a loss of your own; set train\.loss"),
+        ({"train__loss": None}, r"data\.columns is for a custom loss; set train\.loss"),
         ({"train__z_loss": 0.1}, r"train\.z_loss 0\.1 changes the cross-entropy"),
         ({"data__columns": "labels"}, "labels is an input of models; rename the column"),
         ({"data__columns": "txet"}, r"data\.columns: .*: no field 'txet'.*did you mean 'text'"),

@@ -78,7 +78,7 @@ def test_options_are_those_of_torch_xla() -> None:
 @pytest.mark.parametrize(
     ("device", "devices", "topology", "said"),
     [
-        ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; the nearest have 8 and 16"),
+        ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; use 8 or 16"),
         ("v5p", 16, "4x", "--topology: '4x' does not name the chips of a v5p slice as AxBxC; known are"),
         ("v5e", 16, "4x8", "--topology: 4x8 has 32 chips, but --devices is 16"),
         ("v3", 8, None, "--compile: needs --device v4, v5e, v5p, v6e, not v3"),
@@ -371,11 +371,13 @@ def test_attention_by_rows_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
-    with pytest.raises(UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is no file$"):
+    with pytest.raises(
+        UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is not a file; name the file of libtpu$"
+    ):
         find_libtpu()
     (tmp_path / "libtpu.so").write_text("text")
     graphs = written(tmp_path, step=hlo.added(8))
-    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is no libtpu: .*$"):
+    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is not libtpu: .*$"):
         compile_graph_files(graphs, TpuSlice("v5e", "1x1"), find_libtpu(), NEVER)
 
 

@@ -193,7 +193,7 @@ def refusal(config: RunConfig) -> str:
         (deeper("llama", 1), "llama has no two equal consecutive layers"),
         (
             {"model__config": {**deeper("mixtral", 2)["model__config"], "output_router_logits": True}},
-            "the router loss needs what every layer's router returns",
+            "the router loss needs the output of every layer's router",
         ),
         (
             {"xla__sharding": {r"layers\.0\.mlp": None}},

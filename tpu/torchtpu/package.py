@@ -41,7 +41,7 @@ class TorchTpuPackage(TorchPackage):
         torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
             ranks <= chips,
-            f"--nproc: {ranks} ranks need a TPU chip each, and this machine has {chips}; start at most "
+            f"--nproc: {ranks} ranks need one TPU chip per rank, and this machine has {chips}; start at most "
             "one rank per chip",
         )
 
@@ -84,8 +84,8 @@ class TorchTpuPackage(TorchPackage):
         ranks = os.environ.get("WORLD_SIZE", "1")
         require(
             ranks == "1" or _ADDRESSES in os.environ,
-            f"backend: tpu: {ranks} ranks need {_ADDRESSES} and TORCH_TPU_TOPOLOGY, which "
-            "`python -m torch.tpu.distributed` prints; set them before the launcher",
+            f"backend: tpu: {ranks} ranks need {_ADDRESSES} and TORCH_TPU_TOPOLOGY, which `python -m "
+            "torch.tpu.distributed` prints; set these variables before the launcher",
         )
         import torch
 

@@ -237,8 +237,8 @@ def _check_class_scores(values: npt.NDArray[Any]) -> None:
         part = values[start : start + (1 << 20)]
         if part.min() < 0 or part.max() > 1:
             raise UserError(
-                "data.label_field: some scores of classes are not from 0 to 1; for a regression on several "
-                "numbers set model.config.problem_type to regression"
+                "data.label_field: some scores of classes are not from 0 to 1; correct the scores, or set "
+                "model.config.problem_type to regression to train on several numbers"
             )
 
 

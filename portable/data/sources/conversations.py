@@ -179,8 +179,8 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
     elif strings is not None:
         raise _build_record_error(
             location,
-            f"{strings} is a list of strings, not the turns of a conversation or one text; write it as "
-            f"{EXAMPLE_RECORDS['messages']}, or as a string",
+            f"{strings} is a list of strings, not the turns of a conversation or one text; write the turns "
+            f"as {EXAMPLE_RECORDS['messages']}, or the text as a string",
         )
     elif len(texts) > 1:
         pairs = "" if len(texts) < _FIELDS_OF_PAIR else ", to {prompt: A, chosen: B, rejected: C} for pairs"

@@ -144,7 +144,8 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
             )
         if config.get("compression") or config.get("encryption"):
             raise UserError(
-                f"data.source: {name} is compressed or encrypted; write it without compression and encryption"
+                f"data.source: {name} is compressed or encrypted; write the data without compression and "
+                "encryption"
             )
         dtype = _LITDATA_DTYPES[int(kind.partition(":")[2])]
         return [
@@ -351,7 +352,7 @@ def find_saved_dataset_folder(name: str, split: str) -> Path | None:
                 split_names = format_name_list(
                     sorted(path.name for path in folder.iterdir() if path.is_dir())
                 )
-                raise UserError(f"data.split: {name} has no split {split!r}; it has {split_names}")
+                raise UserError(f"data.split: {name} has no split {split!r}; use one of {split_names}")
             folder = folder / split
         is_saved = all((folder / file).is_file() for file in ("state.json", "dataset_info.json"))
     except (OSError, ValueError):

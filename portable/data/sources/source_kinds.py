@@ -51,7 +51,7 @@ def open_source(settings: SourceSettings) -> DataSource:
     if data.seq_len < 1:
         raise UserError(f"data.seq_len: {data.seq_len} is less than 1; give a positive number")
     if data.eval_fraction is not None and not 0 <= data.eval_fraction < 1:
-        raise UserError(f"data.eval_fraction: {data.eval_fraction} is not in [0, 1); lower it")
+        raise UserError(f"data.eval_fraction: {data.eval_fraction} is not in [0, 1); set a share below 1")
     if data.max_samples is not None and data.max_samples < 1:
         raise UserError(
             f"data.max_samples: {data.max_samples} is less than 1; give a positive number or null"

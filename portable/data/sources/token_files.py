@@ -142,7 +142,7 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
     if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
         raise UserError(
             f"data.tokenizer: {path} has the token {int(tokens.max())}, beyond the {vocab_size} of the "
-            "tokenizer; set data.tokenizer to the one that made the file"
+            "tokenizer; set data.tokenizer to the tokenizer that made the file"
         )
 
 
