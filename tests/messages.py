@@ -18,6 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from tests.language.marks import MARKS
+from tests.language.names import begins_with_verb
 from tests.language.prose import Kind as ProseKind
 from tests.language.prose import Passage
 from tests.language.sources import (
@@ -137,7 +138,7 @@ class _Collector(ast.NodeVisitor):
         self._error_names = outer_names
 
     def _get_call_kind(self, node: ast.Call, name: str) -> Kind | None:
-        """Return the kind of the strings among the arguments of a call. None if it does not depend on the call."""
+        """Return the kind of the string arguments of a call. None if only their texts decide."""
         if name in ADVICE_CALLABLES:
             return Kind.ADVICE
         if name in self._error_callables or (name == "error" and len(node.args) == 1):
@@ -281,7 +282,7 @@ def find_problems(message: Message) -> list[str]:
         *rest, remedy = _REMEDY.split(text)
         if not rest and _KEY.match(text) and not text.endswith(("X", "?", ")")):
             problems.append("remedy: add '; ' and what to do")
-        if rest and not _IMPERATIVE.match(remedy):
+        if rest and not _begins_with_imperative(remedy):
             problems.append(f"imperative: begin the remedy with a verb: {remedy}")
     return problems
 
@@ -314,13 +315,19 @@ _PRONOUN = re.compile(
 )
 _REMEDY = re.compile(r"; (?!last good checkpoint)")
 _KEY = re.compile(r"(?:--)?[a-z_]+(?:\.[a-z_*]+)*(?::| X)")
-_IMPERATIVE = re.compile(
-    r"(?:X|(?:to [\w ]+, |if [\w ]+, |for [\w .]+, |in [\w ]+, |or |then )?(?:add|begin|call|change|check|choose"
-    r"|compute|convert|copy|correct|count|create|cut|define|delete|did you mean|drop|evaluate|export|finish|fix"
-    r"|free|generate|give|install|keep|leave|let|list|lower|make|map|merge|mix|move|name|omit|pad|pass|pip"
-    r"|portable-convert|put|quote|raise|read|remove|rename|replace|report|restart|restore|resume|return|run|save"
-    r"|separate|set|sort|start|stop|store|train|treat|try|unpack|unset|upgrade|use|wait|write)\b)"
+_LEAD = re.compile(r"(?:(?:to|if|for|in) [\w .]+, |or |then |at least )?(?P<word>[\w-]*)")
+"""Beginning of a remedy: a condition or a purpose may precede the verb."""
+
+_FURTHER_IMPERATIVES = frozenset(
+    {"change", "correct", "let", "name", "pip", "portable-convert", "treat", "unset", "upgrade"}
 )
+"""First words of remedies that are commands, or verbs with which no function name begins."""
+
+
+def _begins_with_imperative(remedy: str) -> bool:
+    match = _LEAD.match(remedy)
+    word = match["word"] if match else ""
+    return word in _FURTHER_IMPERATIVES or word.startswith("X") or begins_with_verb(word)
 
 
 def print_messages(messages: Sequence[Message]) -> None:

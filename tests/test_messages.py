@@ -99,6 +99,7 @@ def test_each_rule_finds_planted_message(statement: str, rule: str) -> None:
 @pytest.mark.parametrize(
     "statement",
     [
+        'require(steps, "a.b: too low; set a.b to 1" if low else "a.b: too high; set a.b to 2")',
         'raise UserError("train.steps: 0 is too low; set train.steps to 1, or remove train.steps")',
         'raise UserError(f"train.steps: {steps} is too low{hint}")',
         'raise UserError(f"{key}: unknown key; did you mean {key}?")',
@@ -134,7 +135,7 @@ class RunError(Exception):
 
 def run(lines):
     """Not a message either."""
-    reason = f"{lines} lines are missing" if lines else "no lines"
+    reason = f"{lines} lines are missing"
     print_status("warning: too few lines")
     IgnoredKey("the default is used")
     parser.error("too few lines")
@@ -146,7 +147,6 @@ parser.add_argument("--lines", help="number of lines")
     messages = find_messages([parse_source("portable/a.py", "portable", code)])
     assert [(message.kind, message.text) for message in messages] == [
         (Kind.ERROR, "{lines} lines are missing"),
-        (Kind.ERROR, "no lines"),
         (Kind.STATUS, "warning: too few lines"),
         (Kind.ADVICE, "the default is used"),
         (Kind.ERROR, "too few lines"),

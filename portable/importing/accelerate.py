@@ -279,7 +279,8 @@ def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] 
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise NoCounterpart(f"must be a positive whole number or auto, not {format_short_value(value)}")
     if uses_deepspeed_json(file):
-        raise NoCounterpart("Accelerate takes it from deepspeed_config_file; set it there, and remove it")
+        raise NoCounterpart("Accelerate reads this value from deepspeed_config_file; set the value there, and remove the "
+            "key here")
     return {"gradient_accumulation_steps": steps}
 
 
@@ -373,7 +374,7 @@ FSDP_KEYS: ForeignKeys = {
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
     "fsdp_config.fsdp_activation_checkpointing_offload": RefusedKey(
-        "stored activations stay on the device; set it to false"
+        "stored activations stay on the device; set the key to false"
     ),
     "fsdp_config.fsdp_ignored_modules": RefusedKey("every module is sharded; remove it"),
     "fsdp_config.fsdp_version": PresetKey(

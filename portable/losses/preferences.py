@@ -30,7 +30,7 @@ def _mark_pairs(batch: Batch) -> Tensor:
     """Which samples are pairs, bool ``[batch]``; others fill up a batch."""
     labels = batch["labels"]
     if labels.dim() != 3 or labels.shape[1] != 2:
-        raise ValueError("it needs pairs; set data.format to preference")
+        raise ValueError("needs pairs; set data.format to preference")
     return (labels != IGNORED_LABEL).any(dim=-1).all(dim=-1)
 
 

@@ -187,7 +187,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
     require(
         bool(rows),
         f"--budget: none of {', '.join(prices)} has enough memory for the run on up to {_DEVICE_COUNTS[-1]} "
-        "devices",
+        "devices; name larger devices in --price-per-hour",
     )
     rows.sort(key=lambda row: float(row["cost"].likely))
     if options.get("json"):

@@ -431,7 +431,7 @@ def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
         assert len(found) > 2 and [text for part in found for text in part] == TEXTS
         whole = [path for path, span in requests if path.startswith("GET") and "parquet" in path and not span]
         assert whole == []
-        assert "has no split 'other' of files; it has train, test" in read("other")["error"]
+        assert "has no split 'other' of files; use one of train, test" in read("other")["error"]
         contents["README.md"] = b"---\nconfigs:\n- config_name: default\n  data_files: /etc/passwd\n---\n"
         assert "'/etc/passwd' leads out of the folder" in read("train", "other home")["error"]
 

@@ -219,7 +219,7 @@ class Odd:
 
 
 ODD = {
-    "mean": r"is \S+ for a micro-batch and \S+ for its two halves together; .*must be a sum",
+    "mean": r"is \S+ for a micro-batch and \S+ for its two halves together; .*return a sum",
     "fails": r"fails \(KeyError: 'no such.*column'; test_user_loss.py, line \d+\)",
     "shapes": r"fails \(RuntimeError: The size of tensor.*; test_user_loss.py, line \d+\)",
     "helper": r"fails \(ValueError: Expected input batch_size.*; test_user_loss.py, line \d+\)",
@@ -258,7 +258,7 @@ def test_a_mean_is_found_where_halves_cannot_be_compared(
     """A micro-batch of one row has none, and on XLA a look at them would compile another graph."""
     given = {**PADDED, **ENGINES[name].settings, "train__micro_batch_size": micro}
     config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:Odd(kind='mean')")
-    with pytest.raises(AssertionError, match=r": is \S+ for a micro-batch .* must be a sum over rows"):
+    with pytest.raises(AssertionError, match=r": is \S+ for a micro-batch .* return a sum over rows"):
         engines.run(name, 2, seen, config)
 
 
