@@ -254,8 +254,8 @@ def build_chat_parser() -> argparse.ArgumentParser:
     """Build the argument parser of ``portable-chat``."""
     parser = CommandParser(
         prog="portable-chat",
-        description="Chat with the model of a run in the terminal: with final/, a full model or an adapter.\nA "
-        "model without a chat template continues the text that you type.",
+        description="Chat with the model of a run in the terminal: with final/, a full model or an adapter.\n"
+        "A model without a chat template continues the text that you type.",
         epilog=f"in the conversation: {_CONVERSATION_HELP}; Ctrl-C stops an "
         f"answer\n\n{format_exit_codes(DONE, FAILED, REFUSED)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -279,8 +279,10 @@ def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] 
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise NoCounterpart(f"must be a positive whole number or auto, not {format_short_value(value)}")
     if uses_deepspeed_json(file):
-        raise NoCounterpart("Accelerate reads this value from deepspeed_config_file; set the value there, and remove the "
-            "key here")
+        raise NoCounterpart(
+            "Accelerate reads this value from deepspeed_config_file; set the value there, and remove the "
+            "key here"
+        )
     return {"gradient_accumulation_steps": steps}
 
 

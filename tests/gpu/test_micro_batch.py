@@ -170,8 +170,8 @@ def test_out_of_memory_at_the_start_says_what_fits(tmp_path: Path, corpus: Path,
     assert 1 < fitting < 16
     assert told.startswith("train.micro_batch_size: out of memory in step 1 with 16 sequences at a time; ")
     assert (
-        "set train.micro_batch_size to this number, or use memory.activation_checkpointing full, strategy full_shard"
-        in told
+        "set train.micro_batch_size to this number, or use memory.activation_checkpointing full, "
+        "strategy full_shard" in told
     )
     assert "train.micro_batch_size" in told.split("by plan, this fits: ")[1]
 

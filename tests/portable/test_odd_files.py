@@ -163,7 +163,7 @@ def test_a_copy_of_a_dataset_of_the_hub(card: str, opened: Callable[..., DataSou
         return
     assert texts(opened(folder)) == ["to train on"]
     assert texts(opened(folder, split="held" if card == "splits" else "test")) == ["to evaluate"]
-    with pytest.raises(UserError, match=rf"data.split: {folder} has no split 'none' of files; use one of train"):
+    with pytest.raises(UserError, match=rf"{folder} has no split 'none' of files; use one of train"):
         opened(folder, split="none")
 
 
