@@ -155,15 +155,15 @@ def test_empty_objects_for_folders_are_none(s3: ObjectStore, folder: RemotePath)
 
 
 OPERATIONS: dict[str, Any] = {
-    "list": lambda folder, _: sorted(folder.objects()) == ["x", "y"],
+    "list": lambda folder, _: sorted(folder.list_objects()) == ["x", "y"],
     "list of a folder": lambda folder, _: sorted(path.name for path in folder.iterdir()) == ["x", "y"],
     "size": lambda folder, _: (folder / "x").get_file_size() == 1000,
     "read": lambda folder, _: (folder / "x").read_bytes() == b"x" * 1000,
     "read of a range": lambda folder, _: (folder / "x").read_range(500, 600) == b"x" * 100,
     "write": lambda folder, _: (folder / "z").write_bytes(b"z"),
-    "copy": lambda folder, _: (folder / "x").copy_to(folder / "z") or folder.objects()["z"].size == 1000,
-    "deletion": lambda folder, _: folder.remove(["x"]) or list(folder.objects()) == ["y"],
-    "upload": lambda folder, file: (folder / "z").upload_file(file) or folder.objects()["z"].size > 1 << 20,
+    "copy": lambda folder, _: (folder / "x").copy_to(folder / "z") or folder.list_objects()["z"].size_bytes == 1000,
+    "deletion": lambda folder, _: folder.remove_objects(["x"]) or list(folder.list_objects()) == ["y"],
+    "upload": lambda folder, file: (folder / "z").upload_file(file) or folder.list_objects()["z"].size_bytes > 1 << 20,
 }
 
 
