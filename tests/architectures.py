@@ -552,7 +552,7 @@ FAMILIES = {
 }
 """Pair of each popular family: the one of its published class."""
 _REFUSED = re.compile(
-    r"UserError: model\.task|not run on text alone|requires other inputs|cannot build .* for model\.task|"
+    r"UserError: model\.task|not run on only text|requires inputs other|cannot build .* for model\.task|"
     "does not predict the next token|does not generate text|attends in both directions"
 )
 _EXPLAINED = re.compile(

@@ -102,7 +102,7 @@ def test_tensor_parallel_checkpoint_equals_one_rank(
 def test_shard_group_size_with_tensor_parallelism_across_nodes() -> None:
     config = RunConfig(strategy="hybrid_shard", tensor_parallel_size=4)
     assert compute_shard_group_size(config, 8, 2) == 1
-    with pytest.raises(UserError, match="2 groups of 4 ranks that share layers are not divisible"):
+    with pytest.raises(UserError, match="2 groups of 4 tensor-parallel ranks are not divisible"):
         compute_shard_group_size(config.replaced({"fsdp.shard_group_size": 8}), 8, 2)
 
 
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_tensor_parallel_rejects_untested_settings(case: str, corpus: Path, tmp_path: Path) -> None:
     settings, told = REFUSED[case]
-    with pytest.raises(UserError, match=f"{told} does not work with ranks that share layers"):
+    with pytest.raises(UserError, match=f"{told} does not work with tensor-parallel ranks"):
         configured(tmp_path, corpus, **{"tensor_parallel_size": 2, **settings})
 
 
@@ -152,7 +152,7 @@ def test_tensor_parallel_rejects_unsupported_adapters(
     given: dict[str, Any], corpus: Path, tmp_path: Path
 ) -> None:
     given = {"tensor_parallel_size": 2, "strategy": "full_shard", "adapter__type": "lora", **given}
-    with pytest.raises(UserError, match=r"^tensor_parallel_size: of adapters works with LoRA"):
+    with pytest.raises(UserError, match=r"^tensor_parallel_size: an adapter may train only LoRA"):
         inspect_run(configured(tmp_path, corpus, **given))
 
 

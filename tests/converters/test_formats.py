@@ -298,7 +298,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: c.update(mp_world_size=3), "parallel degrees are 2 and 1 of 3"),
         ],
         ("autotp-zero2-4", MP0): [
-            (lambda c: c.pop("universal_checkpoint_info"), "do not say how"),
+            (lambda c: c.pop("universal_checkpoint_info"), "only if their files record how"),
             (lambda c: piece(c)["source"].__setitem__(0, 6), "odd_proj"),
         ],
         ("pipeline-fp32-4", "layer_01-model_states.pt"): [
@@ -426,7 +426,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("llama-2x2", "**/*.pt"): [
             (args(num_experts=8), "num_experts=8 is not supported"),
             (args(rotary_interleaved=True), "rotary_interleaved=True"),
-            (args(window_size=(4, 0)), "window_size=5, no config.json says so"),
+            (args(window_size=(4, 0)), "window_size=5, and there is no config.json to confirm it"),
             (args(use_rope_scaling=True), "use_rope_scaling='llama3 of factor 8.0', no config"),
             (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
             (args(position_embedding_type="none"), "neither Llama- nor GPT-2-shaped"),

@@ -42,13 +42,13 @@ def test_fsdp_rank_files_open_by_folder_or_file(written_ranks: Path, tmp_path: P
 
 
 def test_fsdp_rank_local_state_dict_is_rejected(written_ranks: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save with SHARDED_STATE_DICT"):
+    with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save it with SHARDED_STATE_DICT"):
         open_checkpoint(written_ranks / "fsdp1-local-3")
     accelerate = tmp_path / "local" / "pytorch_model_fsdp_rank0.bin"
     accelerate.parent.mkdir()
     accelerate.touch()
     for path in (accelerate, accelerate.parent):
-        with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save with SHARDED_STATE_DICT"):
+        with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save it with SHARDED_STATE_DICT"):
             open_checkpoint(path)
 
 

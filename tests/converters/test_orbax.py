@@ -267,8 +267,8 @@ LAYER = ("params", "decoder", "layers", "mlp")
 @pytest.mark.parametrize(
     ("change", "shapes", "told"),
     [
-        ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not read; export it with"),
-        ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], by config.json it would be \[8, 5, 4, 6\]"),
+        ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not supported; export it with"),
+        ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], but config.json implies \[8, 5, 4, 6\]"),
         ({"vocab_size": 13}, {}, "does not hold 13 tokens of 8"),
         ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, {}, "an odd head_dim, 5"),
         ({}, {(*LAYER, "wi", "kernel"): (8, 4, 24)}, r"mlp\.wi\.kernel' has no place in a model of type"),
@@ -381,7 +381,7 @@ def test_orbax_chunks_within_shard_are_read() -> None:
             bytes(6) + INDEX[:16] + struct.pack("<QQ", 1 << 63, 2) + INDEX[32:],
             "the index of a shard is wrong",
         ),
-        (shards(1 << 20), bytes(100), "too many chunks lie within shards"),
+        (shards(1 << 20), bytes(100), "too many chunks are within shards"),
     ],
 )
 def test_orbax_unsupported_array_is_rejected(header: Any, data: bytes | None, told: str) -> None:
@@ -422,7 +422,7 @@ def hostile() -> Iterator[tuple[str, bytes, dict[str, Any], str]]:
     yield "beyond", craft.apart("d/data", "a", 1 << 40, 4), {}, "truncated or damaged, a would end at byte"
     yield "huge", craft.apart("d/data", "a", 0, 1 << 50), {}, "truncated or damaged"
     yield "missing", craft.apart("d/other", "a", 0, 4), {}, "d/other: No such file"
-    yield "height", good, {"height": 3}, "another height than its parent says"
+    yield "height", good, {"height": 3}, "another height than its parent records"
     yield "rest", good + b"!", {}, "1 bytes more than its entries"
     yield "entries", b"\0" + craft.files() + craft.varint(1 << 40), {}, "entries"
     yield "order", craft.leaf({"b": b"1", "a": b"2"}), {}, "keys are out of order"
@@ -561,7 +561,7 @@ def test_orbax_optimizer_of_flax_nnx_is_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"one moment of model\.l\.w, Adam has two; convert without"):
         _ = open_checkpoint(saved(tmp_path / "lion", lion)).optimizer
     two = open_checkpoint(saved(tmp_path / "two", {**arrays, "ema.l.w": ones}))
-    with pytest.raises(CheckpointError, match=r"mu\.l\.w' is no moment of optax's Adam; convert without"):
+    with pytest.raises(CheckpointError, match=r"mu\.l\.w' is not a moment of optax's Adam; convert without"):
         _ = two.optimizer
 
 

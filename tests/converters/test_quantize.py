@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "another format": (["--quantize", "fp8", "--to", "dcp"], "--to dcp"),
     "a base of floats": (["--quantize-like", "IN"], "config.json has no quantization_config"),
     "both": (["--quantize", "fp8", "--quantize-like", "IN"], "leave out one of them"),
-    "NaN": (["--quantize", "int8"], "holds infinite values or NaN"),
+    "NaN": (["--quantize", "int8"], "contains NaN or infinite values"),
     "quantized": (["--quantize", "int8"], "--dequantize"),
     "small layers": (["--quantize", "fp8-block"], "blocks of 128 x 128, and they divide no linear layer"),
     "short rows": (["--quantize", "int4"], "blocks of 128 columns, and they divide no linear layer"),

@@ -107,7 +107,7 @@ def test_remote_read_times_out(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch)
     [
         ("s3://bucket/a\\b", "is refused"),
         ("az://me@bucket/x", "credentials do not belong"),
-        ("memory://run", "no object store"),
+        ("memory://run", "not a supported object store"),
         ("s3://key:hidden-password@bucket/run", "credentials do not belong"),
         ("s3://bucket/run?X-Amz-Signature=hidden-password", "leave out the query"),
         ("s3://", "names no bucket"),

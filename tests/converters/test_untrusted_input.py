@@ -137,7 +137,7 @@ def test_convert_rejects_views_that_repeat_storage(
     torch.save({f"a{i}": storage[i:].expand(1 << 10, -1) for i in range(100)}, tmp_path / "many.pt")
     for name in ("one.pt", "many.pt"):
         line = error_of(capsys, tmp_path / name, tmp_path / "out")
-        assert "more than 8 times as many" in line and "--expand" in line
+        assert "more than 8 times as much" in line and "--expand" in line
         error_of(capsys, tmp_path / name, tmp_path / "out", "--dry-run")
     assert not (tmp_path / "out").exists()
     assert main([str(tmp_path / "many.pt"), str(tmp_path / "out"), "--expand", "--quiet"]) == 0
@@ -152,7 +152,7 @@ def test_convert_rejects_large_sparse_file(tmp_path: Path, capsys: pytest.Captur
     with (source / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (1 << 31))
-    assert "more than 8 times as many" in error_of(capsys, source, tmp_path / "out")
+    assert "more than 8 times as much" in error_of(capsys, source, tmp_path / "out")
 
 
 def test_convert_rejects_invalid_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def test_fsdp_settings_select_units(
     [
         (
             {"fsdp__transformer_layer_cls_to_wrap": "BertLayer", "memory__offload_params": "cpu"},
-            "fsdp.transformer_layer_cls_to_wrap: LlamaForCausalLM has no BertLayer; its layers are "
+            "fsdp.transformer_layer_cls_to_wrap: LlamaForCausalLM has no BertLayer; use one of "
             "LlamaDecoderLayer",
         ),
         ({"strategy": "no_shard", "fsdp__forward_prefetch": True}, "fsdp.forward_prefetch: nothing is"),

@@ -171,7 +171,10 @@ def test_out_of_memory_at_start_suggests_micro_batch_size(
     fitting = int(told.split(";")[1].split()[0])
     assert 1 < fitting < 16
     assert told.startswith("train.micro_batch_size: out of memory in step 1 with 16 sequences at a time; ")
-    assert "set it to that, or use memory.activation_checkpointing full, strategy full_shard" in told
+    assert (
+        "set train.micro_batch_size to this number, or use memory.activation_checkpointing full, "
+        "strategy full_shard" in told
+    )
     assert "train.micro_batch_size" in told.split("by plan, this fits: ")[1]
 
 

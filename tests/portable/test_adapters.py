@@ -42,7 +42,7 @@ def test_adapter_target_pattern_without_full_match_suggests_list(tmp_path: Path)
     """See ``command_line_refused.yaml`` for other targets that do not exist in the model."""
     with pytest.raises(
         UserError,
-        match=r"adapter\.target_modules: 'q_proj' matches no whole .*; write them as a list: \[q_proj\]",
+        match=r"adapter\.target_modules: 'q_proj' matches no complete .*; write them as a list: \[q_proj\]",
     ):
         adapted(tmp_path, adapter__target_modules="q_proj")
 

@@ -105,7 +105,7 @@ def test_adapter_stores_added_token_rows_of_tied_model(
     base = trained(tmp_path / "base", corpus)
     settings = of(base, data__added_tokens=ADDED[:2], data__chat_template="chatml", data__seq_len=64)
     settings |= {"train__learning_rate": 1e-2, "adapter__type": "lora"}
-    with pytest.raises(UserError, match=r"train them: adapter.trainable_token_indices: \[384, 385\]$"):
+    with pytest.raises(UserError, match=r"set adapter.trainable_token_indices: \[384, 385\]$"):
         run_rank("cpu", configured(tmp_path / "run", conversations, **settings))
     settings["adapter__trainable_token_indices"] = [384, 385]
     final, out = trained(tmp_path / "run", conversations, **settings), tmp_path / "merged"

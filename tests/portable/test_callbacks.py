@@ -98,9 +98,15 @@ class Odd:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("weights", "on_step: changes parameters of the model, which ranks and the optimizer do not know of"),
+        (
+            "weights",
+            "on_step: changes parameters of the model, which other ranks and the optimizer do not notice",
+        ),
         ("exit", r"on_step: fails \(SystemExit: 3; test_callbacks\.py, line"),
-        ("text", r"on_step: fails \(TypeError: log\({'x': 'y'}\): give numbers or scalar tensors, by name"),
+        (
+            "text",
+            r"on_step: fails \(TypeError: log\({'x': 'y'}\): a value must be a number or a scalar tensor",
+        ),
         ("nothing", r"Odd\(.*: on_save: fails \(OSError: disk full; test_callbacks"),
     ],
 )

@@ -122,7 +122,7 @@ def test_changed_schedule_is_followed_and_unset_settings_are_kept(
         ({"train__steps": 6}, r"train\.steps: 8 and 6.*--allow-changes"),
         (
             {"train__steps": 6, "checkpoint__allow_changes": True},
-            r"^train\.steps: .* is at step 8.*; set it to 8",
+            r"^train\.steps: .* is at step 8.*; set train.steps to 8",
         ),
         ({"seed": 5, "checkpoint__allow_changes": True}, r"\(seed: 0 and 5\).*--checkpoint\.resume"),
         (

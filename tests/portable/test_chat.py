@@ -108,7 +108,7 @@ def test_chat_errors_suggest_fix(trained: Path, tmp_path: Path, capsys: pytest.C
     assert "portable-convert" in read_error(str(tmp_path / "run"))
     (trained / "base").rename(trained / "moved")
     try:
-        assert "which is not there; run the command in the folder" in read_error(str(trained / "lora"))
+        assert "which does not exist; run the command in the folder" in read_error(str(trained / "lora"))
     finally:
         (trained / "moved").rename(trained / "base")
     assert "--max-tokens: 0 is out of range" in read_error(str(trained / "whole"), "--max-tokens", "0")

@@ -121,7 +121,10 @@ REFUSED += [
     {"settings": {"data.source": "x" * 300}, "words": ["data.source", "too long"]},
     {"settings": {"data.tokenizer": "\u00e9" * 300}, "words": ["data.tokenizer", "too long for a path"]},
     {"settings": {"output_dir": "a/" * 2100}, "words": ["output_dir", "too long for a path"]},
-    {"flags": f"--eval-only --json {__file__}", "words": ["--json", "has no evaluation; name another file"]},
+    {
+        "flags": f"--eval-only --json {__file__}",
+        "words": ["--json", "does not contain an evaluation; name another file"],
+    },
 ]
 
 
@@ -159,7 +162,7 @@ def test_command_line_rejects_folder_of_another_run(
     assert str(tmp_path) in line and "seed: 0 and 1" in line
     assert snapshot(tmp_path) == before
     assert main(flags(tiny(tmp_path, corpus, train__steps=3, train__stop_after=1))) == 0  # has been passed
-    assert "stopped at step 2 of 3, as train.stop_after says" in capsys.readouterr().err
+    assert "stopped at step 2 of 3, as train.stop_after requires" in capsys.readouterr().err
 
 
 def test_dry_run_prints_plan_and_writes_nothing(

@@ -169,8 +169,7 @@ def test_conversation_errors_are_listed_by_kind(
         *map(str, (11, 12)),
     ]
     assert (
-        "14 bad records (8 x the assistant says nothing, or context only, 4 x messages is missing"
-        in lines[10]
+        "14 bad records (8 x the assistant has no text, or only context, 4 x messages is missing" in lines[10]
     )
     assert lines[10].endswith("correct or remove them, or set data.on_bad_record to skip")
     skipping = replace(source_settings, on_bad_record="skip")
@@ -211,10 +210,13 @@ def test_tokenizer_without_chat_template_is_rejected(settings: Settings, tmp_pat
     bare.save_pretrained(tmp_path / "bare")
     given = written(settings, {"messages": GREETING}, tokenizer=str(tmp_path / "bare"))
     for opening in (build_data, inspect_data_sizes):
-        with pytest.raises(UserError, match=r"the tokenizer has none; set it to a file .* or to chatml"):
+        with pytest.raises(
+            UserError,
+            match=r"the tokenizer has no template; set data.chat_template to a file .* or to chatml",
+        ):
             opening(given)
     # ChatML's tokens are not this tokenizer's, so that none of them would end an answer.
-    with pytest.raises(UserError, match="never include the one that ends an answer"):
+    with pytest.raises(UserError, match="never include the token that ends an answer"):
         build_data(replace(given, chat_template="chatml"))
 
 

@@ -66,10 +66,10 @@ def no_model(model: Any) -> Any:
         (
             "data.source",
             "Rows(wrong='shape')",
-            "labels of sample 30 is int64 [31], and that of the first one",
+            "labels of sample 30 is int64 [31], but labels of the first sample is",
         ),
         ("data.source", "Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
-        ("data.source", "NoFingerprint", "has no fingerprint; give it a text that tells its content"),
+        ("data.source", "NoFingerprint", "has no fingerprint; define a string that identifies its content"),
         ("model.function", "no_model", "no_model: returns a str, not a transformers model or None"),
     ],
 )
@@ -270,7 +270,7 @@ def trained(config: RunConfig) -> str:
     return ""
 
 
-WHERE = "reads a parameter outside of the model's forward pass, where a rank has a part of it; "
+WHERE = "reads a parameter outside of the model's forward pass, when each rank has only a shard of it; "
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_build_data_selects_tokenizer_by_priority(settings: Settings, tmp_path: 
     trained.tokenizer.save_pretrained(tmp_path / "own")
     named = build_data(replace(settings, tokenizer=str(tmp_path / "own")), model_tokenizer="never/asked")
     assert named.fingerprint == trained.fingerprint
-    with pytest.raises(UserError, match=r"data\.tokenizer: it has no mask_token"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: the tokenizer has no mask_token"):
         build_data(replace(settings, tokenizer=str(tmp_path / "own")), task="masked-lm")
     models = build_data(settings, model_tokenizer=str(tmp_path / "own"))
     assert models.fingerprint == trained.fingerprint

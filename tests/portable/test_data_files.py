@@ -170,7 +170,7 @@ def test_source_of_hub_dataset_copy_reads_one_split(
         return
     assert texts(opened(folder)) == ["to train on"]
     assert texts(opened(folder, split="held" if card == "splits" else "test")) == ["to evaluate"]
-    with pytest.raises(UserError, match=rf"data.split: {folder} has no split 'none' of files; it has train"):
+    with pytest.raises(UserError, match=rf"{folder} has no split 'none' of files; use one of train"):
         opened(folder, split="none")
 
 
@@ -188,7 +188,9 @@ def test_source_reads_dataset_saved_to_disk(tmp_path: Path) -> None:
     assert [(found.text, found.label) for found in test.iter_documents()] == [(TEXTS[7], 1)]
     with pytest.raises(UserError, match=r"data.split: .* has no split 'dev'; it has test, train"):
         source(str(tmp_path / "splits"), split="dev")
-    with pytest.raises(UserError, match=r"data.stream: .* was saved with save_to_disk; set it to false"):
+    with pytest.raises(
+        UserError, match=r"data.stream: .* was saved with save_to_disk; set data.stream to false"
+    ):
         source(str(tmp_path / "rows"), stream=True)
 
 
@@ -361,7 +363,7 @@ def test_token_file_source_rejects_bad_files_in_one_line(tokenizer: tuple[str, i
     refused("has the token 60000, beyond the 300 of the tokenizer")
     llm_c(path, documents(end))
     path.write_bytes(path.read_bytes()[:-2])
-    refused("not those of .* tokens of 2 bytes; copy the file again")
+    refused("not the size of .* tokens of 2 bytes; copy the file again")
     path.unlink()
     megatron(path, documents(end))
     path.write_bytes(path.read_bytes()[:-4])
@@ -370,8 +372,8 @@ def test_token_file_source_rejects_bad_files_in_one_line(tokenizer: tuple[str, i
     path.with_suffix(".idx").write_bytes(whole[:60])
     refused("some.idx: is cut off")
     path.with_suffix(".idx").write_bytes(b"x" * 100)
-    refused("is no index of Megatron's")
-    with pytest.raises(UserError, match=r"data.tokenizer: .* has tokens and no text"):
+    refused("is not an index of Megatron")
+    with pytest.raises(UserError, match=r"data.tokenizer: .* contains tokens, not text"):
         build_data(DataConfig(source=str(path), cache_dir=str(tmp_path / "cache")))
 
 
@@ -417,7 +419,7 @@ def test_damaged_token_shards_are_rejected(
     shutil.copytree(WRITTEN / name, folder)
     content = (folder / file).read_bytes()
     (folder / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=f"{file}: cannot read it"):
+    with pytest.raises(UserError, match=f"{file}: cannot be read"):
         built(folder, tokenizer[0], tmp_path)
     index = (WRITTEN / name / "index.json").read_text()
     if name == "mds_bytes_zstd":  # its checksum differs
@@ -427,7 +429,7 @@ def test_damaged_token_shards_are_rejected(
         with pytest.raises(UserError, match=r"another sha1 than in index.json"):
             built(folder, tokenizer[0], tmp_path)
     (folder / "index.json").write_text(json.dumps({"shards": [{"format": "mds"}]}))
-    with pytest.raises(UserError, match=r"index.json: cannot read it"):
+    with pytest.raises(UserError, match=r"index.json: cannot be read"):
         built(folder, tokenizer[0], tmp_path)
 
 

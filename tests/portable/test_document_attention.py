@@ -263,7 +263,9 @@ def test_document_packing_rejects_unsupported_models(
             check_document_separation(model)
     check_document_separation(tiny("llama"))
     monkeypatch.setitem(MASKS._global_mapping, "org/other", MASKS["sdpa"])
-    with pytest.raises(UserError, match=r"data.packing: attention org/other keeps no texts apart; .*sdpa"):
+    with pytest.raises(
+        UserError, match=r"data.packing: attention org/other does not keep packed texts apart; .*sdpa"
+    ):
         model = tiny("llama")
         model.config._attn_implementation = "org/other"
         check_document_separation(model)

@@ -235,7 +235,7 @@ def test_hub_upload_failure_does_not_end_run(
 
 PUBLIC = Repository(private=False)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"faults": {"whoami": [401]}}, "the hub does not know the token; set HF_TOKEN"),
+    ({}, {"faults": {"whoami": [401]}}, "the hub does not accept the token; set HF_TOKEN"),
     ({}, {"role": "read"}, "the token may only read"),
     ({"hub__repo": "other/tiny"}, {}, "does not exist, and the token's user, me, is not in other"),
     ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "may not write to lab/tiny"),  # known on creation

@@ -384,7 +384,7 @@ def test_import_lists_differences(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["import", *words, str(path)]) == 0
         text = capsys.readouterr().out
         assert yaml.safe_load(text)["data"].get("train_on") == trains
-        assert "# What will differ from there:" in text.split("\n\n")[-1]
+        assert "# Differences from there:" in text.split("\n\n")[-1]
         assert ("without assistant_only_loss" in text) == (trains is not None)
     assert (
         imported(*words, str(chats), "--assistant_only_loss", capsys=capsys)[0]["data.train_on"]

@@ -109,7 +109,7 @@ REFUSED = [
     ("sky", ["--device", "h101:8"], "--device: h101:8: unknown device 'h101'; did you mean h100?"),
     ("sky", ["--device", "h100:12"], "a machine has 8"),
     ("sky", ["--device", "mi300x:8"], "mi300x is an AMD GPU, and pip's torch is for NVIDIA"),
-    ("sky", ["--device", "v5e:16"], "needs --for cloud-tpu"),
+    ("sky", ["--device", "v5e:16"], "use --for cloud-tpu"),
     ("hf-jobs", ["--device", "h100:8"], "has no such machine"),
     ("sky", ["--device", "h100:8", "--output_dir", "runs/mine"], "output_dir: runs/mine would be lost"),
     ("hf-jobs", ["--device", "h200:8", "--output_dir", "s3://a b"], "' ' would need quotes"),

@@ -157,7 +157,7 @@ def test_mixture_of_texts_and_conversations_trains(tmp_path: Path) -> None:
     heavier = [{**sources[0], "weight": 2}, sources[1]]
     changes: tuple[dict[str, Any], ...] = ({"data__sources": heavier}, {"data__weight_schedule": []})
     for changed in changes:
-        with pytest.raises(UserError, match="other tokens, or in other shares"):
+        with pytest.raises(UserError, match="other tokens, or in other proportions"):
             run_rank("cpu", configured(folder, texts, **{**given, **changed}))
 
 

@@ -397,11 +397,11 @@ class Whole(Teacher):
         ("pairs", "chats", "dpo", r"^data\.eval\.source: has records of data\.format messages, and data\."),
         ("chats", "pairs", None, r"^data\.eval\.source: has records of data\.format preference, and data\."),
         ("chats", None, "simpo", r"train\.loss: simpo: needs pairs, and data\.format is messages"),
-        ("chats", None, f"{__name__}:Whole", r"Whole: needs whole sequences; set data\.packing to false"),
+        ("chats", None, f"{__name__}:Whole", r"Whole: needs complete sequences; set data\.packing to false"),
         ("stream", None, "dpo", r"train\.loss: dpo: needs all samples before the training"),
         ("pairs", None, None, r"data\.format preference needs a loss of pairs; set train\.loss to dpo"),
-        ("pairs", None, "simpro", r"there is no such name here; .* did you mean simpo\?"),
-        ("pairs", None, "dpo(loss_type='hing')", r"loss_type 'hing' is none of sigmoid, robust, hinge"),
+        ("pairs", None, "simpro", r"unknown name; .* did you mean simpo\?"),
+        ("pairs", None, "dpo(loss_type='hing')", r"loss_type 'hing' is not one of sigmoid, robust, hinge"),
     ],
 )
 def test_preference_run_rejects_incompatible_settings(

@@ -73,5 +73,5 @@ def test_start_check_names_different_checkpoints_of_hosts(
 ) -> None:
     assert ranks.run(2, leg, tmp_path / "run", corpus, {"train__stop_after": 2}) == 0
     said = ranks.run(2, refusal, tmp_path / "run", corpus, another_checkpoint)
-    assert "the checkpoint to go on from: 'step-000002' on rank 0, but 'step-000001' on rank 1" in said
+    assert "the checkpoint to continue from: 'step-000002' on rank 0, but 'step-000001' on rank 1" in said
     assert ranks.run(2, leg, tmp_path / "run", corpus, {"train__stop_after": 3}) == 0

@@ -250,7 +250,7 @@ def test_stream_rejects_object_changed_since_listing(files: Path, s3: ObjectStor
     with pytest.raises(UserError, match=rf"{name}.*changed while it was read"):
         rows(found)
     s3.delete(f"data/{name}")
-    with pytest.raises(UserError, match=rf"{name}.*cannot read it"):
+    with pytest.raises(UserError, match=rf"{name}.*cannot be read"):
         rows(found)
 
 
@@ -385,7 +385,7 @@ def test_stream_reads_only_bytes_of_object_part(
 def test_stream_reports_damaged_file_in_one_line(tmp_path: Path) -> None:
     for name, said in (
         ("a.jsonl.gz", r"a.jsonl.gz: Compressed file ended before .*; copy the file again"),
-        ("a.jsonl.zst", r"a.jsonl.zst: cannot read it: Truncated compressed stream"),
+        ("a.jsonl.zst", r"a.jsonl.zst: cannot be read: Truncated compressed stream"),
         ("a.parquet", r"a.parquet: not a readable .parquet file \(.*\); copy it again"),
     ):
         path = tmp_path / name
@@ -429,7 +429,7 @@ def test_stream_reads_hub_dataset_by_ranges(tmp_path: Path) -> None:
         assert len(found) > 2 and [text for part in found for text in part] == TEXTS
         whole = [path for path, span in requests if path.startswith("GET") and "parquet" in path and not span]
         assert whole == []
-        assert "has no split 'other' of files; it has train, test" in read("other")["error"]
+        assert "has no split 'other' of files; use one of train, test" in read("other")["error"]
         contents["README.md"] = b"---\nconfigs:\n- config_name: default\n  data_files: /etc/passwd\n---\n"
         assert "'/etc/passwd' leads out of the folder" in read("train", "other home")["error"]
 
@@ -568,7 +568,7 @@ def test_pretokenize_rejects_bad_arguments(
     refused("is not empty", "--out", str(tmp_path / "full"))
     refused("data.stream: data.source names no files", "--out", new, "--data.source", "null")
     assert main(["--config", str(config), "--processes", "1", "--out", out]) == 0
-    refused("--part: '3/2' is not such as 2/8", "--out", out, "--part", "3/2")
+    refused("--part: '3/2' is not a part such as 2/8", "--out", out, "--part", "3/2")
     write_jsonl(files / "part-9.jsonl", [{"text": "more"}])
     refused("was begun with other files", "--out", out)
     shutil.rmtree(tmp_path / "tokens" / "shards" / "000000")

@@ -97,7 +97,7 @@ def test_read_only_commands_run_no_code_of_run(
     state.write_text(json.dumps(json.loads(state.read_text()) | {"run": NAMED}))
     for asked in (folder, state.parent):
         main(["--resume-info", str(asked), "--backend", "cpu"])
-    assert "train.optimizer: evil:made: cannot be told without running it" in capsys.readouterr().out
+    assert "train.optimizer: evil:made: cannot be determined without running it" in capsys.readouterr().out
     report([str(folder)])
     convert(["inspect", str(folder)])
     convert(["diff", str(folder), str(folder)])
@@ -105,7 +105,7 @@ def test_read_only_commands_run_no_code_of_run(
     monkeypatch.chdir(tmp_path / "mine")
     capsys.readouterr()
     assert main(["--config", str(folder / "config.yaml"), "--dry-run"]) == 2
-    assert "evil:made: is no code of this folder or of PYTHONPATH, and the" in capsys.readouterr().err
+    assert "evil:made: is not code of this folder or of PYTHONPATH, and the" in capsys.readouterr().err
     assert not {"imported", "called"} & {path.name for path in folder.iterdir()}
 
 
@@ -324,7 +324,7 @@ def test_check_folder_files_limits_number_of_files(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"{number}.json").touch()
     check_folder_files("adapter.name_or_path", str(tmp_path), max_files=4)
-    with pytest.raises(UserError, match=r"^adapter.name_or_path: .* has more than 3 files; name the folder"):
+    with pytest.raises(UserError, match=r"^adapter.name_or_path: .* has more than 3 files; name a folder"):
         check_folder_files("adapter.name_or_path", str(tmp_path), max_files=3)
 
 
@@ -498,9 +498,9 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
         "leads out of the folder",
     ),
     "card, folder": (card("data_dir: ../private"), "leads out of the folder"),
-    "card, URL": (card('data_files: "http://127.0.0.1:9/x.jsonl"'), "is no path inside the folder"),
-    "card, chain": (card('data_files: "zip://a.txt::http://127.0.0.1:9/x"'), "is no path inside"),
-    "card, bucket": (card("data_files: s3://bucket/x.jsonl"), "is no path inside the folder"),
+    "card, URL": (card('data_files: "http://127.0.0.1:9/x.jsonl"'), "is not a path inside the folder"),
+    "card, chain": (card('data_files: "zip://a.txt::http://127.0.0.1:9/x"'), "is not a path inside"),
+    "card, bucket": (card("data_files: s3://bucket/x.jsonl"), "is not a path inside the folder"),
     "other card": (card("data_files: ../private/*", ".huggingface.yaml"), "huggingface.yaml: .* leads out"),
     "index, above": (shards("mds", {"basename": "../private/notes.jsonl"}), "index.json: .* leads out"),
     "index, device": (shards("mds", {"basename": "/dev/zero"}), "leads out of the folder"),
@@ -541,14 +541,14 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
         shards("mds_bytes_zstd", {"bytes": 1 << 32}, bytes(400_000)),
         "more than 64 times its 400,000 bytes",
     ),
-    "flipped bit": (write_flipped, "a.jsonl.gz: cannot read it .IsalError"),
-    "bytes in arrow": (write_arrow_of_bytes, "it is not UTF-8 text"),
-    "index, compression": (shards("mds_bytes_zstd", compression=None), "index.json: cannot read it"),
-    "index, length": (shards("mds", {"bytes": math.inf}), "index.json: cannot read it .cannot convert float"),
-    "index, columns": (shards("mds", column_names=None), "index.json: cannot read it"),
-    "index, encodings": (shards("mds", column_encodings=[]), "index.json: cannot read it"),
-    "index, hashes": (shards("mds", {"hashes": ["sha1"]}), "cannot read it .*; copy it again"),
-    "index, sizes": (shards("mds", column_sizes=7), "cannot read it .*; copy it again"),
+    "flipped bit": (write_flipped, "a.jsonl.gz: cannot be read .IsalError"),
+    "bytes in arrow": (write_arrow_of_bytes, "is not UTF-8 text"),
+    "index, compression": (shards("mds_bytes_zstd", compression=None), "index.json: cannot be read"),
+    "index, length": (shards("mds", {"bytes": math.inf}), "index.json: cannot be read .cannot convert float"),
+    "index, columns": (shards("mds", column_names=None), "index.json: cannot be read"),
+    "index, encodings": (shards("mds", column_encodings=[]), "index.json: cannot be read"),
+    "index, hashes": (shards("mds", {"hashes": ["sha1"]}), "cannot be read .*; copy it again"),
+    "index, sizes": (shards("mds", column_sizes=7), "cannot be read .*; copy it again"),
     "index, empty": (
         lambda folder: write_file("index.json", '{"shards": []}')(folder).parent,
         "lists no shards",

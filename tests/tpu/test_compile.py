@@ -78,7 +78,7 @@ def test_compile_options_match_torch_xla() -> None:
 @pytest.mark.parametrize(
     ("device", "devices", "topology", "said"),
     [
-        ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; the nearest have 8 and 16"),
+        ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; use 8 or 16"),
         ("v5p", 16, "4x", "--topology: '4x' does not name the chips of a v5p slice as AxBxC; known are"),
         ("v5e", 16, "4x8", "--topology: 4x8 has 32 chips, but --devices is 16"),
         ("v3", 8, None, "--compile: needs --device v4, v5e, v5p, v6e, not v3"),
@@ -343,7 +343,7 @@ ON_TORCHTPU = ["--backend", "tpu", "--compile", "--device", "v5e", "--devices", 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only-memory"], "--only-memory: has an effect only with --compile; add it"),
+        (["--only-memory"], "--only-memory: has an effect only with --compile; add --compile"),
         (["--compile", "--device", "h100"], "--compile: backend cuda has no compiler that works without"),
         ([*ON_TORCHTPU, "--train.optimizer", "muon"], "--compile: train.optimizer muon needs all ranks"),
         (["--compile", "--device", "v5e", "--devices", "2"], "--devices: no slice of v5e has 2 chips"),
@@ -375,11 +375,13 @@ def test_find_libtpu_rejects_missing_or_invalid_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
-    with pytest.raises(UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is no file$"):
+    with pytest.raises(
+        UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is not a file; name the file of libtpu$"
+    ):
         find_libtpu()
     (tmp_path / "libtpu.so").write_text("text")
     graphs = written(tmp_path, step=hlo.added(8))
-    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is no libtpu: .*$"):
+    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is not libtpu: .*$"):
         compile_graph_files(graphs, TpuSlice("v5e", "1x1"), find_libtpu(), NEVER)
 
 

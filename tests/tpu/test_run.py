@@ -242,7 +242,7 @@ def test_xla_command_line_prints_devices_without_jax(tmp_path: Path, corpus: Pat
     assert "no TPU found; running on 4 virtual CPU devices" in done.stderr
     assert "1 x 4 devices on xla" in done.stderr
     assert "Warning" not in done.stderr
-    assert "--- the model goes on" in done.stderr
+    assert "--- the model continues" in done.stderr
 
 
 def command_line(arguments: list[str]) -> tuple[int, str]:
@@ -288,7 +288,7 @@ REFUSED = [
     ({"strategy": "zero2"}, "strategy zero2 is DeepSpeed's"),
     ({"precision": "fp16"}, "precision: fp16 does not run on xla"),
     ({"train__optimizer": "adamw_8bit"}, "train.optimizer: adamw_8bit needs CUDA or CPU kernels"),
-    ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto would make"),
+    ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto would compile"),
     ({"train__global_batch_size": 6}, "6 sequences cannot be divided among 4 devices"),
     ({"memory__offload_optimizer": "cpu"}, "memory.offload_optimizer: xla does not offload"),
     ({"memory__activation_checkpointing": "selective"}, "memory.activation_checkpointing: selective"),

@@ -193,10 +193,10 @@ def refusal(config: RunConfig) -> str:
             {"model__config": {**DEEP["opt"]["model__config"], "layerdrop": 0.1}},
             "layerdrop of the model's config skips layers at random",
         ),
-        (deeper("llama", 1), "llama has no two consecutive layers that are alike"),
+        (deeper("llama", 1), "llama has no two equal consecutive layers"),
         (
             {"model__config": {**deeper("mixtral", 2)["model__config"], "output_router_logits": True}},
-            "the router loss needs what every layer's router returns",
+            "the router loss needs the output of every layer's router",
         ),
         (
             {"xla__sharding": {r"layers\.0\.mlp": None}},
