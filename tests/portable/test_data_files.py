@@ -332,7 +332,9 @@ def built(path: Path | str, tokenizer: str, folder: Path, **more: Any) -> Any:
 
 
 def found_in(data: Any) -> list[list[int]]:
-    return [data.tokens.read_document("text", n).tolist() for n in range(data.tokens.documents)]
+    return [
+        data.first_tokens.read_document("text", n).tolist() for n in range(data.first_tokens.num_documents)
+    ]
 
 
 @pytest.mark.parametrize("write", [nanogpt, llm_c, megatron])
