@@ -259,7 +259,7 @@ class ShiftedRows(Rows):
 
 
 class PortableLoop:
-    """``portable.loop.run_training_loop`` with the backend, engine, loader and reporter of ``portable-train``.
+    """The training loop of ``portable-train``, with its backend, engine, loader and reporter.
 
     A turn is a launch of the run without the checkpoint at its end.
     """

@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # with them for the cores. NumPy reads the variable when it is imported, which is later.
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if arguments[:1] and arguments[0] in _SUBCOMMANDS:
-            return _run_subcommand(arguments)
+            return _run_inspect_or_diff(arguments)
         options = build_parser().parse_args(arguments)
         with contextlib.suppress(ValueError):  # not the main thread: signals cannot be handled here
             previous = signal.signal(signal.SIGTERM, _exit_on_sigterm)
@@ -259,7 +259,7 @@ def _report_error(error: CheckpointError, *, as_json: bool) -> int:
     return error.exit_code
 
 
-def _run_subcommand(arguments: list[str]) -> int:
+def _run_inspect_or_diff(arguments: list[str]) -> int:
     """Run `inspect` or `diff`, which write nothing."""
     from portable.converters.inspect_and_diff import run_diff, run_inspect
 

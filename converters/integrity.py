@@ -267,7 +267,9 @@ def _compare_with_expected_tensors(
         else expected.required | expected.untied
     )
     missing = [
-        mask for mask in sorted(wanted) if not matcher.has_tensor(mask) and matcher.has_tensors_beside(mask)
+        mask
+        for mask in sorted(wanted)
+        if not matcher.has_tensor(mask) and matcher.has_non_expert_siblings(mask)
     ]
     problems = []
     by_stack = group_names_by_layer(live)
@@ -355,14 +357,14 @@ class _TensorNames:
             return True
         return name.rpartition(".")[0] in self.modules
 
-    def has_tensors_beside(self, mask: str) -> bool:
+    def has_non_expert_siblings(self, name_pattern: str) -> bool:
         """Return whether the parent module of a tensor of layers has other tensors.
 
         A model may have no layer of a kind, such as layers with an MLP in a mixture of experts.
         """
-        parent = mask.rpartition(".")[0].rpartition(".")[0]
+        parent = name_pattern.rpartition(".")[0].rpartition(".")[0]
         siblings = {name for name in self.masks if name.startswith(f"{parent}.")}
-        return ".*." not in mask or any(".experts." not in name for name in siblings)
+        return ".*." not in name_pattern or any(".experts." not in name for name in siblings)
 
 
 def _find_missing_layers(

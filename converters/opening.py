@@ -117,7 +117,7 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
         CheckpointError: If there is no checkpoint of a known format, or if the path is ambiguous.
     """
     if not _is_finished_write(root):
-        raise CheckpointError(_describe_unfinished_write(root))
+        raise CheckpointError(_format_unfinished_write_error(root))
     source = CheckpointPath(root, tag)
     steps = _list_step_folders(root)
     if tag is not None and steps:
@@ -174,7 +174,7 @@ def _is_finished_write(path: AnyPath) -> bool:
     return not is_incomplete_folder(path.parent if path.is_file() else path)
 
 
-def _describe_unfinished_write(path: AnyPath) -> str:
+def _format_unfinished_write_error(path: AnyPath) -> str:
     return (
         f"{path}: holds {INCOMPLETE_MARKER} and no completion marker: its writer is still running or was "
         "killed; choose another step"
@@ -209,7 +209,7 @@ def _list_step_folders(root: AnyPath) -> list[_StepFolder]:
 
 def _describe_unknown_format(source: CheckpointPath) -> str:
     if not _is_finished_write(source.path):
-        return _describe_unfinished_write(source.path)
+        return _format_unfinished_write_error(source.path)
     for format_ in iter_formats():
         reason = format_.explain_incomplete(source)
         if reason:

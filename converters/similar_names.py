@@ -36,7 +36,7 @@ def find_similar_names(
     from difflib import SequenceMatcher  # not at the top, because the import takes milliseconds
 
     full_matcher, last_part_matcher = SequenceMatcher(), SequenceMatcher()
-    folded_name = _normalize_name(name)
+    folded_name = _normalize_and_truncate_name(name)
     full_matcher.set_seq2(folded_name)
     last_part_matcher.set_seq2(folded_name.rpartition(".")[2])
 
@@ -49,7 +49,7 @@ def find_similar_names(
 
     scores: dict[str, float] = {}
     for candidate in candidates:
-        folded = _normalize_name(candidate)
+        folded = _normalize_and_truncate_name(candidate)
         score = compute_ratio(full_matcher, folded)
         if compare_last_parts:
             score = max(
@@ -79,5 +79,5 @@ def format_name_suggestion(
     return f"; did you mean {prefix}{similar[0]}?" if similar else ""
 
 
-def _normalize_name(name: str) -> str:
+def _normalize_and_truncate_name(name: str) -> str:
     return name.lower().replace("-", "_")[:_MAX_LENGTH]

@@ -1,1 +1,1 @@
-"""CUDA: the record of its GPUs and their memory; and DeepSpeed ZeRO, which also runs on the CPU."""
+"""Backend on CUDA, and the DeepSpeed ZeRO engine."""

@@ -1,4 +1,4 @@
-"""The GPU of a rank, and the data sheets of GPUs."""
+"""Choice of a rank's GPU, and specifications of GPUs from their data sheets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from portable.planner.device import KEPT_FOR_COLLECTIVES, NOT_MEASURED, Device, 
 
 Value = TypeVar("Value")
 
-# Dense tensor-core peaks in TFLOP/s (bf16 or fp16 with sums in fp32, tf32) from the makers' data sheets and
-# white papers; half of a peak given with 2:4 sparsity. Matched as words of the device name, in this order.
+# The dense tensor-core peaks (bf16 or fp16 with sums in fp32, and TF32) are from the vendors' data sheets and
+# white papers. A peak with 2:4 sparsity is divided by 2. The first name that occurs as words in the device
+# name is used.
 GPU_PEAK_TERAFLOPS: tuple[tuple[str, float, float | None], ...] = (
     ("GB200", 2500.0, 1250.0),
     ("B200", 2250.0, 1100.0),
@@ -40,11 +41,12 @@ GPU_PEAK_TERAFLOPS: tuple[tuple[str, float, float | None], ...] = (
     ("V100", 125.0, None),  # fp16 only
     ("T4", 65.0, None),  # fp16 only
 )
+"""Part of the device name, and dense peaks in TFLOP/s for bf16 or fp16, and for TF32."""
 
 NO_GPU_MESSAGE = "backend: cuda needs a GPU, but torch finds none; use --backend cpu"
 
 MIB = 1 << 20
-# Name, memory in MiB as the driver reports it, and GPUs of a node.
+# Name, memory in MiB as the driver reports it, and number of GPUs per node.
 _GPU_MEMORY_AND_NODES: tuple[tuple[str, int, int], ...] = (
     ("gb200", 189_471, 4),
     ("b200", 183_359, 8),
@@ -74,11 +76,12 @@ _GPU_MEMORY_AND_NODES: tuple[tuple[str, int, int], ...] = (
     ("v100-16", 16_384, 8),
     ("t4", 15_360, 4),
 )
-# MFU: whole runs at the low end, tables of short ones at the high end: tests/portable/test_planner.py
+# Model FLOPs utilization. The low end is from complete runs, the high end from tables of short runs. The
+# sources are in tests/portable/test_planner.py.
 _A100 = ReachedUtilization((0.42, 0.58), "A100: Llama 2, TinyLlama, torchtitan")
 _H100 = ReachedUtilization((0.31, 0.39), "H100: Llama 3, SmolLM3, torchtitan")
 _REACHED_MFU = {"a100": _A100, "a800": _A100, "h100": _H100, "h800": _H100, "h200": _H100, "gh200": _H100}
-# Bytes a second in one direction, from the data sheets: NVLink, else PCIe.
+# Bytes per second in one direction over NVLink, or PCIe without NVLink, from the data sheets.
 _LINK_BYTES_PER_SECOND = {
     "gb200": 9e11, "b200": 9e11, "gh200": 4.5e11, "h200": 4.5e11, "h100-pcie": 6.4e10, "h100-nvl": 3e11,
     "h100": 4.5e11, "h800": 2e11, "h20": 4.5e11, "a100": 3e11, "a800": 2e11, "mi300x": 4.48e11,
@@ -88,15 +91,19 @@ _LINK_BYTES_PER_SECOND = {
 _ALIASES = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-16"}
 _FP16_ONLY = ("v100-32", "v100-16", "t4")
 
-# srun sets these if each task sees only its own GPUs, which are then numbered from 0.
+# Variables that srun sets if each task sees only its own GPUs. These are numbered from 0 in each task.
 SRUN_BINDING_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
 
 def choose_gpu_index(local_rank: int, num_visible_gpus: int) -> int:
-    """The CUDA index of the GPU for ``local_rank``, out of ``num_visible_gpus`` GPUs.
+    """Return the CUDA index of the GPU for a local rank.
+
+    Args:
+        local_rank: Rank among the ranks of this node.
+        num_visible_gpus: Number of GPUs that this process sees.
 
     Raises:
-        UserError: if there are fewer GPUs than ranks.
+        UserError: If there are fewer GPUs than ranks.
     """
     if local_rank < num_visible_gpus:
         return local_rank
@@ -109,7 +116,7 @@ def choose_gpu_index(local_rank: int, num_visible_gpus: int) -> int:
 
 
 def list_gpus() -> list[Device]:
-    """The GPUs that the planner knows by name."""
+    """List the GPUs that the planner supports by name."""
     devices = {
         name: Device(
             name,
@@ -128,13 +135,13 @@ def list_gpus() -> list[Device]:
 
 
 def _look_up_by_prefix(table: dict[str, Value], name: str) -> Value | None:
-    """What a table has of ``a100-80``: the longest key with which it begins."""
+    """Return the value of the longest key that the name of a GPU starts with, or None."""
     keys = sorted(filter(name.startswith, table), key=len)
     return table[keys[-1]] if keys else None
 
 
 def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
-    """Peak FLOP/s by precision of the GPU that the planner calls ``name``, such as ``a100-80``."""
+    """List the peak FLOP/s per precision of a GPU by its name in the planner, such as ``a100-80``."""
     for card, half, tf32 in GPU_PEAK_TERAFLOPS:
         key = card.lower().removeprefix("rtx ").replace(" ", "-")
         if name == key or name.startswith(f"{key}-"):
@@ -144,13 +151,16 @@ def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
 
 
 def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
-    """The number of elements that matrix sizes should be a multiple of, for tensor cores at full speed.
+    """Return the number that matrix dimensions should be a multiple of for full tensor-core speed.
 
-    16 bytes; 128 bytes on A100 and later server GPUs. See :mod:`portable.model.flops`.
+    This is 16 bytes, or 128 bytes on A100 and later server GPUs. See :mod:`portable.model.flops`.
 
     Args:
-        capability: of the GPU, such as (9, 0).
-        precision: of the product; None for fp32, which does not use tensor cores.
+        capability: Compute capability of the GPU, such as (9, 0).
+        precision: Precision of the product.
+
+    Returns:
+        The number of elements. None if the GPU has no tensor cores for the precision, such as for fp32.
     """
     size = {"bf16": 2, "fp16": 2, "tf32": 4}.get(precision)
     oldest = {"fp16": (7, 0)}.get(precision, (8, 0))
@@ -160,7 +170,12 @@ def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | Non
 
 
 def get_peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of the GPU called ``device_name`` for ``precision``, or None if unknown."""
+    """Return the dense peak FLOP/s of a GPU for a precision, or None if unknown.
+
+    Args:
+        device_name: Name of the GPU, as ``torch.cuda.get_device_name`` returns it.
+        precision: ``bf16``, ``fp16`` or ``tf32``.
+    """
     for name, half, tf32 in GPU_PEAK_TERAFLOPS:
         if re.search(rf"\b{name}\b", device_name):  # an RTX A4000 is not an A40
             teraflops = {"bf16": half, "fp16": half, "tf32": tf32}.get(precision)

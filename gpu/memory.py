@@ -1,4 +1,4 @@
-"""The memory of a GPU: its history, what the driver counts, and a limit for a trial."""
+"""Memory of a GPU: allocation history, driver counters, and a limit for memory trials."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ _RECORDED_ALLOCATIONS = 200_000  # a few steps of a large model
 
 
 class CudaDiagnostics(Diagnostics):
-    """Memory history, driver counters and NCCL's flight recorder of one GPU."""
+    """Memory history, driver counters and NCCL's flight recorder of one GPU.
+
+    Args:
+        device: GPU of this rank.
+        rank: This rank.
+        world_size: Number of ranks of the run.
+    """
 
     def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
         self._device = device
@@ -27,24 +33,33 @@ class CudaDiagnostics(Diagnostics):
         self._world_size = world_size
 
     def record_memory(self) -> None:
+        """Start recording the history of allocations."""
         torch_internals.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
+        """Write a snapshot for https://pytorch.org/memory_viz with the recorded history."""
         torch_internals.dump_memory_snapshot(str(path))
 
     def dump_collectives(self, folder: Path) -> None:
+        """Write NCCL's flight recorder in the format of ``torchfrtrace``. A no-op for a single rank."""
         if self._world_size > 1:
             # torchfrtrace expects this name.
             (folder / f"nccl_trace_rank_{self._rank}").write_bytes(torch_internals.dump_nccl_trace())
 
     def query_driver_memory(self) -> DriverMemory | None:
+        """Return the used and the total memory of the GPU in bytes, as the driver reports them."""
         free, total = torch.cuda.mem_get_info(self._device)
         return DriverMemory(used_bytes=total - free, total_bytes=total)
 
 
 @contextmanager
 def limit_gpu_memory(device: torch.device, world_size: int) -> Iterator[None]:
-    """See :meth:`portable.engines.package.TorchPackage.build_memory_limit`."""
+    """Make allocations raise within the context if a run with this many ranks would not have the memory.
+
+    Args:
+        device: GPU of this rank. It becomes the current device.
+        world_size: Number of ranks of the run. Several ranks need additional memory for collectives.
+    """
     torch.cuda.set_device(device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = total * SHARE_NOT_SEARCHED + (KEPT_FOR_COLLECTIVES if world_size > 1 else 0)

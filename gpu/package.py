@@ -1,4 +1,4 @@
-"""The record of backend ``cuda``: see :class:`portable.registry.BackendPackage`."""
+"""Record of the backend ``cuda``: see :class:`portable.registry.BackendPackage`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ if TYPE_CHECKING:
     from portable.backend import Diagnostics
     from portable.planner.device import Device
 
-# NCCL's flight recorder, on unless the user sets it. Older and newer torch name it differently.
+# Variables that enable NCCL's flight recorder. Older and newer versions of torch use different names.
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _RECORDED_COLLECTIVES = "2000"
 
 
 class CudaPackage(TorchPackage):
-    """A rank a GPU, with NCCL."""
+    """Record of the backend ``cuda``: one rank per GPU, with NCCL."""
 
     def is_available(self) -> bool:
+        """Return whether torch finds a GPU."""
         import torch
 
         return torch.cuda.is_available()
 
     def count_local_ranks(self) -> int:
+        """Return the number of GPUs that this process sees."""
         import torch
 
         return torch.cuda.device_count()
 
     def check_ranks(self, ranks: int) -> None:
+        """Raise UserError unless this machine has a GPU for each of its ranks."""
         from portable.gpu.device_specs import NO_GPU_MESSAGE
 
         if ranks > (devices := self.count_local_ranks()):
@@ -42,18 +45,22 @@ class CudaPackage(TorchPackage):
         require(devices > 0, NO_GPU_MESSAGE)
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        if not in_rank:  # a launcher must not open a GPU: its context would stay there throughout the run
+        """Return ``bf16`` if the GPU supports it, otherwise ``fp32``. Returns None outside of a rank."""
+        # A launcher must not open a GPU, because its CUDA context would exist during the entire run.
+        if not in_rank:
             return None
         import torch
 
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
     def list_devices(self) -> tuple[Device, ...]:
+        """Return the GPUs that the planner supports by name."""
         from portable.gpu.device_specs import list_gpus
 
         return tuple(list_gpus())
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
+        """Return the GPU of a rank."""
         import torch
 
         from portable.gpu import device_specs
@@ -62,21 +69,25 @@ class CudaPackage(TorchPackage):
         return torch.device("cuda", device_specs.choose_gpu_index(local_rank, torch.cuda.device_count()))
 
     def make_current(self, device: torch.device) -> None:
+        """Make ``device`` current, and enable NCCL's flight recorder unless the user configured it."""
         super().make_current(device)
         for variable in _FLIGHT_RECORDER:
             os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
 
     def build_diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
+        """Return the diagnostics of a rank's GPU."""
         from portable.gpu.memory import CudaDiagnostics
 
         return CudaDiagnostics(device, rank, world_size)
 
     def build_memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None]:
+        """Return a context in which allocations beyond the memory of a rank raise."""
         from portable.gpu.memory import limit_gpu_memory
 
         return limit_gpu_memory(device, world_size)
 
     def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
+        """Return the number that matrix dimensions should be a multiple of for tensor cores at full speed."""
         import torch
 
         from portable.gpu import device_specs
@@ -84,6 +95,7 @@ class CudaPackage(TorchPackage):
         return device_specs.get_shape_multiple(torch.cuda.get_device_capability(device), precision)
 
     def get_peak_flops(self, device: torch.device, precision: str) -> float | None:
+        """Return the peak FLOP/s of the GPU for a precision, or None if unknown."""
         import torch
 
         from portable.gpu import device_specs

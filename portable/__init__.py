@@ -1,8 +1,11 @@
-"""The run: configuration, launch, data, model, optimizer, the training loop, checkpoints.
+"""Train Hugging Face models on CPUs, GPUs and TPUs from one YAML file.
 
-from portable import load_config, train
+Example:
+    Train the settings of a file for 20 steps::
 
-result = train(load_config("run.yaml", {"train.steps": 20}))
+        from portable import load_config, train
+
+        result = train(load_config("run.yaml", {"train.steps": 20}))
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ __all__ = [
     "write_checkpoint",
 ]
 
-# torch would load the package of every installed device, which takes seconds, in each process that imports
-# it; a backend loads its own.
+# Otherwise, each process that imports torch would load the packages of all devices, which takes seconds.
+# A backend loads its package itself.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 from portable.converters.lazy_imports import build_lazy_getattr

@@ -75,7 +75,13 @@ def replace_settings_with_objects(
 
     Args:
         config: Config of the run.
-        loss, metrics, callbacks, data, model, schedule, optimizer: See :func:`train`.
+        loss: See :func:`train`.
+        metrics: See :func:`train`.
+        callbacks: See :func:`train`.
+        data: See :func:`train`.
+        model: See :func:`train`.
+        schedule: See :func:`train`.
+        optimizer: See :func:`train`.
 
     Returns:
         A config that also contains the source text that ranks need to create the objects.
@@ -188,7 +194,9 @@ def plan(
     host_memory: str | None = None,
     price_per_hour: float | None = None,
 ) -> Plan:
-    """Compute what a run needs before a machine is rented, as ``portable-plan`` does. Loads no weights.
+    """Compute the memory, strategy and time of a run before a machine is rented, as ``portable-plan`` does.
+
+    Loads no weights.
 
     Example:
         >>> from portable import load_config, plan
@@ -198,8 +206,8 @@ def plan(
 
     Args:
         config: Config of the run, from :func:`portable.load_config`.
-        device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. None for the devices
-            of this machine.
+        device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. If None, the
+            device is unknown, and the plan says what each strategy needs instead of what fits.
         devices: Number of devices.
         device_memory: Memory of a device, for example ``80GB``, instead of ``device`` or to override it.
         host_memory: Memory of a node, for example ``512GB``. It limits offloading.

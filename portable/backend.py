@@ -57,7 +57,7 @@ class Engine(Protocol):
     """The transformers model, with its original parameter names."""
 
     objective: TrainingObjective
-    """The training objective."""
+    """Training objective: the loss, its weights, and the values to log."""
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill this rank's shards of parameters and persistent buffers.
@@ -68,7 +68,14 @@ class Engine(Protocol):
         """
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Load the model weights and the optimizer state. Each rank reads only its own shards."""
+        """Load the model weights and the optimizer state. Each rank reads only its own shards.
+
+        Args:
+            checkpoint: Checkpoint with the parameter names of the model.
+
+        Raises:
+            CheckpointError: If the checkpoint does not fit the model or is damaged.
+        """
 
     def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write this rank's shards in the strategy's native format. Must be called on all ranks.
@@ -95,12 +102,10 @@ class Engine(Protocol):
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
             global_weight: Number of target tokens in the global batch, or the sum of their weights if
-            ``train.loss``
-                uses weights. The summed loss is divided by this device scalar, which comes from
-                :meth:`Backend.sum_host_numbers`.
+                ``train.loss`` uses weights. The summed loss is divided by this device scalar, which comes
+                from :meth:`Backend.sum_host_numbers`.
             is_last_micro_batch: Whether this is the last micro-batch before :meth:`take_optimizer_step`,
-            which means that the gradients
-                must be reduced across ranks.
+                which means that the gradients must be reduced across ranks.
             with_token_metrics: Whether to also compute token accuracy and entropy.
 
         Returns:
@@ -129,24 +134,30 @@ class Engine(Protocol):
     def read_update_health(self) -> UpdateHealth:
         """Read the counters of skipped updates from the device.
 
-        This triggers a host-device sync, so only call it when logging.
+        Triggers a host-device sync, so only call it when logging.
 
         Raises:
-            RunError: If the cause of the failed updates is known, for example an fp16 loss scale at its
+            RunError: If the cause of the skipped updates is known, for example an fp16 loss scale at its
                 minimum.
         """
 
     def find_nonfinite_gradients(self) -> list[str]:
-        """Return the names of the parameters whose accumulated gradient is not finite, in model order.
+        """Find the parameters whose accumulated gradient is not finite.
 
         Each rank checks its own shards. Must be called on all ranks, before :meth:`take_optimizer_step`.
         Triggers a host-device sync.
+
+        Returns:
+            The names of the parameters, in model order.
         """
 
     def find_nonfinite_state(self) -> list[str]:
-        """Return the names of the trained parameters with a weight or optimizer value that is not finite.
+        """Find the trained parameters with a weight or optimizer value that is not finite.
 
         Each rank checks its own shards. Triggers a host-device sync, so only call it before saving.
+
+        Returns:
+            The names of the parameters.
         """
 
     def evaluate_batch(
@@ -159,7 +170,8 @@ class Engine(Protocol):
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
             metric_accumulator: Function that computes the metrics to accumulate in addition to the summed
-            ``loss``. totals: Totals over this rank's previous micro-batches. Empty for the first micro-batch.
+                ``loss``.
+            totals: Totals over this rank's previous micro-batches. Empty for the first micro-batch.
 
         Returns:
             The new totals, keyed by metric name: int64 or float64 tensors on the device. On XLA, the totals
@@ -169,9 +181,9 @@ class Engine(Protocol):
     def swap_ema_weights(self) -> None:
         """Swap the weights with their exponential moving average (``train.ema``).
 
-        Does not trigger a host-device sync.
+        A second call swaps them back.
 
-        Call it again to swap them back.
+        Does not trigger a host-device sync.
         """
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
@@ -229,15 +241,20 @@ class Diagnostics:
 
 
 class Backend(Protocol):
-    """The devices that this process drives and its connection to the other ranks."""
+    """Devices that this process drives, and its connection to the other ranks."""
 
     name: str
+    """Name of the backend in :data:`portable.registry.BACKENDS`, such as ``cuda``."""
     rank: int
+    """Rank of this process."""
     world_size: int
+    """Number of ranks."""
     device: torch.device
+    """Device of this rank."""
     one_program: bool
     """Whether all ranks run a single program on one logical batch (SPMD) and need the same random seed."""
     diagnostics: Diagnostics
+    """Debugging hooks."""
 
     @property
     def devices_per_rank(self) -> int:
@@ -268,10 +285,10 @@ class Backend(Protocol):
     ) -> bool | None:
         """Run training steps on a temporary engine to check whether they fit in device memory.
 
-        The temporary engine allocates the same memory as the run's engine, but the values it computes are
-        meaningless. It does not call any collectives of the run's process group, so an out-of-memory error on
-        one rank does not hang the others. The engine is freed before this method returns. Must be called
-        before :meth:`start` or after :meth:`abandon_process_group`.
+        The temporary engine allocates the same memory as the run's engine, but the values that it computes
+        are meaningless. It does not call any collectives of the run's process group, so an out-of-memory
+        error on one rank does not hang the other ranks. The engine is freed before this method returns. Must
+        be called before :meth:`start` or after :meth:`abandon_process_group`.
 
         Args:
             build_meta_model: Function that builds the model on the meta device.
@@ -279,8 +296,8 @@ class Backend(Protocol):
             take_steps: Function that takes training steps on this backend with the given engine.
 
         Returns:
-            Whether the steps fit. If this backend cannot recover from an out-of-memory error, nothing is run
-            and None is returned.
+            Whether the steps fit. None if this backend cannot recover from an out-of-memory error. In this
+            case, nothing is run.
         """
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -314,13 +331,14 @@ class Backend(Protocol):
         """
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
-        """Return whether any rank has requested a stop in the latest :meth:`sum_host_numbers`; the same on all ranks.
+        """Return whether any rank has requested a stop in the latest :meth:`sum_host_numbers`.
 
-        The host may wait until the device has finished the work that was queued before that
-        :meth:`sum_host_numbers`. The work that was queued after it keeps the device busy meanwhile.
+        The result is the same on all ranks. The host may wait until the device has finished the work that was
+        queued before that call. The work that was queued after the call keeps the device busy during this
+        time.
 
         Args:
-            requested_by_rank: Whether this rank requests a stop now. A single rank returns it.
+            requested_by_rank: Whether this rank requests a stop now. The result if there is only one rank.
         """
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
@@ -352,15 +370,23 @@ class Backend(Protocol):
         """
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return the number that matrix dimensions should be a multiple of to reach full speed.
+        """Return the divisor that matrix dimensions should have to reach full speed.
 
-        Returns None if the device handles all matrix sizes equally well.
+        Args:
+            precision: Precision of the matrix products, such as ``bf16``.
+
+        Returns:
+            The divisor. None if the device handles all matrix sizes equally well.
         """
 
     def get_peak_flops(self, precision: str) -> float | None:
-        """Return the peak dense FLOP/s of one device in ``precision``, according to its data sheet.
+        """Return the peak dense FLOP/s of one device, according to its data sheet.
 
-        Returns None if the peak is unknown.
+        Args:
+            precision: Precision of the matrix products, such as ``bf16``.
+
+        Returns:
+            The peak, or None if it is unknown.
         """
 
     def get_metrics(self) -> dict[str, float]:

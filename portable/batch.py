@@ -1,4 +1,4 @@
-"""Batches, and the names of their columns."""
+"""Batches, and the names of their additional columns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ classifier's labels can also be float32, with NaN instead of -100.
 IGNORED_LABEL = -100
 """Label of positions that do not count in the loss."""
 SOURCE_COLUMN = "source"
-"""Column of a mixture's batch with the number of each row's source, int64 ``[batch]``."""
+"""Column in the batches of a mixture: index of each row's source, int64 ``[batch]``."""
 PART_POSITIONS_COLUMN = "part_positions"
-"""Column with the positions of the tokens of a part of samples, int64 ``[batch, seq_len / parts]``."""
+"""Column under context parallelism: positions of this rank's tokens, int64 ``[batch, seq_len / parts]``."""
 TEXT_TOKENS_COLUMN = "text_tokens"
-"""Column with the length of the text of each token of a part of samples, with the same shape."""
+"""Column under context parallelism: length of the text that contains each token, of the same shape."""

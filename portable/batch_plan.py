@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from portable.backend import Backend
     from portable.config import RunConfig
 
-MAX_STEPS = 1 << 53  # a float cannot represent every larger integer
+MAX_STEPS = 1 << 53
+"""Maximum number of steps. A float cannot represent all larger integers."""
 
 
 class SequencePart(NamedTuple):
@@ -23,7 +24,7 @@ class SequencePart(NamedTuple):
 
     part_index: int
     num_parts: int
-    """Number of parts into which each sequence is divided. 1 if ranks process whole sequences."""
+    """Number of parts into which each sequence is divided. 1 if ranks process complete sequences."""
 
 
 WHOLE_SEQUENCE = SequencePart(0, 1)
@@ -43,11 +44,15 @@ class BatchPlan:
     """
 
     global_batch_size: int
+    """Number of sequences of an optimizer step over all ranks."""
     micro_batch_size: int
     """Number of sequences per rank and forward pass: ``train.micro_batch_size`` times ``groups_per_rank``."""
     world_size: int
+    """Number of ranks, or of groups of ranks under context or tensor parallelism."""
     rank: int
+    """Index of this rank, or of its group."""
     seed: int
+    """Seed of the run."""
     one_program: bool = False
     """Whether all ranks draw the same random numbers; see ``Backend.one_program``."""
     sequence_part: SequencePart = WHOLE_SEQUENCE
@@ -125,7 +130,7 @@ def compute_batch_plan(
             f"use a divisor of {devices_per_rank if uneven else devices}, or another number of {unit}s"
         )
     devices //= parts
-    hosts = max(1, parts // devices_per_rank)  # that share a sequence, or ranks
+    hosts = max(1, parts // devices_per_rank)  # hosts whose devices share a sequence or layers
     world_size, (rank, part) = world_size // hosts, divmod(rank, hosts)
     groups = max(1, devices_per_rank // parts)
     if parts > 1:
@@ -163,7 +168,15 @@ def describe_padding(plan: BatchPlan) -> str:
 
 
 def compute_batch_plan_of_rank(config: RunConfig, backend: Backend) -> BatchPlan:
-    """Compute the batch plan of this rank."""
+    """Compute the batch plan of this rank.
+
+    Args:
+        config: Config of the run.
+        backend: Backend of this rank.
+
+    Raises:
+        UserError: If the global batch cannot be divided among the ranks.
+    """
     return compute_batch_plan(
         config,
         world_size=backend.world_size,
@@ -174,10 +187,14 @@ def compute_batch_plan_of_rank(config: RunConfig, backend: Backend) -> BatchPlan
 
 
 def compute_total_steps(config: RunConfig, samples: int) -> int:
-    """Return the number of optimizer steps: ``train.steps``, or ``train.epochs`` in steps.
+    """Compute the number of optimizer steps of a run from ``train.steps`` or ``train.epochs``.
+
+    Args:
+        config: Config of the run.
+        samples: Number of samples in an epoch. Not used if ``train.epochs`` is not set.
 
     Raises:
-        UserError: if the number of steps exceeds :data:`MAX_STEPS`.
+        UserError: If the number of steps exceeds :data:`MAX_STEPS`.
     """
     if config.train.epochs is None:
         assert config.train.steps is not None  # the schema requires one of the two

@@ -1,4 +1,4 @@
-"""Hooks between the steps of a run: the base class of callbacks, and the run that they get."""
+"""Callbacks between the steps of a run: their base class, and the run object that is passed to them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of the hooks that the training loop calls between steps.
+    """Base class of objects whose methods the training loop calls between steps.
 
-    A run has an ordered list of callbacks, and every hook is invoked on each of them in that order. Hooks run
-    on all ranks, and an exception in any hook stops the run on all ranks.
+    A run has an ordered list of callbacks, and every method is called on each of them in that order. The
+    methods run on all ranks, and an exception in any of them stops the run on all ranks.
 
     A custom callback, listed in ``train.callbacks`` as ``my_package.my_module:MyCallback``, can implement any
     of the ``on_*`` methods. It does not need to inherit from this class, and it must not modify the model.
@@ -93,7 +93,7 @@ class Callback:
         """Save a checkpoint after the latest step."""
 
     def record_skipped_updates(self, run: Run, count: int, message: str) -> None:
-        """Handle skipped optimizer updates.
+        """Record skipped optimizer updates.
 
         Args:
             run: The current run.
@@ -102,10 +102,20 @@ class Callback:
         """
 
     def record_pause(self, run: Run, seconds: float) -> None:
-        """Handle a pause of ``seconds`` during which training waited for an evaluation or a save."""
+        """Record a pause of the training.
+
+        Args:
+            run: The current run.
+            seconds: Time that training waited for an evaluation or a save.
+        """
 
     def handle_completed_checkpoint(self, run: Run, checkpoint: AnyPath) -> None:
-        """Handle a completed checkpoint. Only called on rank 0."""
+        """Handle a completed checkpoint. Only called on rank 0, usually in a background thread.
+
+        Args:
+            run: The current run.
+            checkpoint: Folder or URL of the checkpoint.
+        """
 
     def close(self) -> None:
         """Release resources at the end of a launch, even if the launch failed."""
@@ -121,7 +131,7 @@ class StepRequests(NamedTuple):
 
 
 class Run:
-    """Run in training, which every callback gets. Each rank has its own object.
+    """Run in training, which is passed to every callback. Each rank has its own object.
 
     Attributes:
         config: Resolved config.
@@ -134,10 +144,14 @@ class Run:
     The attributes below are internal and may change:
 
         prepared, backend, engine, progress, checkpoints: Parts of this launch.
-        until: Step at which this launch ends.
-        stopped: Whether a signal ends this launch after the latest step.
+        first_step: First step of this launch.
+        end_step: Step at which this launch ends.
+        is_stopped_by_signal: Whether a signal ends this launch after the latest step.
         result: Result of the latest step, on the device.
         callbacks: Callbacks, in the order in which they are called.
+        health: Reporter of skipped updates.
+        pending_values: Values for the next logged step; see :meth:`log`.
+        is_stop_requested, is_save_requested: Requests of this rank's callbacks.
     """
 
     result: StepResult
@@ -178,17 +192,20 @@ class Run:
 
     @property
     def checkpoint(self) -> AnyPath | None:
-        """Newest complete checkpoint."""
+        """Newest complete checkpoint, or None if there is none."""
         newest: AnyPath | None = self.checkpoints.find_newest_known()
         return newest
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Add values to the next logged step, for metrics.jsonl, the trackers and the report.
+        """Add values to the next logged step, for ``metrics.jsonl``, the trackers and the report.
 
         Only the values of rank 0 are logged. Tensors are only read from the device when the step is logged.
 
         Args:
             values: Numbers or scalar tensors, keyed by name.
+
+        Raises:
+            TypeError: If a value is not a number or a scalar tensor.
         """
         for name, value in values.items():
             scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and not is_shard(value)
@@ -200,15 +217,24 @@ class Run:
         self.pending_values.update(values)
 
     def stop(self) -> None:
-        """End the run after this step, with a checkpoint and the export. One rank suffices to request it."""
+        """Request the end of the run after this step, with a checkpoint and the export. One rank suffices."""
         self.is_stop_requested = True
 
     def save(self) -> None:
-        """Save a checkpoint after this step. One rank suffices to request it."""
+        """Request a checkpoint after this step. One rank suffices."""
         self.is_save_requested = True
 
     def generate(self, prompt: str, *, max_new_tokens: int = 64, seed: int = 0) -> str:
-        """Continue a text with the current weights. Must be called on all ranks with the same arguments."""
+        """Continue a text with the current weights. Must be called on all ranks with the same arguments.
+
+        Args:
+            prompt: Text to continue.
+            max_new_tokens: Maximum number of tokens to generate.
+            seed: Random seed for sampling.
+
+        Returns:
+            The continuation without the prompt.
+        """
         ids: list[int] = encode_text(self.tokenizer, prompt)["input_ids"]
         tokens = torch.tensor([ids], dtype=torch.int64)
         generated = self.engine.generate(tokens, max_new_tokens=max_new_tokens, seed=seed)
@@ -218,30 +244,38 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run, and not only this launch, is at its end."""
+        """Whether the run has ended, and not only this launch."""
         return self.progress.has_ended or self.progress.step == self.steps
 
     @property
     def is_last_step(self) -> bool:
-        """Whether this launch ends after the latest step, regardless of requests by callbacks."""
+        """Whether this launch ends after the latest step: a signal stopped it, or its last step is done."""
         return self.is_stopped_by_signal or self.step == self.end_step
 
     def logs_step(self, step: int) -> bool:
-        """Return whether step ``step``, counted from 1, is logged if no signal makes it the last.
+        """Return whether a step is logged, unless a signal makes it the last step, which is always logged.
 
-        The first step of a launch is logged, because the next one to be logged may be minutes away.
+        The first step of a launch is logged, because the next logged step may be minutes away.
+
+        Args:
+            step: Number of the step, counted from 1.
         """
         return step in (self.first_step, self.end_step) or step % self.config.log.every_steps == 0
 
     def is_interval_reached(self, every_steps: int | None, every_epochs: float | None) -> bool:
-        """Return whether the latest step is a multiple of the steps, or passed a multiple of the epochs."""
+        """Return whether an interval in steps or in epochs ends with the latest step.
+
+        Args:
+            every_steps: Interval in steps, or None.
+            every_epochs: Interval in epochs, possibly a fraction, or None.
+        """
         if every_steps and self.step % every_steps == 0:
             return True
         if not every_epochs:
             return False
         every = every_epochs * self.prepared.data.train.epoch_samples
         before = self.samples - self.prepared.batch_plan.global_batch_size
-        # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
+        # The tolerance compensates for rounding, so that for example three thirds of an epoch are one epoch.
         return math.floor(self.samples / every + 1e-9) > math.floor(before / every + 1e-9)
 
     @property
@@ -260,10 +294,10 @@ class Run:
         )
 
     def finish_step(self) -> None:
-        """Call the callbacks after a step, and have them log, evaluate and save if that is due.
+        """Call the callbacks after a step, and let them log, evaluate and save if this is due.
 
-        Evaluations come before saves, because a checkpoint contains the best evaluations. A signal ends a
-        launch with a checkpoint, but without an evaluation.
+        Evaluations come before saves, because a checkpoint contains the best evaluations. If a signal ends
+        the launch, a checkpoint is saved but nothing is evaluated.
         """
         self.call_callbacks("on_step")
         if self.is_last_step or self.logs_step(self.step):
@@ -276,24 +310,31 @@ class Run:
             self.call_callbacks("save_step")
 
     def call_callbacks(self, method_name: str, *values: Any) -> None:
-        """Call a method of every callback, in order."""
+        """Call a method of every callback, in order.
+
+        Args:
+            method_name: Name of the method.
+            values: Arguments after the run.
+        """
         for callback in self.callbacks:
             getattr(callback, method_name)(self, *values)
 
     @contextmanager
     def measure_pause(self) -> Iterator[None]:
-        """Exclude the time within this context from the throughput of the steps."""
+        """Measure the time within this context, which callbacks exclude from the throughput of the steps."""
         begun = time.perf_counter()
         yield
         self.call_callbacks("record_pause", time.perf_counter() - begun)
 
     def exchange_requests(self) -> StepRequests:
-        """Take the requests of all ranks' callbacks since the last call. Must be called on all ranks.
+        """Exchange and reset the requests of all ranks' callbacks. A collective call.
 
         Returns:
-            Whether to end the run, and whether to save a checkpoint.
+            Whether to end the run, and whether to save a checkpoint. The same on all ranks.
         """
-        if not self.config.train.callbacks:  # an evaluation requests the same on all ranks
+        if (
+            not self.config.train.callbacks
+        ):  # without custom callbacks, only evaluations make requests, which are the same on all ranks
             save, self.is_save_requested = self.is_save_requested, False
             return StepRequests(stop=False, save=save)
         requests, self.is_save_requested = (self.is_stop_requested, self.is_save_requested), False
@@ -303,7 +344,10 @@ class Run:
         return StepRequests(self.is_stop_requested, save)
 
     def take_logged_values(self) -> dict[str, float]:
-        """Read the values logged since the last call from the device."""
+        """Return the values of :meth:`log` since the last call, keyed by name, and forget them.
+
+        Reads tensors from the device.
+        """
         pending, self.pending_values = self.pending_values, {}
         tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
         numbers = {name: value for name, value in pending.items() if not isinstance(value, torch.Tensor)}
@@ -315,18 +359,20 @@ _MAX_NAMES_SHOWN = 3
 
 
 def _wait_for_last_good_checkpoint(run: Run) -> str:
-    """Wait for the save in progress, and find the newest complete checkpoint. Called on all ranks."""
+    """Wait for the save in progress, and return the newest complete checkpoint as text. A collective call."""
     run.checkpoints.finish_save()
-    run.backend.barrier()  # rank 0 has now renamed the folder
+    run.backend.barrier()  # afterwards, rank 0 has renamed the folder
     return str(run.checkpoints.find_latest() or "none yet")
 
 
 class NonFiniteReporter:
-    """Reports skipped updates. Reads their count from the device when the host waits for it anyway.
+    """Reports skipped updates and state that is not finite.
+
+    The count of skipped updates is only read from the device when the host waits for the device anyway.
 
     Args:
         run: Run in training.
-        folder: Folder with the config of the run, for the command in error messages.
+        folder: Folder with the config of the run, used in the command in error messages.
     """
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -336,11 +382,13 @@ class NonFiniteReporter:
         self._config_path = folder / CONFIG_FILE
 
     def report_skipped_updates(self, run: Run) -> None:
-        """Update ``run.progress.skipped`` and report new skipped updates. Reads the device once per step.
+        """Update ``run.progress.skipped_updates``, and report new skipped updates to the callbacks.
+
+        Reads from the device, at most once per step.
 
         Raises:
             RunError: If more consecutive updates were skipped than ``train.on_non_finite`` allows. The
-                weights are those before the first skipped update.
+                weights are the weights before the first skipped update.
         """
         if self._last_checked_step == run.step:
             return
@@ -358,9 +406,12 @@ class NonFiniteReporter:
         sample = self._start_progress.samples + health.first_bad_update * batch
         subject = "loss is" if health.bad_loss else "gradients are"
         problem = f"step {step} (samples {sample} to {sample + batch - 1}): the {subject} not finite"
-        # On XLA the processes of a slice discover each other.
+        # On XLA, the processes of a slice find each other without a launcher.
         ranks = 1 if run.backend.one_program else run.world_size
-        remedy = f"to locate the cause: {launch.format_train_command(ranks, config=self._config_path, replay=step)}"
+        remedy = (
+            f"to locate the cause: "
+            f"{launch.format_train_command(ranks, config=self._config_path, replay=step)}"
+        )
         if not health.halted:
             run.call_callbacks("record_skipped_updates", newly_skipped, f"{problem}; {remedy}")
             return
@@ -376,10 +427,11 @@ class NonFiniteReporter:
     def check_state_is_finite(self, run: Run) -> None:
         """Check that all weights and optimizer values are finite. Called on all ranks before a save.
 
-        Finite gradients lead to such values if the learning rate is too large or ``train.eps`` too small.
+        Finite gradients can lead to values that are not finite if the learning rate is too large or
+        ``train.eps`` too small.
 
         Raises:
-            RunError: If there is such a value on any rank. No checkpoint is saved.
+            RunError: If a value is not finite on any rank. No checkpoint is saved.
         """
         names = run.engine.find_nonfinite_state()[:_MAX_NAMES_SHOWN]
         if not run.backend.reduce_any(bool(names)):

@@ -76,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_process() -> int:
-    """Run :func:`main` as a process of its own, which may be a rank of a launcher."""
+    """Run :func:`main` as the only task of this process, which may be a rank of a launcher.
+
+    Returns:
+        The exit code of the process.
+    """
     code = main()
     return code if os.environ.get("WORLD_SIZE", "1") == "1" else set_process_exit_code(code)
 
@@ -149,8 +153,8 @@ def run_invocation(invocation: Invocation) -> int:
     if ranks == 1 and not resolved.config.memory.has_offloading:
         return run_rank(name, resolved, mode)
     os.environ.update(package.get_launch_environment(ranks))
-    # Every rank is a child process, also a single one that may fill the host: the parent survives an OOM kill
-    # and reports it.
+    # Every rank is a child process, even a single rank if it offloads to the host: the parent survives an OOM
+    # kill and reports it.
     return launch.launch_ranks(
         run_rank,
         (name, resolved, mode),

@@ -1,7 +1,8 @@
 """Command line of ``portable-train``, and the common part of all commands with a config.
 
-This layer joins the config with the importer, which reads the files of Accelerate. Once this module is
-imported, an error message about an unknown key suggests our setting for the name of another program.
+This module combines the config with the importer, which reads the files of Accelerate. Once this module is
+imported, an error message about an unknown key suggests our setting if the key is the name of a setting in
+another program.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ examples:
 PositiveCount = Annotated[
     int, Field(ge=1, le=10**8), BoundsReason("More ranks, samples or steps than anyone looks at.")
 ]
+"""Number of ranks, samples or steps on the command line."""
 
 
 def _load_foreign_names() -> ForeignVocabulary:
@@ -113,21 +115,21 @@ class TrainOptions(CommandOptions):
 
 @dataclass(frozen=True)
 class Invocation:
-    """The parsed command line of ``portable-train``.
+    """Parsed command line of ``portable-train``.
 
     Attributes:
-        config: The config of the run.
-        config_files: The YAML files in merge order.
-        nproc: Number of local ranks to start. None for the backend's default.
+        config: Config of the run.
+        config_files: YAML files in the order in which they were merged.
+        nproc: Number of local ranks to start, or None for the backend's default.
         dry_run: Whether to check everything and train nothing.
         show_data: Number of samples to print, or None.
         eval_only: Whether to evaluate and train nothing.
-        json: File for the values of an evaluation, or None.
+        json: Path of a file for the values of an evaluation, or None.
         resume_info: Path of a checkpoint to describe, or None.
-        replay: Step to repeat in order to find a non-finite value, or None.
+        replay: Step to repeat in order to find a value that is not finite, or None.
         profile: Whether to write a trace of a few steps.
-        gpu_ids: The GPUs of an Accelerate config file, or None.
-        notes: Keys of Accelerate that are ignored or have another meaning here, one line each.
+        gpu_ids: GPUs of an Accelerate config file, or None.
+        notes: Notes about keys of Accelerate that are ignored or have another meaning here, one line each.
     """
 
     config: RunConfig
@@ -153,7 +155,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> Invocation:
     """Parse the command line of ``portable-train``. ``--help`` and ``--version`` print and exit.
 
     Args:
-        argv: The arguments, ``sys.argv`` by default.
+        argv: Arguments, or None for ``sys.argv``.
 
     Raises:
         UserError: If the command line or a file that it names is not valid.
@@ -169,23 +171,26 @@ class ParsedCommand(NamedTuple):
 
     config: RunConfig
     options: dict[str, Any]
-    """Values of the options on the command line, keyed by name, together with the list ``notes``."""
+    """Values of the options on the command line, keyed by name.
+
+    The list ``notes`` has a line for each key of Accelerate that is ignored or has another meaning here.
+    """
 
 
 def parse_command_line(argv: Sequence[str], options: type[CommandOptions], usage: str) -> ParsedCommand:
-    """Read the command line of a command with a config. ``--help`` and ``--version`` print and exit.
+    """Parse the command line of a command with a config. ``--help`` and ``--version`` print and exit.
 
     Args:
-        argv: The arguments.
-        options: The options of the command.
-        usage: The first part of the help.
+        argv: Arguments.
+        options: Class with the options of the command.
+        usage: First part of the help text.
 
     Returns:
-        The config, and by name the values of the options that are on the command line. ``notes`` has a line
-        for each key of Accelerate that is ignored or has another meaning here.
+        The config and the options.
 
     Raises:
         UserError: If the command line or a file that it names is not valid.
+        SystemExit: After ``--help`` or ``--version``.
     """
     command_line = flags.parse_flags(argv, RunConfig, options)
     if command_line.help is not None:
@@ -219,8 +224,11 @@ def _read_accelerate_settings(values: dict[str, Any]) -> list[ImportedRun]:
     """Read the environment of ``accelerate launch`` and the file in ``--accelerate-config``.
 
     Args:
-        values: The options on the command line. ``accelerate_config`` is removed, and the number of ranks and
-            the GPUs of the file are added.
+        values: Options on the command line. ``accelerate_config`` is removed, and the number of ranks and the
+            GPUs of the file are added.
+
+    Returns:
+        The settings of the environment and of the file, if there are any.
 
     Raises:
         UserError: If a key of Accelerate is unknown or has no counterpart.

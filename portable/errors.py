@@ -12,13 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 USER_ERROR, RUN_ERROR, NOT_EXPORTED = 2, 1, 74
-"""Exit codes."""
-REPORT_SECONDS = 15.0  # seconds that a rank waits at most for the reports of others
+"""Exit codes of :class:`UserError`, :class:`RunError` and :class:`NotExportedError`."""
+REPORT_SECONDS = 15.0  # longest time that a rank waits for the reports of other ranks
 _POLL_SECONDS = 0.1
 _is_end_requested = False
 NOTICE_SECONDS, LAUNCHER_SECONDS = 1.0, 5.0
-"""Seconds between the failure of a rank and the exit of the others: without a launcher, and with one that
-ends all ranks when the first one exits, and reports that one."""
+"""Seconds between the failure of a rank and the exit of the other ranks.
+
+The second value is for launchers that end all ranks when the first rank exits, and that report only that
+rank.
+"""
 
 
 class UserError(Exception):
@@ -32,7 +35,11 @@ class UserError(Exception):
 
 
 class MultipleMistakesError(UserError):
-    """Several mistakes in one input. The text is the first; :attr:`lines` has all that are printed."""
+    """Several mistakes in one input. The text of the exception is the first mistake.
+
+    Args:
+        lines: Lines to print, at least one for each mistake. The first line is the text of the exception.
+    """
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__(lines[0])
@@ -40,16 +47,22 @@ class MultipleMistakesError(UserError):
 
 
 class ReportedElsewhereError(Exception):
-    """Another rank reports the error. Print nothing, :meth:`wait_for_report`, and exit with its code."""
+    """Error that another rank reports. Print nothing, call :meth:`wait_for_report`, and exit with its code.
+
+    Args:
+        message: Error of the other rank.
+        exit_code: Exit code of the other rank.
+    """
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
     def wait_for_report(self) -> None:
-        """Let the other rank report: launchers end all ranks when the first one exits, this one as well.
+        """Wait until the other rank has reported the error.
 
-        Returns at once after SIGTERM, because the launcher then knows of the failure.
+        Otherwise, a launcher that ends all ranks when the first rank exits would end the other rank too
+        early. Returns at once after SIGTERM, because the launcher has then already noticed the failure.
         """
         end = time.monotonic() + (REPORT_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS)
         while not _is_end_requested and (seconds_left := end - time.monotonic()) > 0:
@@ -57,7 +70,7 @@ class ReportedElsewhereError(Exception):
 
 
 def record_end_request() -> None:
-    """Note that this process has received SIGTERM, so that it does not wait for the reports of others."""
+    """Record that this process has received SIGTERM, so that it does not wait for reports of other ranks."""
     global _is_end_requested
     _is_end_requested = True
 
@@ -68,34 +81,43 @@ def is_ended_by_launcher() -> bool:
 
 
 class MissingDataError(UserError):
-    """Files of the data are not on this machine. What only plans does without them."""
+    """Files of the data are not on this machine. Commands that only plan continue without them."""
 
 
 class DamagedError(UserError):
-    """A damaged checkpoint. An older one may be intact."""
+    """Damaged checkpoint. An older checkpoint may be intact."""
 
 
 def to_one_line(text: object) -> str:
-    """Fold ``text``, or the name of an exception without one, into one printable line for stderr."""
+    """Convert a text or an exception to one printable line.
+
+    Args:
+        text: Any object. An exception without a text is converted to the name of its class.
+    """
     unfolded = str(text) or (type(text).__name__ if isinstance(text, BaseException) else "")
     folded = " ".join(unfolded.split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in folded)
 
 
 class RunError(Exception):
-    """A run failed although its input is valid. Printed as one ``error: ...`` line, with exit code 1."""
+    """Failure of a run whose input is valid. Printed as one ``error: ...`` line, with exit code 1."""
 
     exit_code: int = RUN_ERROR
 
 
 class NotExportedError(RunError):
-    """A run is complete, but its model could not be exported. The next start exports it."""
+    """The run is complete, but its model could not be exported. The next launch exports it."""
 
     exit_code = NOT_EXPORTED
 
 
 class StoppedError(RunError):
-    """A signal ended the run. ``exit_code`` is 128 plus its number, as in a shell."""
+    """A signal ended the run.
+
+    Args:
+        message: Text of the error.
+        number: Number of the signal. The exit code is 128 plus this number, as in a shell.
+    """
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -103,7 +125,7 @@ class StoppedError(RunError):
 
 
 def print_error_lines(error: Exception) -> None:
-    """Print ``error`` to stderr as one ``error: ...`` line, or one for each mistake."""
+    """Print an error to stderr as one ``error: ...`` line, or as one line for each mistake."""
     for line in error.lines if isinstance(error, MultipleMistakesError) else [error]:
         print_error(f"error: {to_one_line(line)}")
 

@@ -21,7 +21,9 @@ def format_bytes(count: float) -> str:
 def format_count(count: int, noun: str) -> str:
     """Format a count with its noun, such as ``1 rank`` or ``2 ranks``.
 
-    The plural of ``noun`` must end in s.
+    Args:
+        count: The count.
+        noun: Noun in the singular. Its plural must end in s.
     """
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
@@ -49,8 +51,7 @@ def format_columns(lines: Sequence[Sequence[str]], num_text_columns: int = 1) ->
     Args:
         lines: Cells of each row. All rows have the same number of cells.
         num_text_columns: Number of columns at the start that are aligned to the left. The others are aligned
-        to
-            the right.
+            to the right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

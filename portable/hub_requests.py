@@ -1,8 +1,9 @@
-"""Requests to the Hugging Face hub, which one rank of each node sends for all of them.
+"""Requests to the Hugging Face hub, which one rank of each node sends for all ranks of the node.
 
-With all files cached, loading a model still sends several requests, and the hub limits the requests of an
-address. Therefore, the first rank of a node sends the requests. The other ranks wait for it, and then read
-its cache without requests. No process group is needed, because it does not exist yet at that time.
+With all files cached, loading a model still sends several requests, and the hub limits the number of requests
+from an address. Therefore, only the first rank of a node sends requests. The other ranks wait for it, and
+then read its cache without requests. The ranks synchronize with a lock file, because no process group exists
+yet at that time.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _revisions: dict[str, str] = {}
+"""Commits of the repositories that this process has read, keyed by type and name. Empty text if unknown."""
 _holds_lock = False
 """Whether this process holds the lock."""
 
 
 def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, repo_type: str = "model") -> T:
-    """Call a function that reads a repository of the hub, or a local folder.
+    """Call a function that reads a repository of the hub, so that only one rank of each node sends requests.
 
-    If another rank of the node, the launcher or this process has called it for the same repository and
-    purpose, it reads only the cache.
+    If another rank of the node, the launcher or this process has called the function for the same repository
+    and purpose, the function only reads the cache.
 
     Args:
-        name: Name of the repository, or a folder, for which the function is simply called.
+        name: Name of the repository. If it is a local folder, the function is called without any restriction.
         purpose: Description of the data. All files for one purpose are cached after the first call.
-        read: The function. It is called again with requests if a file is not in the cache.
+        read: Function that reads the repository. It is called again with requests if a file is not in the
+            cache.
         repo_type: "model" or "dataset".
 
     Returns:
@@ -64,11 +67,12 @@ def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, re
 
 
 def get_revisions_read() -> dict[str, str]:
-    """Return the commit of each repository that this process has read."""
+    """Return the commits of the repositories that this process has read, keyed by type and name."""
     return {name: revision for name, revision in _revisions.items() if revision}
 
 
 def _is_path(name: str) -> bool:
+    """Return whether ``name`` is a local path, and not the name of a repository."""
     try:
         return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
     except (OSError, ValueError):  # not a possible path
@@ -88,6 +92,7 @@ def _read_revision(name: str, repo_type: str) -> str:
 
 @contextmanager
 def _mark_lock_held() -> Iterator[None]:
+    """Mark that this process holds the lock, because nested calls would wait for it forever."""
     global _holds_lock
     _holds_lock = True
     try:
@@ -98,7 +103,7 @@ def _mark_lock_held() -> Iterator[None]:
 
 @contextmanager
 def _force_offline() -> Iterator[None]:
-    """Let the libraries of the hub, until the context ends, use only their caches."""
+    """Make the libraries of the hub use only their caches within this context."""
     from huggingface_hub import constants
 
     modules = [constants, *(sys.modules[name] for name in ("datasets.config",) if name in sys.modules)]

@@ -47,7 +47,7 @@ def train_step(
     The loss is the mean over all valid tokens in the global batch, regardless of how the tokens are
     distributed across micro-batches and ranks. The valid tokens of all micro-batches are counted up front,
     while the batches are still on the host, and each micro-batch's summed loss is divided by the global
-    count. A custom ``run_training_loop.loss`` can use weights instead of token counts.
+    count. A custom ``train.loss`` can use weights instead of token counts.
 
     Args:
         backend: Backend of this rank.
@@ -60,11 +60,10 @@ def train_step(
         max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
         with_token_metrics: Whether to also compute token accuracy and entropy, which only logged steps need.
         is_stop_requested: Function that returns whether this rank requests a stop. The request is sent to all
-        ranks
-            together with the number of valid tokens.
+            ranks together with the number of valid tokens.
 
     Returns:
-        The global loss and gradient norm, as device tensors.
+        The global loss, the gradient norm and the values to log, as device tensors.
     """
     batches = [next(micro_batches) for _ in range(batch_plan.accumulation_steps)]
     valid = backend.sum_host_numbers(
@@ -96,7 +95,7 @@ def iter_steps(
     logs_step: Callable[[int], bool] = lambda step: True,
     is_stop_requested: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepResult]:
-    """Take optimizer steps until ``progress.step`` reaches ``end_step`` or ``progress.ended`` is set.
+    """Take optimizer steps until ``progress.step`` reaches ``end_step`` or ``progress.has_ended`` is set.
 
     All ranks take the same number of steps. No step syncs the host with the device.
 
@@ -107,8 +106,7 @@ def iter_steps(
         progress: Progress of the run, which is updated before each result is yielded.
         end_step: Step to stop at.
         logs_step: Function that returns whether a step is logged, given its number (starting at 1). Token
-        accuracy
-            and entropy are only computed for logged steps.
+            accuracy and entropy are only computed for logged steps.
         is_stop_requested: Function that returns whether this rank requests a stop; see :func:`train_step`.
 
     Yields:
@@ -132,10 +130,11 @@ def iter_steps(
 
 
 def run_training_loop(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> bool:
-    """Train until step ``run.until``, calling the run's callbacks after each step.
+    """Train until step ``run.end_step``, calling the run's callbacks after each step.
 
     Args:
-        run: The run to train. Its ``result`` and ``stopped`` attributes are updated after each step.
+        run: The run to train. Its ``result`` and ``is_stopped_by_signal`` attributes are updated after each
+            step.
         micro_batches: This rank's micro-batches, in host memory.
         signals: Signals that request a stop. They are intercepted during the steps. If they stopped the run,
             the caller restores the previous handlers, because a repeated SIGTERM must not interrupt the
@@ -188,7 +187,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def install_handlers(self) -> None:
-        """Set the handlers."""
+        """Set the handlers, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -198,7 +197,7 @@ class StopSignals:
                 signal.signal(number, self._request_stop)
 
     def is_requested(self) -> bool:
-        """Return whether a signal has been received."""
+        """Return whether a signal has been received. A method, because the loop takes a function."""
         return self.requested
 
     def restore_handlers(self) -> None:
@@ -207,6 +206,7 @@ class StopSignals:
             signal.signal(*self._previous.popitem())
 
     def _request_stop(self, number: int, _: object) -> None:
+        """Handle a signal: request a stop, and print a message to the terminal of the run."""
         if shows_run_progress_bars() and not self.requested:
             os.write(2, _STOP_MESSAGE)  # os.write, because print is not safe in a signal handler
         self.requested = True

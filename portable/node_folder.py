@@ -1,4 +1,4 @@
-"""Folder that the ranks of one launch on one node share, and files in it that one of them writes.
+"""Folder that the ranks of one launch share on a node, and files in it that only one rank writes.
 
 The ranks find the folder by their parent process, so no process group is needed.
 """
@@ -30,15 +30,16 @@ _SHARED_PREFIX = "shared-"
 
 
 def write_once_per_node(key: str, write_file: Callable[[Path], None]) -> Path | None:
-    """Write a file in one process of this node; the other processes wait for it.
+    """Write a file in one process of this node, while the other processes wait for it.
 
     Args:
-        key: Key of the content.
+        key: Name of the content. The file is only written if no process of the launch has written this
+            content.
         write_file: Function that writes the file at a path.
 
     Returns:
-        Path of the file, which :func:`remove_shared_files` removes. None if it cannot be written, for
-        example because the disk of temporary files is full.
+        Path of the file, which :func:`remove_shared_files` removes. None if it cannot be written, for example
+        because the disk for temporary files is full.
     """
     try:
         path = get_node_folder() / f"{_SHARED_PREFIX}{hashlib.sha256(key.encode()).hexdigest()}"
@@ -57,14 +58,14 @@ def write_once_per_node(key: str, write_file: Callable[[Path], None]) -> Path | 
 
 
 def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
-    """Compute a value in one rank of this node; the other ranks wait for it and read it.
+    """Compute a value in one rank of this node. The other ranks wait for it and read it.
 
     Args:
-        key: Key of the value.
+        key: Name of the value.
         compute: Function that computes a value that can be pickled. If it fails, the next rank calls it.
 
     Returns:
-        The value. A process that is not a rank computes it.
+        The value. A process that is not a rank always computes the value itself.
     """
     if "LOCAL_RANK" not in os.environ:
         return compute()
@@ -76,7 +77,7 @@ def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
 
     path = write_once_per_node(key, write)
     if not computed and path is not None:
-        with suppress(FileNotFoundError):  # another rank has failed, and has removed it
+        with suppress(FileNotFoundError):  # another rank has failed, and has removed the file
             computed.append(pickle.loads(path.read_bytes()))  # noqa: S301 (written by this user's ranks)
     return computed[0] if computed else compute()
 
@@ -84,7 +85,8 @@ def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
 def is_recently_written(path: Path) -> bool:
     """Return whether a file was written within the last 15 minutes.
 
-    A shell may start several launches, and a later launch should read new data.
+    Older files are not used, because a shell may start several launches, and a later launch should read new
+    data.
     """
     try:
         return time.time() - path.stat().st_mtime < _RECENT_SECONDS
@@ -93,7 +95,10 @@ def is_recently_written(path: Path) -> bool:
 
 
 def remove_shared_files() -> None:
-    """Remove the files of :func:`write_once_per_node`. Processes that have opened them can still read them."""
+    """Remove the files of :func:`write_once_per_node`.
+
+    Processes that have opened a file can still read it.
+    """
     with suppress(OSError):
         for path in get_node_folder().glob(f"{_SHARED_PREFIX}*"):
             if path.suffix != ".lock":
@@ -101,7 +106,7 @@ def remove_shared_files() -> None:
 
 
 def get_node_folder() -> Path:
-    """Return the folder of this launch on this node."""
+    """Return the folder of this launch on this node, which the first call creates."""
     is_rank = "LOCAL_RANK" in os.environ
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return _create_node_folder(os.getppid() if is_rank else os.getpid(), attempt, is_rank)
@@ -131,7 +136,7 @@ def _create_node_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
 
 
 def _read_process_start_time(pid: int) -> str:
-    """Return the start time of a process, because ids of processes are used again; empty if it is unknown."""
+    """Read the start time of a process, because the system reuses process ids. Empty if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

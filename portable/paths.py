@@ -1,7 +1,7 @@
 """Local paths and URLs of object stores (``s3://bucket/run``), the cache folder, and durable writes.
 
-Paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``,
-``read_config_text``). A durable write returns after the contents and the names are on disk.
+Paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``, ``read_text``).
+A durable write returns after the contents and the names are on disk.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def convert_storage_errors(key: str) -> Iterator[None]:
 
 
 def path_exists(path: AnyPath) -> bool:
-    """Return whether ``path`` exists. False if its name is not valid."""
+    """Return whether ``path`` exists. Returns False instead of raising if the name is not a possible path."""
     try:
         return path.exists()
     except (OSError, ValueError):
         return False
 
 
-# -- what a stranger may have written ------------------------------------------------------------------------
+# -- files that are not trusted ------------------------------------------------------------------------------
 
 
 def open_file(path: Path, root_folder: Path | None = None) -> io.FileIO:
@@ -158,7 +158,7 @@ def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Itera
     """Yield the files in a folder and its subfolders, including linked subfolders, in no particular order.
 
     Args:
-        key: Setting that names the folder, for messages.
+        key: Setting that names the folder, used in error messages.
         folder: Folder to search.
         hidden: Whether to include files and folders whose names begin with a dot.
 
@@ -186,7 +186,10 @@ def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Itera
 
 
 MAX_FILES = 50_000
-"""Maximum number of files in the folder of a model, tokenizer or adapter. A home folder has more."""
+"""Maximum number of files in the folder of a model, tokenizer or adapter.
+
+A folder with more files was probably named by mistake, such as a home folder.
+"""
 
 
 def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FILES) -> None:
@@ -195,12 +198,13 @@ def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FIL
     Hidden files are checked as well, because a library may open any name.
 
     Args:
-        key: Setting that names the folder, for messages.
+        key: Setting that names the folder, used in error messages.
         folder: The folder. Nothing is checked if it does not exist.
-        max_files: Number of files that the folder may have, or None if it may have any.
+        max_files: Maximum number of files in the folder, or None for no limit.
 
     Raises:
-        UserError: If a link leaves the folder, if something is not a regular file, or if there are too many.
+        UserError: If a link leaves the folder, if something is not a regular file, or if there are too many
+            files.
     """
     files = iter_regular_files(key, Path(folder), hidden=True) if path_exists(Path(folder)) else ()
     for number, _ in enumerate(files, start=1):
@@ -211,7 +215,16 @@ def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FIL
 
 
 def check_link_stays_inside(key: str, path: Path, folder: Path) -> None:
-    """Raise UserError, for the setting ``key``, if a link on the path to ``path`` leaves ``folder``."""
+    """Check that no link on the path to ``path`` leaves ``folder``.
+
+    Args:
+        key: Setting that names the folder, used in error messages.
+        path: Path below the folder.
+        folder: Folder that links must not leave.
+
+    Raises:
+        UserError: If a link leaves the folder.
+    """
     try:
         resolve_local_path_inside(path, folder)
     except LinkError as error:

@@ -1,9 +1,9 @@
 """Custom code that a run calls: losses, metrics, callbacks, data sources, and changes of the model.
 
 A setting names custom code as ``package.module:name``, or with arguments as
-``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives them at
-each call. :func:`portable.train` takes the objects themselves and converts them to such names. Objects that a
-notebook or script defines are sent to the ranks as source text, in a module that
+``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives the
+arguments at each call. :func:`portable.train` takes the objects themselves and converts them to such names.
+Objects that a notebook or script defines are sent to the ranks as source text, in a module that
 :func:`install_notebook_modules` creates there. Nothing is pickled.
 """
 
@@ -60,8 +60,7 @@ def refuse_custom_code(explain_refusal: Callable[[str], str | None] | None) -> I
 
     Args:
         explain_refusal: Function that returns the reason to refuse a module, given its name, or None if the
-        module may be
-            imported. None to allow all modules.
+            module may be imported. None to allow all modules.
     """
     token = _explain_refusal.set(explain_refusal)
     try:
@@ -208,7 +207,15 @@ def load_plugin_factory(key: str, text: str) -> Callable[..., Any]:
 
 
 def load_plugin_value(key: str, text: str) -> Any:
-    """Load the object that a setting names. If it is a function, call it and return its result."""
+    """Load the object that a setting names. If it is a function, call it and return its result.
+
+    Args:
+        key: Setting, used in error messages.
+        text: Value of the setting.
+
+    Raises:
+        UserError: If there is no such object, or if the function fails.
+    """
     target = load_plugin(key, text)
     with convert_user_errors(f"{key}: {text}"):
         return target() if callable(target) else target
@@ -222,6 +229,7 @@ def _parse_spec(key: str, text: str) -> PluginSpec:
 
 
 def _find_object(context: str, spec: PluginSpec) -> Any:
+    """Find the object that a spec names in its module. ``context`` begins the error message."""
     assert spec.module is not None
     target = _import_module(context, spec.module)
     for part in spec.name.split("."):
@@ -236,7 +244,15 @@ def _find_object(context: str, spec: PluginSpec) -> Any:
 
 
 def check_code_may_run(context: str, name: str) -> None:
-    """Raise NotRunError if :func:`refuse_custom_code` forbids importing the module ``name``."""
+    """Check that :func:`refuse_custom_code` does not forbid importing a module.
+
+    Args:
+        context: Beginning of the error message.
+        name: Name of the module.
+
+    Raises:
+        CodeRefusedError: If the module must not be imported.
+    """
     if (explain_refusal := _explain_refusal.get()) is not None and (
         reason := explain_refusal(name)
     ) is not None:
@@ -244,6 +260,16 @@ def check_code_may_run(context: str, name: str) -> None:
 
 
 def _import_module(context: str, name: str) -> types.ModuleType:
+    """Import a module from the current folder or the search path.
+
+    Args:
+        context: Beginning of the error message.
+        name: Name of the module.
+
+    Raises:
+        UserError: If the module cannot be imported.
+        CodeRefusedError: If the module must not be imported.
+    """
     check_code_may_run(context, name)
     if name.startswith(NOTEBOOK_MODULE_PREFIX) and name not in sys.modules:
         raise UserError(f"{context}: was defined in a notebook or script; start the run from there")
@@ -264,6 +290,10 @@ def _import_module(context: str, name: str) -> types.ModuleType:
 
 
 def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> Any:
+    """Instantiate a class, or bind the arguments of a spec to a function.
+
+    ``context`` begins the error message.
+    """
     if not callable(target):
         if arguments:
             raise UserError(f"{context}: is a {type(target).__name__}, which takes no arguments")
@@ -277,11 +307,19 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
         return target(**arguments)
     except (UserError, RunError):
         raise
-    except (Exception, SystemExit) as error:  # foreign code
+    except (Exception, SystemExit) as error:  # custom code may raise anything
         raise UserError(f"{context}: cannot be made ({_describe_error_in_user_code(error)})") from error
 
 
 def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
+    """Raise UserError if ``target`` does not accept the arguments, or requires others.
+
+    Args:
+        context: Beginning of the error message.
+        target: Function or class.
+        arguments: Arguments of the spec, keyed by name.
+        all_of_them: Whether the arguments must be complete. If not, the caller adds more arguments later.
+    """
     try:
         signature = inspect.signature(target)
         signature.bind(**arguments) if all_of_them else signature.bind_partial(**arguments)
@@ -295,9 +333,12 @@ def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *,
 
 @contextmanager
 def convert_user_errors(context: str) -> Iterator[None]:
-    """Convert errors of custom code within this context to a UserError that begins with ``context``.
+    """Convert errors of custom code within this context to a UserError.
 
-    Errors of memory are not converted, because the run reports them with a remedy.
+    Out-of-memory errors are not converted, because the run reports them with a remedy.
+
+    Args:
+        context: Beginning of the error message.
     """
     try:
         yield
@@ -310,6 +351,7 @@ def convert_user_errors(context: str) -> Iterator[None]:
 
 
 def _describe_error_in_user_code(error: BaseException) -> str:
+    """Describe an error with the file and line of the custom code that caused it."""
     frame = _find_user_frame(traceback.extract_tb(error.__traceback__))
     location = "" if frame is None else f"; {Path(frame.filename).name}, line {frame.lineno}"
     return f"{type(error).__name__}: {to_one_line(error)}{location}"
@@ -318,15 +360,15 @@ def _describe_error_in_user_code(error: BaseException) -> str:
 def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """Find the innermost frame in custom code, because a user can only correct an error there.
 
-    Code of this project, of the standard library and of installed packages is not the user's, unless the
-    setting names an installed package. The first frame outside of this project and of the libraries below is
-    then the user's, and so are all frames of its package.
+    Code of this project, of the standard library and of installed packages is not custom code, unless the
+    setting names an installed package. In this case, the first frame outside of this project and of
+    :data:`_FRAMEWORKS` is custom code, and so are all frames of its package.
 
     Args:
-        frames: The frames of a traceback, the innermost last.
+        frames: Frames of a traceback, the innermost last.
 
     Returns:
-        None if there are no frames.
+        The frame, or None if there are no frames.
     """
     others = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
     packages = {frame.filename: _find_library(frame.filename) for frame in others}
@@ -343,17 +385,17 @@ _FRAMEWORKS = frozenset({
     _STANDARD_LIBRARY, "torch", "transformers", "peft", "accelerate", "deepspeed", "numpy", "datasets",
     "pandas", "pyarrow", "tokenizers", "torch_xla", "torch_tpu", "functorch", "jinja2", "triton",
 })  # fmt: skip
-"""Packages that custom code calls and that are not custom code themselves."""
+"""Packages that call custom code, and that are not custom code themselves."""
 
 
 def _find_library(filename: str) -> str | None:
     """Find the installed package that a file belongs to.
 
     Args:
-        filename: The file of a frame.
+        filename: File of a frame.
 
     Returns:
-        The name of the package, or None if the file is neither in an installed package nor in the standard
+        The name of the package. None if the file is neither in an installed package nor in the standard
         library.
     """
     parts = Path(filename).parts
@@ -386,6 +428,7 @@ def compute_plugin_digest(text: str) -> str:
 
 
 def _compute_code_digest(source: str) -> str:
+    """Compute a digest of Python source that ignores comments and layout."""
     tree = ast.dump(ast.parse(source))
     return hashlib.blake2b(tree.encode(), digest_size=6).hexdigest()
 
@@ -405,7 +448,7 @@ def register_object(
         sources: Source texts of modules, keyed by module name. A module is added if a notebook or script
             defines the object.
         instantiates_class: Whether a class is instantiated, as in :func:`load_plugin`, or used itself, as in
-        :func:`load_plugin_factory`.
+            :func:`load_plugin_factory`.
 
     Returns:
         The name.
@@ -463,6 +506,7 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def _find_imported(module: str, name: str) -> Any:
+    """Find an object in a module that is already imported, or return None."""
     value: Any = sys.modules.get(module)
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -470,6 +514,7 @@ def _find_imported(module: str, name: str) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether ``repr`` of a value is a Python literal that evaluates to an equal value."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -477,14 +522,23 @@ def _is_plain(value: Any) -> bool:
 
 
 def _build_source_with_globals(key: str, target: Any) -> str:
-    """Build the text of a module with ``target`` and everything of its own module that it uses."""
+    """Build the text of a module with ``target`` and everything of its module that it uses."""
     source_by_name: dict[str, str] = {}
     _add_sources_of(key, target, source_by_name)
     return "from __future__ import annotations\n\n" + "\n\n".join(source_by_name.values()) + "\n"
 
 
 def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> None:
-    """Add the source of ``target``, and of everything that it uses, to ``source_by_name``."""
+    """Add the source of ``target`` to ``source_by_name``, after the sources and imports that it uses.
+
+    Args:
+        key: Argument of :func:`portable.train`, used in error messages.
+        target: Function or class of a notebook or script.
+        source_by_name: Source texts, keyed by name, in an order in which they can be executed.
+
+    Raises:
+        UserError: If the source cannot be read, or uses an object that ranks cannot create.
+    """
     name = target.__name__
     if name in source_by_name:
         return
@@ -493,7 +547,7 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
     text = _get_source(target)
     if text is None:
         raise UserError(f"{key}: the source of {name} cannot be read; define it in a module")
-    source_by_name[name] = ""  # it may use itself
+    source_by_name[name] = ""  # a placeholder, because a function may call itself
     space = vars(sys.modules[target.__module__])
     before: dict[str, str] = {}
     for used in sorted(_list_used_names(text)):
@@ -523,9 +577,9 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
 
 
 def _get_source(target: Any) -> str | None:
-    """Return the source of a function or class, also if a notebook defines the class.
+    """Return the source of a function or class. None if it cannot be found.
 
-    None if it cannot be found.
+    Python itself does not find the source of a class that a notebook defines.
     """
     try:
         return textwrap.dedent(inspect.getsource(target))
@@ -552,11 +606,12 @@ def _get_source(target: Any) -> str | None:
 
 
 def _list_used_names(text: str) -> set[str]:
+    """List all names that a source text uses, including its local variables."""
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
 def get_notebook_sources() -> dict[str, str]:
-    """Return the source texts of the modules that :func:`install_notebook_modules` has created, keyed by module name."""
+    """Return the source texts that :func:`install_notebook_modules` has installed, keyed by module name."""
     names = [name for name in [*sys.modules] if name.startswith(NOTEBOOK_MODULE_PREFIX)]
     return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
 

@@ -20,10 +20,10 @@ class StepResult:
     Attributes:
         loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
         grad_norm: Global gradient norm before clipping, an fp32 scalar.
-        metrics: Values that are logged besides the loss, fp32 ``[metrics]``.
+        metrics: Logged values other than the loss, fp32 ``[metrics]``.
         metric_names: Names of ``metrics``, for
-        :meth:`portable.model.loss.TrainingObjective.compute_logged_values`. learning_rate: Learning rate used
-        for the step.
+            :meth:`portable.model.loss.TrainingObjective.compute_logged_values`.
+        learning_rate: Learning rate used for the step.
     """
 
     loss: Tensor
@@ -42,7 +42,7 @@ class RunProgress:
         samples: Number of samples consumed so far, which is also the position in the data.
         skipped_updates: Number of steps whose update was skipped, as of the last read from the device.
         eval_history: Best evaluation results and the early-stopping counters.
-        has_ended: True if early stopping has ended the run.
+        has_ended: Whether early stopping or a callback has ended the run.
     """
 
     step: int

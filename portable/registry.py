@@ -1,9 +1,9 @@
 """List of the backends, each with one record.
 
-A record contains what must be known before a backend exists: whether this machine has its devices, how many
-ranks it starts, which settings it rejects, and what a plan needs. The module of a record imports no
-accelerator library, so every command can use all records. To add a backend, write its package and add an
-entry to :data:`BACKENDS`.
+A record contains the facts that are needed before a backend exists: whether this machine has its devices, how
+many ranks it starts, which settings it rejects, and the memory model for plans. The module of a record
+imports no accelerator library, so every command can use all records. To add a backend, write its package and
+add an entry to :data:`BACKENDS`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ BACKENDS: dict[str, RecordLocation] = {
 
 
 FSDP_STRATEGIES = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+"""Values of ``strategy`` that DDP and FSDP2 implement."""
 ENGINE_PACKAGES = dict.fromkeys(FSDP_STRATEGIES, "portable.engines.fsdp") | dict.fromkeys(
     ZERO_STRATEGIES, "portable.gpu.zero"
 )
@@ -90,6 +91,7 @@ class BackendPackage(Protocol):
     """Record of a backend: its properties before a :class:`portable.backend.Backend` exists."""
 
     name: str
+    """Name of the backend in :data:`BACKENDS`."""
     extra: str | None
     """Extra of this distribution that installs the backend's requirements, or None if there are none."""
     typical_device: str
@@ -109,7 +111,14 @@ class BackendPackage(Protocol):
         """Raise UserError if this machine cannot start ``ranks`` ranks."""
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
-        """Return environment variables that all ranks of this machine need before they start."""
+        """Return environment variables that all ranks of this machine need before they start.
+
+        Args:
+            ranks: Number of ranks on this machine.
+
+        Returns:
+            The values, keyed by variable.
+        """
 
     def get_world(self, ranks: int) -> World:
         """Return the ranks and devices of the launch that this process starts or has joined.
@@ -132,10 +141,21 @@ class BackendPackage(Protocol):
         """Yield the settings that the backend and its engines do not support.
 
         See :func:`portable.checks.check_config`.
+
+        Args:
+            config: Config of the run.
+            late: Whether the config is resolved, including the values that depend on the model.
         """
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
         """Replace defaults by the values in a file of an engine, such as a DeepSpeed JSON.
+
+        Args:
+            config: Config of the run.
+            world: Ranks and devices of the launch.
+
+        Returns:
+            The config with the values. Unchanged if it names no such file.
 
         Raises:
             UserError: If the file contradicts the config.
@@ -148,7 +168,15 @@ class BackendPackage(Protocol):
         """Build notes about unexpected effects of the config under this backend, one line each."""
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        """Yield settings that need less device memory than ``config``, the cheapest first."""
+        """Yield settings that need less device memory than ``config``, the cheapest first.
+
+        Args:
+            config: Config of the run.
+            ranks: Number of ranks of the launch.
+
+        Yields:
+            A setting with its value, such as ``memory.activation_checkpointing full``.
+        """
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
         """Return one sentence about the settings to change if host memory runs out."""
@@ -160,7 +188,7 @@ class BackendPackage(Protocol):
         """
 
     def list_devices(self) -> tuple[Device, ...]:
-        """List the devices of this backend that a plan knows by name."""
+        """List the devices of this backend that ``--device`` of a plan can name."""
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
         """Compile every graph of a run with the device's compiler, on a machine without the device.

@@ -36,16 +36,16 @@ def _get_user_name() -> str:
     """Return the user's name as torch writes it in the names of its folders."""
     try:
         return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (KeyError, OSError):  # a user id without a name
+    except (KeyError, OSError):  # the user id has no name
         return str(os.getuid())
 
 
 @contextmanager
 def redirect_temporary_files(folder: Path) -> Iterator[None]:
-    """Make child processes create their temporary files in ``folder``.
+    """Make child processes create their temporary files in ``folder`` within this context.
 
     torch, DeepSpeed and ``multiprocessing`` remove their temporary folders on exit, but not if they are
-    killed. Caches stay in the usual folder. A no-op if ``folder`` is too long for the path of a socket.
+    killed. Caches stay in the usual folder. Does nothing if ``folder`` is too long for the path of a socket.
     """
     if len(os.fsencode(folder)) + len(_SOCKET_PATH) > _MAX_SOCKET_PATH:
         yield
@@ -97,6 +97,7 @@ class LockedFolder(NamedTuple):
 
 
 def _create_locked_folder(kind: str) -> LockedFolder:
+    """Create a temporary folder and lock it, so that no other process removes it as a leftover."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
         lock = try_lock_folder(folder)
@@ -106,6 +107,7 @@ def _create_locked_folder(kind: str) -> LockedFolder:
 
 
 def _remove_leftover(folder: Path) -> None:
+    """Remove a folder of this user that no process has locked."""
     try:
         if folder.lstat().st_uid != os.getuid():
             return
@@ -137,7 +139,8 @@ def open_or_build_cache_folder(
         folder: Folder of the cache.
         open_cached: Function that opens the folder, and returns None if it does not exist or is damaged.
         write: Function that writes into a temporary folder, which then replaces ``folder``.
-        resumes: Whether ``write`` continues what a killed process has written. Its folder is then not empty.
+        resumes: Whether ``write`` continues from the files of a killed process. The temporary folder may then
+            contain files.
 
     Returns:
         The result of ``open_cached``.
@@ -167,12 +170,16 @@ def open_or_build_cache_folder(
 
 @contextmanager
 def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
-    """Lock ``folder`` and yield a folder beside it to write into.
+    """Lock a folder of the cache, and yield a temporary folder next to it to write into.
 
     Args:
-        folder: The folder.
-        resumes: Whether to keep what a killed process has written into the other folder, and to leave it for
-            the next process if this one is interrupted. It is removed after an error of the data or the disk.
+        folder: Folder of the cache.
+        resumes: Whether to keep files of a killed process in the temporary folder, and to leave the folder
+            for the next process if this process is interrupted. The folder is removed after an error of the
+            data or the disk.
+
+    Yields:
+        The temporary folder.
     """
     from filelock import FileLock
 
@@ -189,7 +196,7 @@ def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
                 if not resumes or isinstance(error, UserError | OSError):
                     shutil.rmtree(draft, ignore_errors=True)
                 raise
-            shutil.rmtree(draft, ignore_errors=True)  # another process has made the folder
+            shutil.rmtree(draft, ignore_errors=True)  # another process has written the folder
     except (OSError, NotImplementedError) as error:
         raise UserError(
             f"data.cache_dir: cannot write in {folder.parent} ({to_one_line(error)}); choose a writable "

@@ -34,6 +34,7 @@ class TerminalHandler(logging.Handler):
     """Logging handler that prints to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print the message of a record, wrapped to the width of the terminal."""
         line = color_error_label(wrap_lines(escape_control_characters(record.getMessage()), sys.stderr))
         with suppress(OSError, AttributeError):  # stderr is closed
             if "tqdm" in sys.modules:
@@ -50,6 +51,7 @@ class _RetryFilter(logging.Filter):
         self._reported_hosts: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Replace the lines about a retry by one status line for each host."""
         text = record.getMessage()
         if match := re.search("thrown while requesting [A-Z]+ https?://([^/]+)", text):
             if match[1] not in self._reported_hosts:
@@ -81,7 +83,7 @@ def is_quiet() -> bool:
 def silence_checkpoint_warnings() -> None:
     """Suppress torch's warnings about TypedStorage and about saving in a single process.
 
-    They are suppressed in the whole process, because background saves warn in another thread.
+    They are suppressed for all threads, because background saves warn in another thread.
     """
     for message in ("TypedStorage is deprecated", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=message)
@@ -120,7 +122,10 @@ def show_loading_message() -> Iterator[None]:
 
 @contextmanager
 def discard_native_stdout() -> Iterator[None]:
-    """Discard the connection messages that gloo's C++ code prints to stdout."""
+    """Discard everything written to stdout within this context.
+
+    gloo's C++ code prints messages about connections there.
+    """
     sys.stdout.flush()
     stdout = os.dup(1)
     with Path(os.devnull).open("w") as nowhere:

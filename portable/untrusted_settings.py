@@ -1,8 +1,8 @@
-"""Check of the settings of a downloaded folder, before a library passes them to constructors.
+"""Check of the settings in a downloaded folder, before a library passes them to constructors.
 
-`from_pretrained` of transformers passes every key of ``tokenizer_config.json`` and
+``from_pretrained`` of transformers passes every key of ``tokenizer_config.json`` and
 ``special_tokens_map.json`` to the class of the tokenizer, and classes open some of their arguments as files.
-A folder may therefore name any file of the user, whose contents then end up in checkpoints.
+A folder could therefore name any file of the user, whose contents would then be copied into checkpoints.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files whose keys `AutoTokenizer.from_pretrained` passes to the class of the tokenizer."""
+"""Files whose keys ``AutoTokenizer.from_pretrained`` passes to the class of the tokenizer."""
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""Files that list the shards that `from_pretrained` of a model opens."""
+"""Files that list the shards that ``from_pretrained`` of a model opens."""
 TEXT_KEYS = frozenset(
     {
         "_name_or_path",
@@ -41,9 +41,15 @@ TEXT_KEYS = frozenset(
         "extra_special_tokens",
     }
 )
-"""Keys whose values are never opened as files. Keys that end in ``_token`` or ``_tokens`` are others."""
+"""Keys whose values no library opens as files.
+
+The same is true for keys that end in ``_token`` or ``_tokens``.
+"""
 MAX_MODEL_LAYERS = 4096
-"""Largest number of layers of a model. Each layer costs milliseconds and kilobytes, even on meta."""
+"""Maximum number of layers of a model.
+
+Each layer costs milliseconds and kilobytes, even on the meta device.
+"""
 _SPECIAL_FILE_SYSTEMS = ("/proc/", "/sys/", "/dev/")
 
 
@@ -53,14 +59,15 @@ def check_downloaded_settings(
     """Check a local folder or a repository on the hub before a library reads it.
 
     Args:
-        key: Setting that names the folder, for messages.
+        key: Setting that names the folder, used in error messages.
         name_or_path: Hub ID or folder.
         files: Names of the JSON files whose values the library uses.
         offline: Whether to use only cached files of the hub.
 
     Raises:
-        UserError: If a link leaves the folder, a name is not a regular file, a value of `files` names a file
-            outside the folder, a size is out of bounds, or a value of ``config.json`` has the wrong type.
+        UserError: If a link leaves the folder, a name is not a regular file, a value of ``files`` names a
+            file outside the folder, a size is out of bounds, or a value of ``config.json`` has the wrong
+            type.
     """
     check_folder_files(key, name_or_path)
     for path in _fetch_settings_files(name_or_path, files, offline=offline):
@@ -79,9 +86,9 @@ def check_setting_values(location: str, settings: Any, folder: Path) -> None:
     """Check the values of a JSON or YAML file.
 
     Args:
-        location: Begin of the message.
+        location: Beginning of the error message.
         settings: Values of the file.
-        folder: Folder that the values may name files of.
+        folder: Folder whose files the values may name.
 
     Raises:
         UserError: If a string names a file outside the folder, or a number of layers is too large.
@@ -98,12 +105,12 @@ def check_setting_values(location: str, settings: Any, folder: Path) -> None:
 
 @contextmanager
 def convert_library_errors(key: str) -> Iterator[None]:
-    """Convert every exception of a library that reads a downloaded folder to a UserError.
+    """Convert exceptions of a library that reads a downloaded folder to a UserError within this context.
 
-    The files may have any values, and libraries raise exceptions of many classes for wrong ones.
+    The files may contain any values, and libraries raise exceptions of many classes for wrong values.
 
     Args:
-        key: Setting that names the folder, for messages.
+        key: Setting that names the folder, used in error messages.
     """
     try:
         yield
@@ -120,6 +127,9 @@ def describe_download_error(name: str, error: BaseException) -> str:
     Args:
         name: Name of the repository on the hub.
         error: Exception of transformers or huggingface_hub.
+
+    Returns:
+        One line, with a remedy if the files are not cached.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -135,11 +145,15 @@ def describe_download_error(name: str, error: BaseException) -> str:
 
 
 def _fetch_settings_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:
+    """Return the paths of the settings files that exist.
+
+    Files of a repository are downloaded to the cache.
+    """
     folder = Path(name_or_path)
     try:
         if folder.is_dir():
             return [folder / file for file in files if (folder / file).is_file()]
-    except (OSError, ValueError):  # not a possible name
+    except (OSError, ValueError):  # not a possible path
         return []
     if name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1:
         return []
@@ -155,7 +169,7 @@ def _fetch_settings_files(name_or_path: str, files: tuple[str, ...], *, offline:
 
 
 def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield each scalar with the nearest key above it."""
+    """Yield each scalar of nested values with the nearest key above it."""
     pending = [(key, value)]
     while pending:
         key, value = pending.pop()
@@ -168,6 +182,7 @@ def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_text(key: str) -> bool:
+    """Return whether the values of a key are never opened as files."""
     return key in TEXT_KEYS or key.endswith(("_token", "_tokens"))
 
 
@@ -176,13 +191,14 @@ def _is_layer_count(key: str) -> bool:
 
 
 def _names_file_outside(value: str, folder: Path) -> bool:
-    """Return whether a program that opens the value would read a file outside the folder.
+    """Return whether a program that opens ``value`` as a path would read a file outside the folder.
 
-    A path that does not exist is harmless. Published files contain many, such as the cache of their author.
+    A path that does not exist is harmless. Published files contain many such paths, for example the cache of
+    their author.
     """
     try:
         encoded = os.fsencode(value)
-    except UnicodeEncodeError:  # a lone surrogate, which no path has
+    except UnicodeEncodeError:  # a lone surrogate, which a path cannot contain
         return False
     if b"\0" in encoded or len(encoded) > os.pathconf("/", "PC_PATH_MAX"):
         return False
@@ -196,7 +212,7 @@ def _names_file_outside(value: str, folder: Path) -> bool:
         real = os.path.realpath(path)
         if os.path.commonpath([root, real]) == root or not os.path.exists(real):  # noqa: PTH110
             continue
-        is_path = os.sep in value and value.strip("./") != ""  # rather than a word or a separator
+        is_path = os.sep in value and value.strip("./") != ""  # otherwise it is a word or only a separator
         if is_path or not os.path.isdir(real):  # noqa: PTH112
             return True
     return False

@@ -22,7 +22,7 @@ from portable.model.parameter_groups import assign_parameter_groups
 from portable.model.unused_parameters import (
     find_unreached_names,
     get_unreached_names,
-    summarize_parameter_names,
+    summarize_as_outermost_modules,
 )
 from portable.registry import create_backend
 from tests.composite import build_composite_config, write_composite
@@ -155,7 +155,7 @@ def test_parameters_without_gradient_are_found_by_the_graph(
         settings = {"model.config": tiny_config(model_type, task), "model.task": task, "data.seq_len": 32}
         config = checked(None, {**settings, "data.source": "text.jsonl"})
     model = build_composite(config)
-    assert sorted(summarize_parameter_names(model, get_unreached_names(model))) == sorted(parts)
+    assert sorted(summarize_as_outermost_modules(model, get_unreached_names(model))) == sorted(parts)
     assert set(list_frozen_names(model)) == get_unreached_names(model)
 
 

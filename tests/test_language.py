@@ -9,7 +9,6 @@ import pytest
 from tests.language.__main__ import BASELINE, check_language, list_findings, write_baseline
 from tests.language.baseline import Baseline
 from tests.language.changes import parse_diff
-from tests.language.docstrings import read_list, shorten_list, write_list
 from tests.language.findings import Finding
 from tests.language.marks import MARKS, tally_marks
 from tests.language.measures import Figure
@@ -247,13 +246,6 @@ def test_figure_is_worse_than(now: Figure, before: Figure, is_worse: bool) -> No
     assert now.is_worse_than(before) is is_worse
 
 
-PYPROJECT = """
-[tool.ruff.lint]
-select = ["E", "D", "D401"]
-ignore = ["D105"]
-[tool.ruff.lint.pydocstyle]
-convention = "google"
-"""
 MODULE = '''\
 """Reader of files."""
 
@@ -263,25 +255,16 @@ def read_rows(path):
     found = 1
     return found
 '''
-UNCLEAN = '''\
-"""Writer of files."""
-
-
-def write_rows(path):
-    """The rows."""
-'''
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with a baseline. Its module portable/b.py does not follow the rules about docstrings."""
+    """A project with a baseline."""
     for folder in ("portable", "tests/language"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     (tmp_path / "portable" / "a.py").write_text(MODULE)
-    (tmp_path / "portable" / "b.py").write_text(UNCLEAN)
+    (tmp_path / "portable" / "b.py").write_text(MODULE.replace("found", "rows"))
     (tmp_path / "portable" / "__init__.py").write_text('"""Product."""\n')
-    write_list(tmp_path, ["portable/b.py"])
     assert write_baseline(tmp_path) == 0
     return tmp_path
 
@@ -336,30 +319,6 @@ def test_check_refuses_vague_local_in_new_file(project: Path, capsys: pytest.Cap
     assert check_language(project) == 0
 
 
-def test_write_removes_clean_file_from_list(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "portable" / "b.py").write_text(MODULE.replace("found", "rows"))
-    assert check_language(project) == 1
-    assert "portable/b.py follows the D rules; remove it" in capsys.readouterr().out
-    assert write_baseline(project) == 0
-    assert read_list(project) == []
-    assert check_language(project) == 0
-
-
-def test_check_and_write_refuse_longer_list(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "portable" / "c.py").write_text(UNCLEAN)
-    write_list(project, ["portable/b.py", "portable/c.py"])
-    assert check_language(project) == 1
-    assert "portable: files in ruff-docstrings.toml: 2, previously 1" in capsys.readouterr().out
-    assert write_baseline(project) == 1
-    assert read_list(project) == ["portable/b.py", "portable/c.py"]
-
-
-def test_shorten_list_keeps_moved_file() -> None:
-    unclean = {"portable/new.py", "portable/other.py"}
-    listed = ["portable/old.py", "portable/clean.py"]
-    assert shorten_list(listed, unclean, {"portable/new.py": "portable/old.py"}) == ["portable/new.py"]
-
-
 def test_parse_diff_reads_changed_lines_and_renames() -> None:
     diff = """\
 diff --git a/old.py b/new.py
@@ -387,8 +346,6 @@ def test_list_findings_prints_kind_and_path(project: Path, capsys: pytest.Captur
     list_findings(project, "locals", ["portable/a.py"])
     list_findings(project, "locals", ["portable/b.py"])
     assert capsys.readouterr().out.count("local found") == 1
-    list_findings(project, "docstrings", [])
-    assert capsys.readouterr().out.startswith("portable/b.py:5: non-imperative-mood  (D401: ")
 
 
 def test_check_names_file_with_syntax_error(project: Path) -> None:

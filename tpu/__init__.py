@@ -1,1 +1,1 @@
-"""TPUs: `xla` is the backend on torch_xla, `compile` asks libtpu's compiler without a device."""
+"""Backends on TPUs: ``xla`` on torch_xla, and ``tpu`` on TorchTPU."""

@@ -1,4 +1,4 @@
-"""TPU data from Google's pages, and detection of this host's TPU."""
+"""Specifications of TPUs from Google's documentation, and detection of the TPU of this host."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class TpuGeneration:
-    """One TPU generation."""
+    """Specifications of one TPU generation. A chip has one or two devices.
+
+    Attributes:
+        bf16_teraflops: Dense bf16 peak of a chip in TFLOP/s.
+        hbm_bytes: Bytes of high-bandwidth memory of a chip.
+        devices_per_chip: Devices that the runtime creates per chip: one per core, or one if two cores work as
+            a megacore.
+        chips_per_slice: Number of chips of the largest slice.
+        reached_mfu: Range of the model FLOPs utilization that published runs reached on a chip.
+        link_bytes_per_second: Bytes per second that a chip sends in one direction on all its links; None if
+            unknown.
+    """
 
     bf16_teraflops: float
-    """Dense bf16 peak of a chip."""
     hbm_bytes: int
-    """Bytes of high-bandwidth memory of a chip."""
     devices_per_chip: int
-    """Devices that the runtime makes of a chip: its cores, or one of both where they work as a megacore."""
     chips_per_slice: int
-    """Chips of the largest slice."""
     reached_mfu: ReachedUtilization = NOT_MEASURED
-    """By a chip."""
     link_bytes_per_second: float | None = None
-    """Bytes a second that a chip sends in one direction on all its links."""
 
 
-# Devices of a chip: two where it has two TensorCores and no megacore (torch_xla._internal.tpu, and
-# https://docs.jax.dev/en/latest/_autosummary/jax.experimental.pallas.tpu.ChipVersion.html).
-# MFU: src/maxtext/configs/tpu/*/README.md and docs/reference/models/tiering.md of AI-Hypercomputer/maxtext.
-# Links: half of the bidirectional bandwidth of the same pages as the peaks.
+# A chip has two devices if it has two TensorCores and no megacore (torch_xla._internal.tpu, and
+# https://docs.jax.dev/en/latest/_autosummary/jax.experimental.pallas.tpu.ChipVersion.html). The model FLOPs
+# utilization is from src/maxtext/configs/tpu/*/README.md and docs/reference/models/tiering.md of
+# AI-Hypercomputer/maxtext. The link bandwidth is half of the bidirectional bandwidth on the pages with the
+# peaks.
 TPU_GENERATIONS: dict[str, TpuGeneration] = {
-    # https://github.com/jax-ml/jax/blob/main/jax/_src/pallas/mosaic/tpu_info.py (Google gives no numbers)
+    # https://github.com/jax-ml/jax/blob/main/jax/_src/pallas/mosaic/tpu_info.py (Google publishes no numbers)
     "v2": TpuGeneration(46.0, 16 * 10**9, 2, 512),
     # https://docs.cloud.google.com/tpu/docs/v3
     "v3": TpuGeneration(123.0, 32 * GIB, 2, 1024),
@@ -55,18 +61,23 @@ TPU_GENERATIONS: dict[str, TpuGeneration] = {
 # bf16 passes per fp32 product at the highest precision: https://github.com/jax-ml/jax/issues/2161
 FP32_PASSES = 6
 
-# torch_xla reads it as well (torch_xla._internal.tpu.get_tpu_env), but without a timeout.
+# Metadata server of a TPU VM. torch_xla queries it as well (torch_xla._internal.tpu.get_tpu_env), but without
+# a timeout.
 METADATA = "http://169.254.169.254/computeMetadata/v1/instance/attributes/tpu-env"
 METADATA_SECONDS = 2.0
-# PCI ids of TPUs (torch_xla._internal.tpu). Names in /dev are not specific to TPUs, nor is the vendor: Google
-# also makes the VM's network card.
+# PCI ids of TPUs (torch_xla._internal.tpu). The names in /dev and the vendor are not specific to TPUs,
+# because the network card of the VM is from Google as well.
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 PCI_VENDOR = "0x1ae0"
 PCI_KINDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
 def list_accelerators() -> list[Device]:
-    """The TPUs that the planner knows by name, as the runtime's devices."""
+    """List the devices that the planner supports by name, one per TPU generation.
+
+    A device is a device of the runtime. Its memory, peak and link bandwidth are the chip's values divided by
+    the number of devices per chip.
+    """
     devices = []
     for name, kind in TPU_GENERATIONS.items():
         cores = kind.devices_per_chip
@@ -91,17 +102,17 @@ def list_accelerators() -> list[Device]:
 
 
 def find_tpu_generation(accelerator_type: str) -> TpuGeneration | None:
-    """The generation of an accelerator type such as ``v5litepod-16``; None if unknown."""
+    """Return the generation of an accelerator type such as ``v5litepod-16``, or None if it is unknown."""
     name = accelerator_type.partition("-")[0]
     return TPU_GENERATIONS.get("v5e" if name == "v5litepod" else name)
 
 
 def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None:
-    """Dense peak FLOP/s of one device, as the runtime counts devices, or None where unknown.
+    """Return the dense peak FLOP/s of one device of the runtime, or None if unknown.
 
     Args:
-        accelerator_type: as :func:`accelerator_type` returns it; None if unknown.
-        precision: ``bf16``; or ``fp32``, whose products take six bf16 passes at the highest precision.
+        accelerator_type: Accelerator type from :func:`detect_accelerator_type`; None if unknown.
+        precision: ``bf16``, or ``fp32``, whose products take six bf16 passes at the highest precision.
     """
     generation = None if accelerator_type is None else find_tpu_generation(accelerator_type)
     passes = {"bf16": 1, "fp32": FP32_PASSES}.get(precision)
@@ -111,17 +122,17 @@ def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None
 
 
 def detect_accelerator_type() -> str | None:
-    """The accelerator type of this host, such as ``v5litepod-16``; None if unknown.
+    """Return the accelerator type of this host, such as ``v5litepod-16``, or None if it is unknown.
 
-    ``TPU_ACCELERATOR_TYPE`` comes first, then the VM's metadata server, unless no TPU is in use or
-    ``TPU_SKIP_MDS_QUERY`` is set.
+    Reads ``TPU_ACCELERATOR_TYPE``, or otherwise queries the metadata server of the VM. The server is not
+    queried if no TPU is in use or ``TPU_SKIP_MDS_QUERY`` is set.
     """
     if not is_tpu_selected():
         return None
     env_value = os.environ.get("TPU_ACCELERATOR_TYPE")
     if env_value or os.environ.get("TPU_SKIP_MDS_QUERY"):
         return env_value
-    # By address and without a proxy: the server is link-local.
+    # Connect to the address without a proxy, because the server is link-local.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(METADATA, headers={"Metadata-Flavor": "Google"})
     try:
@@ -134,14 +145,20 @@ def detect_accelerator_type() -> str | None:
 
 
 def count_tpu_chips() -> int:
-    """TPU chips of this host, by its PCI devices, or those of them that ``TPU_VISIBLE_DEVICES`` names."""
+    """Count the TPU chips among the PCI devices of this host.
+
+    If ``TPU_VISIBLE_DEVICES`` names fewer devices, their number is returned.
+    """
     visible = os.environ.get("TPU_VISIBLE_DEVICES")
     num_chips = sum(_is_tpu_device_folder(device) for device in PCI_DEVICES.glob("*"))
     return min(num_chips, len(visible.split(","))) if visible else num_chips
 
 
 def is_tpu_selected() -> bool:
-    """Whether the runtime would use a TPU on this host: by ``PJRT_DEVICE`` if set, else by PCI devices."""
+    """Return whether the runtime uses a TPU on this host.
+
+    ``PJRT_DEVICE`` decides if it is set, otherwise the PCI devices.
+    """
     pjrt_device = os.environ.get("PJRT_DEVICE")
     if pjrt_device:
         return pjrt_device == "TPU"

@@ -1,4 +1,4 @@
-"""Flags of the TPU's compiler. libtpu reads them from ``LIBTPU_INIT_ARGS`` as it is loaded."""
+"""Flags of the TPU compiler. libtpu reads them from ``LIBTPU_INIT_ARGS`` when it is loaded."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LIBTPU_FLAGS_VARIABLE = "LIBTPU_INIT_ARGS"
-# The state of a step is donated, and libtpu first copies all of it. It then removes each copy that it can
-# show to be useless, and gives up after a total of 150,000 units of work. 32 layers, one by one, need more,
-# and copies of a third of their state stayed. Each copy has a limit of its own, so compilation stays short.
+# The state of a step is donated. libtpu first copies all of it, and then removes each copy that it can prove
+# to be unnecessary, up to a total of 150,000 units of work. A model with 32 separate layers needs more, and
+# copies of a third of its state remained. Compilation stays short with a higher total, because each copy also
+# has a separate limit.
 ADDED_LIBTPU_FLAGS = ("xla_tpu_copy_elision_analysis_allowance=1000000000",)
-"""What a run adds to the flags of torch_xla."""
+"""Flags that a run adds to the flags of torch_xla."""
 
 
 def add_missing_libtpu_flags(current_flags: str, flags: Iterable[str]) -> str:
-    """Add to ``current_flags`` the ``flags`` that it does not set.
+    """Return flags with additional flags appended, except for flags that are already set.
 
     Args:
-        current_flags: a value of ``LIBTPU_INIT_ARGS``.
-        flags: each ``name=value``.
+        current_flags: Value of ``LIBTPU_INIT_ARGS``.
+        flags: Flags to add, each as ``name=value``.
     """
     arguments = current_flags.split()
     present = {re.sub("^-*", "", flag).partition("=")[0] for flag in arguments}

@@ -402,7 +402,7 @@ class StoredTensor:
             step *= size
         return True
 
-    def to_view(self) -> View:
+    def to_byte_view(self) -> View:
         """Convert the tensor to a view whose offset and strides are in bytes."""
         width = get_itemsize(self.dtype)
         return View(self.storage.span, self.offset * width, tuple(step * width for step in self.strides))

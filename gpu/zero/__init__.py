@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO."""
+"""Engine on DeepSpeed ZeRO."""

@@ -12,31 +12,47 @@ DEEPSPEED_DEFAULTS = {
     "offload_param.buffer_count": 5,
     "offload_param.max_in_cpu": 1_000_000_000,
 }
-"""DeepSpeed 0.19's defaults (deepspeed/runtime/zero/config.py and offload_config.py)."""
+"""Defaults of DeepSpeed 0.19 (deepspeed/runtime/zero/config.py and offload_config.py)."""
 
 MIN_SWAPPED_BYTES = 1 << 20
-"""Smaller tensors stay in memory (MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""
+"""Smaller tensors stay in memory (``MIN_AIO_BYTES`` in deepspeed/runtime/swap_tensor/utils.py)."""
 _ALIGNED_BYTES = 1 << 10
-# Swap buffers consist of whole blocks of this many elements.
+# Number of elements of a block. A swap buffer consists of complete blocks.
 _SWAP_BLOCK = 1 << 18
 
 
 def compute_aligned_bytes(num_elements: int, element_bytes: int) -> int:
-    """Bytes of ``num_elements`` of ``element_bytes`` bytes each in a swap file or buffer, alignment included."""
+    """Compute the size of a tensor in a swap file or swap buffer, including alignment.
+
+    Args:
+        num_elements: Number of elements.
+        element_bytes: Bytes of one element.
+    """
     return -(-num_elements * element_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def compute_swap_buffer_elements(largest_parameter_elements: int, num_ranks: int) -> int:
-    """Elements of a swap buffer, which holds one parameter's shard.
+    """Compute the size of a swap buffer in elements. A buffer holds the shard of one parameter.
 
-    A smaller one fails in the first step, a larger one wastes memory.
+    A smaller buffer fails in the first step, and a larger buffer wastes memory.
+
+    Args:
+        largest_parameter_elements: Number of elements of the largest parameter.
+        num_ranks: Number of ranks that a parameter is sharded over.
     """
     share = -(-largest_parameter_elements // num_ranks)
     return (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
 
 
 def compute_auto_bucket_sizes(hidden_size: int) -> dict[str, int]:
-    """The sizes that ``auto`` means for a hidden size, as in the Hugging Face Trainer."""
+    """Compute the bucket sizes that ``auto`` means, as in the Hugging Face Trainer.
+
+    Args:
+        hidden_size: Hidden size of the model.
+
+    Returns:
+        Sizes in elements, keyed by setting of section ``zero_optimization``.
+    """
     return {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),

@@ -1,4 +1,4 @@
-"""Rules about DeepSpeed's ZeRO.
+"""Rules about settings that DeepSpeed's ZeRO does not support.
 
 :mod:`portable.checks` calls :func:`check_adapter` and :func:`check_memory` for the strategies of ZeRO. The
 backend calls :func:`find_problems`.
@@ -124,7 +124,7 @@ def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of a custom optimizer, whose code this loads."""
+    """Yield the problems of a custom optimizer. Loads its code."""
     from portable.optim import custom_optimizer  # which imports torch
 
     key, optimizer = "train.optimizer", config.train.optimizer

@@ -1,4 +1,4 @@
-"""DeepSpeed's search for the fp16 loss scale."""
+"""State of DeepSpeed's search for the fp16 loss scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedLossScale(LossScaleSearch):
-    """DeepSpeed itself advances the search.
+    """Access to the search of DeepSpeed's loss scaler. DeepSpeed itself advances the search.
 
     Args:
         scaler: DeepSpeed's dynamic loss scaler.
@@ -27,9 +27,11 @@ class DeepSpeedLossScale(LossScaleSearch):
         self._overflows += 1
 
     def read_state(self) -> dict[str, float]:
+        """Return the state of DeepSpeed's scaler, and the number of overflows."""
         return {**{name: getattr(self._scaler, name) for name in STATE_NAMES}, "overflows": self._overflows}
 
     def restore_state(self, state: Mapping[str, float]) -> None:
+        """Set the state of DeepSpeed's scaler, and the number of overflows."""
         for name in STATE_NAMES:
             setattr(self._scaler, name, state[name] if name == "cur_scale" else int(state[name]))
         self._overflows = int(state["overflows"])

@@ -1,4 +1,4 @@
-"""A model in training under DeepSpeed ZeRO."""
+"""Engine on DeepSpeed ZeRO."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from portable.gpu.zero.saving import ZeroSaver
 from portable.gpu.zero.settings import ModelElementCounts, build_deepspeed_config
 from portable.model.freezing import list_frozen_names
 from portable.model.layers import find_modules_called_repeatedly
-from portable.model.loss import compute_micro_batch_loss, scale_loss_by_global_weight
+from portable.model.loss import forward_loss, scale_loss_by_global_weight
 from portable.model.parameter_groups import assign_parameter_groups
 from portable.model.parameters import get_state_tensors, has_peft_adapter, materialize_model, replace_tensors
 from portable.model.weight_sources import copy_into_tensor
@@ -69,7 +69,11 @@ STAGE_BY_STRATEGY = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def check_deepspeed(config: RunConfig, device_type: str) -> None:
-    """Raise UserError for what this machine's DeepSpeed cannot do."""
+    """Raise UserError if the DeepSpeed of this machine cannot run a config.
+
+    Checks the JSON, the optimizer and the disk to swap to. May compile C++ ops, which takes minutes once per
+    machine.
+    """
     deepspeed = zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read_deepspeed_document(config)
     if document is not None:
@@ -80,16 +84,25 @@ def check_deepspeed(config: RunConfig, device_type: str) -> None:
 
 
 def apply_deepspeed_json(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
-    """The config with the values of its DeepSpeed JSON in place of defaults."""
+    """Return the config with the values of its DeepSpeed JSON instead of default values.
+
+    Args:
+        config: Config of the run. It is returned unchanged if ``deepspeed.config`` is not set.
+        device_type: Type of the run's devices, such as ``cuda``.
+        world_size: Number of ranks.
+
+    Raises:
+        UserError: If the JSON is wrong, or contradicts the config.
+    """
     if config.deepspeed.config is None:
         return config
-    zero_runtime.import_deepspeed(device_type)  # reading the JSON asks it for its keys
+    zero_runtime.import_deepspeed(device_type)  # reading the JSON requires DeepSpeed's list of keys
     document = deepspeed_json.read_deepspeed_document(config)
     return config if document is None else deepspeed_json.apply_document(config, document, world_size)
 
 
 def build_deepspeed_notes(config: RunConfig, device_type: str) -> list[str]:
-    """Notes on the run's DeepSpeed JSON, one line each."""
+    """Return notes on the DeepSpeed JSON of a run, one line per note."""
     zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read_deepspeed_document(config)
     return [] if document is None else deepspeed_json.build_document_notes(config, document)
@@ -98,7 +111,7 @@ def build_deepspeed_notes(config: RunConfig, device_type: str) -> list[str]:
 def build_engine(
     model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
 ) -> EngineWithMetrics:
-    """See :class:`portable.engines.engine_interface.EngineModule`."""
+    """Shard a model with ZeRO; see :class:`portable.engines.engine_interface.EngineModule`."""
     stage = STAGE_BY_STRATEGY[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(rank_info.device.type)
     zero_runtime.start_deepspeed(deepspeed, rank_info.device, at_stop)
@@ -116,9 +129,8 @@ def build_engine(
     compute = COMPUTE_DTYPES[config.precision]
     parameters = dict(model.named_parameters())
     groups = assign_parameter_groups(model, config.train)  # before parameters lose their shapes
-    frozen = (
-        [] if has_peft_adapter(model) else list_frozen_names(model)
-    )  # which checkpoints of an adapter leave out
+    # Checkpoints of an adapter do not contain frozen parameters.
+    frozen = [] if has_peft_adapter(model) else list_frozen_names(model)
     rounded = [name for name in frozen if parameters[name].itemsize > compute.itemsize]
     experts = find_modules_with_unused_parameters(model)
     require(
@@ -128,10 +140,11 @@ def build_engine(
         "use zero1, zero3 or full_shard",
     )
     if stage == 3:
+        # DeepSpeed gathers a leaf module as one unit, and fills missing gradients with zeros.
         if leaves := [
             *experts,
             *find_stacked_expert_modules(model),
-        ]:  # gathered as one, so missing gradients become zeros
+        ]:
             require(
                 not (repeated := find_modules_called_repeatedly(model, leaves)),
                 f"strategy: zero3 does not support {type(model).__name__}: one forward pass calls "
@@ -154,15 +167,18 @@ def build_engine(
 
 
 def _destroy_deepspeed_engine(engine: Any) -> None:
-    """Take a DeepSpeed engine apart. It references itself and would keep all its memory."""
-    with suppress(Exception):  # fails on a broken device, whose own error is being raised already
+    """Destroy a DeepSpeed engine. It references itself and would otherwise keep all its memory."""
+    with suppress(Exception):  # this fails if the device is broken, and that error is being raised already
         private_api.wait_for_swapping(engine.optimizer)
     with suppress(Exception):
         engine.destroy()
 
 
 def _create_swap_folder(model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack) -> None:
-    """Create an empty folder for this run's swap files, and remove it at the end."""
+    """Create an empty folder for the swap files of this run, and remove it at the end.
+
+    The first rank of each node creates and removes the folder. A collective call.
+    """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         cluster = Cluster(rank_info.world_size, local)
@@ -178,11 +194,12 @@ def _create_swap_folder(model: nn.Module, config: RunConfig, rank_info: RankInfo
 def _materialize_partitioned(
     deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device, compute: torch.dtype
 ) -> None:
-    """Allocate the meta-device ``model``, partitioning each parameter at once.
+    """Allocate a model from the meta device, and partition each parameter immediately.
 
-    A rank never holds more than its shards and one whole parameter.
+    A rank never has more than its shards and one complete parameter in memory.
     """
-    # Init casts modules that are built inside its context, and takes a finished parameter as it is.
+    # Inside of its context, Init would cast the modules that are built. Its method for a single parameter
+    # does not.
     context = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=settings)
 
     def partition_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
@@ -195,7 +212,16 @@ def _materialize_partitioned(
 
 
 class ZeroEngine:
-    """Implements :class:`portable.backend.Engine`; see there for the contracts."""
+    """Engine on DeepSpeed ZeRO. Implements :class:`portable.backend.Engine`.
+
+    Args:
+        engine: Engine from ``deepspeed.initialize``.
+        stage: Stage of ZeRO, 1 to 3.
+        config: Config of the run.
+        rank_info: Device, rank and world size of this process.
+        rounded_names: Names of frozen parameters that the compute dtype rounds. Checkpoints save their
+            original values.
+    """
 
     def __init__(
         self,
@@ -212,7 +238,8 @@ class ZeroEngine:
         self._one_cycle = build_one_cycle_schedule(config.train)
         self._is_stage3 = stage == 3
         self._device = rank_info.device
-        # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
+        # The loss is already divided by the global token count, and DeepSpeed also averages gradients over
+        # the ranks. This factor turns the average into a sum.
         self._loss_factor = float(rank_info.world_size)
         names: dict[nn.Parameter, str] = {p: name for name, p in self.model.named_parameters()}
         self._partitions: FlatPartitions | ShardedPartitions
@@ -227,17 +254,17 @@ class ZeroEngine:
             )
         scaler = private_api.get_dynamic_loss_scaler(engine.optimizer)
         self._loss_scale = None if scaler is None else DeepSpeedLossScale(scaler)
-        # DeepSpeed casts frozen parameters to the compute type. What that rounds is kept in host memory, so
-        # that checkpoints have it as it was: this rank's shards, or where rank 0 saves for all, whole.
+        # DeepSpeed casts frozen parameters to the compute dtype. Keep the rounded ones in host memory, so
+        # that checkpoints contain the original values. With stage 3, each rank keeps its shards. Otherwise
+        # only rank 0 keeps them, because it saves for all ranks.
         here = self._is_stage3 or rank_info.rank == 0
         self._exact_frozen: dict[str, Tensor] = {}
         self._rounded_names = set(rounded_names) if here else set[str]()
         self._saver = ZeroSaver(engine, self._exact_frozen)
-        # With dynamic loss scaling an overflow is no failure.
+        # With dynamic loss scaling an overflow is not a failure.
         self._max_streak = get_max_streak(config.train.on_non_finite)
-        self._nonfinite_counters = torch.tensor(
-            INITIAL_COUNTERS
-        )  # on the host: DeepSpeed syncs every step for the norm
+        # Keep the counters on the host, because DeepSpeed syncs in every step for the norm anyway.
+        self._nonfinite_counters = torch.tensor(INITIAL_COUNTERS)
 
     def accumulate_gradients(
         self,
@@ -247,19 +274,19 @@ class ZeroEngine:
         is_last_micro_batch: bool,
         with_token_metrics: bool = False,
     ) -> StepSums:
-        """See :class:`portable.backend.Engine`."""
+        """Run the forward and backward pass of one micro-batch and return its contribution to the loss."""
         self._partitions.refresh_compute_copies()
         self._engine.set_gradient_accumulation_boundary(is_last_micro_batch)
-        output = compute_micro_batch_loss(
-            self._engine, batch, self.objective, with_token_metrics=with_token_metrics
-        )
+        output = forward_loss(self._engine, batch, self.objective, with_token_metrics=with_token_metrics)
         loss, sums = scale_loss_by_global_weight(output, global_weight, self.objective.global_batch_size)
-        # DeepSpeed checks gradients only, and an infinite loss can have finite ones: make them NaN.
+        # DeepSpeed checks only the gradients, which can be finite if the loss is not. Make them NaN in this
+        # case.
         finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
         self._engine.backward(loss * (finite * self._loss_factor), scale_wrt_gas=False)
         return sums
 
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
+        """Clip the gradients, take an optimizer step, and zero the gradients. Syncs with the device."""
         optimizer = self._engine.optimizer
         if self.read_update_health().halted:
             optimizer.zero_grad(set_to_none=True)
@@ -290,9 +317,14 @@ class ZeroEngine:
         return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
 
     def read_update_health(self) -> UpdateHealth:
+        """Return the counters of skipped updates, which are on the host."""
         return UpdateHealth.from_counters(self._nonfinite_counters.tolist(), self._max_streak)
 
     def find_nonfinite_gradients(self) -> list[str]:
+        """Return the names of the parameters whose accumulated gradient is not finite.
+
+        Gathers each gradient, so it is a collective call.
+        """
         from deepspeed.utils import safe_get_full_grad
 
         names = []
@@ -303,19 +335,20 @@ class ZeroEngine:
         return names
 
     def find_nonfinite_state(self) -> list[str]:
-        """See :class:`portable.backend.Engine`."""
+        """Return the names of the trained parameters with a non-finite local weight or optimizer value."""
         # A custom optimizer may start from infinity.
         weights_only = plugins.is_plugin_name(self._settings.optimizer)
         return find_nonfinite_names(self._partitions.iter_local_values(weights_only=weights_only))
 
     def get_metrics(self) -> dict[str, float]:
-        """See :class:`portable.engines.engine_interface.EngineWithMetrics`."""
+        """Return additional metrics: the fp16 loss scale, or nothing without loss scaling."""
         return {} if self._loss_scale is None else self._loss_scale.get_metrics()
 
     @torch.no_grad()
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
+        """Run the forward pass of an evaluation micro-batch, and return ``totals`` plus its metrics."""
         self._partitions.refresh_compute_copies()
         self._engine.eval()
         sums = self.objective.measure_micro_batch(self.model, batch, metric_accumulator)
@@ -323,6 +356,7 @@ class ZeroEngine:
         return compute_new_totals(totals, sums)
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+        """Sample a continuation of ``prompt``."""
         self._partitions.refresh_compute_copies()
         self._engine.eval()
         tokens = sample_continuation(
@@ -339,15 +373,17 @@ class ZeroEngine:
     # -- weights and checkpoints -------------------------------------------------------------------------
 
     def swap_ema_weights(self) -> None:
+        """Swap the weights with their exponential moving average. Call it again to swap them back."""
         self._partitions.swap_ema_weights()
         self._partitions.refresh_compute_copies()
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
+        """Fill this rank's partitions of the parameters, and the persistent buffers in ``weights``."""
         self._partitions.load_weights(weights)
         for name, tensor in get_state_tensors(self.model).items():
-            # Tensors without an optimizer are whole on every rank; under ZeRO-3 frozen parameters are
-            # sharded.
+            # Tensors that the optimizer does not have are complete on every rank, except that ZeRO-3 shards
+            # frozen parameters.
             if name in weights and not tensor.requires_grad:
                 if isinstance(self._partitions, ShardedPartitions) and private_api.is_partitioned(tensor):
                     exact = self._partitions.load_frozen_parameter(
@@ -361,6 +397,7 @@ class ZeroEngine:
                         copy_into_tensor(self._exact_frozen.setdefault(name, exact), weights[name])
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Load the model weights, optimizer state, and fp16 loss scale from a checkpoint."""
         stored = match_checkpoint_to_model(checkpoint, self.model)
         self.load_weights(stored.weights)
         base = private_api.get_basic_optimizer(self._engine)
@@ -374,6 +411,7 @@ class ZeroEngine:
         private_api.set_step_count(self._engine, read_step_of_any_checkpoint(checkpoint.root, steps))
 
     def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
+        """Write this rank's files in DeepSpeed's checkpoint format."""
         self._partitions.refresh_compute_copies()
         if self._loss_scale is not None and self._engine.global_rank == 0:
             self._loss_scale.save_state(folder)
@@ -381,7 +419,7 @@ class ZeroEngine:
 
 
 def _read_optimizer_steps(checkpoint: Checkpoint) -> int:
-    """Optimizer steps before a checkpoint; 0 if it does not record them."""
+    """Read the number of optimizer steps before a checkpoint; 0 if the checkpoint does not record it."""
     state: Any = next(iter(checkpoint.optimizer.state.values()), {}) if checkpoint.optimizer else {}
     step = state.get("step", checkpoint.metadata.get("step", 0))
     return int(step.read() if isinstance(step, StoredTensor) else step)

@@ -1,6 +1,6 @@
-"""Memory and traffic of DeepSpeed ZeRO, computed from a model's shapes.
+"""Memory and traffic of DeepSpeed ZeRO, computed from the shapes of a model.
 
-``tests/gpu/test_footprint.py`` compares the resident sizes with live engines, to the byte. See
+``tests/gpu/test_footprint.py`` checks that the resident sizes equal the sizes of live engines in bytes. See
 docs/planning.md.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def iter_zero_settings(config: RunConfig) -> Iterator[StrategySetting]:
-    """What ZeRO adds to :func:`portable.engines.footprint.iter_settings`."""
+    """Yield the strategies of ZeRO that the planner tries, with their offloading."""
     train = config.train
     if train.optimizer in ZERO_OPTIMIZERS or _is_elementwise(train):
         for strategy in ZERO_STRATEGIES:
@@ -52,18 +52,21 @@ def iter_zero_settings(config: RunConfig) -> Iterator[StrategySetting]:
 def _is_elementwise(train: TrainConfig) -> bool:
     if not is_plugin_name(train.optimizer):
         return False
-    from portable.optim import custom_optimizer  # only here: it needs torch
+    from portable.optim import custom_optimizer  # imports torch
 
     return custom_optimizer.is_elementwise(train) and not custom_optimizer.has_state_before_first_step(train)
 
 
 def compute_zero_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Memory and traffic of ``model`` under ``config.strategy``, one of ZeRO's stages."""
+    """Compute the memory and traffic of a model under ``config.strategy``, which is a stage of ZeRO."""
     return _ZeroFootprint(model, config, cluster).compute_footprint()
 
 
 class _RankShares:
-    """What a rank updates of each group. Sizes are in elements unless they say bytes."""
+    """Number of elements that a rank updates and stores.
+
+    Sizes are in elements, unless the name of an attribute contains ``bytes``.
+    """
 
     def __init__(self, model: ModelInventory, config: RunConfig, cluster: Cluster) -> None:
         self._config, self._cluster = config, cluster
@@ -86,7 +89,7 @@ class _RankShares:
 
     @cached_property
     def _parameter_groups(self) -> list[list[ParameterEntry]]:
-        """The optimizer's parameter groups; see :func:`portable.optim.optimizers.build_parameter_groups`."""
+        """Parameter groups of the optimizer; see :func:`portable.optim.optimizers.build_parameter_groups`."""
         groups: dict[Any, list[ParameterEntry]] = {}
         for weight in self._trained:
             groups.setdefault(weight.group, []).append(weight)
@@ -94,23 +97,24 @@ class _RankShares:
 
     @cached_property
     def _updated_elements(self) -> int:
-        """Elements that a rank updates."""
+        """Number of elements that a rank updates."""
         return sum(map(self._count_share_elements, self._parameter_groups))
 
     def _count_shard_elements(self, weights: Iterable[ParameterEntry]) -> int:
         return sum(-(-w.num_elements // self._num_ranks) for w in weights)
 
-    def _compute_moment_bytes(self) -> int:
-        """Bytes of the moments of flat partitions, and their step counts."""
-        return int(self._moments_per_element * FP32_BYTES * self._updated_elements) + self._step_count_bytes
+    def _compute_moment_and_step_counter_bytes(self) -> int:
+        """Compute the bytes of the moments of the flat partitions, and of their step counts."""
+        return int(self._moments_per_element * FP32_BYTES * self._updated_elements) + self._step_counter_bytes
 
     @property
     def _moments_per_element(self) -> int | Fraction:
-        """Moments per element; with Muon on average."""
+        """Number of moments per element, including the weight average. With Muon, this is an average."""
         return self._optimizer_moments + (self._config.train.ema is not None)
 
     @property
     def _optimizer_moments(self) -> int | Fraction:
+        """Moments per element of the optimizer, without the weight average."""
         if is_plugin_name(self._config.train.optimizer):
             return Fraction(compute_custom_state_bytes(self._config.train, (1,), 1).sharded, FP32_BYTES)
         if self._config.train.optimizer == "muon":
@@ -122,15 +126,15 @@ class _RankShares:
         return {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
 
     def _count_share_elements(self, group: list[ParameterEntry]) -> int:
-        """Elements of a group of parameters that a rank updates."""
+        """Count the elements of a parameter group that a rank updates."""
         if self._stage == 3:
             return self._count_shard_elements(group)
         alignment = 2 * self._num_ranks
         return -(-sum_elements(group) // alignment) * 2
 
     @property
-    def _step_count_bytes(self) -> int:
-        """Bytes: one step count per group or sub-group."""
+    def _step_counter_bytes(self) -> int:
+        """Bytes of the step counts: one count per group or sub-group."""
         if self._config.train.optimizer == "sgd":
             return 0
         groups = self._parameter_groups if self._stage < 3 else self._sub_groups
@@ -140,7 +144,7 @@ class _RankShares:
 
     @cached_property
     def _sub_groups(self) -> list[list[ParameterEntry]]:
-        """Parameters that stage 3 updates and swaps together."""
+        """Sub-groups of parameters that stage 3 updates and swaps together."""
         max_elements = self._get_deepspeed_size("sub_group_size")
         sub_groups: list[list[ParameterEntry]] = []
         for group in self._parameter_groups:
@@ -154,6 +158,7 @@ class _RankShares:
         return sub_groups
 
     def _get_deepspeed_size(self, name: str) -> int:
+        """Return a size from the DeepSpeed JSON in elements, or its default."""
         value: Any = self._zero_section
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -163,9 +168,10 @@ class _RankShares:
 
 
 class _ZeroFootprint(_RankShares):
-    """What the stages of ZeRO in DeepSpeed 0.19 hold, and where."""
+    """Memory and traffic of the stages of ZeRO in DeepSpeed 0.19."""
 
     def compute_footprint(self) -> Footprint:
+        """Compute the footprint of one rank."""
         total, learning, compute, share = (
             self._total_elements,
             self._trained_elements,
@@ -173,7 +179,7 @@ class _ZeroFootprint(_RankShares):
             self._updated_elements,
         )
         master = FP32_BYTES * share
-        moments = self._compute_moment_bytes()
+        moments = self._compute_moment_and_step_counter_bytes()
         gradients = self._compute_gradient_bytes()
         on_host = self._optimizer_on_host
         resident = compute * (
@@ -204,7 +210,7 @@ class _ZeroFootprint(_RankShares):
             in_layers=pass_memory.in_layers,
             at_end=pass_memory.at_end,
             in_update=self._compute_update_bytes() + in_update,
-            # Stages 1 and 2 also save the compute copy.
+            # A checkpoint of stages 1 and 2 also contains the compute copy.
             also_saved=compute * learning if self._stage < 3 else 0,
             host=self._compute_host_bytes(resident),
             disk=self._compute_disk_bytes(),
@@ -216,11 +222,14 @@ class _ZeroFootprint(_RankShares):
 
     @cached_property
     def _padded_total_elements(self) -> int:
-        """All parameters under stages 1 and 2: groups are concatenated and padded to equal shares."""
+        """Number of elements of all parameters with stages 1 and 2, which pad each group to equal shares."""
         return self._num_ranks * self._updated_elements + self._total_elements - self._trained_elements
 
     def _compute_gradient_bytes(self) -> int:
-        """Bytes: unsharded in the compute type under stage 1, otherwise this rank's shard in fp32."""
+        """Compute the bytes of the gradients that a rank stores.
+
+        These are unsharded gradients in the compute dtype with stage 1, and an fp32 shard with other stages.
+        """
         if self._stage == 1:
             return self._compute_bytes * self._trained_elements
         if self._optimizer_on_host and self._stage == 3:
@@ -230,7 +239,10 @@ class _ZeroFootprint(_RankShares):
         return FP32_BYTES * self._updated_elements
 
     def _count_overlapping_elements(self) -> int:
-        """Elements of the parameters that overlap rank 0's share, which stage 2 keeps unsharded in fp32."""
+        """Count the elements of the parameters that overlap rank 0's share.
+
+        In fp32, stage 2 keeps their gradients unsharded.
+        """
         overlapping_elements = 0
         for group in self._parameter_groups:
             group_offset, share_end = 0, -(-sum_elements(group) // (2 * self._num_ranks)) * 2
@@ -241,7 +253,7 @@ class _ZeroFootprint(_RankShares):
         return overlapping_elements
 
     def _compute_host_bytes(self, resident: int) -> int:
-        """Bytes in host memory, buffers for gradients and parameters included."""
+        """Compute the bytes in host memory, including buffers for gradients and parameters."""
         host = FP32_BYTES * self._exact_frozen_elements
         if self._parameters_on_host:
             host += self._compute_swap_host_bytes() if self._parameters_on_disk else resident
@@ -254,7 +266,7 @@ class _ZeroFootprint(_RankShares):
             host += self._get_deepspeed_size(
                 "offload_optimizer.buffer_count"
             ) * buckets.compute_aligned_bytes(largest, FP32_BYTES)
-        moments = int(self._moments_per_element * FP32_BYTES * in_memory) + self._step_count_bytes
+        moments = int(self._moments_per_element * FP32_BYTES * in_memory) + self._step_counter_bytes
         host += 2 * FP32_BYTES * in_memory + moments  # with master weights and gradients
         if self._stage == 3:
             return host + FP32_BYTES * self._updated_elements
@@ -262,9 +274,12 @@ class _ZeroFootprint(_RankShares):
 
     @property
     def _exact_frozen_elements(self) -> int:
-        """Elements of the frozen weights that a rank keeps in fp32 too, which the compute type would round.
+        """Number of elements of frozen weights that a rank also keeps in fp32.
 
-        Under stages 1 and 2 rank 0 has all of them: this is a rank's share of its node's memory.
+        The compute dtype would round these weights.
+
+        With stages 1 and 2, rank 0 keeps all of them. The result is then a rank's share of the memory of its
+        node.
         """
         rounded = [w for w in self._weights if not w.is_trained and w.itemsize > self._compute_bytes]
         if self._stage == 3:
@@ -275,7 +290,7 @@ class _ZeroFootprint(_RankShares):
 
     @cached_property
     def _swapped_sub_groups(self) -> list[list[ParameterEntry]]:
-        """The sub-groups whose master weights and moments are swapped."""
+        """Sub-groups whose master weights and moments are swapped to disk."""
         if not self._optimizer_on_disk:
             return []
         min_bytes = buckets.MIN_SWAPPED_BYTES
@@ -284,7 +299,7 @@ class _ZeroFootprint(_RankShares):
         ]
 
     def _compute_swap_host_bytes(self) -> int:
-        """Bytes of swap buffers, and of compute copies that stay in memory."""
+        """Compute the bytes of swap buffers, and of compute copies that stay in memory."""
         compute, ranks = self._compute_bytes, self._num_ranks
         buffers = self._get_deepspeed_size(
             "offload_param.buffer_count"
@@ -304,17 +319,18 @@ class _ZeroFootprint(_RankShares):
         small_elements += self._count_shard_elements(
             [w for w in self._weights if not w.is_trained and not self._is_parameter_swapped(w)]
         )
-        # The rest is written through a buffer, which DeepSpeed sizes for unsharded parameters.
+        # The other sub-groups are written through a buffer, whose size DeepSpeed computes from unsharded
+        # parameters.
         largest = max(groups_on_disk, key=self._count_shard_elements, default=[])
         written = sum(buckets.compute_aligned_bytes(w.num_elements, compute) for w in largest)
         return compute * (buffers + in_memory + small_elements) + written
 
     def _is_parameter_swapped(self, parameter: ParameterEntry) -> bool:
-        """Whether its compute copy is swapped to a file."""
+        """Return whether the compute copy of a parameter is swapped to a file."""
         return self._compute_bytes * self._count_shard_elements([parameter]) >= buckets.MIN_SWAPPED_BYTES
 
     def _compute_disk_bytes(self) -> int:
-        """Bytes of all swap files."""
+        """Compute the bytes of all swap files of a rank."""
         disk_bytes = 0
         for group in self._swapped_sub_groups:
             disk_bytes += int(1 + self._moments_per_element) * buckets.compute_aligned_bytes(
@@ -332,8 +348,7 @@ class _ZeroFootprint(_RankShares):
     # -- temporary -----------------------------------------------------------------------------------------
 
     def _compute_pass_memory(self) -> PassMemory:
-        """Bytes of buffers, gathered parameters and unreduced gradients: before the backward pass reaches the
-        layers, in them, and at the end, when few activations are left."""
+        """Compute the memory of buffers, gathered parameters and unreduced gradients in a pass."""
         bucket = self._get_deepspeed_size("reduce_bucket_size")
         compute = self._compute_bytes
         fp32_copy_bytes = 0 if compute == FP32_BYTES else FP32_BYTES
@@ -342,7 +357,7 @@ class _ZeroFootprint(_RankShares):
             buffer = compute * bucket
             if self._optimizer_on_host:
                 buffer += compute * self._largest_gradient
-            # A gradient larger than the bucket is reduced alone, in an fp32 copy.
+            # A gradient that is larger than the bucket is reduced separately, in an fp32 copy.
             layers = (
                 buffer
                 + fp32_copy_bytes * min(bucket, self._trained_elements)
@@ -389,11 +404,11 @@ class _ZeroFootprint(_RankShares):
         return PassMemory(bytes_before_layers, layers, at_end)
 
     def _get_unbucketed_elements(self, elements: int) -> int:
-        """``elements`` if a gradient of that size is too large for a bucket, else 0."""
+        """Return ``elements`` if a gradient of this size does not fit into a bucket, otherwise 0."""
         return elements if elements > self._get_deepspeed_size("reduce_bucket_size") else 0
 
     def _compute_update_bytes(self) -> int:
-        """Bytes of the flat fp32 gradients for the optimizer."""
+        """Compute the bytes of the flat fp32 gradients for the optimizer."""
         if self._optimizer_on_host:
             return 0
         if self._stage == 1:
@@ -408,7 +423,7 @@ class _ZeroFootprint(_RankShares):
 
 
 def _get_zero_section(config: RunConfig) -> dict[str, Any]:
-    """The section zero_optimization of the run's DeepSpeed JSON; the run checks it."""
+    """Return the section ``zero_optimization`` of the run's DeepSpeed JSON. It may be unchecked."""
     document, setting = config.documents.get("deepspeed.config"), config.deepspeed.config
     values = setting if document is None else document.values
     zero = values.get("zero_optimization") if isinstance(values, dict) else None

@@ -1,4 +1,4 @@
-"""The disk that ZeRO-Infinity swaps to: checks, and this run's folder on it."""
+"""Disk that ZeRO-Infinity swaps to: its checks, and the folder of a run."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ AIO_DEFAULTS: dict[str, Any] = {
     "single_submit": False,
     "overlap_events": True,
 }
-"""``aio`` for a local NVMe drive: a deep queue of large requests. ``ds_nvme_tune`` measures a disk."""
+"""Section ``aio`` for a local NVMe drive, with a deep queue of large requests. ``ds_nvme_tune`` measures a
+disk."""
 
 
 def is_swapping_to_disk(config: RunConfig) -> bool:
-    """Whether the run swaps to disk."""
+    """Return whether the run swaps parameters or optimizer state to disk."""
     return "nvme" in (config.memory.offload_optimizer, config.memory.offload_params)
 
 
 def check_swapping(config: RunConfig, deepspeed: Any) -> None:
-    """Check that this run can swap, and where to.
+    """Check that DeepSpeed can swap, and that the run has a disk to swap to.
 
     Raises:
-        UserError: unless DeepSpeed can swap the optimizer's state, ``memory.nvme_path`` is a writable folder
-            on disk, and async_io can be built.
+        UserError: If ``memory.nvme_path`` is not a writable folder on a disk, or async_io cannot be built.
     """
     path = _get_nvme_folder(config)
     try:
@@ -68,7 +68,10 @@ def _get_nvme_folder(config: RunConfig) -> Path:
 
 
 def check_async_io(deepspeed: Any) -> None:
-    """Raise UserError if DeepSpeed's ``async_io`` cannot be built."""
+    """Raise UserError if DeepSpeed's op ``async_io`` cannot be built.
+
+    Waits for a build in another process.
+    """
     builder = deepspeed.ops.op_builder.AsyncIOBuilder()
     require(
         builder.is_compatible(verbose=False),
@@ -79,7 +82,15 @@ def check_async_io(deepspeed: Any) -> None:
 
 
 def check_free_space(config: RunConfig, required_bytes: int) -> None:
-    """Raise UserError unless the disk has ``required_bytes`` free bytes, for the swap files of this node's ranks."""
+    """Check that the disk has space for the swap files of this node's ranks.
+
+    Args:
+        config: Config of the run, with ``memory.nvme_path``.
+        required_bytes: Size of the swap files of all ranks of this node.
+
+    Raises:
+        UserError: If the disk has less free space.
+    """
     disk = _get_nvme_folder(config)
     free = shutil.disk_usage(disk).free
     require(
@@ -90,13 +101,13 @@ def check_free_space(config: RunConfig, required_bytes: int) -> None:
 
 
 def release_swap_buffers_after_forward(engine: Any) -> None:
-    """Free the parameters' swap buffers after each forward pass without gradients.
+    """Free the swap buffers of the parameters after each forward pass without gradients.
 
-    DeepSpeed keeps buffers, and reads ahead, for a backward pass. An evaluation has none, and the next pass
-    would find no free buffer.
+    DeepSpeed keeps the buffers for a backward pass, and reads ahead for it. An evaluation has no backward
+    pass, so the next forward pass would not find a free buffer.
 
     Args:
-        engine: DeepSpeed's, of stage 3 with parameters on NVMe.
+        engine: DeepSpeed's engine, with stage 3 and parameters on NVMe.
     """
     parameters: list[Any] = list(engine.module.parameters())
 
@@ -108,13 +119,19 @@ def release_swap_buffers_after_forward(engine: Any) -> None:
 
 
 def get_swap_folder(config: RunConfig) -> Path:
-    """This run's own folder under ``memory.nvme_path``, so that runs can share a disk."""
+    """Return the swap folder of this run under ``memory.nvme_path``.
+
+    Each output folder has a separate swap folder, so that runs can share a disk.
+    """
     digest = hashlib.sha256(os.fsencode(Path(config.output_dir).absolute())).hexdigest()[:12]
     return _get_nvme_folder(config) / f"portable-swap-{digest}"
 
 
 def find_filesystem_type(path: Path) -> str:
-    """The file system type of ``path``; empty if the system does not report it."""
+    """Return the type of the file system of a path.
+
+    Returns an empty string if ``/proc/mounts`` does not exist.
+    """
     mounts = Path("/proc/mounts")
     if not mounts.exists():
         return ""

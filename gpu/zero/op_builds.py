@@ -1,7 +1,8 @@
-"""DeepSpeed's C++ ops, which torch builds at their first use, one process at a time.
+"""DeepSpeed's C++ ops, which torch compiles at their first use, one process at a time.
 
-An older torch's lock is a file in the folder of the build (a FileBaton). A process that is killed leaves it
-behind, and torch waits for ever until it is gone. A newer torch's lock ends with its process; the file stays.
+An older torch locks with a file in the build folder (a FileBaton). A process that is killed leaves the file
+behind, and torch waits forever until it is removed. The lock of a newer torch ends with its process, although
+the file stays.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from portable.private import torch_internals
 from portable.terminal import print_status
 
 ABANDONED_BUILD_SECONDS = 300.0
-"""Seconds without a change in the folder after which a build that no process here holds was killed: one on
-another machine of a shared file system cannot be seen, and compiles each file for a minute or less."""
+"""Seconds without a change in the build folder after which an unheld lock is considered abandoned.
+
+A process on another machine may hold the lock on a shared file system, and such a process is not visible
+here. It compiles each file in about a minute or less.
+"""
 _PATIENCE, _PAUSE = 2.0, 0.2
 
 
 def wait_for_op_build(op_name: str) -> None:
-    """Wait until no other process builds DeepSpeed's ``op_name``; remove the lock of one that was killed."""
+    """Wait until no other process builds an op of DeepSpeed.
+
+    Removes the lock of a process that was killed.
+    """
     from torch.utils import cpp_extension
 
     lock = Path(torch_internals.get_build_folder(op_name, verbose=False)) / "lock"
@@ -43,17 +50,17 @@ def wait_for_op_build(op_name: str) -> None:
 
 
 def _is_open_in_any_process(file: Path) -> bool:
-    """Whether a process that is seen here has ``file`` open, as the one that builds has."""
+    """Return whether a process on this machine has a file open, as the process that builds has."""
     lock_path = str(file.resolve())
     for handle in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             if str(handle.readlink()) == lock_path:
                 return True
     return False
 
 
 def _get_last_change_time(folder: Path) -> float:
-    """When a file in ``folder`` last changed, as ``time.time()``."""
+    """Return the time at which a file in a folder last changed, in seconds like ``time.time()``."""
     times = [folder.stat().st_mtime]
     for entry in folder.iterdir():
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The optimizer under ZeRO: torch's fused ones, or DeepSpeed's for the CPU if the JSON asks for it."""
+"""Optimizer under ZeRO: a fused optimizer of torch, or DeepSpeed's CPU optimizer if the JSON requires it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ _KEY = "zero_force_ds_cpu_optimizer"
 
 
 def check_zero_optimizer(config: RunConfig, document: DeepSpeedDocument | None) -> None:
-    """Build DeepSpeed's CPU optimizer if it will be needed: minutes, once per machine.
+    """Check the optimizer settings of the JSON, and build DeepSpeed's CPU optimizer if the run needs it.
+
+    The build takes minutes, once per machine.
 
     Raises:
-        UserError: if it cannot be built, or DeepSpeed has none of this kind.
+        UserError: If DeepSpeed's CPU optimizer cannot be built, or the JSON refuses the optimizer of the run.
     """
     if document is None:
         return
@@ -74,7 +76,14 @@ def build_zero_optimizer(
     model: nn.Module,
     groups: Mapping[str, OptimizerGroup],
 ) -> Any:
-    """The optimizer of ``model``, whose parameters may be partitioned already."""
+    """Build the optimizer of a model, whose parameters may already be partitioned.
+
+    Args:
+        config: Config of the run.
+        document: DeepSpeed JSON of the run, if there is one.
+        model: The transformers model.
+        groups: Parameter group of each parameter, keyed by parameter name.
+    """
     parameters = dict(model.named_parameters())
     if not _is_cpu_adam_forced(config, document):
         compute = COMPUTE_DTYPES[config.precision]
@@ -100,7 +109,7 @@ def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
     """Build one sample value per state entry of a custom optimizer, with the type that a restored value gets.
 
     Returns:
-        The samples by state name. Empty for a built-in optimizer, whose state has known types.
+        Samples keyed by state name. Empty for a built-in optimizer, whose state has known types.
     """
     if not is_plugin_name(train.optimizer):
         return {}
@@ -110,7 +119,7 @@ def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
 
 
 def replay_optimizer_counters(optimizer: Any, steps: int) -> None:
-    """Bring a restored optimizer's internal counters to where they were after ``steps`` updates."""
+    """Set the internal counters of a restored optimizer to their values after ``steps`` updates."""
     private_api.replay_cpu_adam_steps(optimizer, steps, [torch.zeros(1) for _ in range(4)])
 
 

@@ -1,9 +1,9 @@
 """Load checkpoints into DeepSpeed's flat partitions of master weights and optimizer state.
 
-ZeRO-1 and 2 concatenate all parameters of a group and give every rank an equal slice; each rank holds the
-compute copy of all of them. ZeRO-3 cuts every parameter into equal shards, one per rank, and concatenates a
-rank's shards by sub-group. Either way a rank reads only elements ``start`` to ``stop`` of each parameter, in
-row-major order.
+ZeRO-1 and 2 concatenate all parameters of a group and give every rank an equal slice. Each rank has the
+compute copies of all parameters. ZeRO-3 cuts every parameter into equal shards, one per rank, and
+concatenates the shards of a rank by sub-group. In both cases a rank reads only elements ``start`` to ``stop``
+of each parameter, in row-major order.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterFragment:
-    """The slice of one parameter in a flat partition of this rank.
+    """Slice of one parameter in a flat partition of this rank.
 
     Attributes:
-        parameter_name: of the parameter.
-        start, stop: the elements that this rank holds, in row-major order.
-        partition_offset: of the slice in the flat partition.
+        parameter_name: Name of the parameter.
+        start: First element that this rank holds, in row-major order.
+        stop: End of the elements that this rank holds, exclusive.
+        partition_offset: Offset of the slice in the flat partition.
     """
 
     parameter_name: str
@@ -47,16 +48,19 @@ class ParameterFragment:
     partition_offset: int
 
     def slice_partition(self, flat: Tensor) -> Tensor:
-        """The slice of ``flat``, the partition or a tensor of its shape."""
+        """Return the view of this fragment in the flat partition, or in a tensor of the same shape."""
         return flat[self.partition_offset : self.partition_offset + self.stop - self.start]
 
 
 @torch.no_grad()
 def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) -> None:
-    """Copy elements ``start`` to ``stop`` of ``source``, in row-major order, and read no others.
+    """Copy elements ``start`` to ``stop`` of a source, in row-major order. No other elements are read.
 
     Args:
-        target: flat, of ``stop - start`` elements.
+        target: Flat tensor of ``stop - start`` elements.
+        source: Tensor to read.
+        start: First element to copy.
+        stop: End of the elements, exclusive.
     """
     offset = 0
     for index in _iter_boxes(source.shape, start, stop):
@@ -67,9 +71,9 @@ def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) ->
 
 
 def _iter_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Yield the indices of the boxes that elements ``start`` to ``stop`` consist of, in row-major order.
+    """Yield the index of each box that elements ``start`` to ``stop`` consist of, in row-major order.
 
-    There are complete rows, and part of a row before and after them.
+    The boxes are complete rows, and parts of the rows before and after them.
     """
     if not shape or start >= stop:
         if start < stop:
@@ -77,7 +81,7 @@ def _iter_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
         return
     row_elements = math.prod(shape[1:])
     first, last = -(-start // row_elements), stop // row_elements
-    if first > last:  # all within one row
+    if first > last:  # all elements are within one row
         parts = [(last, start, stop)]
         full_rows = None
     else:
@@ -94,7 +98,13 @@ def _iter_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
 
 
 class FlatPartitions:
-    """ZeRO-1 and 2: one flat partition per parameter group."""
+    """Partitions of ZeRO-1 and 2: one flat partition per parameter group.
+
+    Args:
+        zero_optimizer: DeepSpeed's ZeRO optimizer.
+        names: Name of each parameter.
+        rank: This rank.
+    """
 
     def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> None:
         self._zero_optimizer = zero_optimizer
@@ -112,7 +122,14 @@ class FlatPartitions:
         self._has_stale_copies = False
 
     def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
-        """The matrices of each flat partition, see :mod:`portable.optim.muon`; vectors have none."""
+        """List the matrices in each flat partition for :mod:`portable.optim.muon`, without vectors.
+
+        Args:
+            ranks: Number of ranks.
+
+        Returns:
+            Matrices by flat partition.
+        """
         matrices = {}
         for (group, group_tensor), flat in zip(
             private_api.list_flat_groups(self._zero_optimizer), self._flat_partitions, strict=True
@@ -132,31 +149,41 @@ class FlatPartitions:
         return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Fill the master weights; :meth:`refresh_compute_copies` then updates the compute copies."""
+        """Fill the master weights. :meth:`refresh_compute_copies` then updates the compute copies."""
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             _fill_weights(flat, fragments, weights)
         self._has_stale_copies = True
 
     def iter_local_values(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each parameter with this rank's part of its weight and optimizer state."""
+        """Yield the name of each parameter with this rank's part of its weight and optimizer state.
+
+        Args:
+            weights_only: Whether to leave out the optimizer state.
+        """
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             state = {} if weights_only else self._base_optimizer.state.get(flat, {})
             yield from _iter_fragment_values(flat, fragments, state)
 
     def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state, by parameter name; see :func:`_assemble_partition_state`."""
+        """Fill the optimizer state from state by parameter name; see :func:`_assemble_partition_state`."""
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             self._base_optimizer.state[flat] = _assemble_partition_state(
                 flat, fragments, state, self._base_optimizer.state[flat], state_samples
             )
 
     def swap_ema_weights(self) -> None:
-        """Exchange master weights and their average; :meth:`refresh_compute_copies` then updates the compute copies."""
+        """Swap master weights and their average.
+
+        :meth:`refresh_compute_copies` then updates the compute copies.
+        """
         swap_weights_and_averages(self._base_optimizer.state.items())
         self._has_stale_copies = True
 
     def refresh_compute_copies(self) -> None:
-        """Update all ranks' compute copies after loading. A collective the first time, then a no-op."""
+        """Update the compute copies of all ranks after loading.
+
+        This is a collective if the copies are outdated, and otherwise a no-op.
+        """
         if self._has_stale_copies:
             private_api.gather_compute_copies(self._zero_optimizer)
             self._has_stale_copies = False
@@ -170,7 +197,13 @@ class _ElementRange(NamedTuple):
 
 
 class ShardedPartitions:
-    """ZeRO-3: one flat partition per sub-group, in memory or on NVMe."""
+    """Partitions of ZeRO-3: one flat partition per sub-group, in memory or on NVMe.
+
+    Args:
+        zero_optimizer: DeepSpeed's ZeRO optimizer.
+        names: Name of each parameter.
+        rank: This rank.
+    """
 
     def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> None:
         self._zero_optimizer = zero_optimizer
@@ -186,7 +219,11 @@ class ShardedPartitions:
             self._fragments.append(fragments)
 
     def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
-        """See :meth:`FlatPartitions.list_matrices`."""
+        """List the matrices in each flat partition; see :meth:`FlatPartitions.list_matrices`.
+
+        Args:
+            ranks: Number of ranks.
+        """
         matrices = {}
         for index, (group, fragments) in enumerate(
             zip(private_api.get_sub_groups(self._zero_optimizer), self._fragments, strict=True)
@@ -216,25 +253,29 @@ class ShardedPartitions:
         private_api.drop_secondary_shards(self._zero_optimizer)
 
     def iter_local_values(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`FlatPartitions.iter_local_values`. Sub-groups on NVMe are swapped in one after the other."""
+        """Yield local values, and swap in one sub-group after the other.
+
+        See :meth:`FlatPartitions.iter_local_values`.
+        """
         for index, fragments in enumerate(self._fragments):
             with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
                 state = {} if weights_only else self._zero_optimizer.optimizer.state.get(flat, {})
                 yield from _iter_fragment_values(flat, fragments, state)
 
     def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state, by parameter name; see :func:`_assemble_partition_state`."""
+        """Fill the optimizer state from state by parameter name; see :func:`_assemble_partition_state`."""
         for index, fragments in enumerate(self._fragments):
             with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
                 states = self._zero_optimizer.optimizer.state
-                # Swapped-in state is in the swapper's buffers, which must not be reused here.
+                # State that was swapped in is in the buffers of the swapper, so its memory must not be
+                # reused.
                 current_state = (
                     {} if private_api.is_sub_group_swapped(self._zero_optimizer, index) else states[flat]
                 )
                 states[flat] = _assemble_partition_state(flat, fragments, state, current_state, state_samples)
 
     def swap_ema_weights(self) -> None:
-        """Exchange master weights and their average, and update the compute copies."""
+        """Swap master weights and their average, and update the compute copies."""
         swap_weights_and_averages(self._zero_optimizer.optimizer.state.items())
         for index in range(len(self._fragments)):
             private_api.update_compute_copies(self._zero_optimizer, index)
@@ -242,7 +283,7 @@ class ShardedPartitions:
         private_api.gather_persistent_parameters(self._zero_optimizer)
 
     def refresh_compute_copies(self) -> None:
-        """A no-op: every rank has updated its own compute copies."""
+        """Do nothing, because every rank has already updated its own compute copies."""
 
     @torch.no_grad()
     def load_frozen_parameter(
@@ -250,8 +291,13 @@ class ShardedPartitions:
     ) -> Tensor | None:
         """Fill this rank's shard of a frozen parameter, which has no master copy.
 
+        Args:
+            parameter: Partitioned parameter.
+            source: Full tensor to read.
+            return_exact: Whether to return an fp32 copy of the shard.
+
         Returns:
-            the shard in fp32 on the host, padding included, if ``return_exact``.
+            The shard in fp32 on the host, including padding. None unless ``return_exact`` is set.
         """
         start, stop = self._get_local_range(parameter)
         exact_shard = torch.zeros(private_api.get_shard_num_elements(parameter)) if return_exact else None
@@ -264,7 +310,7 @@ class ShardedPartitions:
         return exact_shard
 
     def _get_local_range(self, parameter: Any) -> _ElementRange:
-        """The elements of ``parameter`` that this rank holds."""
+        """Return the elements of a parameter that this rank holds."""
         size, full = (
             private_api.get_shard_num_elements(parameter),
             private_api.get_full_num_elements(parameter),
@@ -274,7 +320,7 @@ class ShardedPartitions:
 
 
 class _SwappedInSubGroup:
-    """Holds a sub-group's flat master weights in memory; swaps them in and out if they are on NVMe."""
+    """Context in which a sub-group's flat master weights are in memory. Swaps them in and out if on NVMe."""
 
     def __init__(self, zero_optimizer: Any, index: int) -> None:
         self._zero_optimizer, self._index = zero_optimizer, index
@@ -293,7 +339,7 @@ class _SwappedInSubGroup:
 def _iter_fragment_values(
     flat: Tensor, fragments: list[ParameterFragment], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of a flat partition and its state that belong to parameters; the rest is padding."""
+    """Yield the parts of a flat partition and its state that belong to parameters. Padding is left out."""
     tensors = [flat, *(value for value in state.values() if getattr(value, "shape", None) == flat.shape)]
     for fragment in fragments:
         for tensor in tensors:
@@ -307,10 +353,17 @@ def _build_group_fragments(
     partition_size: int,
     names: Mapping[nn.Parameter, str],
 ) -> Iterator[ParameterFragment]:
-    """The fragments of ``group`` in the ``partition_size`` elements of ``group_tensor`` from ``partition_start`` on.
+    """Yield the fragments of a parameter group in one partition of the group's flat tensor.
 
-    Derived from memory addresses: DeepSpeed's own map (``_hp_mapping``) is wrong where the row is not in the
-    model's order, as with ``round_robin_gradients``.
+    The fragments are derived from memory addresses. DeepSpeed's own map (``_hp_mapping``) is wrong if the
+    flat tensor is not in the order of the model, as with ``round_robin_gradients``.
+
+    Args:
+        group: Parameters, which are views of the flat tensor.
+        group_tensor: Flat tensor of the group.
+        partition_start: First element of the partition in the flat tensor.
+        partition_size: Number of elements of the partition.
+        names: Name of each parameter.
     """
     for parameter in group:
         parameter_start = _compute_view_offset(parameter, group_tensor)
@@ -321,7 +374,7 @@ def _build_group_fragments(
 
 
 def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
-    """The element of ``group_tensor`` that ``parameter``, a view of it, begins with."""
+    """Return the offset of a parameter in the flat tensor that it is a view of, in elements."""
     return (parameter.data_ptr() - group_tensor.data_ptr()) // group_tensor.element_size()
 
 
@@ -329,6 +382,7 @@ def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
 def _fill_weights(
     flat: Tensor, fragments: list[ParameterFragment], weights: Mapping[str, ReadableTensor]
 ) -> None:
+    """Fill the fragments of a flat partition whose parameters are in ``weights``."""
     for fragment in fragments:
         if fragment.parameter_name in weights and fragment.stop > fragment.start:
             fill_slice(
@@ -347,16 +401,18 @@ def _assemble_partition_state(
     current_state: Mapping[str, Any],
     state_samples: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The state of one flat partition, assembled from the state of its parameters.
+    """Assemble the state of one flat partition from the state of its parameters.
 
     Args:
-        current_state: its present state, whose memory is reused.
-        state_samples: entries of such a state of some small parameter, with their types, where these are not
-        fp32
-            tensors on the partition's device.
+        flat: Flat partition of master weights.
+        fragments: Fragments of parameters in the partition.
+        state: Stored state, keyed by parameter name.
+        current_state: Current state of the partition, whose memory is reused.
+        state_samples: Sample value of each state entry that is not an fp32 tensor on the device of the
+            partition.
 
     Raises:
-        CheckpointError: for a step count that differs between parameters.
+        CheckpointError: If a number such as the step count differs between parameters.
     """
     assembled: dict[str, Any] = {}
     numbers: defaultdict[str, set[float]] = defaultdict(set)

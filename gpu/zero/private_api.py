@@ -1,7 +1,7 @@
-"""Every private or undocumented API of DeepSpeed that this package uses, as one small function each.
+"""All private and undocumented APIs of DeepSpeed that this package uses, as one small function each.
 
-``tests/gpu/test_deepspeed_api.py`` holds the installed release to what is used here; after an upgrade, what
-it reports is changed here and nowhere else.
+``tests/gpu/test_deepspeed_api.py`` checks the installed release. After an upgrade, only this module must be
+changed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FEATURE = "strategy: zero1, zero2 and zero3"
 
 
 def disable_shared_memory_collectives(deepspeed: Any) -> None:
-    """Keep DeepSpeed from compiling its C++ collectives for CPU ranks, which takes a minute at start-up."""
+    """Prevent DeepSpeed from compiling its C++ collectives for CPU ranks, which takes a minute at startup."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def reset_parameter_numbering(deepspeed: Any) -> None:
-    """Number parameters and modules from 0 again.
+    """Make DeepSpeed number parameters and modules from 0 again.
 
-    DeepSpeed numbers them over the life of the process and names swap files by the numbers, so a second run
+    DeepSpeed never resets its counters and names swap files by the numbers, so a second run in this process
     would write checkpoints that cannot be matched. Ranks also compare the numbers and must agree on them.
     """
     deepspeed.zero.Init.param_id = 0
@@ -40,7 +40,7 @@ def reset_parameter_numbering(deepspeed: Any) -> None:
 
 
 def has_communicator(deepspeed: Any) -> bool:
-    """Whether DeepSpeed holds a communication backend."""
+    """Return whether DeepSpeed has a communication backend."""
     return deepspeed.comm.comm.cdb is not None
 
 
@@ -50,12 +50,13 @@ def drop_communicator(deepspeed: Any) -> None:
 
 
 def release_cached_models(deepspeed: Any) -> None:
-    """Drop the references to models that stage 3 keeps for the life of the process, and free their memory."""
+    """Drop the references to models that stage 3 never releases, to free their memory."""
     zero = deepspeed.runtime.zero
-    # A release without these attributes only leaks memory: no reason to fail at the end of a run.
+    # Without these attributes, a release of DeepSpeed only leaks memory, which must not fail a run at its
+    # end.
     with suppress(AttributeError, KeyError):
         zero.parameter_offload.FWD_MODULE_STACK.clear()
-        # The cache of this method is shared by all instances and holds them and their modules.
+        # The cache of this method is shared by all instances, and references them and their modules.
         coordinator = zero.partitioned_param_coordinator.PartitionedParameterCoordinator
         cached = coordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
@@ -65,7 +66,7 @@ def release_cached_models(deepspeed: Any) -> None:
 
 
 def get_basic_optimizer(engine: Any) -> Any:
-    """The optimizer that was passed to ``deepspeed.initialize``."""
+    """Return the optimizer that was passed to ``deepspeed.initialize``."""
     return engine.basic_optimizer
 
 
@@ -75,28 +76,35 @@ def set_step_count(engine: Any, steps: int) -> None:
 
 
 def set_sample_count(engine: Any, global_batch_size: int) -> None:
-    """Set the count of samples: DeepSpeed counts each part of a shared sequence, and this launch alone."""
+    """Set the count of samples to the steps times the batch size.
+
+    DeepSpeed's own count includes each part of a context-parallel sequence, and only the current launch.
+    """
     engine.global_samples = engine.global_steps * global_batch_size
 
 
 def set_clipping_norm(zero_optimizer: Any, max_norm: float) -> None:
-    """Set the gradient norm to clip to; 0 disables clipping."""
+    """Set the gradient norm to clip to. 0 disables clipping."""
     zero_optimizer.clip_grad = max_norm
 
 
 def get_dynamic_loss_scaler(zero_optimizer: Any) -> Any:
-    """DeepSpeed's loss scaler; None if the loss scale is fixed."""
+    """Return DeepSpeed's loss scaler, or None if the loss scale is fixed."""
     scaler = zero_optimizer.loss_scaler
     return scaler if scaler.dynamic else None
 
 
 def is_scale_exhausted(error: Exception) -> bool:
-    """Whether DeepSpeed's ``error`` means that gradients overflow at the lowest loss scale."""
+    """Return whether an error of DeepSpeed means that gradients overflow at the lowest loss scale."""
     return "loss scale already at minimum" in str(error)
 
 
 def replace_file_saver(engine: Any, save_file: Any) -> bool:
-    """Have ``save_file(state_dict, path)`` save files of checkpoints; return whether these shall be zips."""
+    """Make DeepSpeed call ``save_file(state_dict, path)`` to save each file of a checkpoint.
+
+    Returns:
+        Whether DeepSpeed's configuration requests the zip format of ``torch.save``.
+    """
     engine.checkpoint_engine.save = save_file
     return bool(engine.checkpoint_engine.zipfile_serialization)
 
@@ -105,16 +113,16 @@ def replace_file_saver(engine: Any, save_file: Any) -> bool:
 
 
 class FlatGroup(NamedTuple):
-    """A parameter group of ZeRO-1 or 2."""
+    """Parameter group of ZeRO-1 or 2."""
 
     parameters: list[Any]
-    """Parameters in the compute type."""
+    """Parameters in the compute dtype."""
     flat_tensor: Tensor
     """Flat tensor that the parameters are views of."""
 
 
 def list_flat_groups(zero_optimizer: Any) -> list[FlatGroup]:
-    """For each parameter group its compute-type parameters, and the flat tensor that they are views of."""
+    """List the parameter groups of ZeRO-1 or 2 with their flat tensors."""
     groups = zip(zero_optimizer.bit16_groups, zero_optimizer.bit16_groups_flat, strict=True)
     return [FlatGroup(parameters, flat_tensor) for parameters, flat_tensor in groups]
 
@@ -128,29 +136,33 @@ def gather_compute_copies(zero_optimizer: Any) -> None:
 
 
 def partition_parameter(context: Any, parameter: nn.Parameter) -> None:
-    """Partition ``parameter`` in place. ``context`` is a ``deepspeed.zero.Init``."""
+    """Partition a parameter in place. ``context`` is a ``deepspeed.zero.Init``."""
     context._convert_to_zero_parameters([parameter])
 
 
 def is_partitioned(tensor: Any) -> bool:
-    """Whether ``tensor`` is a parameter that stage 3 has partitioned."""
+    """Return whether a tensor is a parameter that stage 3 has partitioned."""
     return hasattr(tensor, "ds_tensor")
 
 
 def get_full_num_elements(parameter: Any) -> int:
-    """Elements of the whole parameter."""
+    """Return the number of elements of the unpartitioned parameter."""
     return int(parameter.ds_numel)
 
 
 def get_full_shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of the whole parameter."""
+    """Return the shape of the unpartitioned parameter."""
     return tuple(parameter.ds_shape)
 
 
 @contextmanager
 @PACKAGE.explain_missing_names(_FEATURE)
 def open_parameter_shard(parameter: Any) -> Iterator[Tensor]:
-    """This rank's flat shard of the compute copy, padding included, to fill; in memory or on NVMe."""
+    """Swap in this rank's flat shard of the compute copy if it is on NVMe, and write it back afterwards.
+
+    Yields:
+        The shard to fill, including padding.
+    """
     swapped = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
     if swapped:
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
@@ -161,61 +173,64 @@ def open_parameter_shard(parameter: Any) -> Iterator[Tensor]:
 
 
 def get_shard_num_elements(parameter: Any) -> int:
-    """Elements of a shard; the same on all ranks, since the last shards are padded."""
+    """Return the number of elements of a shard.
+
+    It is the same on all ranks, because the last shards are padded.
+    """
     return int(parameter.ds_tensor.ds_numel)
 
 
 def drop_secondary_shard(parameter: Any) -> None:
-    """Drop hpZ's second copy of a frozen parameter. The optimizer step, which refreshes others, skips it."""
+    """Drop hpZ's second copy of a frozen parameter, which the optimizer step does not refresh."""
     parameter.ds_secondary_tensor = None
 
 
 def drop_secondary_shards(zero_optimizer: Any) -> None:
-    """Drop hpZ's second copies, from which a forward pass would gather stale values."""
+    """Drop hpZ's second copies, from which a forward pass would gather outdated values."""
     zero_optimizer.invalidate_secondary_tensor()
 
 
 def get_sub_groups(zero_optimizer: Any) -> list[list[Any]]:
-    """The parameters that stage 3 updates together, by sub-group."""
+    """Return the sub-groups of parameters that stage 3 updates together."""
     groups: list[list[Any]] = zero_optimizer.fp16_groups
     return groups
 
 
 def is_sub_group_swapped(zero_optimizer: Any, sub_group: int) -> bool:
-    """Whether the sub-group's optimizer state is on NVMe."""
+    """Return whether the optimizer state of a sub-group is on NVMe."""
     return bool(zero_optimizer._swappable_optimizer_subgroup(sub_group))
 
 
 def swap_in_sub_group(zero_optimizer: Any, sub_group: int) -> None:
-    """Read a sub-group's master weights and state from NVMe."""
+    """Read the master weights and the optimizer state of a sub-group from NVMe."""
     zero_optimizer._optimizer_states_and_gradient_swap_in(sub_group)
 
 
 def swap_out_sub_group(zero_optimizer: Any, sub_group: int) -> None:
-    """Write a sub-group's master weights and state back to NVMe."""
+    """Write the master weights and the optimizer state of a sub-group back to NVMe."""
     zero_optimizer._optimizer_states_and_gradient_swap_out(sub_group)
 
 
 def get_master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
-    """A sub-group's flat fp32 master weights on this rank."""
+    """Return the flat fp32 master weights of a sub-group on this rank."""
     weights: Tensor = zero_optimizer.fp32_partitioned_groups_flat[sub_group]
     return weights
 
 
 def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
-    """Cast a sub-group's master weights into its compute copies, in memory or on NVMe."""
+    """Cast the master weights of a sub-group into its compute copies, in memory or on NVMe."""
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
 
 
 def gather_persistent_parameters(zero_optimizer: Any) -> None:
-    """Gather the small parameters anew, which stay gathered between steps. A collective."""
+    """Gather the small parameters again that stay gathered between steps. A collective."""
     zero_optimizer._partition_all_parameters()
     if zero_optimizer.persistent_parameters:
         zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)
 
 
 def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None:
-    """Free the buffers that ``parameters`` were swapped in to, after waiting for reads under way."""
+    """Wait for running reads, and free the buffers that ``parameters`` were swapped in to."""
     zero_optimizer.empty_partition_cache()
     swapper = parameters[0].nvme_swapper
     swapper.synchronize_reads()
@@ -224,7 +239,10 @@ def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None
 
 
 def wait_for_swapping(zero_optimizer: Any) -> None:
-    """Wait for all reads and writes under way. A handle that is freed before them ends the process."""
+    """Wait for all running reads and writes.
+
+    The process crashes if a handle is freed before they are complete.
+    """
     states = getattr(zero_optimizer, "optimizer_swapper", None)
     if states is not None:
         states.flush_gradients()
@@ -238,15 +256,15 @@ def wait_for_swapping(zero_optimizer: Any) -> None:
 
 
 def replay_cpu_adam_steps(optimizer: Any, steps: int, scratch_tensors: Sequence[Tensor]) -> None:
-    """Run ``steps`` updates of DeepSpeedCPUAdam on ``scratch_tensors``; a no-op for other optimizers.
+    """Run ``steps`` updates of DeepSpeedCPUAdam on scratch tensors. A no-op for other optimizers.
 
-    Its C++ side keeps running powers of the betas outside the state, and powers recomputed for a later step
-    round differently. An update takes a few microseconds.
+    The C++ code of the optimizer keeps running powers of the betas outside of the state. Powers that are
+    computed directly for a later step would be rounded differently. An update takes a few microseconds.
 
     Args:
-        optimizer: of ``deepspeed.initialize``.
-        steps: updates made so far.
-        scratch_tensors: parameter, gradient and two moments, one element each.
+        optimizer: Optimizer that was passed to ``deepspeed.initialize``.
+        steps: Number of updates so far.
+        scratch_tensors: Parameter, gradient and two moments with one element each, which are overwritten.
     """
     if not hasattr(optimizer, "ds_opt_adam"):
         return
@@ -262,7 +280,7 @@ def replay_cpu_adam_steps(optimizer: Any, steps: int, scratch_tensors: Sequence[
 
 
 def get_config_models() -> dict[str, Any]:
-    """The pydantic models that DeepSpeed reads sections of its configuration with, nested as these are."""
+    """Return DeepSpeed's pydantic models of the sections of its configuration, nested like the sections."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
@@ -286,7 +304,7 @@ def get_config_models() -> dict[str, Any]:
 
 
 def list_type_params(type_name: str) -> set[str]:
-    """What an optimizer or a scheduler that is supported takes, by the value of ``type``."""
+    """List the parameters of an optimizer or a scheduler, by the value of its key ``type``."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import lr_schedules
     from torch.optim import SGD, AdamW
@@ -301,7 +319,7 @@ def list_type_params(type_name: str) -> set[str]:
 
 
 def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
-    """DeepSpeed's error for a key that it has removed; None if ``values`` has none."""
+    """Return DeepSpeed's error for a key that it has removed, or None if ``values`` has no such key."""
     from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys
 
     try:
@@ -313,14 +331,14 @@ def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
 
 
 def parse_deepspeed_config(values: dict[str, Any]) -> None:
-    """Parse a configuration as DeepSpeed does; raises whatever DeepSpeed raises."""
+    """Parse a configuration with DeepSpeed's parser, which may raise any exception."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     DeepSpeedConfig(values)
 
 
 def is_deepspeed_dtype(name: Any) -> bool:
-    """Whether DeepSpeed reads ``name`` as a dtype."""
+    """Return whether DeepSpeed accepts ``name`` as the name of a dtype."""
     from deepspeed.runtime.config import DtypeEnum
 
     return isinstance(name, str) and name in DtypeEnum._value2member_map_

@@ -1,4 +1,4 @@
-"""DeepSpeed's process-wide state: import it for a device, start it on our process group, undo both."""
+"""Import DeepSpeed for a device, start it on the process group of the run, and undo both."""
 
 from __future__ import annotations
 
@@ -22,30 +22,33 @@ INSTALL_REMEDY = "install it with: pip install 'portable-trainer[deepspeed]', or
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Import deepspeed for ``device_type``.
+    """Import deepspeed for a type of device.
+
+    Args:
+        device_type: Type of the run's devices, ``cuda`` or ``cpu``.
 
     Raises:
-        UserError: if it is not installed, too old, or its import fails.
+        UserError: If deepspeed is not installed, is too old, or cannot be imported.
     """
     os.environ["DS_ACCELERATOR"] = device_type
-    os.environ.setdefault("DS_LOGGING_LEVEL", "error")  # it logs every detail at INFO
+    os.environ.setdefault("DS_LOGGING_LEVEL", "error")  # at INFO, DeepSpeed logs every detail
     private_api.PACKAGE.check_installed("strategy: zero1, zero2 and zero3", "deepspeed")
     try:
         with discard_native_stdout():
             import deepspeed
-    except Exception as error:  # built for another torch, or a CUDA toolkit is missing
+    except Exception as error:  # for example, it was built for another torch, or there is no CUDA toolkit
         raise UserError(
             f"strategy: deepspeed cannot be imported ({to_one_line(error)}); {INSTALL_REMEDY}"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if device_type == "cpu":  # its warning about a missing CUDA is expected here
+    if device_type == "cpu":  # suppress a warning about missing CUDA, which is expected on a CPU
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _switch_accelerator(device_type)
     return deepspeed
 
 
 def _switch_accelerator(device_type: str) -> None:
-    """Switch DeepSpeed's device if it was imported for another, as in a notebook."""
+    """Switch DeepSpeed's device if it was imported for another type of device, for example in a notebook."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if get_accelerator().device_name() == device_type:
@@ -58,10 +61,16 @@ def _switch_accelerator(device_type: str) -> None:
 
 
 def start_deepspeed(deepspeed: Any, device: torch.device, at_stop: ExitStack) -> None:
-    """Start DeepSpeed on the run's process group; a single process gets a group of its own."""
+    """Start DeepSpeed on the process group of the run. A single process gets its own process group.
+
+    Args:
+        deepspeed: The module deepspeed.
+        device: Device of this rank.
+        at_stop: Exit stack that undoes the changes when the backend stops.
+    """
     at_stop.callback(_stop_deepspeed, deepspeed)
-    # DeepSpeed requires these variables. Left behind, they would make a notebook's next run a launcher's
-    # rank.
+    # DeepSpeed requires these variables. Remove them at the end, because the next run in a notebook would
+    # otherwise assume that a launcher has started it.
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         if name not in os.environ:
             os.environ[name] = value
@@ -77,7 +86,7 @@ def start_deepspeed(deepspeed: Any, device: torch.device, at_stop: ExitStack) ->
 
 
 def _stop_deepspeed(deepspeed: Any) -> None:
-    """Make DeepSpeed forget the models and the process group, so that this process can start another run."""
+    """Make DeepSpeed release the models and the process group, so that this process can start another run."""
     if not private_api.has_communicator(deepspeed):
         return
     private_api.release_cached_models(deepspeed)

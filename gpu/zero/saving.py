@@ -1,8 +1,8 @@
 """Write DeepSpeed's checkpoint files, in the foreground or in the background.
 
-DeepSpeed decides the content of each file and hands it to its *checkpoint engine*, whose method ``save`` is
-replaced. For a background save ours copies it to host memory, then serializes and writes the copy with the
-same ``torch.save`` during training.
+DeepSpeed decides on the content of each file and passes it to its *checkpoint engine*, whose method ``save``
+is replaced here. For a background save, the replacement copies the content to host memory. The copy is
+serialized and written with the same ``torch.save`` while training continues.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 
 class ZeroSaver:
-    """Saves a DeepSpeed engine's checkpoints, through host memory if in the background.
+    """Saves the checkpoints of a DeepSpeed engine.
 
     Args:
-        engine: DeepSpeed's.
-        exact_frozen: frozen parameters to save in place of their compute copies, by name.
+        engine: Engine from ``deepspeed.initialize``.
+        exact_frozen: Frozen parameters to save instead of their compute copies, keyed by name. The saver
+            reads the mapping at each save.
     """
 
     def __init__(self, engine: Any, exact_frozen: Mapping[str, Tensor]) -> None:
@@ -44,7 +45,7 @@ class ZeroSaver:
         self._has_adapter = has_peft_adapter(engine.module)
         self._stored_names = set(get_checkpointed_tensors(engine.module)) if self._has_adapter else None
         self._deferred_files: list[_CheckpointFile] | None = None
-        """Files to write later; None to write each at once."""
+        """Files to write later; None to write each file immediately."""
         self._uses_zip_format = private_api.replace_file_saver(engine, self._save_or_defer_file)
 
     @cached_property
@@ -54,7 +55,7 @@ class ZeroSaver:
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write a checkpoint into ``folder``; see :meth:`portable.backend.Engine.save_shards`.
 
-        State on NVMe is copied in the foreground: the next step overwrites the swap files.
+        State on NVMe is copied in the foreground, because the next step overwrites the swap files.
         """
         group = self._group  # a collective: create it before a thread needs it
         files: list[_CheckpointFile] = []
@@ -72,7 +73,13 @@ class ZeroSaver:
         return BackgroundWriteHandle(None)
 
     def _save_or_defer_file(self, state_dict: Any, path: str) -> None:
-        if self._stored_names is not None and "module" in state_dict:  # with other names of tied, frozen ones
+        """Save a file of a checkpoint, or copy its content to host memory for a background save.
+
+        DeepSpeed calls this method with the content of each file. The names of an adapter's checkpoint are
+        filtered, and frozen parameters are replaced by their original values.
+        """
+        # The state dict contains all names of tied frozen parameters, so keep only the stored names.
+        if self._stored_names is not None and "module" in state_dict:
             module_state = state_dict["module"]
             state_dict["module"] = {
                 name: module_state[name] for name in module_state if name in self._stored_names
@@ -80,8 +87,9 @@ class ZeroSaver:
         module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
         fragments.update({name: tensor for name, tensor in self._exact_frozen.items() if name in fragments})
         for name, tensor in {**fragments, **self._exact_frozen}.items():
-            if name in module and module[name].shape == tensor.shape:  # stage 3 has placeholders there
-                module[name] = tensor  # which is stored once then
+            # Stage 3 has placeholders with other shapes, which must not be replaced.
+            if name in module and module[name].shape == tensor.shape:
+                module[name] = tensor  # torch.save stores a tensor with two names once
         if self._deferred_files is None:
             _CheckpointFile(Path(path), state_dict, self._uses_zip_format).write()
         else:
@@ -92,11 +100,15 @@ class ZeroSaver:
     def _write_files_collectively(
         self, files: list[_CheckpointFile], folder: Path, rank: int, group: dist.ProcessGroup | None
     ) -> None:
-        """Write this rank's files; return when all ranks have, and raise on all if one failed."""
+        """Write this rank's files, and return when the files of all ranks are written.
+
+        Raises:
+            OSError: On every rank, if any rank could not write its files. A rank raises its own exception.
+        """
         failure: Exception | None = None
         try:
             while files:
-                files.pop(0).write()  # and free its copy
+                files.pop(0).write()  # free the copy of each file after it is written
             for path in folder.rglob("*"):
                 if path.is_file() and _is_written_by(rank, path.name):
                     _sync_file(path)
@@ -111,7 +123,7 @@ class ZeroSaver:
 
 
 class _CheckpointFile:
-    """A file to be written."""
+    """File of a checkpoint that is not written yet."""
 
     def __init__(self, path: Path, content: Any, zipfile_serialization: bool) -> None:
         self.path = path
@@ -119,12 +131,14 @@ class _CheckpointFile:
         self._zipfile = zipfile_serialization
 
     def write(self) -> None:
-        with self.path.open("wb") as file:  # opened in Python: torch's own writer hides the system's error
+        """Write the file."""
+        # Open it in Python, because torch's writer hides errors of the system.
+        with self.path.open("wb") as file:
             torch.save(self._content, file, _use_new_zipfile_serialization=self._zipfile)
 
 
 def _is_written_by(rank: int, name: str) -> bool:
-    """Whether ``rank`` wrote the file: file names carry the rank, or belong to rank 0."""
+    """Return whether a rank wrote a file. File names contain the rank, and all other files are rank 0's."""
     return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
 
 

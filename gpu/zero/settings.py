@@ -1,4 +1,4 @@
-"""The configuration for ``deepspeed.initialize``, from the run's settings and its DeepSpeed JSON."""
+"""Configuration for ``deepspeed.initialize``, from the settings of a run and its DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelElementCounts:
-    """The model's sizes that buckets and buffers depend on, in elements."""
+    """Sizes of a model that determine buckets and buffers, in elements."""
 
     hidden_size: int
     largest_parameter: int
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelElementCounts:
+        """Read the sizes of a model, which may be on the meta device."""
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         largest = max(parameter.numel() for parameter in model.parameters())
         return cls(int(getattr(text, "hidden_size", 1024)), largest)
@@ -37,25 +38,34 @@ def build_deepspeed_config(
     document: deepspeed_json.DeepSpeedDocument | None,
     device_type: str,
 ) -> dict[str, Any]:
-    """The ``config`` argument of ``deepspeed.initialize``."""
+    """Build the argument ``config`` of ``deepspeed.initialize``.
+
+    Args:
+        config: Config of the run.
+        plan: Batch plan of the run.
+        sizes: Sizes of the model.
+        document: DeepSpeed JSON of the run; None if there is none.
+        device_type: Type of the run's devices, such as ``cuda``.
+    """
     deepspeed_config = _build_base_deepspeed_config(config, plan)
     if document is not None:
         deepspeed_config = deepspeed_json.build_merged_config(deepspeed_config, document, sizes.hidden_size)
     zero = deepspeed_config["zero_optimization"]
     for part in ("offload_optimizer", "offload_param"):
         if part in zero and device_type == "cpu":
-            zero[part]["pin_memory"] = False  # pinned memory is for copies to a GPU
+            zero[part]["pin_memory"] = False  # without a GPU, pinned memory has no benefit
     if zero.get("offload_param", {}).get("device") == "nvme":
         zero["offload_param"]["buffer_size"] = compute_swap_buffer_elements(
             sizes.largest_parameter, plan.world_size * plan.sequence_part.num_parts
         )
-        # A gathered parameter occupies a buffer. Parameters kept gathered for reuse would occupy them all,
-        # and the run would fail.
+        # Each gathered parameter occupies a swap buffer. Parameters that are kept for reuse would occupy all
+        # buffers, and the run would fail.
         zero["stage3_max_reuse_distance"] = 0
     return deepspeed_config
 
 
 def _build_base_deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
+    """Build the configuration from the settings of the run, without its DeepSpeed JSON."""
     memory = config.memory
     zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
     for part, device in (
@@ -68,12 +78,12 @@ def _build_base_deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str
             zero[part]["nvme_path"] = str(nvme.get_swap_folder(config))
     settings: dict[str, Any] = {
         "train_batch_size": plan.padded_batch_size
-        * plan.sequence_part.num_parts,  # to DeepSpeed, each part is a sequence
+        * plan.sequence_part.num_parts,  # DeepSpeed counts each part as a sequence
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": config.train.max_grad_norm or 0.0,
         "zero_optimization": zero,
-        # gpu/zero/optimizer.py has checked what these two would refuse.
+        # gpu/zero/optimizer.py has already checked the optimizer, so disable DeepSpeed's two checks.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,

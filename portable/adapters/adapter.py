@@ -52,7 +52,7 @@ from portable.model.quantized_linear import (
 from portable.model.unused_parameters import (
     get_unreached_names,
     record_unreached_names,
-    summarize_parameter_names,
+    summarize_as_outermost_modules,
 )
 from portable.model.weight_sources import to_torch
 from portable.paths import write_durably
@@ -593,7 +593,7 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
     if unreached_weights:
         parts = [
             part
-            for part in summarize_parameter_names(model, unreached, keep_base_prefix=True)
+            for part in summarize_as_outermost_modules(model, unreached, keep_base_prefix=True)
             if _contains_any(part, unreached_weights)
         ]
         patterns += [_build_name_pattern(part) + r"(\..*)?" for part in parts]

@@ -1,8 +1,8 @@
-"""Checkpoints of other programs: which program wrote one, and its step and sample counts.
+"""Checkpoints of other programs: the program that wrote a checkpoint, and its step and sample counts.
 
-:mod:`converters` opens the shards of every program. The counts are stored differently: the Trainer has its
-own ``trainer_state.json`` and ``scheduler.pt``, DeepSpeed and torchtitan have counters in the shards,
-Accelerate and PyTorch/XLA have only the optimizer's step count.
+:mod:`portable.converters` opens the shards of every program. Each program stores its counts differently: the
+Hugging Face Trainer in ``trainer_state.json`` and ``scheduler.pt``, and DeepSpeed and torchtitan in the
+shards. Accelerate and PyTorch/XLA only store the optimizer's step count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from portable.converters import Checkpoint, OptimizerState
     from portable.converters.storage.path_or_url import AnyPath
 
-# The names of this program's checkpoints, including unfinished and damaged ones.
+# Folder names of this program's checkpoints, including unfinished and damaged checkpoints.
 _OWN_FOLDER_NAME = re.compile(r"\.?step-\d{6,}(\.partial|\.damaged)?")
 # Subfolders with the shards. The program's other files are in the parent folder.
 _SHARD_FOLDER_NAME = re.compile(r"global_step\d+|pytorch_model(_\d+)?|pytorch_model_fsdp_0|optimizer_0")
@@ -40,6 +40,7 @@ _SCHEDULER_FILES = ("scheduler.pt", "scheduler.bin")
 # Counters of optimizer steps in the shards. A checkpoint has at most one of them.
 _STEP_COUNTERS = ("train_state.step", "global_steps", "step")
 HALF_DTYPES = ("BF16", "F16")
+"""Names of the dtypes with 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ExternalCheckpoint:
         checkpoint: Contents of the shards.
         folder: Folder with the other files of the program.
         hf_trainer_state: Contents of the Hugging Face Trainer's ``trainer_state.json``, or None if there is
-        none.
+            none.
     """
 
     checkpoint: Checkpoint
@@ -75,7 +76,7 @@ class ExternalCheckpoint:
 
     @property
     def writer_description(self) -> str:
-        """Description of the program that wrote the checkpoint, as far as its files show it."""
+        """Description of the program that wrote the checkpoint, and of its number of ranks if it is known."""
         checkpoint, facts = self.checkpoint, self.checkpoint.metadata
         if checkpoint.format.startswith("deepspeed"):
             universal = ", universal" if checkpoint.format.endswith("universal") else ""
@@ -145,7 +146,7 @@ class ExternalCheckpoint:
         return {}
 
     def rename_to_model_names(self, model: Any) -> ExternalCheckpoint:
-        """Return this checkpoint with the parameter names of ``model``.
+        """Return a copy of this checkpoint with the parameter names of ``model``.
 
         torchtitan uses its own names, and for many models the published names differ from the names in
         memory.
@@ -154,7 +155,7 @@ class ExternalCheckpoint:
             model: The transformers model.
 
         Raises:
-            CheckpointError: If the sizes differ from the sizes of ``model``.
+            CheckpointError: If the shapes differ from the shapes of ``model``.
         """
         from portable.converters.formats.torchtitan import rename_from_torchtitan
 
@@ -165,7 +166,7 @@ class ExternalCheckpoint:
         return replace(self, checkpoint=checkpoint)
 
     def build_info_rows(self) -> list[tuple[str, str]]:
-        """Build the table that ``--resume-info`` prints."""
+        """Build the table that ``--resume-info`` prints, as pairs of a title and a text."""
         tensors = self.checkpoint.tensors
         elements = sum(tensor.numel for tensor in tensors.values())
         rows = [
@@ -187,6 +188,7 @@ class ExternalCheckpoint:
         return rows
 
     def _describe_optimizer(self) -> str:
+        """Describe the optimizer state for ``--resume-info``: its tensors, dtypes and step counts."""
         try:
             optimizer = self.optimizer
         except CheckpointError as error:
@@ -219,7 +221,7 @@ def open_external_checkpoint(
     Args:
         path: Path or URL that the user has set.
         parameter_order: Names of the model's parameters in module order. Empty if the model is not known.
-        build_once: Function that writes a file in one process of each node; None if only one rank opens the
+        build_once: Function that writes a file in one process of each node. None if only one rank opens the
             checkpoint.
 
     Returns:
@@ -274,10 +276,10 @@ def open_external_for_model(
 
 
 def is_run_checkpoint(folder: AnyPath) -> bool:
-    """Return whether ``folder`` is a checkpoint of this program, complete or not.
+    """Return whether this program wrote the checkpoint in ``folder``, complete or not.
 
-    A ``trainer_state.json`` that is not the Hugging Face Trainer's decides, even if it is damaged. Without
-    this file, the name of the folder and a ``config.json`` in it decide.
+    If there is a ``trainer_state.json``, the result is True unless the Hugging Face Trainer wrote that file.
+    Otherwise, the result depends on the name of the folder and on whether it contains a ``config.json``.
     """
     if path_exists(folder / STATE_FILE):
         return _read_hf_trainer_state(folder) is None
@@ -297,11 +299,11 @@ def read_run_state(path: AnyPath) -> TrainerState | None:
 
 
 def read_step_of_any_checkpoint(path: AnyPath, external_step: int) -> int:
-    """Return the step of a checkpoint, including skipped steps.
+    """Read the step of a checkpoint, in which skipped updates count as steps.
 
     Args:
         path: Path of the checkpoint.
-        external_step: Step to return if another program wrote the checkpoint.
+        external_step: Result if another program wrote the checkpoint, such as its number of updates.
     """
     state = read_run_state(path)
     return external_step if state is None else state.step
@@ -329,12 +331,13 @@ def to_float(value: StoredTensor | float | bool) -> float:
 
 
 def _build_optional_row(title: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
-    """Build a row with the ``keys`` that ``values`` has. Returns no row if it has none of them."""
+    """Build a table row from the ``keys`` that exist in ``values``. Returns no row if none exists."""
     parts = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
     return [(title, ", ".join(parts))] if parts else []
 
 
 def _is_nonscalar_tensor(value: object) -> bool:
+    """Return whether a stored value is a tensor with dimensions, such as a moment. Step counts are not."""
     return isinstance(value, StoredTensor) and bool(value.shape)
 
 

@@ -1,4 +1,4 @@
-"""Match a checkpoint to a model before an engine loads its slices."""
+"""Match a checkpoint to a model, before each rank loads its slices of the tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredState:
-    """Training state of a model, read lazily.
+    """Training state of a model in a checkpoint, read lazily.
 
     Attributes:
-        weights: Tensors that checkpoints store of the model, keyed by name. Tied parameters have one entry.
+        weights: Stored tensors of the model, keyed by name. Tied parameters have one entry.
         optimizer: Optimizer state of each trained parameter, keyed by parameter name and state name
-            (``exp_avg``, ``step``, ...). Parameters without a gradient so far are missing.
+            (``exp_avg``, ``step``, ...). Parameters that have not had a gradient are missing.
     """
 
     weights: Mapping[str, ReadableTensor]
@@ -34,14 +34,14 @@ class StoredState:
 
 
 def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
-    """Match the tensors of a checkpoint to a model.
+    """Select the tensors and the optimizer state that a model needs from a checkpoint.
 
     Args:
         checkpoint: Checkpoint with the parameter names of the model.
         model: Model with the parameters to load.
 
     Returns:
-        The tensors that the model needs.
+        The weights and the optimizer state of the model.
 
     Raises:
         CheckpointError: If a tensor of the model or the optimizer state of a trained parameter is missing.

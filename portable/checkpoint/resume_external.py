@@ -1,8 +1,8 @@
-"""Start a run from another program's checkpoint.
+"""Match a checkpoint of another program to a run, which then resumes from it.
 
-The weights and the optimizer state are used as they are. If an optimizer setting of the checkpoint differs
-from a default of the run, the user must set it. If it differs from a value that the user has set, it is
-reported. The data order and the learning rate are the run's own.
+The weights and the optimizer state are used without changes. If an optimizer setting of the checkpoint
+differs from a default of the run, the user must set it explicitly. If it differs from a value that the user
+has set, the difference is reported. The data order and the learning rate come from the run.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 ParameterState = dict[str, "StoredTensor | float | bool"]
+"""Optimizer state of one parameter, keyed by state name."""
 _MAX_NAMES_SHOWN = 3
 # Settings of parameter groups that change the update rule, with the values of our optimizers.
 _UPDATE_RULE_FLAGS: dict[str, dict[str, bool]] = {
@@ -94,7 +95,9 @@ def adopt_external_checkpoint(
     """
     try:
         external = external.rename_to_model_names(model)
-        weights = _match_weights_to_model(external, model)  # before the optimizer, whose errors say less
+        weights = _match_weights_to_model(
+            external, model
+        )  # before the optimizer, because errors about weights are clearer
         if external.optimizer is None:
             raise _build_resume_error(external, "has no optimizer state", _suggest_weights_only(external))
         return _ResumeMatcher(external, external.optimizer, config, model).build_adopted_checkpoint(
@@ -107,11 +110,18 @@ def adopt_external_checkpoint(
 
 
 def _build_resume_error(external: ExternalCheckpoint, reason: str, remedy: str) -> UserError:
+    """Build the error for a checkpoint that does not fit the run.
+
+    Args:
+        external: The checkpoint.
+        reason: Predicate that follows the path of the checkpoint, such as ``has no optimizer state``.
+        remedy: Instruction for the user.
+    """
     return UserError(f"checkpoint.resume: {external.root} {reason}; {remedy}")
 
 
 def _suggest_weights_only(external: ExternalCheckpoint) -> str:
-    """Describe how to start from the weights without the optimizer state."""
+    """Build the remedy for error messages: how to start from the weights without the optimizer state."""
     checkpoint = external.checkpoint
     if checkpoint.format in ("safetensors", "torch") and "config.json" in checkpoint.companions:
         return f"to start from its weights alone, set model.name_or_path to {external.root} instead"
@@ -190,7 +200,18 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
 
 
 class _ResumeMatcher:
-    """Matches a checkpoint that has optimizer state to a run."""
+    """Matches an external checkpoint with optimizer state to a run.
+
+    Args:
+        external: Checkpoint with the parameter names of the model.
+        optimizer: State of its optimizer.
+        config: Config of the run.
+        model: Unsharded model on any device.
+
+    Attributes:
+        trained: Trained parameters, keyed by name.
+        notes: Differences between the checkpoint and the run that are reported to the user.
+    """
 
     def __init__(
         self, external: ExternalCheckpoint, optimizer: OptimizerState, config: RunConfig, model: nn.Module
@@ -208,8 +229,8 @@ class _ResumeMatcher:
         """Check the optimizer, and build the result of :func:`adopt_external_checkpoint`.
 
         Args:
-            tensors: Weights by the names of the model.
-            warnings: Warnings about the weights. Warnings about the optimizer state are added.
+            tensors: Weights, keyed by the names of the model.
+            warnings: Warnings about the weights, to which warnings about the optimizer state are added.
             learning_rate_at: Function that returns the run's learning rate of a step.
         """
         self.check_update_rule()
@@ -265,7 +286,7 @@ class _ResumeMatcher:
         optimizer, kind = self.optimizer, self.config.train.optimizer
         tables = set(list_embedding_weights(self.model))
         run_optimizer = build_optimizer(
-            self.config.train.model_copy(update={"ema": None}),  # it begins here
+            self.config.train.model_copy(update={"ema": None}),  # the weight average starts with this run
             self.trained,
             assign_parameter_groups(self.model, self.config.train),
             embeddings={parameter for parameter in self.trained.values() if parameter in tables},
@@ -285,7 +306,7 @@ class _ResumeMatcher:
                 )
             values = dict(stored_state.get(name, {}))
             if not values:
-                continue  # it has had no gradient
+                continue  # the parameter has not had a gradient
             if "step" in wanted and "step" not in values:
                 counted = groups.get(name, {}).get("step")
                 values["step"] = counted if isinstance(counted, int) else step
@@ -316,7 +337,7 @@ class _ResumeMatcher:
         return state
 
     def _suggest_other_optimizer(self, values: Mapping[str, object]) -> str:
-        """Suggest the optimizer that uses the stored values, or to start from the weights."""
+        """Build the remedy for error messages: an optimizer that uses the stored values, or the weights."""
         fits = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
         for name, needed in fits.items():
             if needed <= values.keys() and name != self.config.train.optimizer:
@@ -403,7 +424,12 @@ class _ResumeMatcher:
             self._note_group_differences("initial_lr", "train.learning_rate")
 
     def _note_group_differences(self, key: str, setting: str) -> None:
-        """Add a note if parameters have another value of a parameter group than in the run."""
+        """Add a note if a value per parameter group differs from the run's value for some parameters.
+
+        Args:
+            key: Name of the value in the checkpoint's parameter groups.
+            setting: Corresponding setting of the run.
+        """
         ours = assign_parameter_groups(self.model, self.config.train)
         theirs = {
             name: group[key]
@@ -421,6 +447,7 @@ class _ResumeMatcher:
             )
 
     def _describe_learning_rate(self, step: int, learning_rate_at: Callable[[int], float]) -> str:
+        """Describe the learning rate of the next step, and the rate in the checkpoint, which is not used."""
         train = self.config.train
         rates = [group["lr"] for group in self.optimizer.param_groups if _is_number(group.get("lr"))]
         last = f" of {float(rates[0]):.4g}" if rates else ""
@@ -432,7 +459,7 @@ class _ResumeMatcher:
     # -- step and samples --------------------------------------------------------------------------------
 
     def determine_step_count(self) -> SourcedCount:
-        """Return the number of steps taken, and where it was read.
+        """Determine the number of steps taken, preferably from ``checkpoint.resume_step``.
 
         Raises:
             UserError: If no source has the number, or if the sources disagree.
@@ -475,7 +502,7 @@ class _ResumeMatcher:
         raise _build_resume_error(self.external, reason, remedy)
 
     def determine_sample_count(self, step: int) -> SourcedCount:
-        """Return the number of consumed sequences, computed from the step if the checkpoint has no count."""
+        """Determine the number of consumed sequences. If there is no count, it is computed from the step."""
         resume_samples, counted = self.config.checkpoint.resume_samples, self.external.sample_count
         if resume_samples is not None:
             checkpoint_text = f"; the checkpoint has {counted}" if counted is not None else ""
@@ -487,6 +514,7 @@ class _ResumeMatcher:
 
 
 def _shorten_names(names: list[str]) -> str:
+    """Join names for an error message. Only the first names are shown."""
     more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
 
@@ -496,7 +524,7 @@ def _is_number(value: object) -> bool:
 
 
 def _to_hashable(value: Any) -> Any:
-    """Convert a stored setting to a float or a tuple of floats, so that values can be collected in a set."""
+    """Convert a stored setting to a float or a tuple of floats, because lists cannot be elements of a set."""
     return tuple(float(item) for item in value) if isinstance(value, list | tuple) else float(value)
 
 

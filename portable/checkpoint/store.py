@@ -1,4 +1,4 @@
-"""Saving, listing and deleting the checkpoints of a run.
+"""Save, list and delete the checkpoints of a run.
 
 A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the shards in the strategy's native
 format, the model's config and tokenizer, ``trainer_state.json``, and a manifest with the checksums of all
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 CHECKPOINTS_FOLDER = "checkpoints"
 """Folder of the checkpoints in a run's output folder."""
 NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
+"""Reason why a folder is not a checkpoint, used in messages."""
 _RETRY_SECONDS = 5.0
 """Time between attempts to write the last checkpoint of a run."""
 
@@ -74,14 +75,13 @@ class CompleteCheckpoint(NamedTuple, Generic[P]):
 
 @dataclass
 class _PendingSave(Generic[P]):
-    """A save in progress.
+    """Save in progress.
 
     Attributes:
         final: Path of the checkpoint.
         local_folder: Local folder that this rank writes to.
         write_files: Function that waits for the shards, adds the other files, and returns this rank's
-        manifest
-            entries.
+            manifest entries.
         build_manifest: Function that formats the manifest, given the entries of all ranks.
         best_steps: Steps of the best checkpoints, which must not be deleted.
         completion: Future that completes once the checkpoint is complete, or holds the exception if the save
@@ -97,16 +97,15 @@ class _PendingSave(Generic[P]):
 
     @cached_property
     def entries(self) -> ManifestEntries:
-        """This rank's manifest entries, as returned by :attr:`write_files`."""
+        """Manifest entries of this rank. The first access calls :attr:`write_files`."""
         return self.write_files()
 
 
 class _AllRanksCaller:
-    """Calls functions on all ranks, and raises on every rank if a function fails on any of them.
+    """Calls functions on all ranks, and raises on every rank if a function fails on any rank.
 
     Args:
-        max_outage_seconds: Time in seconds for which the object store may be unavailable before failures
-        become errors.
+        max_outage_seconds: Time for which the object store may be unavailable before failures become errors.
     """
 
     def __init__(self, max_outage_seconds: float) -> None:
@@ -124,14 +123,17 @@ class _AllRanksCaller:
         return get_or_create_background_group()
 
     def __call__(self, function: Callable[[], ManifestEntries | None]) -> ManifestEntries:
-        """Call ``function`` on every rank and gather the manifest entries it returns.
+        """Call ``function`` on every rank and gather the manifest entries that it returns. A collective call.
+
+        Args:
+            function: Function to call. It may return None if this rank has no entries.
 
         Returns:
             The manifest entries of all ranks.
 
         Raises:
-            AwayError: If the function only failed because the object store is unavailable, and the outage has
-                not lasted longer than permitted.
+            StoreUnavailableError: If the function only failed because the object store is unavailable, and
+                the outage has not lasted longer than permitted.
             RunError: If the function failed on another rank for any other reason.
         """
         failure: BaseException | None = None
@@ -173,9 +175,10 @@ class CheckpointStore(Generic[P]):
 
     Args:
         path: Folder or URL that contains the checkpoints.
-        keep: Number of recent checkpoints to keep. None keeps all of them.
+        keep: Number of recent checkpoints to keep. None keeps all checkpoints.
         rank: Rank of this process.
-        publisher: Uploads this rank's files. Required for saving if ``path`` is a URL.
+        publisher: Publisher that uploads this rank's files. Required for saving if ``path`` is a URL,
+            otherwise None.
     """
 
     def __init__(
@@ -195,8 +198,10 @@ class CheckpointStore(Generic[P]):
         """Folders to delete: old checkpoints, and leftovers of failed saves in the object store."""
         self._pending_save: _PendingSave[P] | None = None
         self._postponed_save: _PendingSave[P] | None = None
-        """The save that failed because the object store was unavailable. It is dropped when the next save
-        starts."""
+        """Save that failed because the object store was unavailable.
+
+        It is discarded when the next save starts.
+        """
         self._newest_known: P | None = None
         """Newest complete checkpoint that this rank has seen."""
         self.on_complete: Callable[[P], None] = lambda folder: None
@@ -226,9 +231,9 @@ class CheckpointStore(Generic[P]):
         return self._newest_known
 
     def find_newest_known(self) -> P | None:
-        """Return the newest complete checkpoint.
+        """Return the newest complete checkpoint, or None if there is none.
 
-        If the object store is unavailable, return the newest checkpoint this rank has seen so far.
+        If the object store is unavailable, return the newest checkpoint that this rank has seen so far.
         """
         with suppress(RetriesExhaustedError):
             return self.find_latest()
@@ -268,13 +273,16 @@ class CheckpointStore(Generic[P]):
     ) -> None:
         """Start writing a checkpoint. Must be called on all ranks.
 
-        The checkpoint is complete once :meth:`finish_save` has returned.
+        Waits for the previous save first. The checkpoint is complete once :meth:`finish_save` has returned.
 
         Args:
             backend: Backend to use for the barrier.
             state: Contents of ``trainer_state.json``.
             save_shards: Function that writes this rank's shards to a folder, possibly in the background.
             write_other_files: Function that writes all other files to a folder. Only called on rank 0.
+
+        Raises:
+            RunError: If this or the previous save failed.
         """
         self.finish_save()
         final = self.path / f"step-{state.step:06d}"
@@ -323,8 +331,8 @@ class CheckpointStore(Generic[P]):
 
         Args:
             is_last_save: Whether this is the last save of the run. If so, a save that fails because the
-            object store
-                is unavailable is retried until it succeeds or the outage lasts longer than the time limit.
+                object store is unavailable is retried until it succeeds or the outage lasts longer than the
+                time limit.
 
         Raises:
             RunError: If the save failed. Earlier checkpoints are intact.
@@ -364,7 +372,8 @@ class CheckpointStore(Generic[P]):
     def _convert_save_errors(self, folder: P) -> Iterator[None]:
         """Convert any exception during a save to a RunError.
 
-        The error names the folder and the last good checkpoint. An AwayError remains an AwayError.
+        The error names the folder and the last good checkpoint. A StoreUnavailableError remains a
+        StoreUnavailableError.
         """
         try:
             yield
@@ -422,7 +431,7 @@ class CheckpointStore(Generic[P]):
         return local_folder
 
     def _complete_save(self, save: _PendingSave[P]) -> None:
-        """Complete a checkpoint. Called on every rank."""
+        """Complete a checkpoint, in the background thread of every rank."""
         if self._publisher is not None:
             self._upload_save(save, self._publisher)
         else:
@@ -465,7 +474,7 @@ class CheckpointStore(Generic[P]):
     def _delete_old_or_warn(self, save: _PendingSave[P]) -> None:
         """Delete older checkpoints and leftovers of failed saves.
 
-        If the object store is unavailable, they are deleted after a later save.
+        If the object store is unavailable, warn, and delete them after a later save.
         """
         try:
             self._folders_to_delete = [folder for folder in self._folders_to_delete if folder != save.final]
@@ -477,7 +486,7 @@ class CheckpointStore(Generic[P]):
 def _rename_to_final(save: _PendingSave[P], entries: ManifestEntries) -> None:
     """Sync all files to disk and rename the folder to its final name.
 
-    If the run was resumed from an earlier step, this may replace a checkpoint of the same step.
+    If the run was resumed from an earlier step, the folder may replace a checkpoint of the same step.
     """
     final = Path(str(save.final))
     (save.local_folder / MANIFEST).write_text(save.build_manifest(entries), "utf-8")
@@ -578,10 +587,10 @@ def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -
 
 
 def open_checkpoints(run_folder: AnyPath) -> CheckpointStore[Any]:
-    """Return the checkpoints of a run, for reading.
+    """Return the checkpoints of a run for reading. Saving needs the arguments of :class:`CheckpointStore`.
 
     Args:
-        run_folder: Output folder of the run.
+        run_folder: Output folder of the run, or its URL.
     """
     return CheckpointStore(run_folder / CHECKPOINTS_FOLDER)
 

@@ -23,6 +23,7 @@ FORMAT_VERSION = 2
 """Version of the file format. Version 1 had no manifest."""
 _FIRST_VERSION_WITH_MANIFEST = 2
 STATE_FILE = "trainer_state.json"
+"""Name of the file in a checkpoint's folder. The folder is not a checkpoint without it."""
 # Files of DeepSpeed, its swap files, and files of DCP.
 _RANK_FILE_NAME = re.compile(
     r"(?:.*/)?\w*pp_rank_(\d+)_.*|(?:.*/)?offloaded_tensors/rank(\d+)/.*|__(\d+)[_.].*"
@@ -135,7 +136,7 @@ class TrainerState:
 
     @property
     def run_digest(self) -> str:
-        """Digest of :attr:`run`, which the manifest contains as well."""
+        """Digest of :attr:`run`. The manifest also contains it, so that the two files cannot be mixed up."""
         return hashlib.blake2b(json.dumps(self.run, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
@@ -155,7 +156,7 @@ class TrainerState:
 
 
 def parse_rank_of_file(name: str) -> int:
-    """Return the rank that wrote a file of a checkpoint, or 0 if the file name does not contain a rank."""
+    """Parse the rank that wrote a file of a checkpoint from the file name. 0 if the name contains no rank."""
     match = _RANK_FILE_NAME.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 

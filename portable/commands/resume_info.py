@@ -20,7 +20,7 @@ from portable.converters.storage.folder_operations import list_files_below
 from portable.converters.storage.path_or_url import is_in_store
 from portable.errors import DamagedError, UserError, to_one_line
 from portable.formatting import format_bytes, format_count, format_table
-from portable.output.existing_run import read_existing_run
+from portable.output.existing_run import read_config_of_existing_run
 from portable.paths import CONFIG_FILE, convert_storage_errors, parse_place_setting, path_exists
 from portable.registry import load_backend_package, resolve_backend_name
 
@@ -95,7 +95,7 @@ def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
     state = TrainerState.read(folder)
     run_folder = folder.parent.parent
     is_in_run_folder = folder.parent.name == "checkpoints" and (run_folder / CONFIG_FILE).exists()
-    config = (read_existing_run(run_folder).config if is_in_run_folder else None) or load_config(
+    config = (read_config_of_existing_run(run_folder).config if is_in_run_folder else None) or load_config(
         None, state.run
     )
     command = (

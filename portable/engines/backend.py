@@ -1,4 +1,4 @@
-"""The backend on torch.distributed: one rank a device, of any kind that torch knows, or CPU ranks."""
+"""Backend on torch.distributed, with one device per rank: CPU ranks, or any device of torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class TorchBackend:
-    """Ranks in one torch.distributed process group.
+    """Ranks in one torch.distributed process group. Implements :class:`portable.backend.Backend`.
 
     Args:
         torch_device: Kind of the ranks' devices.
@@ -58,6 +58,12 @@ class TorchBackend:
         self.diagnostics = torch_device.build_diagnostics(self.device, self.rank, self.world_size)
 
     def start(self) -> None:
+        """Make the device current and, with several ranks, join the process group.
+
+        Raises:
+            UserError: If another program uses the port of the rendezvous.
+            RunError: If the ranks do not meet.
+        """
         self._torch_device.make_current(self.device)
         if self.world_size > 1:
             try:
@@ -74,6 +80,7 @@ class TorchBackend:
                 raise _build_rendezvous_error(error) from error
 
     def stop(self) -> None:
+        """Close the engine's exit stack, destroy the process group, and restore torch's fp32 settings."""
         if self._previous_fp32_products is not None:
             _set_fp32_matmul_precision(*self._previous_fp32_products)
             self._previous_fp32_products = None
@@ -83,12 +90,14 @@ class TorchBackend:
             dist.destroy_process_group()
 
     def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
+        """Shard a model with the engine of ``config.strategy`` and build its optimizer."""
         if self._previous_fp32_products is None:
             self._previous_fp32_products = (
                 torch.get_float32_matmul_precision(),
                 torch.backends.cudnn.allow_tf32,
             )
-        # Ranks that share layers have the same numbers: those of one of them count.
+        # Tensor-parallel ranks compute the same losses and counts, so only one rank of each group
+        # contributes.
         self._contributes_to_sums = self.rank % config.tensor_parallel_size == 0
         tf32 = config.precision == "tf32"
         _set_fp32_matmul_precision("high" if tf32 else "highest", tf32)
@@ -106,6 +115,11 @@ class TorchBackend:
         config: RunConfig,
         take_steps: Callable[[Engine], None],
     ) -> bool | None:
+        """Run steps on a temporary engine to check whether they fit in memory.
+
+        Returns:
+            Whether they fit; None if the device does not support a memory limit, and nothing was run.
+        """
         limit = self._torch_device.build_memory_limit(self.device, self.world_size)
         if limit is None:
             return None
@@ -114,32 +128,38 @@ class TorchBackend:
         return run_memory_trial(build_meta_model, config, self._build_rank_info(0), limit, take_steps)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether ``error`` means that the device or the host is out of memory."""
         from portable.engines.memory_trial import is_out_of_memory
 
         return is_out_of_memory(error)
 
     def abandon_process_group(self) -> None:
+        """Release the engine and stop using the process groups without closing their connections."""
         self._engine = None
         self._detached_groups += torch_internals.detach_process_groups()
         self._at_stop.close()
 
     def seed_device_generator(self, value: int) -> None:
-        # torch.manual_seed also visits all other device types, which costs 0.2 ms per call.
+        """Seed the random number generators of the CPU and of this rank's device."""
+        # torch.manual_seed also seeds all other device types, which costs 0.2 ms per call.
         torch.default_generator.manual_seed(value)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(value)
 
     def copy_to_device(self, batch: Batch) -> Batch:
+        """Copy a micro-batch to the device, asynchronously if its tensors are in pinned memory."""
         if self.device.type == "cpu":
             return batch
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     @property
     def devices_per_rank(self) -> int:
+        """Number of devices of each rank, which is always 1."""
         return 1
 
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
-        # Filled on the device: a copy from the host would sync.
+        """Sum a number and the stop requests of all ranks with one all-reduce on the device."""
+        # Fill the tensor on the device, because a copy from the host would sync.
         kind = torch.int64 if isinstance(count, int) else torch.float64
         count = count if self._contributes_to_sums else 0
         if self.world_size == 1:
@@ -151,37 +171,47 @@ class TorchBackend:
         return sums[0]
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
+        """Return whether any rank requested a stop in the latest :meth:`sum_host_numbers`."""
         return requested_by_rank if self.world_size == 1 else self._stop_requests.wait_for_value() > 0
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
+        """All-reduce a tensor. Only one rank of each tensor-parallel group contributes its value."""
         if self.world_size > 1:
             value = value.clone() if self._contributes_to_sums else torch.zeros_like(value)
             dist.all_reduce(value)
         return value
 
     def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
+        """Copy device tensors to the host and return their values as one flat list."""
         numbers: list[float] = torch.cat([value.detach().double().reshape(-1) for value in values]).tolist()
         return numbers
 
     def reduce_any(self, flag: bool) -> bool:
+        """Return whether ``flag`` is True on any rank, by a collective on the host."""
         return reduce_any(flag)
 
     def gather_text(self, text: str) -> list[str]:
+        """Gather ``text`` from all ranks, by a collective on the host."""
         return gather_text(text)
 
     def barrier(self) -> None:
+        """Block until all ranks have reached the barrier. Does not wait for the devices."""
         self.reduce_any(False)  # over the host, because dist.barrier would also wait for the GPU
 
     def measure_memory(self) -> MemoryUsage:
+        """Return the current and peak memory usage of this rank's device, in bytes."""
         return self._torch_device.measure_memory(self.device)
 
     def get_shape_multiple(self, precision: str) -> int | None:
+        """Return the number that matrix dimensions should be a multiple of, or None if there is none."""
         return self._torch_device.get_shape_multiple(self.device, precision)
 
     def get_peak_flops(self, precision: str) -> float | None:
+        """Return the peak FLOP/s of this rank's device for a precision, or None if unknown."""
         return self._torch_device.get_peak_flops(self.device, precision)
 
     def get_metrics(self) -> dict[str, float]:
+        """Return the additional metrics of the engine, keyed by name. Empty before :meth:`build_engine`."""
         return {} if self._engine is None else self._engine.get_metrics()
 
 
@@ -193,9 +223,9 @@ class AsyncHostCopy:
         self._copy_event: torch.Event | None = None
 
     def start_copy(self, value: Tensor) -> None:
-        """Queue the copy of ``value`` behind the work that computes it. Does not trigger a sync."""
+        """Queue the copy of ``value`` behind the work that computes it. Does not sync."""
         if value.device.type not in _DEVICES_WITH_EVENTS:
-            self._copy = value  # copied by `wait_for_value`, which waits for the value and not for later work
+            self._copy = value  # `wait_for_value` copies it; it waits for the value and not for later work
             return
         if self._copy.dtype != value.dtype:
             # The copy overlaps with other work only into page-locked memory.
@@ -212,13 +242,13 @@ class AsyncHostCopy:
 
 
 def _set_fp32_matmul_precision(precision: str, tf32_convolutions: bool) -> None:
-    """Set how exact fp32 is. By default cuDNN's convolutions round to tf32, whatever matrix products do."""
+    """Set the precision of fp32 matrix products, and whether cuDNN may use TF32 in convolutions."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
 
 def _build_rendezvous_error(error: Exception) -> UserError | RunError:
-    """Why the ranks of another launcher did not meet."""
+    """Return the error for ranks of an external launcher that could not join the process group."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in str(error):
         return UserError(

@@ -1,4 +1,4 @@
-"""Saving in the background: copy to host memory, then write while training continues."""
+"""Saves in the background: copy the state to host memory, then write files while training continues."""
 
 from __future__ import annotations
 
@@ -17,24 +17,30 @@ if TYPE_CHECKING:
 
 
 class BackgroundWriteHandle:
-    """Implements :class:`portable.backend.SaveHandle` for a background write; None: already written."""
+    """Handle for a write. Implements :class:`portable.backend.SaveHandle`.
+
+    Args:
+        writing: Future of the thread that writes; None if the files are already written.
+    """
 
     def __init__(self, writing: Future[None] | None) -> None:
         self._writing = writing
 
     def is_done(self) -> bool:
+        """Return whether the write has finished or failed."""
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
+        """Block until the write has finished, and raise its exception if it failed."""
         if self._writing is not None:
             self._writing.result()
 
 
 def copy_state_to_host(value: Any) -> Any:
-    """Copy ``value``, with every tensor in its dicts, lists and tuples copied to host memory.
+    """Copy a nested state, with every tensor in its dicts, lists and tuples copied to host memory.
 
-    Tensors that share a storage share its copy, so that files do not grow. A ``DTensor`` stays one, around
-    the copy of its local shard. Returns when the copies are complete.
+    Tensors that share a storage share the copy of the storage, so that files do not grow. The copy of a
+    ``DTensor`` is a ``DTensor`` with a copy of its local shard. Returns after the copies are complete.
     """
     copier = _HostCopier()
     result = copier.copy_value(value)
@@ -43,11 +49,14 @@ def copy_state_to_host(value: Any) -> Any:
 
 
 class _HostCopier:
+    """Copies nested values to host memory, and each storage once."""
+
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._devices: set[torch.device] = set()
 
     def copy_value(self, value: Any) -> Any:
+        """Copy a tensor, container or other value. The copies of tensors may still be running."""
         if isinstance(value, DTensor):
             return torch_internals.build_dtensor_like(value, self._copy_tensor(value.to_local()))
         if isinstance(value, torch.Tensor):
@@ -65,6 +74,7 @@ class _HostCopier:
 
     @torch.no_grad()
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the same view of the copied storage."""
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
         number = torch_internals.get_storage_id(storage)
@@ -74,8 +84,10 @@ class _HostCopier:
         return view.set_(self._storages[number], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Start the copy of a storage to host memory, which is pinned if the storage is on an accelerator."""
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        # torch caches pinned memory for reuse. Without an accelerator, pinning gains nothing.
+        # Pinned memory makes the copy asynchronous, and torch caches it for reuse. Without an accelerator,
+        # pinning has no benefit.
         target = torch.empty(source.shape, dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
         target.copy_(source, non_blocking=True)
         self._devices.add(storage.device)

@@ -1,4 +1,4 @@
-"""Sums over a model's parameters, and what a collective sends between nodes."""
+"""Number of elements in weights, and bytes that a collective sends between nodes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def sum_elements(weights: Iterable[ParameterEntry]) -> int:
-    """Total elements of ``weights``."""
+    """Return the total number of elements of ``weights``."""
     return sum(w.num_elements for w in weights)
 
 
 def compute_internode_bytes(total_bytes: float, cluster: Cluster) -> float:
-    """Bytes that each device sends between nodes in a collective over all devices.
+    """Compute the bytes that each device sends between nodes in a collective over all devices.
 
-    A ring leaves each node once, so a node's devices share that traffic.
+    In a ring, data leaves each node once, so the devices of a node share this traffic.
 
     Args:
-        total_bytes: bytes that each device sends in total.
-        cluster: nodes and devices per node.
+        total_bytes: Bytes that each device sends in total.
+        cluster: Number of nodes, and devices per node.
     """
     return 0.0 if cluster.nodes == 1 else total_bytes * (cluster.nodes - 1) / cluster.nodes / cluster.per_node

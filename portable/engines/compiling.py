@@ -1,4 +1,4 @@
-"""torch.compile per transformer layer: layers of one kind share their compiled code."""
+"""``torch.compile`` per transformer layer. Layers of the same kind share their compiled code."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""The modes that capture CUDA graphs, which contain the addresses of parameters."""
+"""Modes that capture CUDA graphs. A graph contains the addresses of the parameters."""
 
-# For training, evaluation, and another batch size.
+# Maximum number of graphs per layer: for training, for evaluation, and for another batch size.
 _GRAPHS_PER_LAYER = 4
 
 
 def check_compile_settings(config: RunConfig, world_size: int, device_compiler: str) -> None:
-    """Raise UserError for an unknown compiler, or a mode that the strategy does not support.
+    """Check the compiler and the mode of ``torch.compile``.
 
     Args:
-        device_compiler: the device's own, which may be registered only where the device is opened.
+        config: Config of the run.
+        world_size: Number of ranks.
+        device_compiler: Compiler of the device. It may be registered only after the device has been opened,
+            so it is not looked up.
+
+    Raises:
+        UserError: If the compiler is not registered, or the strategy does not support the mode.
     """
     if config.compile_backend not in ("inductor", device_compiler):
         compilers = torch.compiler.list_backends(exclude_tags=())
@@ -49,10 +55,14 @@ def check_compile_settings(config: RunConfig, world_size: int, device_compiler: 
 
 
 def compile_layers(model: nn.Module, config: RunConfig) -> None:
-    """Make each transformer layer of ``model`` compile on its first call, as the settings say.
+    """Make each transformer layer of a model compile on its first call.
 
-    So does the loss that a head computes in chunks, but without CUDA graphs, whose memory each chunk would
-    overwrite.
+    The chunked loss is compiled as well, but without CUDA graphs, because each chunk would overwrite the
+    memory of the graph.
+
+    Args:
+        model: The transformers model. Its layers are changed in place.
+        config: Config of the run, with ``compile_backend`` and ``compile_mode``.
     """
     layers = find_transformer_layers(model)
     torch_internals.raise_recompile_limit(_GRAPHS_PER_LAYER * len(layers))
@@ -67,8 +77,9 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
 class CudaGraphMemory:
     """Keeps tensors in the memory of CUDA graphs valid.
 
-    A graph reuses the memory of its outputs in the next pass, and by default every call of a compiled layer
-    starts one. That would overwrite accumulated gradients and, with recomputation, the gradient in flight.
+    A CUDA graph reuses the memory of its outputs in the next pass, and by default every call of a compiled
+    layer begins a new pass. This would overwrite accumulated gradients and, with recomputed activations, the
+    gradients of the running backward pass.
     """
 
     def __init__(self) -> None:
@@ -76,15 +87,16 @@ class CudaGraphMemory:
 
     @staticmethod
     def begin_pass() -> None:
-        """Call before each forward pass: the calls until the next one, backward included, are one pass."""
+        """Begin a pass, which includes a forward and a backward. Call it before each forward pass."""
         torch.compiler.cudagraph_mark_step_begin()
 
-    def keep_gradients(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
-        """Call after each backward pass: copy gradients that accumulate out of the graphs' memory.
+    def copy_gradients_out_of_graph_memory(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
+        """Copy accumulating gradients out of the memory of the graphs. Call it after each backward pass.
 
         Args:
-            parameters: with their gradients.
-            last: whether the optimizer step follows, so that no pass can overwrite them.
+            parameters: Parameters with their gradients.
+            last: Whether the optimizer step follows. In this case no further pass can overwrite the
+                gradients.
         """
         if self._is_first_pass and not last:
             for parameter in parameters:

@@ -1,7 +1,8 @@
-"""Attention over sequences that several ranks share: ``context_parallel_size``.
+"""Context parallelism (``context_parallel_size``): attention over sequences that ranks share.
 
-A rank has a part of the tokens of each sequence. Around the attention of every layer it exchanges them for
-heads, so it attends over whole sequences with its share of the heads. All else works on each token by itself.
+A rank has a part of the tokens of each sequence. Around the attention of every layer, an all-to-all exchanges
+tokens for heads, so that a rank attends over full sequences with its share of the heads. All other operations
+work on each token independently.
 
 Source: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -34,15 +35,19 @@ if TYPE_CHECKING:
 
 
 class _ContextParallelState:
-    """How models of this process attend, as the last engine wants it."""
+    """Context-parallel group of this process, which the replaced functions of transformers read."""
 
     group: Any = None
-    """The ranks that share each sequence with this one; None: it has whole sequences."""
+    """Ranks that share each sequence with this rank; None if this rank has complete sequences."""
 
 
 @contextmanager
 def use_context_parallel_group(group: Any) -> Iterator[None]:
-    """Within this context, the ranks of ``group`` share each sequence; with None, all have whole ones."""
+    """Set the context-parallel group within this context.
+
+    Args:
+        group: Ranks that share each sequence. None if every rank has complete sequences.
+    """
     previous_group, _ContextParallelState.group = _ContextParallelState.group, group
     try:
         yield
@@ -51,16 +56,18 @@ def use_context_parallel_group(group: Any) -> Iterator[None]:
 
 
 def enable_context_parallelism(model: Any, config: RunConfig, at_stop: ExitStack) -> None:
-    """Have ``config.context_parallel_size`` ranks in a row share each sequence of ``model``. Collective.
+    """Split each sequence of a model over ``config.context_parallel_size`` consecutive ranks. A collective.
 
     Args:
-        model: a transformers model, which
-        :func:`portable.model.context_parallel_support.check_context_parallel_support` has seen. at_stop: puts
-        back what is replaced in transformers.
+        model: Transformers model that has passed
+            :func:`portable.model.context_parallel_support.check_context_parallel_support`. Its ``generate``
+            method is replaced.
+        config: Config of the run.
+        at_stop: Exit stack that restores the replaced functions of transformers.
     """
     at_stop.enter_context(use_context_parallel_group(dist.new_subgroups(config.context_parallel_size)[0]))
-    model.generate = use_context_parallel_group(None)(model.generate)  # every rank has the whole prompt
-    register_document_sdpa()  # within the exchange
+    model.generate = use_context_parallel_group(None)(model.generate)  # every rank has the complete prompt
+    register_document_sdpa()  # before the wrapping, so that the exchanges are around it
     kernel = get_attention_kernel(model.config)
     for functions, name, wrap_function in (
         (get_attention_functions(), kernel, _wrap_attention_function),
@@ -74,14 +81,14 @@ def enable_context_parallelism(model: Any, config: RunConfig, at_stop: ExitStack
 
 
 class _AllToAll(torch.autograd.Function):
-    """Cut dimension ``cut`` over the ranks of a group, and join their parts of dimension ``joined``."""
+    """All-to-all that splits one dim over the ranks of a group and concatenates another dim."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any, split_dim: int, concat_dim: int) -> Tensor:
         ctx.backward_of = group, concat_dim, split_dim
         sent = torch.stack(tensor.chunk(dist.get_world_size(group), split_dim))
         received = torch.empty_like(sent)
-        # Not the functional collective, which torch_xla replaces as soon as it is imported.
+        # The functional collective does not work here, because torch_xla replaces it when it is imported.
         dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.unbind(), concat_dim)
 
@@ -92,7 +99,12 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _HeadShardedLayer:
-    """Stands for an attention layer of which each rank has a share of the heads."""
+    """Proxy of an attention layer for a rank that has a share of the heads.
+
+    Args:
+        layer: Attention layer, whose other attributes the proxy returns.
+        groups: Query heads per key head on this rank.
+    """
 
     def __init__(self, layer: nn.Module, groups: int) -> None:
         self._layer = layer
@@ -103,7 +115,7 @@ class _HeadShardedLayer:
 
 
 def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention with the exchanges before and after it."""
+    """Wrap an attention function of transformers with the exchanges before and after it."""
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
@@ -112,27 +124,26 @@ def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
             return inner(module, query, key, value, attention_mask, **keywords)
         key, value = (repeat_key_heads(dist.get_world_size(group), tensor) for tensor in (key, value))
         query, key, value = (_AllToAll.apply(tensor, group, 1, 2) for tensor in (query, key, value))
-        keywords.pop("position_ids", None)  # of this rank's part, in which a kernel would look for documents
+        # Positions of this rank's part, from which a kernel infers documents.
+        keywords.pop("position_ids", None)
         layer = _HeadShardedLayer(module, query.shape[1] // key.shape[1])
-        with use_context_parallel_group(
-            None
-        ):  # masks that are made within the attention are of whole sequences already
+        # The masks that the attention builds are for complete sequences already, so do not extend them.
+        with use_context_parallel_group(None):
             output = inner(layer, query, key, value, attention_mask, **keywords)[0]
         return _AllToAll.apply(output, group, 1, 2), None
 
-    # The compiler would take shapes that differ around an exchange for dynamic ones.
+    # Shapes differ before and after an exchange, and the compiler would treat them as dynamic shapes.
     uncompiled: Callable[..., Any] = torch.compiler.disable(attend)
     return uncompiled
 
 
 def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Masks of whole sequences, where transformers asks for those of a part."""
+    """Wrap a mask function of transformers to build masks of complete sequences instead of parts."""
 
     def build_mask(*, q_length: int, kv_length: int, **keywords: Any) -> Any:
         parts = 1
-        if (
-            _ContextParallelState.group is not None
-        ):  # batches have no padding: some models make a mask of ones for a part
+        # Batches have no padding, so drop a mask of ones, which some models pass.
+        if _ContextParallelState.group is not None:
             parts, keywords["attention_mask"] = dist.get_world_size(_ContextParallelState.group), None
         return inner(q_length=q_length * parts, kv_length=kv_length * parts, **keywords)
 
@@ -140,7 +151,7 @@ def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_router_loss(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """This rank's share of the router loss, which is of the logits of whole sequences."""
+    """Wrap the router loss of a model to return this rank's share of the loss of complete sequences."""
 
     def compute_loss(
         gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None

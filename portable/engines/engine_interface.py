@@ -1,4 +1,4 @@
-"""What the backend and the engines tell each other: this rank's place, the engine's interface, cleanup."""
+"""Interfaces between the backend on torch.distributed and its engines."""
 
 from __future__ import annotations
 
@@ -23,44 +23,49 @@ COMPUTE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+"""Compute dtype for each value of ``precision``."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's part of the machine."""
+    """Device, rank and world size of this process."""
 
     device: torch.device
     rank: int
     world_size: int
     local_world_size: int
-    """Ranks on this node."""
+    """Number of ranks on this node."""
 
 
 class EngineWithMetrics(Engine, Protocol):
-    """An engine on torch.distributed."""
+    """Engine on torch.distributed, which can report additional metrics."""
 
     def get_metrics(self) -> dict[str, float]:
-        """Further metrics of the engine, by name."""
+        """Return additional metrics to log, keyed by name, such as the fp16 loss scale."""
 
 
 class EngineModule(Protocol):
-    """The interface of ``portable/engines/fsdp/engine.py`` and ``gpu/zero/engine.py``."""
+    """Interface of the modules ``portable/engines/fsdp/engine.py`` and ``gpu/zero/engine.py``."""
 
     def build_engine(
         self, model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
     ) -> EngineWithMetrics:
-        """Shard a model from the meta device over the ranks. The weights stay unset.
+        """Shard a model over the ranks and build its optimizer.
 
         Args:
-            model: on the meta device.
-            config: of the run.
-            rank_info: this rank's part of it.
-            at_stop: receives what must run before the process group is destroyed.
+            model: Model on the meta device.
+            config: Config of the run.
+            rank_info: Device, rank and world size of this process.
+            at_stop: Exit stack that the backend closes before it destroys the process group. The function
+                adds its cleanup to the stack.
+
+        Returns:
+            The engine. Its weights are still uninitialized.
         """
 
 
 def get_dist_backend(device: torch.device) -> str:
-    """torch.distributed's backends for tensors of ``device`` and of the host."""
+    """Return the ``backend`` argument of ``init_process_group`` for tensors on ``device`` and on the host."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"

@@ -1,9 +1,10 @@
-"""Mixtures of experts whose parameters may go unused.
+"""Gradients of mixtures of experts whose parameters may be unused in a pass.
 
-If no token of a rank chooses an expert, its gradient is missing on that rank only, and ranks that reduce
-gradients during the backward pass would disagree on what to send. Models with all experts in one tensor have
-zeros there, unless all tokens choose experts without parameters. This module gives the others zeros as well,
-on any number of ranks, since an optimizer treats a zero gradient and a missing one differently.
+If the tokens of a rank do not choose an expert, its gradient is missing only on this rank. Ranks that reduce
+gradients during the backward pass would then disagree on the tensors to send. Models with all experts in one
+tensor have zeros for unused experts, unless all tokens choose experts without parameters. This module adds
+gradients of zeros in all other cases. It does so on any number of ranks, because an optimizer treats a zero
+gradient and a missing gradient differently.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 
 def find_modules_with_unused_parameters(model: nn.Module) -> list[nn.Module]:
-    """The modules whose forward may leave out parameters.
+    """Find the modules whose forward may skip parameters.
 
-    ModuleLists and ModuleDicts with a forward of their own, which calls only some of their modules; and
-    experts in one tensor, beside others that return what they get (LongCat Flash).
+    These are ModuleLists and ModuleDicts with a custom forward, which calls only some of their modules, and
+    modules with all experts in one tensor next to experts that return their input (LongCat Flash).
     """
     default_forwards = (nn.ModuleList.forward, nn.ModuleDict.forward)
     experts_with_identity = [
@@ -32,9 +33,9 @@ def find_modules_with_unused_parameters(model: nn.Module) -> list[nn.Module]:
 
 
 def find_stacked_expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules with all experts in one tensor and submodules without parameters.
+    """Find the modules with all experts in one tensor and with submodules that have no parameters.
 
-    The submodules may run once per chosen expert, so in a different order on each rank.
+    The submodules may run once per chosen expert, and therefore in a different order on each rank.
     """
     return [
         module
@@ -46,22 +47,24 @@ def find_stacked_expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def register_zero_gradient_hooks(model: nn.Module) -> None:
-    """Give unused parameters of :func:`find_modules_with_unused_parameters` modules a gradient of zeros in each pass.
+    """Give unused parameters of expert modules a gradient of zeros in each backward pass.
 
-    Call it before other forward hooks are registered: it needs unsharded parameters.
+    Call it before other forward hooks are registered, because it needs unsharded parameters. The modules are
+    found by :func:`find_modules_with_unused_parameters`.
     """
     for module in find_modules_with_unused_parameters(model):
         module.register_forward_hook(_connect_parameters_to_output)
 
 
 def _connect_parameters_to_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    """Connect the trained parameters of a module to its output. A forward hook."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     reached: Tensor = _ZeroGradients.apply(output, *trained)  # type: ignore[no-untyped-call, unused-ignore]
     return reached
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """The identity on its first argument; the gradients of the others are zeros."""
+    """Identity on its first argument. The gradients of the other arguments are zeros."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sample a continuation of a text from a model in training."""
+"""Sampling of a continuation from a model in training."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ def sample_continuation(
     seed: int,
     is_collective: bool,
 ) -> Tensor:
-    """Sample up to ``max_new_tokens`` tokens after ``prompt``; all ranks get the same text.
+    """Sample up to ``max_new_tokens`` tokens after ``prompt``. All ranks return the same text.
 
     Args:
-        model: the transformers model, in evaluation mode.
-        prompt: int64 ``[1, length]``, on the host.
-        device: of the model.
-        max_new_tokens: the limit.
-        seed: of the sampling.
-        is_collective: whether each forward pass gathers parameters, so that a rank that has finished must
-        keep
-            running until the others have.
+        model: The transformers model, in evaluation mode.
+        prompt: Token ids, int64 ``[1, length]``, on the host.
+        device: Device of the model.
+        max_new_tokens: Maximum number of tokens to sample.
+        seed: Random seed of the sampling.
+        is_collective: Whether each forward pass gathers parameters. In this case a rank that has finished
+            continues to run passes until all ranks have finished.
 
     Returns:
-        prompt and continuation, int64 ``[1, length + added]``, on the host.
+        Token ids of the prompt and its continuation, int64 ``[1, length + added]``, on the host.
     """
-    torch.manual_seed(seed)  # the same on all ranks
+    torch.manual_seed(seed)  # all ranks use the same seed
     generate: Any = model.generate
-    # Shapes change with every token, so compiling would not pay.
+    # Do not compile: shapes change with every token, so each token would need its own graph.
     with torch.compiler.set_stance("force_eager"):
         tokens: Tensor = generate(
             prompt.to(device),

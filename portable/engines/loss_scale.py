@@ -1,7 +1,7 @@
 """Dynamic loss scaling for fp16: metrics, checkpoints, and the error at the lowest scale.
 
-The rule is DeepSpeed's under every strategy: an overflow halves the scale (after ``hysteresis - 1`` tolerated
-ones), ``loss_scale_window`` updates without an overflow double it.
+The search follows DeepSpeed's rule under every strategy. An overflow halves the scale, after ``hysteresis -
+1`` overflows have been tolerated. ``loss_scale_window`` updates without an overflow double the scale.
 """
 
 from __future__ import annotations
@@ -21,56 +21,56 @@ if TYPE_CHECKING:
 
 _FILE = "loss_scale.json"
 STATE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""DeepSpeed's names for the state of the search."""
+"""DeepSpeed's names for the values that make up the state of the search."""
 
 
 class LossScaleSearch(ABC):
-    """A search for the loss scale, in metrics and checkpoints. With one, an overflow is no failure.
+    """Search for the fp16 loss scale. While it runs, an overflow is not a failure, but lowers the scale.
 
     Attributes:
-        min_scale: the lowest.
+        min_scale: Lowest scale of the search.
     """
 
     min_scale: float
 
     @abstractmethod
     def read_state(self) -> dict[str, float]:
-        """The values of :data:`STATE_NAMES`, and ``overflows``: skipped updates since the start of the run.
+        """Return the values of :data:`STATE_NAMES`, and the number of skipped updates as ``overflows``.
 
-        Waits for the device.
+        Triggers a host-device sync.
         """
 
     @abstractmethod
     def restore_state(self, state: Mapping[str, float]) -> None:
-        """Set what :meth:`state` returns."""
+        """Set the values that :meth:`read_state` returns."""
 
     def get_metrics(self) -> dict[str, float]:
-        """``overflows`` and ``loss_scale``."""
+        """Return the metrics ``overflows`` and ``loss_scale``. Triggers a host-device sync."""
         state = self.read_state()
         return {"overflows": int(state["overflows"]), "loss_scale": float(state["cur_scale"])}
 
     def build_exhausted_error(self) -> RunError:
-        """The error to raise when gradients overflow at the lowest scale."""
+        """Return the error to raise when gradients overflow at the lowest scale."""
         return RunError(
             f"precision: fp16 gradients overflow even at the lowest loss scale ({self.min_scale:g}); "
             "use precision bf16 or fp32, a lower fp16.min_loss_scale, or a lower train.learning_rate"
         )
 
     def save_state(self, folder: Path) -> None:
-        """Write the state of the search; on rank 0."""
+        """Write the state of the search into the folder of a checkpoint. Called only on rank 0."""
         write_durably(folder / _FILE, json.dumps(self.read_state()) + "\n")
 
     def load_state(self, folder: AnyPath) -> None:
-        """Restore the state of the search; a no-op if the checkpoint was not written in fp16.
+        """Restore the state of the search. A no-op if the checkpoint was not written in fp16.
 
         Raises:
-            UserError: if the file is damaged.
+            UserError: If the file is damaged.
         """
         path = folder / _FILE
         if not path.exists():
             return
         try:
-            stored = {"overflows": 0, **read_json_file(path)}  # older files do not count them
+            stored = {"overflows": 0, **read_json_file(path)}  # files of older versions have no "overflows"
             state = {name: float(stored[name]) for name in (*STATE_NAMES, "overflows")}
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise UserError(f"{path}: damaged ({to_one_line(error)}); use an older checkpoint") from error

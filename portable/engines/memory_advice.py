@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 
 def format_host_memory_advice(config: RunConfig) -> str:
-    """The settings that reduce the host memory of a run's ranks, in one sentence."""
+    """Return one sentence that lists the settings which reduce the host memory of a run's ranks."""
     return "to use less, set " + "; ".join(_iter_host_memory_remedies(config))
 
 
 def _iter_host_memory_remedies(config: RunConfig) -> Iterator[str]:
+    """Yield the parts of the sentence: settings that reduce host memory."""
     memory, zero3 = config.memory, config.strategy == "zero3"
     on_gpu = config.backend == "cuda"
     offload_targets = {

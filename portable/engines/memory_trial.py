@@ -1,8 +1,8 @@
-"""Try whether training steps fit the device's memory, in one process.
+"""Check in a single process whether training steps fit the memory of the device.
 
-A fake process group replaces the real one and this process plays rank 0 of the world size to come: all
-communication buffers exist, and rank 0's shards are the largest. So every strategy runs unchanged, and a rank
-that runs out of memory leaves no other rank waiting.
+A fake process group replaces the real one, and this process acts as rank 0 of the future world size. All
+communication buffers are allocated, and the shards of rank 0 are the largest. Every strategy therefore runs
+without changes, and an out-of-memory error on one rank does not leave other ranks waiting.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.engines.engine_interface import RankInfo
 
-# Memory outside torch's allocator: on a host, thread stacks and I/O buffers.
+# Reserve for memory outside of torch's allocator: on a host, the stacks of threads and I/O buffers.
 _RESERVED_HOST_BYTES = 1 << 26
 _HOST_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
-# Errors besides torch's own class: from the host, the driver (kernels, pinned memory) and CUDA libraries.
+# Messages of errors that are not torch.OutOfMemoryError: they come from the host, from the driver (kernels,
+# pinned memory) and from CUDA libraries.
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc|out of memory|_ALLOC_FAILED"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means that the device or the host is out of memory."""
+    """Return whether ``error`` means that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def has_host_memory_limit() -> bool:
-    """Whether running out of host memory raises: only under a limit of this process (``ulimit -v``).
+    """Return whether this process has a memory limit (``ulimit -v``), beyond which allocations raise.
 
-    Otherwise the system overcommits and kills processes later.
+    Without a limit, the system overcommits memory and kills processes later.
     """
     return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in _HOST_LIMITS)
 
@@ -61,16 +62,24 @@ def run_memory_trial(
     memory_limit: AbstractContextManager[None],
     run_steps: Callable[[Engine], None],
 ) -> bool:
-    """See :meth:`portable.backend.Backend.run_memory_trial`.
+    """Run training steps on a temporary engine; see :meth:`portable.backend.Backend.run_memory_trial`.
 
     Args:
-        memory_limit: makes allocations raise beyond the free memory, less what a run needs outside torch's
-            allocator.
+        build_model: Function that builds the model on the meta device.
+        config: Config of the run.
+        rank_info: Device of this process, rank 0, and the world size of the run.
+        memory_limit: Context in which allocations raise if they exceed the free memory, less the memory that
+            a run needs outside of torch's allocator.
+        run_steps: Function that takes training steps with the engine.
+
+    Returns:
+        Whether the steps fit.
     """
     fits = True
     device = rank_info.device
     devices = [] if device.type == "cpu" else [device.index]
-    torch.zeros(1, requires_grad=True).backward()  # autograd may start threads, whose stacks are not tried
+    # Start autograd's threads, so that their stacks do not count.
+    torch.zeros(1, requires_grad=True).backward()
     with torch.random.fork_rng(devices=devices), memory_limit, start_fake_ranks(rank_info) as at_stop:
         try:
             run_steps(
@@ -91,7 +100,11 @@ def run_memory_trial(
 
 @contextmanager
 def start_fake_ranks(rank_info: RankInfo) -> Iterator[ExitStack]:
-    """Start a fake process group of ``rank_info.world_size`` ranks; yield callbacks to run before it ends."""
+    """Start a fake process group of ``rank_info.world_size`` ranks for the duration of the context.
+
+    Yields:
+        Exit stack that is closed before the fake group is destroyed.
+    """
     if rank_info.world_size > 1:
         torch_internals.start_fake_process_group(rank_info.rank, rank_info.world_size)
     try:
@@ -104,7 +117,7 @@ def start_fake_ranks(rank_info: RankInfo) -> Iterator[ExitStack]:
 
 @contextmanager
 def limit_host_memory() -> Iterator[None]:
-    """Limit this process to what its own limits leave, less what it needs beside tensors."""
+    """Lower the memory limits of this process by a reserve for allocations outside of tensors."""
     limits = {kind: resource.getrlimit(kind) for kind in _HOST_LIMITS}
     for kind, (soft, hard) in limits.items():
         if soft != resource.RLIM_INFINITY:

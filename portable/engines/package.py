@@ -1,7 +1,7 @@
-"""What the devices of torch.distributed have in common, and the record of backend ``cpu``.
+"""Base class of the records of devices on torch.distributed, and the record of backend ``cpu``.
 
-A record (:class:`portable.registry.BackendPackage`) imports neither torch nor DeepSpeed at module level: the
-checks read it whenever a config is resolved.
+A record (:class:`portable.registry.BackendPackage`) does not import torch or DeepSpeed at module level,
+because the checks read records whenever a config is resolved.
 """
 
 from __future__ import annotations
@@ -37,10 +37,20 @@ _RANKS_PER_CORE = 4
 
 @dataclass(frozen=True)
 class TorchPackage(TorchDevice, BackendPackage):
-    """A kind of device that torch.distributed links, one a rank: DDP and FSDP2 run on it, and maybe ZeRO.
+    """Record of a kind of device that runs DDP and FSDP2 on torch.distributed, with one device per rank.
 
-    The record is all that the engines know of a device besides what ``torch.accelerator`` says of any. To add
-    a device, derive a class and add it to :data:`portable.registry.BACKENDS`.
+    The engines use this record and ``torch.accelerator``, and nothing else that is specific to a device. To
+    add a device, derive a class from this one and add it to :data:`portable.registry.BACKENDS`. See
+    :class:`portable.registry.BackendPackage` for the methods.
+
+    Attributes:
+        name: Name of the backend.
+        extra: Extra of this distribution that installs the packages of the backend; None if there is none.
+        typical_device: Device that a memory plan assumes if only the size of the memory is given.
+        runs_cuda: Whether models run with CUDA's kernels and autocast rules.
+        runs_zero: Whether DeepSpeed supports the device.
+        default_compile_backend: Backend of ``torch.compile`` that replaces the default of
+            ``compile_backend``.
     """
 
     name: str
@@ -49,15 +59,17 @@ class TorchPackage(TorchDevice, BackendPackage):
     runs_cuda: bool = False
     runs_zero: bool = True
     default_compile_backend: str = "inductor"
-    """What the default of ``compile_backend`` means on it."""
 
     def get_world(self, ranks: int) -> World:
+        """Return the world of ``ranks`` ranks, or of the launcher's ranks if ``WORLD_SIZE`` is larger."""
         return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
+        """Return no variables: the ranks need none in addition to the variables of the launcher."""
         return {}
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
+        """Yield the settings that the device or the engine of ``config.strategy`` does not support."""
         from portable.checks.backends import check_cuda_only_settings, check_strategy_without_zero
 
         checks = import_engine_module(config.strategy, "checks")
@@ -72,6 +84,7 @@ class TorchPackage(TorchDevice, BackendPackage):
             yield from checks.check_fsdp(config)
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
+        """Replace default settings with the values of a DeepSpeed JSON, if the device runs ZeRO."""
         if config.deepspeed.config is None or not self.runs_zero:
             return config
         adopted: RunConfig = import_engine_module(ZERO_STRATEGIES[0], "engine").apply_deepspeed_json(
@@ -80,6 +93,7 @@ class TorchPackage(TorchDevice, BackendPackage):
         return adopted
 
     def check_config(self, config: RunConfig, world: World) -> None:
+        """Check the attention kernels, the compiler, the engine and the sharding group on this machine."""
         from portable.engines.fsdp.sharding import compute_shard_group_size
 
         attention = config.model.attention
@@ -98,10 +112,11 @@ class TorchPackage(TorchDevice, BackendPackage):
             compiling.check_compile_settings(config, world.ranks, self.default_compile_backend)
         if config.strategy in ZERO_STRATEGIES:
             import_engine_module(config.strategy, "engine").check_deepspeed(config, self.name)
-        # The ranks that this process will start are all on this node.
+        # If there is no launcher, this process starts all ranks on this node.
         compute_shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
 
     def build_notes(self, config: RunConfig) -> list[str]:
+        """Return notes about the DeepSpeed JSON of a run, one line per note."""
         if config.deepspeed.config is None:
             return []
         if not self.runs_zero:
@@ -112,6 +127,7 @@ class TorchPackage(TorchDevice, BackendPackage):
         return zero_notes
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+        """Yield settings that need less device memory than ``config``, the cheapest first."""
         memory = config.memory
         sharded = "zero3" if config.strategy in ZERO_STRATEGIES else "full_shard"
         if memory.activation_checkpointing != "full":
@@ -127,22 +143,26 @@ class TorchPackage(TorchDevice, BackendPackage):
             yield "memory.offload_params cpu" + ("" if config.strategy == sharded else f" with {sharded}")
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
+        """Return one sentence that lists settings which need less host memory."""
         from portable.engines.memory_advice import format_host_memory_advice
 
         return format_host_memory_advice(config)
 
     def load_footprint(self) -> FootprintModule:
+        """Import the module that computes the memory and traffic of the engines. It does not import torch."""
         from portable.engines import footprint
 
         return footprint
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
+        """Raise UserError: these devices have no compiler that works without the device."""
         raise UserError(
             f"--compile: backend {self.name} has no compiler that works without its device; name a TPU with "
             "--device"
         )
 
     def create_backend(self) -> Backend:
+        """Create the backend of this process."""
         from portable.engines.backend import TorchBackend
 
         return TorchBackend(self)
@@ -153,19 +173,23 @@ _FLASH_PACKAGES = {
     "flash_attention_3": "flash-attn-interface",
     "flash_attention_4": "flash-attn",
 }
-"""The packages of kernels; transformers takes the hub's kernel without them."""
+"""Package of each attention kernel. If the package is missing, transformers downloads the kernel from the
+hub."""
 
 
 class CpuPackage(TorchPackage):
-    """CPU ranks with gloo."""
+    """Record of the backend ``cpu``: CPU ranks that communicate through gloo."""
 
     def is_available(self) -> bool:
+        """Return True: every machine has a CPU."""
         return True
 
     def count_local_ranks(self) -> int:
+        """Return 1, the default number of ranks on a machine."""
         return 1
 
     def check_ranks(self, ranks: int) -> None:
+        """Raise UserError if there are more than four ranks per core."""
         cores = os.cpu_count() or 1
         if ranks > _RANKS_PER_CORE * cores:
             raise UserError(
@@ -174,12 +198,15 @@ class CpuPackage(TorchPackage):
             )
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
+        """Return ``bf16`` if the CPU has instructions for it, otherwise ``fp32``."""
         return "bf16" if _has_bf16_instructions() else "fp32"
 
     def list_devices(self) -> tuple[Device, ...]:
+        """Return no devices: the planner has no data sheets of CPUs."""
         return ()
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
+        """Return the CPU, and divide the cores of the machine among the threads of its ranks."""
         import torch
 
         if local_world_size > 1:
@@ -187,9 +214,10 @@ class CpuPackage(TorchPackage):
         return torch.device("cpu")
 
     def make_current(self, device: torch.device) -> None:
-        pass
+        """Do nothing: there is only one CPU device."""
 
     def measure_memory(self, device: torch.device) -> MemoryUsage:
+        """Return the current and peak resident memory of this process, in bytes."""
         from portable.backend import measure_host_memory
 
         return measure_host_memory()
@@ -197,13 +225,17 @@ class CpuPackage(TorchPackage):
     def build_memory_limit(
         self, device: torch.device, world_size: int
     ) -> AbstractContextManager[None] | None:
+        """Return a context that limits host memory, or None if the process has no ``ulimit``."""
         from portable.engines import memory_trial
 
         return memory_trial.limit_host_memory() if memory_trial.has_host_memory_limit() else None
 
 
 def _has_bf16_instructions() -> bool:
-    """Whether the CPU has instructions for bf16 products (AVX512-BF16 or AMX); without them bf16 is slow."""
+    """Return whether the CPU has instructions for bf16 products: AVX512-BF16 or AMX.
+
+    Without them, bf16 is slow.
+    """
     import torch
 
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
@@ -216,7 +248,7 @@ def _has_bf16_instructions() -> bool:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ValueError:  # imported, and without a description of itself
+    except ValueError:  # the package is imported and has no __spec__
         return False
 
 

@@ -1,4 +1,4 @@
-"""The device of a rank on torch.distributed.
+"""Device of a rank on torch.distributed.
 
 This module does not import torch at module level, because records of backends derive from
 :class:`TorchDevice` (see :mod:`portable.engines.package`).
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TorchDevice:
-    """A kind of device, as a rank uses it. Each rank has one device."""
+    """Kind of device, as a rank uses it. Each rank has one device."""
 
     name: str
     """Name of the backend."""

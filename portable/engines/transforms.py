@@ -117,7 +117,7 @@ def _needs_no_dropout(_: PreTrainedModel, config: RunConfig) -> bool:
 
 
 def _needs_document_attention(_: PreTrainedModel, config: RunConfig) -> bool:
-    # Ranks that share a sequence get the positions of their part in a further column.
+    # Context-parallel ranks receive the positions of their part of a sequence as an additional column.
     return config.data.packing == "documents" or config.context_parallel_size > 1
 
 
@@ -141,7 +141,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     ),
     Transform("noise", lambda _, config: config.train.neftune_noise_alpha > 0, _apply_noise),
     Transform("no dropout", _needs_no_dropout, lambda model, _: remove_dropout(model)),
-    # The forward method: the last transform is called first.
+    # The next transforms replace model.forward, so the last one is called first.
     Transform(
         "document attention", _needs_document_attention, lambda model, _: install_document_forward(model)
     ),

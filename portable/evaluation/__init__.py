@@ -1,1 +1,1 @@
-"""Evaluation: metrics as sums over all ranks, the best checkpoints, early stopping."""
+"""Metrics of an evaluation, selection of the best checkpoints, and early stopping."""

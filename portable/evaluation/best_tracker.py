@@ -1,4 +1,4 @@
-"""Which checkpoints are the best so far, and whether training still gets better."""
+"""Selection of the best checkpoints, and early stopping."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_LOGGED_CLASSES = 100
-"""Of a confusion matrix in the log."""
+"""Largest number of classes for which the log contains a confusion matrix."""
 
 
 @dataclass
 class EvalHistory:
-    """What earlier evaluations came to. Checkpoints hold it, so that a resumed run decides as it would have.
+    """Results of the evaluations so far.
+
+    Checkpoints contain the history, so a resumed run makes the same decisions as an uninterrupted one.
 
     Attributes:
-        metric, mode: by which it was judged.
-        step: of the last evaluation that counted.
-        best: step and value of the best evaluations, the best first.
-        mark: the best value.
-        waited: evaluations since the last that improved it by enough, as transformers counts them.
+        metric: Name of the metric that the results belong to.
+        mode: Better direction of the metric, ``min`` or ``max``.
+        step: Step of the last evaluation that was counted.
+        best: Step and value of each of the best evaluations, the best one first.
+        mark: Best value so far. None before the first finite value.
+        waited: Number of evaluations since the last improvement by more than the threshold, counted as in
+            transformers.
     """
 
     metric: str = ""
@@ -36,7 +40,11 @@ class EvalHistory:
 
     @classmethod
     def from_json(cls, stored: Any) -> EvalHistory:
-        """What a checkpoint has stored; a new one if that is nothing of the kind."""
+        """Restore the history that a checkpoint stores.
+
+        Returns:
+            The stored history, or an empty one if ``stored`` does not have the expected fields.
+        """
         try:
             best = [(int(step), float(value)) for step, value in stored["best"]]
             mark = None if stored["mark"] is None else float(stored["mark"])
@@ -52,13 +60,18 @@ class EvalHistory:
             return cls()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Convert the history to plain JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class EvalDecision:
-    """What follows from an evaluation: whether to save this step's checkpoint, and to end the run."""
+    """Decisions that follow from an evaluation.
+
+    Attributes:
+        save: Whether to save the checkpoint of this step.
+        stop: Whether to end the run.
+    """
 
     save: bool = False
     stop: bool = False
@@ -66,14 +79,15 @@ class EvalDecision:
 
 @dataclass(frozen=True)
 class BestTracker:
-    """Compares evaluations.
+    """Tracker that compares evaluations, to select the best checkpoints and to stop early.
 
     Attributes:
-        metric: the value to compare, as in ``metrics.jsonl``.
-        mode: min or max, the better way.
-        keep_best: how many of the best checkpoints are kept.
-        patience: evaluations without an improvement after which the run ends; None: never.
-        threshold: an improvement is larger than this.
+        metric: Name of the value to compare, as in ``metrics.jsonl``.
+        mode: Better direction of the value, ``min`` or ``max``.
+        keep_best: Number of best checkpoints to keep.
+        patience: Number of evaluations without an improvement after which the run ends. None disables early
+            stopping.
+        threshold: Difference that a value has to exceed to count as an improvement.
     """
 
     metric: str
@@ -83,13 +97,25 @@ class BestTracker:
     threshold: float = 0.0
 
     def __call__(self, eval_history: EvalHistory, step: int, values: Mapping[str, Any]) -> EvalDecision:
-        """Count an evaluation in ``eval_history``, once.
+        """Count an evaluation in ``eval_history`` and decide what follows from it.
+
+        An evaluation at a step that was already counted only repeats the decision to stop.
+
+        Args:
+            eval_history: History that is updated in place. It is reset if it belongs to another metric or
+                mode.
+            step: Step of the evaluation.
+            values: Values of the evaluation by name.
+
+        Returns:
+            Whether to save the checkpoint of this step, and whether to end the run.
 
         Raises:
-            UserError: if the evaluation has no such value.
+            UserError: If the evaluation has no number with the name ``metric``.
         """
         if (eval_history.metric, eval_history.mode) != (self.metric, self.mode):
-            eval_history.__init__(self.metric, self.mode)  # type: ignore[misc]  # judged by another metric before
+            # Reset the history, because it belongs to another metric or mode.
+            eval_history.__init__(self.metric, self.mode)  # type: ignore[misc]
         if step <= eval_history.step:
             return EvalDecision(stop=self.should_end_run(eval_history))
         value = values.get(self.metric)
@@ -113,6 +139,6 @@ class BestTracker:
         return EvalDecision(save, self.should_end_run(eval_history))
 
     def should_end_run(self, eval_history: EvalHistory) -> bool:
-        """Whether the run ends."""
+        """Return whether ``patience`` evaluations in a row did not improve the value."""
         compares_same_metric = (eval_history.metric, eval_history.mode) == (self.metric, self.mode)
         return self.patience is not None and compares_same_metric and eval_history.waited >= self.patience

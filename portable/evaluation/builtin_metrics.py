@@ -1,4 +1,4 @@
-"""The metrics that ``train.metrics`` knows by name, for each task."""
+"""Metrics that ``train.metrics`` selects by name, for each task."""
 
 from __future__ import annotations
 
@@ -34,59 +34,65 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MetricSettings:
-    """What the metrics of a run depend on.
+    """Settings that the metrics of a run depend on.
 
     Attributes:
-        task: ``model.task``, with the problem type of a classifier.
-        classes: names of the classes, by id.
-        tokenizer: to generate texts.
+        task: ``model.task``, or the problem type of a classifier.
+        classes: Names of the classes, in the order of their ids.
+        tokenizer: Tokenizer that decodes generated texts.
+        user_loss: Whether ``train.loss`` replaces the cross-entropy.
     """
 
     task: str
     classes: tuple[str, ...] = ()
     tokenizer: Any = None
     user_loss: bool = False
-    """Whether ``train.loss`` replaces the cross-entropy."""
 
 
 class Perplexity:
-    """The exponential of the mean loss."""
+    """Exponential of the mean loss."""
 
     needs = None
     higher_is_better = False
     names = ("perplexity",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Return no sums, because the perplexity is computed from the total loss."""
         return {}
 
     def values(self, totals: Totals) -> dict[str, float]:
+        """Return the perplexity, or infinity if it overflows."""
         return {"perplexity": compute_exp_or_inf(float(totals[LOSS]) / max(float(totals[LABELS]), 1))}
 
 
 class Accuracy:
-    """The share of labels that are predicted: of tokens, or of texts for a classifier."""
+    """Fraction of labels that are predicted: of tokens, or of texts for a classifier."""
 
     needs = "predictions"
     higher_is_better = True
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Count the correct predictions of a micro-batch as ``right``."""
         labels = batch["labels"]
         assert outputs.predictions is not None
         return {"right": ((outputs.predictions == labels) & (labels != IGNORED_LABEL)).sum()}
 
     def values(self, totals: Totals) -> dict[str, float]:
+        """Return the fraction of correct predictions."""
         return {"accuracy": float(totals["right"]) / max(float(totals[LABELS]), 1)}
 
 
 class _ConfusionCounts:
+    """Base class of metrics that are computed from the counts of a confusion matrix."""
+
     needs = "predictions"
 
     def __init__(self, setting: MetricSettings) -> None:
         self.classes = setting.classes
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """How often each label (row) got each prediction (column), int64 ``[classes, classes]``."""
+        """Count how often each label (row) gets each prediction (column), int64 ``[classes, classes]``."""
         count, labels, predictions = len(self.classes), batch["labels"], outputs.predictions
         assert predictions is not None
         valid = labels != IGNORED_LABEL
@@ -97,14 +103,15 @@ class _ConfusionCounts:
 
 
 class Confusion(_ConfusionCounts):
-    """The confusion matrix: a row for each class of the data, a column for each prediction.
+    """Confusion matrix with a row for each class of the data and a column for each prediction.
 
-    It is left out above 100 classes, where it would fill the log.
+    The matrix is omitted if there are more than 100 classes, because it would fill the log.
     """
 
-    names = ()  # it is no number to compare
+    names = ()  # the matrix is not a number that can be compared
 
     def values(self, totals: Totals) -> dict[str, Any]:
+        """Return the names of the classes and the counts, or nothing if there are more than 100 classes."""
         if len(self.classes) > MAX_LOGGED_CLASSES:
             return {}
         counts = [[int(cell) for cell in row] for row in totals["counts"].tolist()]
@@ -112,15 +119,17 @@ class Confusion(_ConfusionCounts):
 
 
 class F1(_ConfusionCounts):
-    """F1 of each class, and ``f1``, their mean over the classes that occur in the data or the predictions."""
+    """F1 of each class, and ``f1``, the mean over the classes that occur in the labels or the predictions."""
 
     higher_is_better = True
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the values: ``f1``, and one name for each class."""
         return ("f1", *(f"f1.{name}" for name in self.classes))
 
     def values(self, totals: Totals) -> dict[str, float]:
+        """Return the F1 of each class and the mean."""
         counts = totals["counts"]
         return _compute_f1(counts.diagonal(), counts.sum(dim=0), counts.sum(dim=1), self.classes, "f1")
 
@@ -128,6 +137,15 @@ class F1(_ConfusionCounts):
 def _compute_f1(
     right: Tensor, predicted: Tensor, present: Tensor, classes: Sequence[str], macro_name: str
 ) -> dict[str, float]:
+    """Compute the F1 of each class, and the mean over the classes that occur.
+
+    Args:
+        right: Number of correct predictions of each class.
+        predicted: Number of predictions of each class.
+        present: Number of labels of each class.
+        classes: Names of the classes.
+        macro_name: Name of the mean.
+    """
     f1_by_class = divide_or_zero(2 * right, predicted + present)
     is_present = (predicted + present) > 0
     mean = float(f1_by_class[is_present].mean()) if is_present.any() else 0.0
@@ -138,23 +156,36 @@ def _compute_f1(
 
 
 class SubsetAccuracy:
-    """Several classes per text: the share of texts whose classes are all predicted, and no other."""
+    """Fraction of texts for which exactly the right set of classes is predicted.
+
+    A text may have several classes.
+    """
 
     needs = "logits"
     higher_is_better = True
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Count the texts.
+
+        Returns:
+            ``rows``, the number of texts with labels, and ``right``, the number of texts for which all
+            decisions are correct.
+        """
         predictions, targets, valid = _compare_multilabel(outputs, batch)
         rows = valid.any(dim=-1)
         return {"right": (((predictions == targets) | ~valid).all(dim=-1) & rows).sum(), "rows": rows.sum()}
 
     def values(self, totals: Totals) -> dict[str, float]:
+        """Return the fraction of texts for which all decisions are correct."""
         return {"accuracy": float(totals["right"]) / max(float(totals["rows"]), 1)}
 
 
 class MultilabelF1:
-    """Several classes per text: F1 over all decisions (micro), the mean over classes (macro), and each."""
+    """F1 over all decisions (micro), its mean over classes (macro), and of each class.
+
+    A text may have several classes.
+    """
 
     needs = "logits"
     higher_is_better = True
@@ -164,9 +195,15 @@ class MultilabelF1:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the values: ``f1_micro``, ``f1_macro``, and one name for each class."""
         return ("f1_micro", "f1_macro", *(f"f1.{name}" for name in self.classes))
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Count the correct predictions, predictions and labels of each class.
+
+        Returns:
+            ``right``, ``predicted`` and ``present``, int64 ``[classes]`` each.
+        """
         predictions, targets, valid = _compare_multilabel(outputs, batch)
         return {
             "right": (predictions & targets & valid).sum(dim=0),
@@ -175,6 +212,7 @@ class MultilabelF1:
         }
 
     def values(self, totals: Totals) -> dict[str, float]:
+        """Return the F1 values."""
         right, predicted, present = (totals[name] for name in ("right", "predicted", "present"))
         micro = float(divide_or_zero(2 * right.sum(), predicted.sum() + present.sum()))
         values = _compute_f1(right, predicted, present, self.classes, "f1_macro")
@@ -198,18 +236,22 @@ class _MultilabelDecisions(NamedTuple):
 
 
 def _compare_multilabel(outputs: Outputs, batch: Batch) -> _MultilabelDecisions:
-    """What a classifier of several classes chooses, what is right, and where there is a label."""
+    """Compare the predicted classes of each text with its labels."""
     assert outputs.logits is not None
     labels = batch["labels"]
     return _MultilabelDecisions(outputs.logits.float() > 0, labels > 0.5, ~labels.isnan())
 
 
 class _RegressionErrorSums:
-    """Sums for regressions, each float64 ``[numbers]``."""
+    """Base class of regression metrics.
+
+    The sums are float64 ``[numbers]``, one for each output of the model.
+    """
 
     needs = "logits"
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Compute the sums of the errors, the labels and the squared labels of a micro-batch."""
         assert outputs.logits is not None
         labels = batch["labels"].double()
         labels = labels if labels.dim() > 1 else labels[:, None]
@@ -217,7 +259,7 @@ class _RegressionErrorSums:
         labels = torch.where(valid, labels, 0.0)
         errors = torch.where(valid, outputs.logits.double().reshape(labels.shape) - labels, 0.0)
         squares = labels.square()
-        # The square of a float32 value in two parts, whose sums have no rounding errors.
+        # Split the square of a float32 value into two parts, because their sums have no rounding errors.
         high = squares.float().double()
         high = torch.where(high.isfinite(), high, 0.0)
         return {
@@ -231,36 +273,39 @@ class _RegressionErrorSums:
 
 
 class MeanSquaredError(_RegressionErrorSums):
-    """The mean squared error over all numbers."""
+    """Mean squared error over all numbers."""
 
     higher_is_better = False
     names = ("mse",)
 
     def values(self, totals: Totals) -> dict[str, float]:
+        """Return the mean squared error."""
         return {"mse": float(divide_or_zero(totals["squared"].sum(), totals["count"].sum()))}
 
 
 class MeanAbsoluteError(_RegressionErrorSums):
-    """The mean absolute error over all numbers."""
+    """Mean absolute error over all numbers."""
 
     higher_is_better = False
     names = ("mae",)
 
     def values(self, totals: Totals) -> dict[str, float]:
+        """Return the mean absolute error."""
         return {"mae": float(divide_or_zero(totals["absolute"].sum(), totals["count"].sum()))}
 
 
 class R2(_RegressionErrorSums):
-    """Coefficient of determination: the explained share of the labels' variance, averaged over the outputs.
+    """Coefficient of determination: the explained fraction of the label variance, averaged over the outputs.
 
-    Degenerate cases have the values of scikit-learn: if the labels do not vary, 1.0 for exact predictions and
-    0.0 for others; with fewer than two samples, NaN.
+    Degenerate cases have the values of scikit-learn. If the labels do not vary, the value is 1.0 for exact
+    predictions and 0.0 otherwise. With fewer than two samples, it is NaN.
     """
 
     higher_is_better = True
     names = ("r2",)
 
     def values(self, totals: Totals) -> dict[str, float]:
+        """Return the coefficient of determination."""
         names = "squared", "count", "sum", "high parts of squares", "low parts of squares"
         columns = list(zip(*(totals[name].tolist() for name in names), strict=True))
         return {"r2": sum(_compute_r2(*column) for column in columns) / len(columns)}
@@ -278,7 +323,7 @@ def _compute_r2(squared: float, count: float, total: float, high: float, low: fl
     """
     if count < 2 or not all(map(math.isfinite, (squared, total, high, low))):
         return math.nan
-    # Floats would lose the variance of labels that are large and vary little.
+    # Fractions are exact. Floats would lose the variance of labels that are large and vary little.
     variance = float(Fraction(high) + Fraction(low) - Fraction(total) ** 2 / int(count))
     if variance > 0:
         return 1 - squared / variance
@@ -302,14 +347,24 @@ METRIC_BUILDERS: dict[str, dict[str, Callable[[MetricSettings], Metric]]] = {
         "r2": lambda _: R2(),
     },
 }
-"""The metrics of each task by name; all of them are the default, which generates nothing."""
+"""Functions that build the metrics of each task, by the name of the metric. By default, all of them are
+computed. None of them generates text.
+"""
 
 
 def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> MetricSet:
-    """The metrics that ``train.metrics`` names.
+    """Build the metrics that ``train.metrics`` selects.
+
+    Args:
+        names: Names and import paths of metrics. None for the default: all metrics of the task, or only the
+            loss if ``train.loss`` is set.
+        settings: Settings that the metrics depend on.
+
+    Returns:
+        The metrics. The loss is always part of an evaluation, so the name ``loss`` adds nothing.
 
     Raises:
-        UserError: for a name that the task does not have, or a path without a metric.
+        UserError: If the task has no metric with a name, or an import path does not lead to a metric.
     """
     builders = {
         name: make
@@ -321,10 +376,10 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
         from portable.evaluation.generation import TEXT_METRICS, TextMetrics
 
         text_metrics = TEXT_METRICS
-    # Predictions need all logits, which a loss of the user's may do without.
+    # With a custom loss, predictions need all logits. The loss itself may not need them.
     default = () if settings.user_loss else builders
     for name in default if names is None else names:
-        if name == "loss":  # every evaluation has it
+        if name == "loss":  # every evaluation computes the loss
             continue
         if ":" in name:
             metrics[name] = load_user_metric(name)

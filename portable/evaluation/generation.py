@@ -1,9 +1,9 @@
-"""Metrics of generated texts, for models with an encoder and a decoder.
+"""Metrics of generated texts, for encoder-decoder models.
 
-The texts are the greedy ones. A pass of the model predicts every position from a guess of those before it;
-its predictions are the next guess. After n passes the first n tokens are right, so the guess stops changing
-at the greedy text, at the latest after a pass for each token. Every pass is that of an evaluation: the same
-shapes, no cache, on every engine.
+Texts are decoded greedily, without a cache. A pass of the model predicts every position from a guess of the
+preceding tokens, and the predictions are the next guess. After ``n`` passes the first ``n`` tokens are final,
+so the guess reaches the greedy text after at most one pass per token. Each pass has the shapes of an ordinary
+evaluation pass, so generation works on every engine.
 """
 
 from __future__ import annotations
@@ -30,12 +30,19 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def compute_exact_match(text: str, target: str) -> float:
-    """1 if the texts are equal, apart from space around them."""
+    """Return 1.0 if a text and its target are equal apart from surrounding whitespace, otherwise 0.0."""
     return float(text.strip() == target.strip())
 
 
 def compute_rouge_l(text: str, target: str) -> float:
-    """ROUGE-L (Lin, 2004): F1 of the longest common subsequence of words, without case and punctuation."""
+    """Compute ROUGE-L (Lin, 2004), the F1 of the longest common subsequence of words.
+
+    Case and punctuation are ignored.
+
+    Args:
+        text: Generated text.
+        target: Target text.
+    """
     words, target_words = _WORD.findall(text.lower()), _WORD.findall(target.lower())
     row = [0] * (len(target_words) + 1)
     for word in words:
@@ -52,16 +59,18 @@ TEXT_METRICS: dict[str, Callable[[str, str], float]] = {
     "exact_match": compute_exact_match,
     "rouge_l": compute_rouge_l,
 }
-"""A number for a generated text and its target; the metric is the mean over texts. Higher is better."""
+"""Functions that rate a generated text by its target, by the name of the metric. The metric is the mean over
+texts, and higher values are better.
+"""
 
 
 @dataclass(frozen=True)
 class TextMetrics:
-    """The metrics of generated texts of a run.
+    """Metrics of the generated texts of a run.
 
     Attributes:
-        names: keys of ``TEXT_METRICS``.
-        tokenizer: turns tokens into texts.
+        names: Keys of ``TEXT_METRICS``.
+        tokenizer: Tokenizer that decodes the tokens.
     """
 
     names: Sequence[str]
@@ -70,10 +79,16 @@ class TextMetrics:
     def compute_sums(
         self, backend: Backend, engine: Engine, batch: Batch, device_batch: Batch
     ) -> dict[str, float]:
-        """Generate for a micro-batch, and add up its metrics; all ranks call it.
+        """Generate texts for a micro-batch and add up their metrics. All ranks have to call this method.
 
         Args:
-            batch: on the host. placed: the same on the device.
+            backend: Backend of the run.
+            engine: Engine with the model.
+            batch: Micro-batch on the host.
+            device_batch: The same micro-batch on the device.
+
+        Returns:
+            Number of texts with a target as ``texts``, and the sum of each metric by name.
         """
         end = self.tokenizer.eos_token_id
         tokens = generate_greedily(backend, engine, batch, device_batch, end)
@@ -91,7 +106,7 @@ class TextMetrics:
 
 
 class _PredictionReader:
-    """Reads what a pass predicts; see :class:`portable.model.loss.MicroBatchMeasure`."""
+    """Measure that returns the predictions of a pass; see :class:`portable.model.loss.MicroBatchMeasure`."""
 
     needs: Literal["logits", "predictions"] | None = "predictions"
     pass_name = "generation"
@@ -104,10 +119,19 @@ class _PredictionReader:
 def generate_greedily(
     backend: Backend, engine: Engine, batch: Batch, device_batch: Batch, end_token: int | None
 ) -> Tensor:
-    """The most likely tokens after each row's first decoder input, int64 ``[rows, tokens]`` on the host.
+    """Generate the most likely tokens after the first decoder input of each row.
+
+    All ranks have to call this function, because they stop together.
 
     Args:
-        batch: on the host. placed: the same on the device. end: the token after which nothing follows.
+        backend: Backend of the run.
+        engine: Engine with the model.
+        batch: Micro-batch on the host.
+        device_batch: The same micro-batch on the device.
+        end_token: Token that ends a text and fills the rest of its row. None if no token does.
+
+    Returns:
+        Tokens, int64 ``[rows, tokens]`` on the host, with the shape of the labels.
     """
     guess = torch.zeros_like(batch["labels"])
     for _ in range(guess.shape[1]):

@@ -1,7 +1,8 @@
-"""An evaluation and its metrics, from sums over the whole evaluation set.
+"""Evaluation of a model, and metrics that are computed from sums over the evaluation set.
 
-A metric adds up numbers over micro-batches, and turns the totals into its values at the end. The sums stay
-on the device, so an evaluation reads from it once. They do not depend on ranks, micro-batch or padding.
+A metric adds up sums over micro-batches, and computes its values from the totals at the end. The sums stay on
+the device, so an evaluation reads from the device only once. The values do not depend on the number of ranks,
+the size of a micro-batch, or the padding.
 """
 
 from __future__ import annotations
@@ -29,43 +30,72 @@ if TYPE_CHECKING:
     from portable.model.training_loss import Outputs
 
 Totals = Mapping[str, "Tensor"]
-"""Sums over the evaluation set, on the host: float64 with the shape that the sums of a micro-batch have."""
+"""Sums over the evaluation set by name, on the host: float64, with the shapes of a micro-batch's sums."""
 LABELS, LOSS, WEIGHTS = "labels", "loss", "weights"
-"""Totals that every metric gets: the number of valid labels, and the summed loss. What the loss is divided by
-may be another number than that of the labels with ``train.loss``."""
+"""Names of totals. Every metric gets the number of valid labels and the summed loss. ``weights`` is the
+divisor of the loss, which may differ from the number of labels if ``train.loss`` is set.
+"""
 
 
 @runtime_checkable
 class Metric(Protocol):
-    """A metric, such as ``my_package.my_module:MyMetric`` in ``train.metrics``.
+    """Interface of a custom metric, such as ``my_package.my_module:MyMetric`` in ``train.metrics``.
 
-    May also have ``needs``, ``"predictions"`` or ``"logits"`` (the default), and ``higher_is_better``.
-    Predictions (the most likely class of each position) need no more memory than the loss does; logits make
-    a language model keep all of a micro-batch's.
+    A metric may also have these attributes:
+
+    - ``needs``: ``"predictions"``, ``"logits"`` (the default), or None. Predictions are the most likely class
+      of each position, and need no more memory than the loss. With logits, a language model keeps all logits
+      of a micro-batch in memory.
+    - ``higher_is_better``: Whether higher values are better. ``checkpoint.best_mode: auto`` reads it.
+    - ``names``: Names of the values.
     """
 
     def sums(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
-        """The numbers of a micro-batch to add up: integers or floats, always of the same names and shapes.
+        """Compute the sums of a micro-batch.
 
-        Runs on the device, and must not read from it. Rows that only fill up a micro-batch, and positions
-        without a target, have the label -100 (NaN if labels are floats) and must not count.
+        This method runs on the device, and must not copy values to the host. Rows that only fill up a
+        micro-batch, and positions without a target, have the label -100 (NaN if labels are floats) and must
+        not count.
+
+        Args:
+            outputs: Outputs of the model that ``needs`` names.
+            batch: Micro-batch on the device.
+
+        Returns:
+            Sums by name, integers or floats. Names and shapes must be equal for all micro-batches.
         """
 
     def values(self, totals: Totals) -> Mapping[str, float]:
-        """The values by name. ``totals`` also has ``labels`` and ``loss``, see :data:`Totals`."""
+        """Compute the values by name.
+
+        Args:
+            totals: Totals of the sums, and of ``labels`` and ``loss``; see :data:`Totals`.
+        """
 
 
 @dataclass(frozen=True)
 class RatioMetric:
-    """A metric made from a function: the values are quotients of two sums.
+    """Metric that is defined by a function, and whose values are quotients of two sums.
 
     Attributes:
-        function: returns for each name a sum and what to divide it by, for a micro-batch.
+        function: Function that returns a sum and its divisor for each name, computed from a micro-batch.
     """
 
     function: Callable[[Outputs, Batch], Mapping[str, tuple[Tensor, Tensor]]]
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Call the function and return the sums and their divisors.
+
+        Args:
+            outputs: Outputs of the model.
+            batch: Micro-batch on the device.
+
+        Returns:
+            ``sum of NAME`` and ``count of NAME`` for each name.
+
+        Raises:
+            TypeError: If the function does not return a mapping from names to pairs.
+        """
         pairs: Any = self.function(outputs, batch)
         is_valid = isinstance(pairs, Mapping) and all(
             isinstance(p, tuple) and len(p) == 2 for p in pairs.values()
@@ -78,16 +108,17 @@ class RatioMetric:
         return sums | {f"count of {name}": pair[1] for name, pair in pairs.items()}
 
     def values(self, totals: Totals) -> dict[str, float]:
+        """Return the quotient for each name."""
         names = [key.removeprefix("sum of ") for key in totals if key.startswith("sum of ")]
         return {name: float(totals[f"sum of {name}"] / totals[f"count of {name}"]) for name in names}
 
 
 class MetricSet:
-    """All metrics of a run, as what an engine calls on each micro-batch.
+    """All metrics of a run as one measure that an engine calls on each micro-batch.
 
     Args:
-        metrics: by name.
-        texts: metrics of generated texts, if any.
+        metrics: Metrics by name.
+        texts: Metrics of generated texts. None if there are none.
     """
 
     pass_name = "evaluation"
@@ -101,7 +132,15 @@ class MetricSet:
         )
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """The sums of a micro-batch, by metric and name."""
+        """Compute the sums of all metrics for a micro-batch.
+
+        Args:
+            outputs: Outputs of the model that ``needs`` names.
+            batch: Micro-batch on the device.
+
+        Returns:
+            Sums with the keys ``metric/name``.
+        """
         return {
             f"{name}/{key}": value
             for name, metric in self._metrics.items()
@@ -109,12 +148,22 @@ class MetricSet:
         }
 
     def compute_metric_values(self, totals: Totals) -> dict[str, Any]:
-        """The values of all metrics, the mean loss first."""
+        """Compute the values of all metrics from the totals.
+
+        Args:
+            totals: Totals by name, on the host.
+
+        Returns:
+            Values by name, with the mean loss first.
+
+        Raises:
+            UserError: If two metrics have a value with the same name.
+        """
         common = {LABELS: totals[LABELS], LOSS: totals[LOSS]}
         totals = {WEIGHTS: totals[LABELS], **totals}
         weight = float(totals[WEIGHTS]) or 1.0
         results: dict[str, Any] = {"loss": float(totals[LOSS]) / weight}
-        for name, total in totals.items():  # what train.loss logs
+        for name, total in totals.items():  # values that the loss of train.loss logs
             if name.startswith(LOSS_SUM_PREFIX):
                 results[name.removeprefix(LOSS_SUM_PREFIX)] = float(total) / weight
         for name, metric in self._metrics.items():
@@ -132,7 +181,14 @@ class MetricSet:
         return results
 
     def get_better_direction(self, value_name: str) -> Literal["min", "max"] | None:
-        """Which way the value of a metric is better; None if the metric does not tell."""
+        """Return the better direction of a value.
+
+        Args:
+            value_name: Name of a value.
+
+        Returns:
+            ``min`` or ``max``. None if the metric does not define it.
+        """
         higher = {"loss": False} | dict.fromkeys(() if self.texts is None else self.texts.names, True)
         for name, metric in self._metrics.items():
             if (higher_is_better := getattr(metric, "higher_is_better", None)) is not None:
@@ -142,7 +198,7 @@ class MetricSet:
 
     @property
     def value_names(self) -> list[str] | None:
-        """The names of all values; None if a metric of the user's does not tell."""
+        """Names of all values. None if a custom metric does not define its names."""
         names_by_metric = [getattr(metric, "names", None) for metric in self._metrics.values()]
         generated = () if self.texts is None else self.texts.names
         if None in names_by_metric:
@@ -151,14 +207,21 @@ class MetricSet:
 
 
 LOSS_ONLY = MetricSet()
-"""The loss alone."""
+"""Measure without metrics, which computes only the loss."""
 
 
 def load_user_metric(path: str) -> Metric:
-    """The metric of an import path, ``package.module:name``.
+    """Load a custom metric from an import path, ``package.module:name``.
+
+    Args:
+        path: Import path of a class with the methods of :class:`Metric`, or of a function for
+            :class:`RatioMetric`.
+
+    Returns:
+        The metric. Its exceptions are reported as errors of ``train.metrics``.
 
     Raises:
-        UserError: if there is none.
+        UserError: If the path does not lead to a metric, or if the attribute ``needs`` has another value.
     """
     key = f"train.metrics: {path}"
     target: Any = plugins.load_plugin("train.metrics", path)
@@ -175,7 +238,7 @@ def load_user_metric(path: str) -> Metric:
 
 
 class _UserMetric:
-    """A metric of the user's, whose errors are told as theirs."""
+    """Wrapper of a custom metric that reports its exceptions as errors of the setting."""
 
     def __init__(self, key: str, metric: Metric) -> None:
         self._key = key
@@ -191,26 +254,36 @@ class _UserMetric:
         with plugins.convert_user_errors(self._key):
             items = self._metric.values(totals).items()
             values = {name: value.item() if hasattr(value, "item") else value for name, value in items}
-            json.dumps(values)  # as the log has to
+            json.dumps(values)  # raises if the log cannot store the values
             return values
 
 
 def compute_exp_or_inf(exponent: float) -> float:
-    """``exp``, or infinity where it overflows."""
+    """Return the exponential, or infinity if it overflows."""
     return math.exp(exponent) if exponent < 700 else math.inf
 
 
 def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient; 0 where the denominator is 0."""
+    """Divide elementwise. The quotient is 0 if the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator.clamp(min=1e-300), 0.0)
 
 
 def evaluate(
     backend: Backend, engine: Engine, batches: Iterable[Batch], metric_set: MetricSet = LOSS_ONLY
 ) -> dict[str, Any]:
-    """The values of all metrics over the batches of all ranks, ``loss`` (mean over valid labels) among them.
+    """Evaluate a model on the micro-batches of all ranks.
 
-    All ranks call it, with equally many batches, and get the same values.
+    All ranks have to call this function with the same number of micro-batches, and get the same values.
+
+    Args:
+        backend: Backend of the run.
+        engine: Engine with the model.
+        batches: Micro-batches of this rank, on the host.
+        metric_set: Metrics to compute.
+
+    Returns:
+        Values of all metrics by name. ``loss`` is the mean over all valid labels, or over the weights of a
+        custom loss.
     """
     totals: dict[str, Tensor] = {}
     texts: dict[str, float] = {}

@@ -20,7 +20,15 @@ def build_zero_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compute_new_totals(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add ``sums`` to ``totals`` by name, on the device: int64 for integers, float64 for floats."""
+    """Add the sums of a micro-batch to the totals, without changing either.
+
+    Args:
+        totals: Totals of the previous micro-batches, on the device. Empty before the first.
+        sums: Sums of a micro-batch, on the device.
+
+    Returns:
+        New totals by name: int64 for sums of integers, float64 for sums of floats.
+    """
     wide = {name: value.detach().to(_get_accumulation_dtype(value)) for name, value in sums.items()}
     return {name: totals[name] + value if name in totals else value for name, value in wide.items()}
 

@@ -417,7 +417,7 @@ def convert_recomputation(value: Any, file: ForeignFile) -> str | None:
     return "full" if value is True else None
 
 
-def build_recomputation_converter(reason: str) -> ValueConverter:
+def build_implied_recomputation_converter(reason: str) -> ValueConverter:
     """Build the converter of a switch that implies activation checkpointing.
 
     Its own effect is not supported, so the converter adds a note.
@@ -623,13 +623,13 @@ KEYS: ForeignKeys = {
     ),
     "activation_checkpointing.partition_activations": SettingKey(
         "memory.activation_checkpointing",
-        build_recomputation_converter(
+        build_implied_recomputation_converter(
             "it shards activations over model-parallel ranks, and there is only one"
         ),
     ),
     "activation_checkpointing.contiguous_memory_optimization": SettingKey(
         "memory.activation_checkpointing",
-        build_recomputation_converter("it arranges what partition_activations shards"),
+        build_implied_recomputation_converter("it arranges what partition_activations shards"),
     ),
     "activation_checkpointing.number_checkpoints": IgnoredKey(
         "it sizes the buffer of contiguous_memory_optimization"

@@ -1,4 +1,4 @@
-"""Losses that ``train.loss`` knows by name, built on what a loss of the user's may use."""
+"""Preference losses that ``train.loss`` selects by name. They use only the interface of custom losses."""
 
 from portable.losses.preferences import DPO, IPO, ORPO, SimPO
 

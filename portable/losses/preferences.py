@@ -1,7 +1,7 @@
-"""Losses of preferences: pairs of a chosen and a rejected answer to a prompt.
+"""Preference losses, which compare a chosen and a rejected answer to a prompt.
 
-A sample has two sequences, the chosen one first (``data.format: preference``); labels mark their answers.
-Each loss is a mean over pairs.
+A sample consists of two sequences, first the chosen one (``data.format: preference``). Labels mark the tokens
+of the answers. Each loss is a mean over pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REFERENCE_COLUMN = "reference_log_probs"
 
 
 def _mark_pairs(batch: Batch) -> Tensor:
-    """Which samples are pairs, bool ``[batch]``; others fill up a batch."""
+    """Return a mask of the samples that are pairs, bool ``[batch]``. Other samples only fill up the batch."""
     labels = batch["labels"]
     if labels.dim() != 3 or labels.shape[1] != 2:
         raise ValueError("it needs pairs; set data.format to preference")
@@ -35,14 +35,14 @@ def _mark_pairs(batch: Batch) -> Tensor:
 
 
 class _PreferenceLoss:
-    """What the losses of pairs have in common."""
+    """Base class of preference losses, with the interface of :class:`portable.model.training_loss.Loss`."""
 
     needs: ClassVar[tuple[Statistic, ...]] = ("log_probs",)
     sequences: ClassVar[int] = 2
     dropout: ClassVar[bool] = False
 
     def weight(self, batch: Batch) -> float:
-        """The number of pairs."""
+        """Return the number of pairs in a micro-batch."""
         return float(_mark_pairs(batch).sum())
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
@@ -64,11 +64,15 @@ class _PreferenceLoss:
         return torch.where(pairs, losses, 0.0).sum(), pairs.sum(), sums
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of each pair, ``[batch]``, and the rewards, ``[batch, 2]``.
+        """Compute the loss and the rewards of each pair.
 
         Args:
-            log_probs: of the answers, summed over their tokens, ``[batch, 2]``.
-            lengths: how many tokens they have, ``[batch, 2]``.
+            log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
+            lengths: Number of tokens of the answers, ``[batch, 2]``.
+            batch: Columns of the micro-batch, on the device.
+
+        Returns:
+            Losses ``[batch]``, and rewards ``[batch, 2]``.
         """
         raise NotImplementedError
 
@@ -78,13 +82,14 @@ class DPO(_PreferenceLoss):
     """Direct preference optimization (Rafailov et al., 2023).
 
     Attributes:
-        beta: how strongly the model is held to the reference.
-        label_smoothing: the probability that a preference is the wrong way round: cDPO, and ``robust``.
-        loss_type: the formula, by TRL's name: one of ``LOSS_TYPES``.
-        sft: the weight of the chosen answer's mean cross-entropy, which is added.
-        reference: ``"adapter"``: the base model, by a pass with the adapter switched off. A folder or hub id
-            of a model: each rank keeps a frozen copy. None: the weights that the run starts from, of which
-            the log-probabilities are computed once and cached with the data.
+        beta: Strength of the regularization toward the reference model.
+        label_smoothing: Probability that a preference is reversed, as in cDPO and the loss type ``robust``.
+        loss_type: Formula of the loss, by its name in TRL: one of ``LOSS_TYPES``.
+        sft: Weight of the mean cross-entropy of the chosen answer, which is added to the loss.
+        reference: Reference model. ``"adapter"`` is the base model, computed by a pass with the adapter
+            disabled. For a folder or the name of a model on the Hub, each rank keeps a frozen copy. None for
+            the weights at the start of the run; their log-probabilities are computed once and cached with the
+            data.
     """
 
     beta: float = 0.1
@@ -102,23 +107,44 @@ class DPO(_PreferenceLoss):
             raise ValueError(
                 f"label_smoothing {self.label_smoothing:g} does not fit loss_type {self.loss_type}"
             )
-        # A loss has either of the two.
+        # The log-probabilities of the reference are computed once for all samples, or before each step.
         self.once = _compute_reference_log_probs if self.reference is None else None
         self.before = None if self.reference is None else self._compute_reference_columns
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the loss and the rewards of each pair, from the log-ratios to the reference model.
+
+        Args:
+            log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
+            lengths: Number of tokens of the answers, ``[batch, 2]``.
+            batch: Columns of the micro-batch, including the log-probabilities of the reference model.
+
+        Returns:
+            Losses ``[batch]``, and rewards ``[batch, 2]``.
+        """
         ratios = log_probs - batch[REFERENCE_COLUMN].to(log_probs.dtype)
         rewards = self.beta * ratios
         losses = self.of_ratios(ratios, lengths)
         return losses - self.sft * log_probs[:, 0] / lengths[:, 0] if self.sft else losses, rewards
 
     def of_ratios(self, ratios: Tensor, lengths: Tensor) -> Tensor:
-        """The loss of each pair, from the log-ratios to the reference."""
+        """Compute the loss of each pair from the log-ratios to the reference model.
+
+        A custom loss can override this method.
+
+        Args:
+            ratios: Log-ratios of the answers, ``[batch, 2]``.
+            lengths: Number of tokens of the answers, ``[batch, 2]``.
+
+        Returns:
+            Losses ``[batch]``.
+        """
         return LOSS_TYPES[self.loss_type](self, self.beta * ratios, self.beta * ratios / lengths)
 
     def _compute_reference_columns(
         self, forward: Callable[..., Outputs], batch: Batch
     ) -> Mapping[str, Tensor]:
+        """Compute the log-probabilities of the reference model. Its copy is loaded at the first call."""
         if self.reference == "adapter":
             return _compute_reference_log_probs(lambda: forward(adapter=False), batch)
         if self._reference_model is None:
@@ -128,17 +154,18 @@ class DPO(_PreferenceLoss):
 
 @dataclass
 class IPO(DPO):
-    """Identity preference optimization (Azar et al., 2023); log-ratios are means over tokens, as in TRL."""
+    """Identity preference optimization (Azar et al., 2023). Log-ratios are means over tokens, as in TRL."""
 
     loss_type: str = "ipo"
 
 
 def _compute_reward_margin(rewards: Tensor) -> Tensor:
+    """Return the reward of the chosen answer minus the reward of the rejected answer."""
     return rewards[:, 0] - rewards[:, 1]
 
 
 def _compute_smoothed_loss(loss: DPO, rewards: Tensor, sign: float = 1.0) -> Tensor:
-    """Of a preference and, with the probability ``label_smoothing``, of its reverse."""
+    """Mix the losses of a preference and of the reversed preference, weighted by ``label_smoothing``."""
     right, wrong = (
         -functional.logsigmoid(_compute_reward_margin(rewards)),
         -functional.logsigmoid(-_compute_reward_margin(rewards)),
@@ -159,51 +186,84 @@ LOSS_TYPES: dict[str, Callable[[DPO, Tensor, Tensor], Tensor]] = {
         torch.sigmoid(rewards[:, 0]) + torch.sigmoid(-_compute_reward_margin(rewards))
     ),
 }
-"""DPO's formulas by TRL's names: of the loss, the rewards ``[batch, 2]``, and the rewards a token."""
+"""Formulas of DPO by their names in TRL. Each is a function of the loss object, the rewards ``[batch, 2]``,
+and the rewards divided by the number of tokens.
+"""
 
 
 @dataclass
 class SimPO(_PreferenceLoss):
-    """Simple preference optimization, without a reference (Meng et al., 2024).
+    """Simple preference optimization (Meng et al., 2024), which needs no reference model.
 
     Attributes:
-        beta: scales the mean log-probabilities.
-        gamma: the margin by which the chosen answer has to win.
+        beta: Scale of the mean log-probabilities.
+        gamma: Margin by which the reward of the chosen answer should exceed the reward of the rejected
+            answer.
     """
 
     beta: float = 2.0
     gamma: float = 1.0
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the loss and the rewards of each pair.
+
+        Args:
+            log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
+            lengths: Number of tokens of the answers, ``[batch, 2]``.
+            batch: Columns of the micro-batch, which are not used.
+
+        Returns:
+            Losses ``[batch]``, and rewards ``[batch, 2]``.
+        """
         rewards = self.beta * log_probs / lengths
         return -functional.logsigmoid(rewards[:, 0] - rewards[:, 1] - self.gamma), rewards
 
 
 @dataclass
 class ORPO(_PreferenceLoss):
-    """Odds ratio preference optimization, without a reference (Hong et al., 2024).
+    """Odds ratio preference optimization (Hong et al., 2024), which needs no reference model.
 
     Attributes:
-        beta: weighs the odds ratio (the paper's lambda) against the chosen answer's mean loss.
+        beta: Weight of the odds ratio (lambda in the paper), relative to the mean loss of the chosen answer.
     """
 
     beta: float = 0.1
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the loss and the rewards of each pair.
+
+        Args:
+            log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
+            lengths: Number of tokens of the answers, ``[batch, 2]``.
+            batch: Columns of the micro-batch, which are not used.
+
+        Returns:
+            Losses ``[batch]``, and rewards ``[batch, 2]``.
+        """
         means = log_probs / lengths
-        # The mean log-probability of a certain answer is 0, whose odds are infinite.
+        # Clamp the probability, because an answer with probability 1 has infinite odds.
         log_odds = means - torch.log1p(-means.exp().clamp(max=1 - 1e-7))
         ratio = functional.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
         return -means[:, 0] - self.beta * ratio, self.beta * means
 
 
 def _compute_reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mapping[str, Tensor]:
+    """Run a forward pass of the reference, and return the log-probabilities of the answers as a column."""
     log_probs = forward().log_probs
     assert log_probs is not None
     return {REFERENCE_COLUMN: log_probs.float().sum(dim=-1)}
 
 
 def _load_frozen_model(name: str, device: torch.device) -> nn.Module:
+    """Load a frozen reference model onto a device.
+
+    Args:
+        name: Local folder, or name of a model on the Hub.
+        device: Device of the batch.
+
+    Raises:
+        UserError: If the model cannot be loaded or is not causal. The message names ``train.loss``.
+    """
     from portable.errors import UserError, to_one_line
     from portable.hub_requests import read_hub_once_per_node
     from portable.model.build import select_pretrained_class
@@ -219,7 +279,7 @@ def _load_frozen_model(name: str, device: torch.device) -> nn.Module:
         raise UserError(f"{key}: {to_one_line(error).removeprefix('model.name_or_path: ')}") from error
     check_causal_attention(model, key)
     model.eval().requires_grad_(False).to(device)
-    if device.type == "xla":  # which unties them
+    if device.type == "xla":  # moving a model to XLA unties its weights
         model.tie_weights()
     copy: nn.Module = model
     return copy

@@ -1,1 +1,1 @@
-"""Everything that knows transformers: models, their weights, their loss."""
+"""Models: everything that depends on transformers, such as their construction, weights, layers and losses."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute activations in the backward pass instead of storing them."""
+"""Activation checkpointing, which recomputes activations in the backward pass instead of storing them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def enable_activation_checkpointing(model: nn.Module, mode: str, *, inputs_on_ho
     """Enable the ``memory.activation_checkpointing`` mode ``full`` or ``selective``.
 
     Args:
-        model: a transformers model.
-        mode: the mode.
-        inputs_on_host: store each layer's input hidden states in host memory until recomputation.
+        model: A transformers model.
+        mode: The mode. ``selective`` stores the results of matrix products and fused attention.
+        inputs_on_host: Whether to store the input hidden states of each layer in host memory until
+            recomputation.
 
     Raises:
-        UserError: if the model does not support recomputation.
+        UserError: If the model does not support recomputation.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
@@ -60,9 +61,10 @@ _SAVED_ATTENTION_KERNELS = (
 
 
 def _offload_checkpoint_inputs(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``checkpoint`` so that the inputs of the layer are saved on the host.
+    """Wrap ``checkpoint`` so that the inputs of the layer are stored on the host.
 
-    Only these: tensors that the layer itself saves are handled by checkpointing's own, inner hooks.
+    Tensors that the layer itself saves are not affected, because the inner hooks of checkpointing handle
+    them.
     """
 
     def checkpoint_with_inputs_on_host(*args: Any, **kwargs: Any) -> Any:

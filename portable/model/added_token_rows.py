@@ -1,4 +1,4 @@
-"""Rows for tokens that were added to a vocabulary, with the values that transformers gives them."""
+"""Initial values of the rows for tokens that are added to a vocabulary, as in transformers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ if TYPE_CHECKING:
 
     from portable.model.weight_sources import Index, ReadableTensor
 
-_ROWS_PER_READ = 1 << 14  # read at a time
-_COVARIANCE_SCALE = 1e-9  # of the covariance, as in transformers
+_ROWS_PER_READ = 1 << 14  # rows that are read at a time
+_COVARIANCE_SCALE = 1e-9  # factor of the covariance, as in transformers
 
 
 class TableWithAddedRows:
-    """A table with further rows: drawn around the mean of its own, as ``resize_token_embeddings`` does.
+    """Lazily read table with additional rows, which are drawn like the rows of ``resize_token_embeddings``.
+
+    The added rows are drawn from a normal distribution with the mean and a scaled covariance of the existing
+    rows.
 
     Args:
-        source: the table, ``[tokens, size]``, or a bias, ``[tokens]``.
-        num_rows: how many it has in the end.
-        seed: of the draws.
+        source: Existing table, ``[tokens, size]``, or bias, ``[tokens]``.
+        num_rows: Number of rows including the added rows.
+        seed: Seed of the random numbers.
     """
 
     def __init__(self, source: ReadableTensor, num_rows: int, seed: int) -> None:
@@ -34,11 +37,15 @@ class TableWithAddedRows:
 
     @property
     def dtype(self) -> Any:
-        """That of the table."""
+        """Dtype of the existing table."""
         return getattr(self._source, "dtype", None)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """See :class:`portable.model.weight_sources.ReadableTensor`."""
+        """Read a slice of the table, which may contain existing and added rows.
+
+        Args:
+            index: Slices with unit steps. None for the complete table.
+        """
         rows, *others = index or tuple(slice(0, size) for size in self.shape)
         start, stop, _ = rows.indices(self.shape[0])
         chunks = []
@@ -52,6 +59,7 @@ class TableWithAddedRows:
 
     @cached_property
     def _added_rows(self) -> NDArray[np.float32]:
+        """Values of the added rows, drawn when they are first read."""
         num_source_rows, total, square_sum = self._num_source_rows, None, None
         for start in range(0, num_source_rows, _ROWS_PER_READ):
             rows = slice(start, min(start + _ROWS_PER_READ, num_source_rows))

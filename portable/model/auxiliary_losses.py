@@ -1,4 +1,4 @@
-"""The losses that a model's own ``forward(labels=...)`` adds to its cross-entropy."""
+"""Auxiliary losses that a model's ``forward(labels=...)`` adds to its cross-entropy."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class OutputWithAuxiliaryLoss(NamedTuple):
 
 
 class AuxiliaryLosses:
-    """The losses that a model's own ``forward(labels=...)`` adds to its cross-entropy.
+    """Auxiliary losses that a model's ``forward(labels=...)`` adds to its cross-entropy.
 
-    The model gets its labels, and its cross-entropy is replaced by 0. The loss that it returns is then the
-    sum of its auxiliary losses.
+    The model receives the labels, but its cross-entropy is replaced by 0. The loss that it returns is then
+    the sum of its auxiliary losses.
 
     Args:
         model: A transformers model, not wrapped.
@@ -91,8 +91,7 @@ class AuxiliaryLosses:
         finally:
             self._replacement_loss = None
         loss: Tensor | None = output.loss
-        # Most models add nothing to the 0. Return None for them, because adding 0 would take time in each
-        # step.
+        # Return None for models that add nothing to the 0, because adding 0 would take time in each step.
         if loss is None or (loss is zero and torch_internals.get_tensor_version(loss) == 0):
             return OutputWithAuxiliaryLoss(output, None)
         return OutputWithAuxiliaryLoss(output, loss.float())
@@ -138,7 +137,11 @@ _LABEL_LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binar
 
 
 class _LabelLossReplacement(TorchFunctionMode):
-    """Replaces cross-entropy and other losses of labels by ``value`` within this context."""
+    """Mode that replaces cross-entropy and other losses of labels by a constant.
+
+    Args:
+        value: The constant.
+    """
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -161,7 +164,14 @@ def has_router_loss(config: PretrainedConfig) -> bool:
 
 
 def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether a pretrained mixture of experts gets its router loss by default, as in TRL."""
+    """Return whether the run enables the router loss although the config of the model does not, as in TRL.
+
+    This is the case for a pretrained mixture of experts, unless the user sets ``output_router_logits``.
+
+    Args:
+        config: The transformers config of the model.
+        settings: The ``model`` section of the run.
+    """
     text = config.get_text_config()
     is_set_by_user = _ROUTER_LOGITS_KEY in str(settings.config)  # also inside of text_config
     applies = settings.task == "causal-lm" and not settings.from_scratch and not is_set_by_user
@@ -169,10 +179,10 @@ def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConf
 
 
 def needs_last_token_as_input(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether the last token of a text matters to the other tokens although it only is a label.
+    """Return whether the model needs the last token of a text as an input although it is only a label.
 
     The router loss of a mixture of experts is a mean over all tokens of a text, and rotary embeddings may
-    depend on the length of a text. Such a model gets the last token of each text, as in transformers.
+    depend on the length of a text. Such a model receives the last token of each text, as in transformers.
 
     Args:
         config: The transformers config of the model.

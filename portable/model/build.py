@@ -1,7 +1,7 @@
-"""Build transformers models on the meta device.
+"""Construction of transformers models on the meta device.
 
-No function here holds a whole model in memory. Parameters are created on the meta device, a backend shards
-and allocates them, and their values then arrive layer by layer or tensor by tensor.
+No function in this module holds a complete model in memory. Parameters are created on the meta device, a
+backend shards and allocates them, and their values are then loaded layer by layer or tensor by tensor.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ AUTO_CLASSES = {
 
 
 def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
-    """The config of ``model.config``."""
+    """Build the transformers config that ``model.config`` describes."""
     from transformers import AutoConfig
 
     values = dict(settings.config or {})
@@ -74,7 +74,7 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
             f"{model_type!r}{suggestion or '; change it'}; for a custom type, set model.function to a "
             "function of the module that registers it"
         ) from error
-    except Exception as error:  # the defaults of some config classes are invalid
+    except Exception as error:  # some config classes have invalid defaults
         raise UserError(f"model.config: {model_type}: {to_one_line(error)}") from error
     _check_config_keys(defaults, values)
     check_config_values("model.config", values)
@@ -100,7 +100,7 @@ def _extract_reason(error: Exception) -> str:
 
 
 def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> PretrainedConfig:
-    """The config of a folder or a model on the hub, as ``model.config`` changes it."""
+    """Load the config of a local folder or Hub model, and apply the changes of ``model.config``."""
     from transformers import AutoConfig, PretrainedConfig
 
     if Path(name_or_path).is_file():
@@ -144,9 +144,15 @@ def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> Pretrai
 def load_model_config(settings: ModelConfig) -> PretrainedConfig:
     """Return the transformers config for ``model.config`` or ``model.name_or_path``.
 
+    Args:
+        settings: The ``model`` section of the config.
+
+    Returns:
+        The config, without a description of quantized weights.
+
     Raises:
-        UserError: if ``model_type`` or another key is unknown, or if the name is neither a local folder nor a
-            model on the hub.
+        UserError: If ``model_type`` or another key is unknown, if the name is neither a local folder nor a
+            model on the Hub, or if the model does not support the task.
     """
     if settings.function is not None:  # importing it may register a model type
         plugins.load_plugin("model.function", settings.function)
@@ -159,7 +165,7 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
         text: object = config.get_text_config()
     except ValueError as error:  # the config contains several text models
         raise UserError(f"{settings.setting_key}: {to_one_line(error)}") from error
-    if isinstance(text, dict):  # a key of config.json that the class of the config does not have
+    if isinstance(text, dict):  # the config class does not support the key text_config of config.json
         raise UserError(
             f"{settings.setting_key}: config.json has a text model inside of a {config.model_type} model, "
             "which has no such part; remove the key text_config"
@@ -175,10 +181,11 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
 
 
 def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfig:
-    """The config of a pretrained model with the keys that ``model.config`` changes.
+    """Return the config of a pretrained model with the changes of ``model.config``.
 
     Raises:
-        UserError: for a key that it does not have, or one that changes the shapes of the weights.
+        UserError: If the config does not have a changed key, or if a change affects the shapes or ties of the
+            weights.
     """
     if not settings.config:
         return config
@@ -201,7 +208,7 @@ def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> Pr
         _check_rope_has_effect(changed_config, settings.config)
     except UserError:
         raise
-    except Exception as error:  # whatever the checks of its class raise
+    except Exception as error:  # the checks of the config class may raise any exception
         raise UserError(f"model.config: {to_one_line(error)}") from error
     if not settings.from_scratch:
         before = build_model_on_meta(copy.deepcopy(config), settings)
@@ -221,12 +228,12 @@ def _get_state_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
 
 
 def _fixes_zero_division(key: str, model_type: str, values: Mapping[str, Any]) -> bool:
-    """Whether nothing is divided by zero once ``key`` is 1."""
+    """Return whether the config can be built without a division by zero after ``key`` is set to 1."""
     from transformers import AutoConfig
 
     try:
         AutoConfig.for_model(model_type, **{**values, key: 1})
-    except Exception as error:  # or sizes that do not fit
+    except Exception as error:  # other errors, such as inconsistent sizes, are not divisions by zero
         return not isinstance(error, ZeroDivisionError)
     return True
 
@@ -272,6 +279,7 @@ def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) 
 
 
 def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
+    """Raise UserError if neither the config class nor the model's code supports one of the keys."""
     for key in values:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
         is_known = _has_config_attribute(config, key) or (
@@ -284,6 +292,7 @@ def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> N
 
 
 def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
+    """Return whether a config has a key, also if each layer type has a separate value."""
     try:
         return hasattr(config, key)
     except Exception:  # reading a per-layer setting as one value raises
@@ -291,7 +300,7 @@ def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
 
 
 def _is_read_by_model_code(config: PretrainedConfig, key: str) -> bool:
-    """Whether the model's code asks for a key that the config's class has no default for, as ``head_dim``."""
+    """Return whether the modeling code reads a key without a default in the config, such as ``head_dim``."""
     spec = find_spec(type(config).__module__.replace("configuration_", "modeling_"))
     if spec is None or spec.origin is None:
         return False
@@ -303,14 +312,21 @@ def _is_ignored_published_key(key: str, value: Any) -> bool:
 
 
 def _is_generation_setting(key: str) -> bool:
-    """Whether ``key`` belongs to ``GenerationConfig``. Old config.json files contain such keys."""
+    """Return whether ``key`` belongs to ``GenerationConfig``. Old config.json files contain such keys."""
     from transformers import GenerationConfig
 
     return not key.startswith("_") and key in vars(GenerationConfig())
 
 
 def pop_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Remove the quantization config from ``config`` and return it, or None."""
+    """Remove the quantization config from ``config`` and its text configs.
+
+    Args:
+        config: The transformers config, which is changed in place.
+
+    Returns:
+        The quantization config as a dict. None if there is none.
+    """
     raw_config: Any = None
     for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
         if "quantization_config" in vars(part):
@@ -326,15 +342,23 @@ _BUILT_IN_ATTENTION = ("sdpa", "eager")
 
 
 def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
-    """Build the model with fp32 parameters on the meta device and real buffers. Weights are tied.
+    """Build the model with fp32 parameters on the meta device and buffers with values. Weights are tied.
 
-    Architectures without ``sdpa`` fall back to ``eager``, unless ``model.attention`` is set to ``sdpa``.
+    Architectures without ``sdpa`` fall back to ``eager``, unless the user sets ``model.attention`` to
+    ``sdpa``.
+
+    Args:
+        config: The transformers config of the model.
+        settings: The ``model`` section of the config.
+
+    Returns:
+        The model.
 
     Raises:
-        UserError: if the config does not describe a model that can run.
+        UserError: If the config does not describe a model that can run.
     """
     key, text = settings.setting_key, config.get_text_config()
-    if "/" in settings.attention:  # code of the hub
+    if "/" in settings.attention:  # a name with a slash loads code from the Hub
         plugins.check_code_may_run(f"model.attention: {settings.attention}", settings.attention)
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
         size = getattr(text, name, None)
@@ -365,13 +389,13 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
         require(stacked, f"model.experts: {type(model).__name__} has no experts in one tensor; leave it out")
         model.set_experts_implementation(settings.experts)
     _prepare_for_training(model)
-    if settings.attention in _BUILT_IN_ATTENTION:  # others are not implemented on the meta device
+    if settings.attention in _BUILT_IN_ATTENTION:  # other kernels are not implemented on the meta device
         _check_trial_forward(model, key)
     return model
 
 
 def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
-    """Build the model of a run with :func:`build_model_on_meta` and freeze the parameters that it does not train.
+    """Build the model of a run on the meta device, and freeze the parameters that the run does not train.
 
     Parameters that the loss does not depend on are recorded and frozen as well; see
     :mod:`portable.model.unused_parameters`.
@@ -384,11 +408,12 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
         The model on the meta device.
 
     Raises:
-        UserError: If :func:`build_model_on_meta` raises one, or a parameter pattern does not match the model.
+        UserError: If :func:`build_model_on_meta` raises one, or if a parameter pattern does not match the
+            model.
     """
     model = build_model_on_meta(config, run.model)
     compute_dtype = COMPUTE_DTYPES.get(run.precision, torch.float32)
-    # Loading corrects it where the files differ from what the config says.
+    # Loading the weights corrects this dtype if the files have another dtype than the config.
     checkpoint_dtype = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
     whole_output = run.train.loss is not None
     unreached = find_unreached_names(model, seq_len=run.data.max_sequence_length, whole_output=whole_output)
@@ -405,14 +430,15 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
 
 
 def _prepare_for_training(model: PreTrainedModel) -> None:
+    """Disable the KV cache and a warning that syncs, and add token types if the model requires them."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            # Training needs no KV cache. Encoders and decoders have configs of their own.
+            # Training needs no KV cache. Encoders and decoders have separate configs.
             module.config.use_cache = False
-            # The warning reads every batch for padding, which is a host sync. The data has a mask wherever it
-            # is padded.
+            # The warning checks every batch for padding, which is a host sync. It is not needed, because
+            # padded data always has a mask.
             module.__dict__["warn_if_padding_and_no_attention_mask"] = _skip_warning
     if _TOKEN_TYPES in inspect.signature(model.forward).parameters and _requires_token_types(model):
         model.register_forward_pre_hook(_add_token_types, with_kwargs=True)
@@ -423,6 +449,7 @@ _TOKEN_TYPES = "mm_token_type_ids"
 
 
 def _requires_token_types(model: PreTrainedModel) -> bool:
+    """Return whether the model raises an error about missing token types in training."""
     try:
         run_trial_forward(model, _set_train_mode)
     except ValueError as error:
@@ -523,7 +550,7 @@ def _find_architecture_class(config: PretrainedConfig) -> Any:
 
 
 def select_pretrained_class(name: str) -> Any:
-    """Find the class that a run builds to train a pretrained causal language model.
+    """Select the class that a run builds to train a pretrained causal language model.
 
     Args:
         name: Local folder, or name of a model on the Hub.
@@ -584,6 +611,7 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
 def _build_unchecked_model(
     config: PretrainedConfig, settings: ModelConfig, attention: str
 ) -> PreTrainedModel:
+    """Build the model of the selected class on the meta device, and apply ``model.function``."""
     model_class = _select_model_class(config, settings)
     saved_config, config = config, copy.deepcopy(config)
     text = config.get_text_config()
@@ -619,14 +647,20 @@ def _build_unchecked_model(
 def apply_model_function(
     model: PreTrainedModel, import_path: str, saved_config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
-    """``model`` as ``model.function`` changes it, or the model that it returns.
+    """Apply ``model.function`` to a model.
 
     Args:
-        saved_config: the config that is saved with the weights; gets what the function changes in the
-        model's.
+        model: The model, whose modules the function may change.
+        import_path: Value of ``model.function``.
+        saved_config: The config that is saved with the weights. Changes that the function makes to the config
+            of the model are copied into it.
+
+    Returns:
+        The model that the function returns, or ``model`` if it returns None.
 
     Raises:
-        UserError: if it fails or returns something else.
+        UserError: If the function fails, returns something other than a transformers model, or adds a scalar
+            parameter.
     """
     from transformers import PreTrainedModel
 
@@ -719,13 +753,22 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
 
 
 def _mentions_forward_argument(model: PreTrainedModel, error: Exception) -> bool:
-    """Return whether an error message names an argument of the forward pass besides the tokens."""
+    """Return whether an error names an argument of the forward pass other than the tokens and labels."""
     arguments = inspect.signature(model.forward).parameters.keys() - {"input_ids", "labels"}
     return not arguments.isdisjoint(re.findall(r"\w+", str(error)))
 
 
 def enlarge_vocabulary(config: PretrainedConfig, tokenizer_size: int, run: RunConfig) -> int | None:
-    """Enlarge the vocabulary in ``config`` for ``data.added_tokens``; return its former size, or None."""
+    """Enlarge the vocabulary size in ``config`` for ``data.added_tokens``, if the tokenizer is larger.
+
+    Args:
+        config: The transformers config, which is changed in place.
+        tokenizer_size: Number of tokens of the tokenizer.
+        run: The config of the run.
+
+    Returns:
+        The former vocabulary size. None if it does not change.
+    """
     text = config.get_text_config()
     former_size = getattr(text, "vocab_size", None)
     if not run.data.added_tokens or not isinstance(former_size, int) or tokenizer_size <= former_size:
@@ -735,12 +778,24 @@ def enlarge_vocabulary(config: PretrainedConfig, tokenizer_size: int, run: RunCo
 
 
 def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunConfig) -> None:
-    """Raise UserError if the tokenizer has ids beyond the rows of the embedding."""
+    """Check that the embedding has a row for each id of the tokenizer.
+
+    Args:
+        model: The model, on any device.
+        tokenizer_size: Number of tokens of the tokenizer.
+        run: The config of the run.
+
+    Raises:
+        UserError: If the tokenizer has more tokens.
+    """
     embedding = get_token_embedding(model)
     if embedding is not None and tokenizer_size > (vocabulary_size := embedding.shape[0]):
         remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
-        if run.model.name_or_path is not None:  # whose config cannot be changed
-            remedy = f"name its last {tokenizer_size - vocabulary_size} in data.added_tokens, so that they get rows,"
+        if run.model.name_or_path is not None:  # the vocabulary size of a pretrained model cannot be changed
+            remedy = (
+                f"name its last {tokenizer_size - vocabulary_size} in data.added_tokens, so that they get "
+                "rows,"
+            )
         raise UserError(
             f"data.tokenizer: it has {tokenizer_size} tokens, but the model's vocabulary has "
             f"{vocabulary_size}; {remedy} or choose another tokenizer"
@@ -754,17 +809,17 @@ def get_max_positions(config: PretrainedConfig) -> int | None:
 
 
 def apply_default_seq_len(config: RunConfig) -> RunConfig:
-    """Choose the default of ``data.seq_len`` for fine-tuning or continued pretraining of a causal-lm model.
+    """Return the config with the default of ``data.seq_len`` for fine-tuning or continued pretraining.
 
-    The default is the number of positions of the model, but at most the length in
-    :data:`portable.config.derived_defaults.DEFAULTS_BY_TRAINING_KIND`. If the user has set a value, the value
-    does not change.
+    For a causal-lm model, the default is the number of positions of the model, but at most the length in
+    :data:`portable.config.derived_defaults.DEFAULTS_BY_TRAINING_KIND`. A value that the user has set does not
+    change.
 
     Args:
         config: Config of the run, with the format of the data.
 
     Returns:
-        The config with the default.
+        The changed config, or ``config`` itself if nothing changes.
     """
     length = DEFAULTS_BY_TRAINING_KIND["data.seq_len"].get_default(classify_training_kind(config))
     has_fixed_default = config.model.task != "causal-lm" or config.data.format == "samples"
@@ -793,7 +848,16 @@ def limit_seq_len(seq_len: int, max_positions: int | None, multiple: int = 8) ->
 
 
 def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
-    """Raise UserError if sequences are longer than the positions of the model: with it, of those in use."""
+    """Check that sequences are not longer than the positions of the model.
+
+    Args:
+        config: The transformers config of the model.
+        run: The config of the run.
+        model: The model. If it is given, the positions that the model reserves are subtracted.
+
+    Raises:
+        UserError: If sequences are longer.
+    """
     seq_len = run.data.max_sequence_length
     bound = get_max_positions(config)
     if bound is None:
@@ -809,7 +873,10 @@ def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | N
 
 
 def _count_reserved_positions(model: nn.Module) -> int:
-    """Rows of the position table that no token uses: RoBERTa's positions start after its padding id."""
+    """Count the rows of the position table that no token uses.
+
+    For example, the positions of RoBERTa start after its padding id.
+    """
     reserved = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:

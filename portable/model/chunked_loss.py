@@ -1,7 +1,7 @@
-"""Token losses of a language model without its logits, by far the largest tensor of a step.
+"""Token losses of a language model without its logits, which are by far the largest tensor of a step.
 
-The output head returns each token's loss, or other statistics, in place of its logits. It computes a chunk of
-tokens at a time, and recomputes it in the backward pass to get the gradients. The results equal those of the
+The output head returns the loss or other statistics of each token instead of its logits. It computes a chunk
+of tokens at a time, and recomputes the chunk in the backward pass to get the gradients. The results equal the
 head followed by the cross-entropy, except for the summation order of the head's gradient, which is
 accumulated in fp32.
 """
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 MAX_CHUNK_LOGITS = 1 << 26
 """Number of logits per chunk with ``memory.loss_chunk_tokens: auto``; 256 MiB in fp32."""
 _MAX_COMPILED_CHUNK_BYTES = 1 << 29
-"""Bytes of a chunk's logits where the loss is compiled: it holds them and their gradient, neither in fp32."""
+"""Bytes of a chunk's logits if the loss is compiled, because it then stores the logits and their gradient,
+neither in fp32.
+"""
 
 
 class _ChunkFunctions(NamedTuple):
@@ -52,13 +54,14 @@ class OutputWithStatistics(NamedTuple):
 
 
 class ChunkedHead(nn.Linear):
-    """An output head that can return losses in place of logits.
+    """Output head that can return statistics of each token, such as its loss, instead of its logits.
 
-    Shares the parameters of the head that it replaces, so names, ties and sharding do not change.
+    The head shares the parameters of the head that it replaces, so names, ties and sharding do not change.
 
     Args:
-        linear: the model's own head.
-        chunk_tokens: tokens per chunk; None for as many as have :data:`MAX_CHUNK_LOGITS` logits.
+        linear: Output head of the model.
+        chunk_tokens: Number of tokens per chunk. None for the number whose logits have
+            :data:`MAX_CHUNK_LOGITS` elements.
     """
 
     def __init__(self, linear: nn.Linear, chunk_tokens: int | None) -> None:
@@ -74,7 +77,9 @@ class ChunkedHead(nn.Linear):
         """Compute at most this many chunks, to measure memory; None for all."""
 
     def compile(self, **options: Any) -> None:  # type: ignore[override, unused-ignore]
-        """Compile what follows the head's product: two kernels in place of a dozen passes over the logits.
+        """Compile the computation after the matrix product into two kernels.
+
+        Otherwise it is a dozen passes over the logits.
 
         Args:
             options: Arguments of ``torch.compile``.
@@ -98,24 +103,24 @@ class ChunkedHead(nn.Linear):
         """Run a forward pass of the model in which the head computes statistics of each token, not logits.
 
         Args:
-            forward: The forward method of the model that this head belongs to.
+            forward: Forward method of the model that this head belongs to.
             inputs: Arguments of ``forward``.
             labels: Labels, int64 ``[batch, tokens]``.
             statistic_names: Names of the statistics. ``log_probs`` are the log-probabilities of the labels, 0
-            where
-                there is no label; ``log_z`` the log-sum-exp of the logits, ``mean_logits`` their mean,
-                ``predictions`` the most likely token, and ``hits`` 1 if it is the label.
+                if there is no label; ``log_z`` is the log-sum-exp of the logits, ``mean_logits`` their mean,
+                ``predictions`` the most likely token, and ``hits`` is 1 if the most likely token is the
+                label.
 
         Returns:
-            The output of the model, with None for its logits, and the statistics by name, fp32
-            ``[batch, tokens]``.
+            The output of the model, with None for its logits, and the statistics by name, fp32 ``[batch,
+            tokens]``.
         """
         self._labels, self._statistic_names = labels, tuple(statistic_names)
         try:
             output = forward(**inputs)
         finally:
             self._labels = None
-        statistics: Tensor = output.logits  # a model returns there what its head returns
+        statistics: Tensor = output.logits  # a model returns the result of its head as logits
         assert statistics.shape == (*labels.shape, len(statistic_names))
         output["logits"] = None
         return OutputWithStatistics(
@@ -123,7 +128,14 @@ class ChunkedHead(nn.Linear):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute the logits or, during :meth:`forward_with_statistics`, the statistics, fp32 ``[batch, tokens, names]``."""
+        """Compute the logits or, during :meth:`forward_with_statistics`, the statistics of each token.
+
+        Args:
+            hidden: Hidden states, ``[batch, tokens, hidden size]``.
+
+        Returns:
+            Logits ``[batch, tokens, vocabulary]``, or statistics, fp32 ``[batch, tokens, statistics]``.
+        """
         if self._labels is None:
             return super().forward(hidden)
         statistics: Tensor
@@ -143,7 +155,10 @@ class ChunkedHead(nn.Linear):
         return statistics.view(*self._labels.shape, len(self._statistic_names))
 
     def _compute_chunk_tokens(self, dtype: torch.dtype) -> int:
-        """Tokens of a chunk; a power of two where the loss is compiled, so that few have another size."""
+        """Return the number of tokens per chunk.
+
+        If the loss is compiled, it is a power of two, to limit recompilations.
+        """
         if (
             self._chunk_functions.compute_statistics is _compute_chunk_statistics
             or self._requested_chunk_tokens is not None
@@ -153,22 +168,23 @@ class ChunkedHead(nn.Linear):
 
 
 def install_chunked_head(model: nn.Module, chunk_tokens: int | Literal["auto"]) -> ChunkedHead | None:
-    """Replace the head of ``model``, on the meta device, by one that computes losses in chunks.
+    """Replace the head of a model on the meta device by a head that computes losses in chunks.
 
     Args:
-        model: a model with an output head.
-        chunk_tokens: ``memory.loss_chunk_tokens``.
+        model: A model with an output head, which is changed in place.
+        chunk_tokens: Value of ``memory.loss_chunk_tokens``.
 
     Returns:
-        the new head; None if ``chunk_tokens`` is 0, or is ``auto`` and the model needs its logits.
+        The new head. None if ``chunk_tokens`` is 0, or if it is ``auto`` and the model needs its logits.
 
     Raises:
-        UserError: for a number of tokens with a model that does not return its head's logits unchanged.
+        UserError: If ``chunk_tokens`` is a positive number, but the model does not return the logits of its
+            head unchanged.
     """
     if chunk_tokens == 0:
         return None
     head: Any = cast("Any", model).get_output_embeddings()
-    if has_peft_adapter(model) and hasattr(head, "modules_to_save"):  # a copy is trained in place of the head
+    if has_peft_adapter(model) and hasattr(head, "modules_to_save"):  # peft trains a copy of the head
         head = head.modules_to_save[head.active_adapters[0]]
     can_replace = type(head) is nn.Linear and _returns_head_logits(model)
     require(
@@ -189,6 +205,7 @@ def find_chunked_head(model: nn.Module) -> ChunkedHead | None:
 
 
 def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace a module of a model wherever it is registered."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:
@@ -196,8 +213,9 @@ def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _returns_head_logits(model: nn.Module) -> bool:
-    """Whether the logits are returned as the head computes them: not scaled, capped or used in a loss."""
-    for dtype in (None, torch.bfloat16):  # grouped products of experts run only in bf16 on the meta device
+    """Return whether a model returns the logits of its head unchanged and uses them in no other loss."""
+    # Try bf16 as well, because grouped matrix products of experts run only in bf16 on the meta device.
+    for dtype in (None, torch.bfloat16):
         try:
             return _trial_returns_head_logits(model, dtype)
         except Exception:  # the model reads the shape of its logits, or cannot run on the meta device
@@ -206,6 +224,7 @@ def _returns_head_logits(model: nn.Module) -> bool:
 
 
 def _trial_returns_head_logits(model: nn.Module, dtype: torch.dtype | None) -> bool:
+    """Run a trial forward pass, and return whether its logits are the output of the head."""
     recorder = _RecordingHead()
 
     def prepare_trial(trial: Any) -> None:
@@ -239,6 +258,8 @@ class _RecordingHead(nn.Module):
 
 
 class _TokenStatistics(torch.autograd.Function):
+    """Autograd function that computes token statistics in chunks, and recomputes them for gradients."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -252,7 +273,7 @@ class _TokenStatistics(torch.autograd.Function):
         statistic_names: Sequence[str],
         chunk_functions: _ChunkFunctions,
     ) -> Tensor:
-        """What is wanted of each row of ``hidden``, fp32 ``[tokens, wanted]``."""
+        """Compute the statistics of each row of ``hidden``, fp32 ``[tokens, statistics]``."""
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.parts = list(islice(_iter_row_slices(len(labels), chunk_tokens), max_chunks))
         ctx.to_logits = chunk_functions.compute_logits_gradient
@@ -301,15 +322,20 @@ def _compute_logits_gradient(
     labels: Tensor,
     statistic_gradients: dict[str, Tensor],
 ) -> Tensor:
-    """The gradient of the logits, in the head's dtype.
+    """Compute the gradient of the logits of a chunk, in the dtype of the weight.
 
     Args:
-        labels: labels, ``[tokens, 1]``. to: the gradient of what is wanted, each ``[tokens, 1]``.
+        hidden: Hidden states of the chunk, ``[tokens, hidden size]``.
+        weight: Weight of the head, in the compute dtype.
+        bias: Bias of the head, or None.
+        labels: Labels, ``[tokens, 1]``.
+        statistic_gradients: Gradient of each statistic by name, ``[tokens, 1]``.
     """
     gradient = _compute_logits(hidden, weight, bias).softmax(dim=-1)
     log_z_gradient = gradient * statistic_gradients["log_z"] if "log_z" in statistic_gradients else None
     if "log_probs" in statistic_gradients:
-        if torch.compiler.is_compiling():  # compared in the same pass; a scatter would be one more
+        # A comparison is fused into the same pass. A scatter would need one more pass.
+        if torch.compiler.is_compiling():
             gradient = gradient - (torch.arange(gradient.shape[1], device=gradient.device) == labels).float()
         else:
             gradient.scatter_add_(1, labels.clamp(min=0), gradient.new_full(labels.shape, -1.0))
@@ -326,7 +352,7 @@ def _compute_logits_gradient(
 def _compute_chunk_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, statistic_names: Sequence[str]
 ) -> Tensor:
-    """What is wanted of each of the ``hidden``, fp32 ``[tokens, wanted]``."""
+    """Compute the statistics of each token of a chunk, fp32 ``[tokens, statistics]``."""
     logits = _compute_logits(hidden, weight, bias)
     columns = [
         -functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
@@ -344,13 +370,15 @@ def _compute_chunk_statistics(
 
 
 def _cast_parameters(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Cast the parameters of the head to the compute dtype."""
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _compute_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits in fp32. The product runs in the head's dtype, as under autocast."""
+    """Compute the logits in fp32. The matrix product runs in the dtype of the weight, as under autocast."""
     return functional.linear(hidden.to(weight.dtype), weight, bias).float()
 
 
 def _iter_row_slices(num_rows: int, rows_per_slice: int) -> Iterator[slice]:
+    """Yield slices of at most ``rows_per_slice`` rows."""
     return (slice(start, start + rows_per_slice) for start in range(0, num_rows, rows_per_slice))

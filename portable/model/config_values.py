@@ -37,13 +37,21 @@ _ROPE_NUMBERS = (
 
 @dataclass(frozen=True)
 class _NumberRule:
+    """Range of the numbers whose keys match a pattern.
+
+    Attributes:
+        keys: Regular expression of the keys.
+        description: Noun phrase for the number, used in messages.
+        minimum: Smallest value.
+        maximum: Largest value.
+        excludes_minimum: Whether ``minimum`` itself is not allowed.
+    """
+
     keys: re.Pattern[str]
     description: str
-    """Noun phrase for messages."""
     minimum: float
     maximum: float
     excludes_minimum: bool = False
-    """Whether `minimum` itself is excluded."""
 
     def accepts_value(self, value: float) -> bool:
         return self.minimum <= value <= self.maximum and not (self.excludes_minimum and value == self.minimum)
@@ -56,7 +64,7 @@ class _NumberRule:
 
 
 NUMBER_RULES = (
-    # A share of the values that are zeroed, or of the layers or positions that are left out.
+    # Fractions of values that are zeroed, or of layers or positions that are left out.
     _NumberRule(
         re.compile(r"dropout|layerdrop|drop_?path|_pdrop$|(^|_)drop_(\w+_)?rate$|_prob$|_probability$"),
         "a probability",
@@ -75,13 +83,13 @@ NUMBER_RULES = (
         excludes_minimum=True,
     ),
     _NumberRule(re.compile(r"(^|_)factors?$"), "a factor", 0.0, 1e6),
-    # Weights of a larger deviation overflow fp16 in the first layer.
+    # Weights with a larger deviation overflow fp16 in the first layer.
     _NumberRule(
         re.compile(r"(^|_)(initializer_range|init_std|init_method_std)$"), "a standard deviation", 0.0, 100.0
     ),
     # Every layer costs milliseconds and kilobytes, even on the meta device.
     _NumberRule(re.compile(r"(^|_)(num_(\w+_)?|n_)layers?$"), "a number of layers", 0, MAX_MODEL_LAYERS),
-    # Dims of a tensor without which there is no model.
+    # Dimensions that every model needs.
     _NumberRule(
         re.compile(r"^(hidden_size|vocab_size|d_model|n_embd|num_attention_heads|n_head)$"),
         "a size",
@@ -95,17 +103,18 @@ NUMBER_RULES = (
         -1,
         MAX_TENSOR_SIZE,
     ),
-    # Any other number is one that a float can be. Published configs have lengths such as 1e30 for no limit.
+    # Other numbers only have to fit into a float. Published configs contain lengths such as 1e30 for no
+    # limit.
     _NumberRule(re.compile(r""), "a number", -sys.float_info.max, sys.float_info.max),
 )
-"""Rules by the key of a number; the first match decides."""
+"""Rules for numbers by their keys. The first match applies."""
 
 
 def check_config_values(message_prefix: str, values: Mapping[str, Any]) -> None:
     """Check the numbers, dtypes and RoPE settings in a model config and its nested configs.
 
     Args:
-        message_prefix: Begin of the message, such as "model.config".
+        message_prefix: Beginning of the error message, such as "model.config".
         values: Keys and values of the config.
 
     Raises:
@@ -140,7 +149,15 @@ def _build_value_error(message_prefix: str, path: tuple[str, ...], value: Any, r
 def iter_config_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the keys and the value of each scalar in a model config and its nested configs.
 
-    A RoPE setting that must be a scalar is also yielded if it is a container, so that it can be refused.
+    A RoPE setting that must be a scalar is also yielded if it is a container, so that the caller can reject
+    it.
+
+    Args:
+        values: Keys and values of the config.
+
+    Yields:
+        The keys from the outermost to the innermost config, and the value. The elements of a list have the
+        keys of the list.
     """
     # A dtype is only a container in a composite model, which may have one name for each part.
     pending: list[tuple[tuple[str, ...], Any]] = [((str(key),), value) for key, value in values.items()]

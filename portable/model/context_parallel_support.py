@@ -1,4 +1,4 @@
-"""Whether ranks or devices can share the sequences of a model, and its heads."""
+"""Checks whether context-parallel ranks or devices can share the sequences and attention heads of a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,20 @@ KEY = "context_parallel_size"
 
 
 def check_context_parallel_support(model: Any, config: RunConfig) -> None:
-    """Raise UserError if the ranks or devices of a run cannot share the sequences of ``model``."""
+    """Check that context-parallel ranks or devices can share the sequences of a model.
+
+    Args:
+        model: The model, on the meta device.
+        config: The config of the run.
+
+    Raises:
+        UserError: If its attention is not supported, or if its heads cannot be divided among the ranks.
+    """
     size = config.context_parallel_size
     if config.backend != "xla":
         _check_attention_support(model, config)
     if config.backend != "xla" or get_attention_kernel(model.config) == "sdpa":
-        # Other attention XLA's compiler divides as it likes.
+        # The XLA compiler partitions other attention without constraints.
         heads, key_heads = count_attention_heads(model)
         require(
             heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0),
@@ -33,7 +41,7 @@ def check_context_parallel_support(model: Any, config: RunConfig) -> None:
 
 
 def _check_attention_support(model: Any, config: RunConfig) -> None:
-    """Raise UserError if ranks cannot share the attention of ``model``."""
+    """Raise UserError if context-parallel ranks cannot share the attention of ``model``."""
     text = model.config.get_text_config()
     name, kernel = type(model).__name__, get_attention_kernel(text)
     require(
@@ -46,7 +54,8 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
     )
     has_router_loss = getattr(text, "output_router_logits", False)
     require(
-        not has_router_loss or bool(config.data.packing),  # a part of a sample does not tell of its padding
+        # A rank cannot derive the padding of a sample from its part of the sample.
+        not has_router_loss or bool(config.data.packing),
         f"{KEY}: the router loss of {name} needs samples without padding; set data.packing to true or "
         "documents, or model.config.output_router_logits to false",
     )
@@ -59,19 +68,27 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
 
 
 def _has_mixtral_signature(router_loss: Any) -> bool:
-    """Whether a router loss takes what that of transformers' Mixtral takes: the logits of each layer."""
+    """Return whether a router loss has the arguments of Mixtral's, which takes the logits of each layer."""
     names = ["gate_logits", "num_experts", "top_k", "attention_mask"]
     return router_loss is not None and [*inspect.signature(inspect.unwrap(router_loss)).parameters] == names
 
 
 def repeat_key_heads(num_ranks: int, key_states: Tensor) -> Tensor:
-    """``key_states``, ``[batch, heads of keys, ...]``, repeated so that ``num_ranks`` ranks have a head each."""
+    """Repeat key or value heads so that they can be divided among ranks.
+
+    Args:
+        num_ranks: Number of context-parallel ranks.
+        key_states: Keys or values, ``[batch, heads, ...]``.
+
+    Returns:
+        The tensor with ``num_ranks`` heads. The tensor itself if its heads are divisible by ``num_ranks``.
+    """
     heads = key_states.shape[1]
     return key_states.repeat_interleave(num_ranks // heads, 1) if heads % num_ranks else key_states
 
 
 class AttentionHeadCounts(NamedTuple):
-    """Numbers of attention heads in a layer."""
+    """Numbers of query heads and key heads of an attention layer."""
 
     queries: int
     keys: int

@@ -1,13 +1,13 @@
 """Initial weights whose slices are computed when they are read.
 
 While a model is built, :class:`InitializationRecording` creates large tensors without values (torch's fake
-tensors) and records the operations that give them values: constructors, ``_init_weights`` and custom code run
+tensors) and records the operations that give them values. Constructors, ``_init_weights`` and custom code run
 unchanged. Afterwards, each rank computes the elements of its shards. An element depends only on the seed and
 its position, because every tensor is divided into fixed tiles, and each tile has a separate seed for its
 random numbers.
 
-Operations on whole tensors, such as the QR decomposition of an orthogonal initialization, are computed whole,
-one tensor at a time, whenever a slice of their result is read.
+Operations on complete tensors, such as the QR decomposition of an orthogonal initialization, are computed
+completely, one tensor at a time, whenever a slice of their result is read.
 """
 
 from __future__ import annotations
@@ -39,25 +39,27 @@ _MAX_TILE_ELEMENTS = 1 << 12
 
 
 class RecordingError(Exception):
-    """A model is built by an operation that cannot be recorded."""
+    """Error for an operation of a model's constructor that cannot be recorded."""
 
 
 @dataclass(frozen=True, eq=False)
 class _RecordedWrite:
-    """An operation that changes the elements ``start`` to ``stop`` of a storage.
+    """Operation that changes the elements ``start`` to ``stop`` of a storage.
 
     Attributes:
-        previous: The write before it, or None if all elements were zero or are overwritten.
+        previous: Write before this write. None if all elements were zero or are overwritten.
         start: First element.
         stop: End of the elements.
         operation: Operation of torch.
-        arguments: Its arguments, with references instead of recorded tensors.
-        keywords: Its keyword arguments, likewise.
-        kind: "elementwise", "in place" (elementwise, and its first argument is the target), "random" (in
-            place, with a generator) or "whole".
+        arguments: Positional arguments of the operation, with references instead of recorded tensors.
+        keywords: Keyword arguments of the operation, with references instead of recorded tensors.
+        kind: "elementwise", "in place" (elementwise, and the first argument is the target), "random" (in
+            place, with a generator) or "whole" (on complete tensors).
         first_tile: Number of the first tile, from which the seeds of random numbers are derived.
-        result_index: Index of the output of a "whole" operation, or -1 - i if it changes its i-th tensor
-        argument. shape, stride: Layout of this output in the storage.
+        result_index: Index of the output of a "whole" operation, or -1 - i if the operation changes its i-th
+            tensor argument.
+        shape: Shape of the output of a "whole" operation.
+        stride: Strides of the output of a "whole" operation in the storage.
         storage_size: Number of elements of the storage.
     """
 
@@ -76,7 +78,7 @@ class _RecordedWrite:
 
 
 class _TileRange(NamedTuple):
-    """A tile of a storage: its number, its first element, and the end of its elements."""
+    """Tile of a storage: its number, its first element, and the end of its elements."""
 
     number: int
     start: int
@@ -85,14 +87,14 @@ class _TileRange(NamedTuple):
 
 @dataclass(eq=False)
 class _RecordedStorage:
-    """The recorded values of the storage of a fake tensor.
+    """Recorded values of the storage of a fake tensor.
 
     Attributes:
-        storage: The storage of torch. The reference keeps its id in use.
+        storage: Storage of torch. The reference keeps its id in use.
         columns: Size of the last dimension of the tensor that the storage was created for.
         size: Number of elements.
-        dtype: Type of the elements.
-        last_write: The last write, or None if all elements are zero.
+        dtype: Dtype of the elements.
+        last_write: Last write. None if all elements are zero.
     """
 
     storage: Any
@@ -102,7 +104,7 @@ class _RecordedStorage:
     last_write: _RecordedWrite | None = None
 
     def iter_tiles(self, start: int, stop: int) -> Iterator[_TileRange]:
-        """Yield number, start and stop of each tile with any of the elements ``start`` to ``stop``."""
+        """Yield the tiles that contain any of the elements ``start`` to ``stop``."""
         while start < stop:
             if self.columns >= _MAX_TILE_ELEMENTS:
                 per_row = -(-self.columns // _MAX_TILE_ELEMENTS)
@@ -119,6 +121,7 @@ class _RecordedStorage:
             start = last
 
     def count_tiles(self) -> int:
+        """Return the number of tiles of the storage."""
         if self.columns >= _MAX_TILE_ELEMENTS:
             return self.size // self.columns * -(-self.columns // _MAX_TILE_ELEMENTS)
         return -(-self.size // (_MAX_TILE_ELEMENTS // self.columns * self.columns))
@@ -126,7 +129,7 @@ class _RecordedStorage:
 
 @dataclass(frozen=True, eq=False)
 class _RecordedView:
-    """A recorded tensor as an argument, with the values at the time of the call."""
+    """Recorded tensor as an argument, with its values at the time of the call."""
 
     storage: _RecordedStorage
     last_write: _RecordedWrite | None
@@ -136,7 +139,7 @@ class _RecordedView:
 
 
 class InitializationRecording:
-    """The operations by which a model's large tensors get their values.
+    """Recording of the operations that give the large tensors of a model their values.
 
     Args:
         seed: Seed of the random numbers.
@@ -153,7 +156,10 @@ class InitializationRecording:
 
     @cached_property
     def _fake_tensors(self) -> Any:
-        """The mode in which operations compute only shapes; importing it takes a second."""
+        """Mode in which operations compute only shapes.
+
+        It is created lazily, because its import takes a second.
+        """
         return torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True)
 
     @contextmanager
@@ -170,7 +176,14 @@ class InitializationRecording:
         return self._find_storage(tensor) is not None
 
     def build_deferred_tensor(self, tensor: Tensor) -> ReadableTensor:
-        """Return the values that a tensor has at the end of the recording."""
+        """Return a lazily read tensor with the values that ``tensor`` has at the end of the recording.
+
+        Args:
+            tensor: Recorded tensor, or a tensor with values.
+
+        Raises:
+            RecordingError: If the tensor is on the meta device.
+        """
         storage = self._find_storage(tensor)
         if storage is None:
             if tensor.is_meta:
@@ -182,11 +195,13 @@ class InitializationRecording:
     # -- recording ---------------------------------------------------------------------------------------
 
     def _find_storage(self, tensor: Tensor) -> _RecordedStorage | None:
+        """Return the recorded storage of a tensor, or None if the tensor is not recorded."""
         if not self._storages or not torch_internals.is_fake_tensor(tensor):
             return None
         return self._storages.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _build_view(self, tensor: Tensor, storage: _RecordedStorage) -> _RecordedView:
+        """Return a reference to the current values of a recorded tensor."""
         if tensor.dtype != storage.dtype:
             raise RecordingError("a view of another type")
         return _RecordedView(
@@ -194,6 +209,7 @@ class InitializationRecording:
         )
 
     def _add_storage(self, tensor: Tensor) -> _RecordedStorage:
+        """Record the storage of a new fake tensor."""
         storage = tensor.untyped_storage()
         size = storage.nbytes() // tensor.element_size()
         plain = tensor.is_contiguous() and tensor.dim() > 1 and size == tensor.numel() > 0
@@ -202,6 +218,7 @@ class InitializationRecording:
         return added
 
     def _run_and_record(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Run an intercepted operation, and record it if it creates, reads or changes a recorded tensor."""
         leaves, _ = torch_internals.tree_flatten((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = torch_internals.get_operation_schema(operation).name.removeprefix("aten::")
@@ -233,12 +250,16 @@ class InitializationRecording:
         return results
 
     def _is_large(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+        """Return whether a factory function creates a large tensor on the host, without a generator."""
         size, device = arguments[0] if arguments else (), keywords.get("device")
         on_host = device is None or torch.device(device).type == "cpu"
         return on_host and keywords.get("generator") is None and math.prod(size) >= self._min_elements
 
     def _record_creation(self, name: str, tensor: Tensor, fill_values: tuple[Any, ...]) -> None:
-        """Record a tensor that a factory function has created. ``fill_values`` contains the value for ``full``."""
+        """Record a tensor that a factory function has created.
+
+        ``fill_values`` contains the value for ``full``.
+        """
         storage = self._add_storage(tensor)
         aten = torch.ops.aten
         fills: dict[str, tuple[Any, tuple[Any, ...], str]] = {
@@ -263,7 +284,7 @@ class InitializationRecording:
         result: int = 0,
         layout: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> None:
-        """Append a write to the writes of a storage."""
+        """Append a write to the writes of a storage, and reserve its tile numbers."""
         overwrites = kind != "in place" or operation in _OVERWRITING_OPERATIONS
         previous = None if overwrites and stop - start == storage.size else storage.last_write
         storage.last_write = _RecordedWrite(
@@ -293,6 +314,17 @@ class InitializationRecording:
         written: list[Tensor],
         fresh: list[Tensor],
     ) -> None:
+        """Record an operation on recorded tensors.
+
+        Args:
+            name: Name of the operation.
+            operation: Operation of torch.
+            arguments: Positional arguments.
+            keywords: Keyword arguments.
+            tensors: Tensors among the arguments.
+            written: Arguments that the operation changes.
+            fresh: New tensors that the operation returns.
+        """
         family = name.removeprefix("new_").removesuffix("_like")
         if family != name and family in _FACTORY_FUNCTIONS:
             self._record_creation(
@@ -349,14 +381,14 @@ class InitializationRecording:
         return tensor
 
     def _to_reference(self, tensor: Tensor) -> Any:
-        """Return a reference to a recorded tensor, or a copy of another one."""
+        """Return a reference to a recorded tensor, or a copy of a tensor with values."""
         storage = self._find_storage(tensor)
         return tensor.detach().clone() if storage is None else self._build_view(tensor, storage)
 
     def _run_with_values(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        """Compute the arguments and run an operation that depends on values or on another generator."""
+        """Compute the recorded arguments, and run an operation that depends on values or on a generator."""
         storages = [self._find_storage(tensor) for tensor in written]
         if any(storage is not None for storage in storages):
             raise RecordingError(f"{operation} changes a large tensor by values or by another generator")
@@ -373,8 +405,8 @@ class InitializationRecording:
     def _derive_tile_seed(self, tile_number: int) -> int:
         """Return the seed of a tile.
 
-        torch uses 32 bits of a seed. This is a permutation, so that no two tiles of a model have the same
-        seed.
+        torch uses 32 bits of a seed. The computation is a permutation, so that no two tiles of a model have
+        the same seed.
         """
         for key in self._seed_keys:
             tile_number = (tile_number ^ key) * 0x9E3779B1 & 0xFFFFFFFF
@@ -409,6 +441,7 @@ class InitializationRecording:
         return values.reshape([part.stop - part.start for part in index])
 
     def _compute_view(self, view: _RecordedView, cache: dict[Any, Any]) -> Tensor:
+        """Compute all elements of a view."""
         values = self._compute_elements(view.storage, view.last_write, 0, view.storage.size, cache)
         return torch.as_strided(values, view.shape, view.stride, view.offset)
 
@@ -423,8 +456,8 @@ class InitializationRecording:
         """Compute the elements ``start`` to ``stop`` of a storage, tile by tile.
 
         Args:
-            storage: The storage.
-            last_write: Its last write that counts.
+            storage: Storage to compute.
+            last_write: Last write to apply.
             start: First element.
             stop: End of the elements.
             cache: Results of operations on complete tensors, and the last tile.
@@ -548,9 +581,11 @@ def _find_written_positions(operation: Any, arguments: tuple[Any, ...], tensors:
 
 
 def _map_leaves(tree: Any, replace: Any) -> Any:
+    """Replace each leaf of a nested structure of arguments."""
     leaves, structure = torch_internals.tree_flatten(tree)
     return torch_internals.tree_unflatten([replace(leaf) for leaf in leaves], structure)
 
 
 def _map_tensors(tree: Any, replace: Any) -> Any:
+    """Replace each tensor in a nested structure of arguments."""
     return _map_leaves(tree, lambda leaf: replace(leaf) if isinstance(leaf, torch.Tensor) else leaf)

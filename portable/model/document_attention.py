@@ -1,18 +1,18 @@
 """Attention that stays within the documents of a packed sample.
 
-The data marks documents by ``position_ids`` that begin at 0 in each, and gives their lengths
-(:class:`portable.data.samples.packing.PackedDocumentSamples`). Every layer then attends as if each document
-were a sequence of its own:
+The data marks documents by ``position_ids`` that begin at 0 in each document, and provides the lengths of the
+documents (:class:`portable.data.samples.packing.PackedDocumentSamples`). Every layer then attends as if each
+document were a separate sequence:
 
-* Masks: transformers makes the mask of each kind of layer (causal, sliding window, chunked) from a function
-  of two positions. Here, that function gets positions within documents, and a mask has a fixed shape. No
-  value of a tensor is read. This works on every device, compiled or not.
-* On a CPU, the fused kernel computes all of a masked product. There, sdpa runs once per document instead,
-  which costs less than causal attention over the sample.
-* Flash attention, of a package or the hub, gets the lengths themselves.
+* Masks: transformers builds the mask of each kind of layer (causal, sliding window, chunked) from a function
+  of two positions. This module passes positions within documents to the function. The mask has a fixed shape
+  and is built without reading values of tensors, so this works on every device, compiled or not.
+* On a CPU, the fused kernel also computes the masked part of a product. There, sdpa runs once per document
+  instead, which costs less than causal attention over the sample.
+* Flash attention, from a package or the Hub, receives the lengths.
 
-Models that mix tokens in another way, such as a state space model, or that count positions themselves cannot
-keep documents apart. :func:`check_document_separation` refuses them.
+Some models mix tokens in other ways, such as by a state space, or count positions themselves. They cannot
+keep documents separate, and :func:`check_document_separation` rejects them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ video_llama_3 video_llava vipllava voxtral whisper xglm youtu
 """
 
 DOCUMENT_SEPARATING_TYPES = frozenset(_COMPARED.split())
-"""Model types whose packed documents have the loss and gradients of single documents, as a test shows."""
+"""Model types for which a test has shown that packed documents have the loss and gradients of separate
+documents.
+"""
 
 DOCUMENT_SEPARATING_TEXT_TYPES = frozenset(
     {
@@ -89,10 +91,10 @@ DOCUMENT_SEPARATING_TEXT_TYPES = frozenset(
 """Model types of the text configs of composite models in :data:`DOCUMENT_SEPARATING_TYPES`."""
 
 MASK_READING_TYPES = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
-"""Types in :data:`DOCUMENT_SEPARATING_TYPES` whose layers compute with the mask, so that it must be a tensor."""
+"""Types in :data:`DOCUMENT_SEPARATING_TYPES` whose layers compute with the mask, so it must be a tensor."""
 
 _MASKED_KERNELS = ("sdpa", "eager", "flex_attention")
-"""The kernels that take the masks made here. Others must take lengths, as flash attention does."""
+"""Kernels that accept the masks of this module. Other kernels must accept lengths, like flash attention."""
 DOCUMENT_SEPARATING_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe"}
 )
@@ -112,11 +114,15 @@ UNTESTED_LAYERS = frozenset(
 
 
 def check_document_separation(model: PreTrainedModel, key: str = "data.packing", *, seq_len: int = 0) -> None:
-    """Raise UserError if ``model`` may let the documents of a packed sample see each other.
+    """Check that attention in a model does not cross the document boundaries of a packed sample.
 
     Args:
-        key: the setting that needs this.
-        seq_len: Tokens of a sample.
+        model: The model, on the meta device.
+        key: Setting that requires separate documents, used in error messages.
+        seq_len: Number of tokens of a sample.
+
+    Raises:
+        UserError: If attention may cross the boundaries.
     """
     config = model.config
     kernel = get_attention_kernel(config)
@@ -138,10 +144,10 @@ def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str |
 
     Args:
         config: The transformers config of the model.
-        seq_len: Tokens of a sample.
+        seq_len: Number of tokens of a sample.
 
     Returns:
-        The reason, as a verb phrase. None if a test has shown that the model type keeps documents apart.
+        The reason, as a verb phrase. None if a test has shown that the model type keeps documents separate.
     """
     layers = getattr(config.get_text_config(), "layer_types", None) or ()
     unproven_layers = [layer for layer in layers if layer not in DOCUMENT_SEPARATING_LAYERS]
@@ -165,16 +171,16 @@ def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str |
 
 
 def apply_default_packing(config: RunConfig) -> RunConfig:
-    """Choose the default of ``data.packing`` for the model.
+    """Return the config with the default of ``data.packing`` for the model.
 
-    The default for conversations is ``document_numbers``. It becomes false if the model might mix the
-    documents of a packed sample. A value that the user has set is not changed.
+    The default for conversations is ``documents``. It becomes false if the model might mix the documents of a
+    packed sample. A value that the user has set does not change.
 
     Args:
         config: The config of the run.
 
     Returns:
-        The config with the default.
+        The changed config, or ``config`` itself if nothing changes.
     """
     if config.data.packing != "documents" or config.is_set("data.packing"):
         return config
@@ -188,7 +194,7 @@ def apply_default_packing(config: RunConfig) -> RunConfig:
 
 
 def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
-    """List the notes for the user about a default that :func:`apply_default_packing` has changed.
+    """Build the notes for the user about a default that :func:`apply_default_packing` has changed.
 
     Args:
         config: The config of the run.
@@ -210,6 +216,7 @@ def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
 
 
 def _find_mask_function(kernel: str) -> Any:
+    """Return the function with which transformers creates the masks of a kernel, or None."""
     return get_mask_functions().get(kernel, None)
 
 
@@ -219,17 +226,22 @@ _DIRECTION_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "causal": ((False,), "true"),  # XLM
     "attn_type": (("bi",), "uni"),  # XLNet
 }
-"""Settings of the text config that select attention in both directions: such values, and a causal value."""
+"""Settings of the text config that select bidirectional attention: their bidirectional values, and a causal
+value.
+"""
 _BIDIRECTIONAL_TYPES = ("cpmant",)
-"""Model types whose attention is always in both directions."""
+"""Model types whose attention is always bidirectional."""
 
 
 def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
-    """Raise UserError if a causal language model attends to later tokens, because it would see its labels.
+    """Check that a causal language model does not attend to later tokens. Otherwise it would see its labels.
 
     Args:
         model: The model, on the meta device.
-        key: The setting that names the model, used in error messages.
+        key: Setting that names the model, used in error messages.
+
+    Raises:
+        UserError: If the model attends to later tokens.
     """
     text: Any = model.config.get_text_config()
     name = f"{key}: {type(model).__name__} attends in both directions"
@@ -254,7 +266,7 @@ def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
 
 
 def _makes_only_causal_masks(model: PreTrainedModel) -> bool:
-    """Whether every mask that ``model``, on the meta device, makes in a forward pass is causal."""
+    """Return whether every mask that ``model``, on the meta device, creates in a forward pass is causal."""
     causal: list[bool] = []
 
     def wrap_mask_maker(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -264,14 +276,15 @@ def _makes_only_causal_masks(model: PreTrainedModel) -> bool:
 
         return make_recorded_mask
 
-    # Masks come first. Some layers cannot run on the meta device.
+    # Exceptions do not matter, because masks are created before the layers, and some layers cannot run on the
+    # meta device.
     with wrap_mask_function(wrap_mask_maker, get_attention_kernel(model.config)), suppress(Exception):
         run_trial_forward(model)
     return bool(causal) and all(causal)
 
 
 class DocumentForward(ForwardWrapper):
-    """Forward method that accepts packed documents, and keeps them apart.
+    """Forward method that accepts packed documents, and prevents attention between them.
 
     Args:
         model: A transformers model, not wrapped.
@@ -290,15 +303,17 @@ class DocumentForward(ForwardWrapper):
 
         Args:
             arguments: Positional arguments of the model.
-            inputs: The columns of a batch. Packed documents have ``position_ids``, which begin at 0 in each
+            inputs: Columns of a batch. Packed documents have ``position_ids``, which begin at 0 in each
                 document, and ``document_lengths``.
+
+        Returns:
+            The output of the model.
         """
         positions = inputs.get("position_ids")
         inputs.pop(TEXT_TOKENS_COLUMN, None)
         lengths = inputs.pop("document_lengths", None)
-        if (
-            PART_POSITIONS_COLUMN in inputs
-        ):  # if ranks share a sequence; `positions` are those of the whole sequence
+        if PART_POSITIONS_COLUMN in inputs:
+            # `positions` covers all context-parallel ranks, and this column only this rank.
             inputs["position_ids"] = inputs.pop(PART_POSITIONS_COLUMN)
         if positions is None:
             return self.__wrapped__(*arguments, **inputs)
@@ -317,6 +332,7 @@ class DocumentForward(ForwardWrapper):
                 return self.__wrapped__(*arguments, **inputs)
 
     def _attends_per_document(self, device: torch.device) -> bool:
+        """Return whether attention runs on one document at a time: only for uncompiled sdpa on a CPU."""
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
         return all(torch_internals.get_compiled_call(module) is None for module in self._model.modules())
@@ -326,7 +342,7 @@ def install_document_forward(model: Model) -> Model:
     """Make the model's forward method accept packed documents; see :class:`DocumentForward`.
 
     Args:
-        model: A transformers model, not wrapped, which :func:`check_document_separation` accepts.
+        model: A transformers model, not wrapped, that :func:`check_document_separation` accepts.
 
     Returns:
         The same model.
@@ -335,16 +351,17 @@ def install_document_forward(model: Model) -> Model:
 
 
 BIDIRECTIONAL_ARGUMENT = "allow_is_bidirectional_skip"
-"""An argument of masks that are not causal."""
+"""Argument with which transformers creates masks that are not causal."""
 
 
 @dataclass(frozen=True)
 class DocumentMaskFunction:
-    """Mask function of samples whose documents do not see each other.
+    """Mask function of samples whose documents do not attend to each other.
 
     Attributes:
-        single_document_mask: Mask function of a single document. It takes the positions of two tokens in the
-        document. positions: Position of each token in its document, int64 ``[batch, tokens]``.
+        single_document_mask: Mask function of a single document. Its arguments include the positions of two
+            tokens in the document.
+        positions: Position of each token in its document, int64 ``[batch, tokens]``.
         document_numbers: Number of the document of each token, int64 ``[batch, tokens]``.
     """
 
@@ -353,6 +370,14 @@ class DocumentMaskFunction:
     document_numbers: Tensor
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        """Return whether a query token may attend to a key token.
+
+        Args:
+            batch: Index of the sample.
+            head: Index of the attention head.
+            query: Index of the query token in the sample.
+            key: Index of the key token in the sample.
+        """
         is_visible = self.single_document_mask(
             batch, head, self.positions[batch, query], self.positions[batch, key]
         )
@@ -362,22 +387,20 @@ class DocumentMaskFunction:
 def _build_document_mask_wrapper(
     positions: Tensor, document_lengths: list[list[int]] | None
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Any]]:
-    """Keep documents apart in causal masks.
+    """Build a wrapper for functions that create masks, which separates the documents in causal masks.
 
     Args:
-        positions: of the tokens in their documents, int64 ``[batch, tokens]``.
-        document_lengths: the lengths of the documents of each sample, if the masks may be
-        :class:`_PerDocumentMask`.
+        positions: Positions of the tokens in their documents, int64 ``[batch, tokens]``.
+        document_lengths: Lengths of the documents of each sample. None if the masks must be tensors.
     """
     documents = (positions == 0).cumsum(-1)
 
     def wrap_mask_maker(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
         def make_document_mask(*, mask_function: Callable[..., Tensor], **mask_arguments: Any) -> Any:
-            if BIDIRECTIONAL_ARGUMENT in mask_arguments:  # of another sequence, such as an image
+            if BIDIRECTIONAL_ARGUMENT in mask_arguments:  # a mask of another sequence, such as an image
                 return make_mask(mask_function=mask_function, **mask_arguments)
-            if (
-                document_lengths is not None and not mask_arguments["use_vmap"]
-            ):  # which is for functions of the model's own
+            # transformers sets `use_vmap` for the custom mask functions of a model, which need a tensor.
+            if document_lengths is not None and not mask_arguments["use_vmap"]:
                 return _PerDocumentMask(
                     document_lengths, mask_function, mask_arguments.get("local_size"), make_mask
                 )
@@ -390,23 +413,23 @@ def _build_document_mask_wrapper(
 
 
 def _build_flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
-    """The keywords with which transformers calls the kernel for sequences of different lengths.
+    """Return the arguments of transformers' kernel for sequences of different lengths.
 
-    Their shapes and integers are the same for every batch, so nothing syncs or compiles again. A length of
-    zero is a sequence without tokens.
+    Their shapes and integers are equal for every batch, so they cause no sync and no recompilation. A length
+    of zero is a sequence without tokens.
     """
     ends = functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": seq_len, "max_length_k": seq_len}
 
 
 class _PerDocumentMask:
-    """Replacement for the mask of a batch that attends to one document at a time.
+    """Replacement for the mask of a batch, with which attention runs on one document at a time.
 
     Args:
         document_lengths: Lengths of the documents of each sample.
         mask_function: Mask function within a document.
-        local_size: Largest length at which the mask function is equal to a causal mask. None if it always is.
-        make_mask: Function that makes a mask from a mask function.
+        local_size: Largest length at which the mask function equals a causal mask. None if it always does.
+        make_mask: Function that creates a mask from a mask function.
     """
 
     def __init__(
@@ -431,9 +454,13 @@ class _PerDocumentMask:
         value: Tensor,
         **keywords: Any,
     ) -> Tensor:
-        """Call ``attention`` for each document; returns ``[batch, tokens, heads, size of a head]``."""
+        """Call ``attention`` for each document.
+
+        Returns:
+            The output, ``[batch, tokens, heads, head size]``.
+        """
         rows = []
-        # The gradients of split are concatenated; those of slices would each be padded and added.
+        # Use split, because its gradients are concatenated. Gradients of slices would be padded and added.
         for lengths, *row in zip(
             self._document_lengths, query.split(1), key.split(1), value.split(1), strict=True
         ):
@@ -445,6 +472,7 @@ class _PerDocumentMask:
         return torch.cat(rows)
 
     def _build_document_mask(self, query: Tensor) -> Tensor | None:
+        """Return the mask of a single document, or None if it is causal. Masks are cached by length."""
         length = query.shape[2]
         if self._local_size is None or length <= self._local_size:
             return None
@@ -460,8 +488,9 @@ class _PerDocumentMask:
         return self._masks[length]
 
 
-@cache  # once per process: layers that are recomputed run outside of any context
+@cache  # once per process, because recomputed layers run outside of any context
 def register_document_sdpa() -> None:
+    """Replace transformers' ``sdpa`` by a function that also accepts :class:`_PerDocumentMask`."""
     from transformers import AttentionInterface
 
     attention = AttentionInterface()["sdpa"]

@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies follow the length of each text.
+"""Rotary embeddings whose frequencies depend on the length of each text.
 
-Some rotary embeddings depend on the length of the sequence: LongRoPE has one set of factors for short and one
-for long sequences, and dynamic NTK scaling changes the base with the length. transformers takes the largest
-position of a forward pass for the length, so padding and the other texts of a micro-batch would decide. Here,
-each text gets the rotations that it has by itself.
+LongRoPE has one set of factors for short and one for long sequences, and dynamic NTK scaling changes the base
+with the length. transformers derives the length from the largest position of a forward pass, so padding and
+the other texts of a micro-batch would change the result of a text. In this module, each text has the
+rotations that it has in a separate forward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LENGTH_DEPENDENT_ROPE_TYPES = ("longrope", "dynamic")
 _RENAMED_ROPE_TYPES = {"su": "longrope"}
-"""Names of rope types in the configs of custom code."""
+"""Former names of rope types, which custom code may still use, and their current names."""
 
 
 def is_length_dependent(rope_type: str) -> bool:
@@ -38,9 +38,9 @@ def is_length_dependent(rope_type: str) -> bool:
 
 
 def _list_rope_settings(config: PretrainedConfig) -> list[Any]:
-    """List the mappings with a rope type in a config: one, or one for each layer type."""
+    """List the mappings of a config that may contain a rope type: one, and one for each layer type."""
     text = config.get_text_config()
-    # Custom code may keep the older name.
+    # Custom code may still use the former name.
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
@@ -52,11 +52,14 @@ def has_length_dependent_rope(config: PretrainedConfig) -> bool:
 
 
 def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
-    """Raise UserError if custom code of a model would count padding for the length of a text.
+    """Check that custom code of a model does not count padding as part of a text.
 
     Args:
         model: The model, on any device.
         config: The config of the run.
+
+    Raises:
+        UserError: If padding would count.
     """
     rope_types = (rope_type for module in model.modules() for rope_type in list_rope_types(module).values())
     if not has_length_dependent_rope(model.config) or any(map(is_length_dependent, rope_types)):
@@ -76,15 +79,15 @@ def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
 
 
 def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -> None:
-    """Check that the length of each text is available to the rotary embeddings of a model.
+    """Check that the rotary embeddings of a model can depend on the length of each text.
 
     Args:
         config: The transformers config of the model.
         task: The task of the run.
-        key: The setting that names the model.
+        key: Setting that names the model, used in error messages.
 
     Raises:
-        UserError: If the length is not available.
+        UserError: If the length of each text is not available.
     """
     if not has_length_dependent_rope(config):
         return
@@ -101,7 +104,7 @@ def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -
 
 
 class TextLengthForward(ForwardWrapper):
-    """Forward method that gives the rotary embeddings of a model the length of each text.
+    """Forward method that passes the length of each text to the rotary embeddings of a model.
 
     Args:
         model: A transformers model, not wrapped.
@@ -118,8 +121,8 @@ class TextLengthForward(ForwardWrapper):
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
         """Run the forward pass with the lengths of the texts in ``inputs``.
 
-        The lengths stay in use after the forward pass in training, because layers may be recomputed in the
-        backward pass.
+        In training, the lengths remain in use after the forward pass, because the backward pass may recompute
+        layers.
         """
         if "input_ids" not in inputs:
             return self.__wrapped__(*arguments, **inputs)
@@ -161,12 +164,12 @@ def _find_length_dependent_types(module: nn.Module) -> dict[str | None, str]:
 
 
 class _TextLengthRotaryForward:
-    """Replaces the ``forward`` of a rotary embedding.
+    """Forward method of a rotary embedding that rotates each text by its length.
 
     Args:
         module: The rotary embedding.
-        types: The length-dependent rope type of each layer type. The layer type is None if all layers share
-            one.
+        types: Length-dependent rope type of each layer type. The layer type is None if all layers have the
+            same rope type.
 
     Attributes:
         text_lengths: Length of the text of each token, int64 ``[batch, tokens]`` or ``[batch, 1]``.
@@ -190,14 +193,15 @@ class _TextLengthRotaryForward:
     def __call__(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **keywords: Any
     ) -> Any:
-        """Compute the cosines and sines of each position, as the module does for each text by itself."""
+        """Compute the cosines and sines of each position, as the module does for each text separately."""
         layer, text_lengths = self._layer, self.text_lengths
         if layer_type is not None:
             keywords["layer_type"] = layer_type
         in_use = text_lengths is not None and (self.in_forward or layer.module.training)
         if text_lengths is None or not in_use or layer_type not in self._rope_types:
             return layer.forward(x, position_ids, **keywords)
-        if text_lengths.shape[-1] not in (1, position_ids.shape[-1]):  # positions of other things than tokens
+        # These positions are not positions of tokens.
+        if text_lengths.shape[-1] not in (1, position_ids.shape[-1]):
             return layer.forward(x, position_ids, **keywords)
         shape = (text_lengths.shape[0], position_ids.shape[-1])
         text_lengths = text_lengths.expand(shape)
@@ -215,9 +219,10 @@ class _TextLengthRotaryForward:
         layer_type: str | None,
         keywords: dict[str, Any],
     ) -> Any:
-        """Compute the rotations with the short and with the long factors, and choose by text.
+        """Compute the rotations with the short and with the long factors, and select between them by text.
 
-        The module chooses by its largest position. One more position, which is dropped, decides for it.
+        The module selects the factors by its largest position. An additional position, which is dropped
+        afterwards, determines its choice.
         """
         limit = self._layer.get_original_length(layer_type)
         is_long = text_lengths > limit

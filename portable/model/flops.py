@@ -1,6 +1,6 @@
-"""Parameter counts, FLOPs per token, and sizes that do not suit a device's matrix units.
+"""Parameter counts, FLOPs per token, and hints about sizes that are inefficient on a device.
 
-Source of the last: NVIDIA's guide to matrix multiplication, requirements to use tensor cores
+Hints follow NVIDIA's guide to matrix multiplication, requirements to use tensor cores
 (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html).
 """
 
@@ -19,36 +19,50 @@ if TYPE_CHECKING:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters. Tied parameters count once."""
+    """Count the parameters of a model.
+
+    Tied parameters count once, and quantized weights with all their elements.
+    """
     quantized_elements = _map_quantized_elements(model)
     return sum(quantized_elements.get(id(p), p.numel()) for p in model.parameters())
 
 
 def format_parameter_counts(num_parameters: int, num_trained: int) -> str:
-    """Both counts, for the user."""
+    """Format the number of parameters for the user, such as "1,024 parameters, of which 512 are trained".
+
+    Args:
+        num_parameters: Number of parameters.
+        num_trained: Number of trained parameters.
+    """
     part = "" if num_trained == num_parameters else f", of which {num_trained:,} are trained"
     return f"{num_parameters:,} parameters{part}"
 
 
 def count_trained_parameters(model: nn.Module) -> int:
-    """Number of parameters that are trained. Tied parameters count once."""
+    """Count the parameters that are trained. Tied parameters count once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
-    """Floating-point operations per trained token, forward and backward.
+    """Compute the floating-point operations per trained token, in the forward and backward pass.
 
-    Follows the PaLM paper (appendix B): 6 for each weight in a matrix product, plus
-    12 x layers x hidden size x sequence length for the attention scores. Embedding lookups do not count, a
-    tied output head does. Of a mixture of experts, only the active experts count. Recomputation does not
-    count. A frozen weight has no gradient of its own; where nothing before it is trained, no backward pass
-    goes through it at all.
+    Follows appendix B of the PaLM paper: 6 for each weight in a matrix product, plus 12 x layers x hidden
+    size x sequence length for the attention scores. Embedding lookups do not count, but a tied output head
+    does. In a mixture of experts, only the active experts count. Recomputation does not count. The gradient
+    of a frozen weight is not computed. If no layer before a weight is trained, the backward pass does not
+    reach it at all.
+
+    Args:
+        model: The model, on any device.
+        config: The transformers config of the model.
+        seq_len: Sequence length in tokens, or the mean length of the documents if attention stays within
+            them.
     """
     text = config.get_text_config()
     embedding = get_token_embedding(model)
     head: Any = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    unreached = get_unreached_names(model)  # such as the vision tower, which text does not reach
+    unreached = get_unreached_names(model)  # for example the vision tower of a model that is trained on text
     layers = [
         {id(p) for p in layer.parameters()}
         for prefix, layer in find_transformer_layers(model)
@@ -77,24 +91,24 @@ def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, se
 
 
 def _map_quantized_elements(model: nn.Module) -> dict[int, int]:
-    """The elements that quantized parameters of ``model`` stand for, by ``id``."""
+    """Map the ``id`` of each quantized parameter to the number of elements of its weight."""
     return {id(m.bits): m.num_elements for m in model.modules() if isinstance(m, QuantizedLinear)}
 
 
 def _count_experts(text: PretrainedConfig) -> int:
-    """The experts of a layer; 0 if it has none."""
+    """Return the number of experts of a layer, or 0 if the model has none."""
     counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     return next((int(count) for count in counts if count), 0)
 
 
 def _compute_idle_expert_share(text: PretrainedConfig) -> float:
-    """The share of a layer's experts that a token does not use."""
+    """Return the fraction of a layer's experts that a token does not use."""
     chosen, experts = getattr(text, "num_experts_per_tok", None), _count_experts(text)
     return 1.0 - chosen / experts if chosen and experts else 0.0
 
 
 def _is_expert_parameter(name: str, parameter: nn.Parameter, text: PretrainedConfig) -> bool:
-    """Whether it holds experts: transformers stacks those of a layer along the first dim."""
+    """Return whether a parameter contains experts, which transformers stacks along the first dimension."""
     return ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == _count_experts(text)
 
 
@@ -107,10 +121,11 @@ def build_shape_hints(
     """Return a hint for each matrix dimension that is not a multiple of ``shape_multiple``.
 
     Args:
-        config: the model's config.
-        micro_batch_tokens: per micro-batch; the third dimension of the products.
-        shape_multiple: elements, from :meth:`portable.backend.Backend.get_shape_multiple`; None returns no
-        hints. precision: of the products, for the text.
+        config: The transformers config of the model.
+        micro_batch_tokens: Number of tokens in a micro-batch, which is a dimension of each matrix product.
+        shape_multiple: Number of elements from :meth:`portable.backend.Backend.get_shape_multiple`. None for
+            no hints.
+        precision: Precision of the matrix products, used in the text.
     """
     if shape_multiple is None:
         return []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class ForwardWrapper:
     """Base class of objects that replace ``model.forward`` and call the method that they replace.
 
-    The replacement is inside of the model, so the hooks of FSDP2, DDP and DeepSpeed see its inputs and
+    The replacement is inside of the model, so the hooks of FSDP2, DDP and DeepSpeed receive its inputs and
     outputs. It is an object and not a function, because :func:`copy.deepcopy` then gives the copy of a model
     a replacement that calls the copy.
 
@@ -22,7 +22,7 @@ class ForwardWrapper:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.__wrapped__: Any = model.forward  # the name under which inspect.signature looks for it
+        self.__wrapped__: Any = model.forward  # the name that inspect.signature reads
 
     @property
     def original_forward(self) -> Any:
@@ -35,6 +35,9 @@ class ForwardWrapper:
     @classmethod
     def install(cls, model: Model) -> Model:
         """Replace ``model.forward``, unless an earlier call has replaced it.
+
+        Args:
+            model: A transformers model, not wrapped. It is changed in place.
 
         Returns:
             The same model.

@@ -1,7 +1,7 @@
-"""Frozen parameters: which of a model's parameters are trained, and the dtype of those that are not.
+"""Selection of the parameters that are trained, and dtypes of the frozen parameters.
 
 A frozen parameter has no gradient and no optimizer state. Its dtype on the meta device is the dtype in which
-an engine stores it; a trained parameter is fp32.
+an engine stores it. A trained parameter is fp32.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The compute type by ``precision``; fp32 where it is not listed."""
+"""Compute dtype of each ``precision``. Other precisions have fp32."""
 _CHECKPOINT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def freeze_parameters(
     model: nn.Module, names: Collection[str], dtype: torch.dtype | Mapping[str, torch.dtype]
 ) -> None:
-    """Freeze the parameters ``names`` of ``model``, on the meta device. Tied parameters stay tied.
+    """Freeze some parameters of a model and change their dtype. Tied parameters stay tied.
 
     Args:
-        model: on the meta device; its other parameters stay as they are.
-        names: any name of a tied parameter stands for all of them.
-        dtype: in which engines store the parameters; one for all, or by name.
+        model: The model, on the meta device. Its other parameters do not change.
+        names: Names of the parameters. A tied parameter may have any of its names.
+        dtype: Dtype in which engines store the parameters: one for all, or one for each name.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
         parameter = parameters[name]
         parameter.requires_grad_(False)
         parameter.grad = None
-        # In place: the parameter remains the same object, so ties and attributes remain.
+        # Change the parameter in place, because a new object would lose ties and attributes.
         parameter.data = parameter.data.to(dtype if isinstance(dtype, torch.dtype) else dtype[name])
 
 
 def list_frozen_names(model: nn.Module) -> list[str]:
-    """The frozen parameters, tied ones by their first name."""
+    """List the names of the frozen parameters. Tied parameters have only their first name."""
     return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
 def freeze_untrained_parameters(
     model: nn.Module, settings: TrainConfig, dtype: torch.dtype, unreached_names: Collection[str] = ()
 ) -> None:
-    """Freeze what ``train.trainable`` and ``train.frozen`` leave out of training.
+    """Freeze the parameters that ``train.trainable`` and ``train.frozen`` exclude from training.
 
     Args:
-        model: on the meta device.
-        settings: the section ``train``.
-        dtype: in which engines store the frozen parameters.
+        model: The model, on the meta device.
+        settings: The ``train`` section.
+        dtype: Dtype in which engines store the frozen parameters.
         unreached_names: Names of the parameters that the loss does not depend on. They are frozen as well,
-        unless
-            ``train.trainable`` matches them.
+            unless ``train.trainable`` matches them.
 
     Raises:
-        UserError: if a pattern is not a regular expression or matches no parameter, or nothing is trained.
+        UserError: If a pattern is not a regular expression or matches no parameter, or if no parameter is
+            trained.
     """
     names = {first: [first, *others] for first, others in map_tied_names(model).items()}
     trained_names = set(names).difference(unreached_names)
@@ -80,7 +80,15 @@ def freeze_untrained_parameters(
 
 
 def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[str]:
-    """Notes for the user on tied parameters of which the patterns name only one."""
+    """Build notes about tied parameters if the patterns match only some of their names.
+
+    Args:
+        model: The model, after parameters were frozen.
+        settings: The ``train`` section.
+
+    Returns:
+        A note for the user about each tied parameter.
+    """
 
     def match_patterns(parameter_name: str) -> tuple[bool, ...]:
         both = (settings.trainable or (), settings.frozen)
@@ -95,14 +103,15 @@ def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[
 
 
 def set_frozen_dtypes(model: nn.Module, stored_tensors: Mapping[str, Any], precision: str) -> None:
-    """Give each frozen parameter the dtype in which an engine keeps its values exactly.
+    """Give each frozen parameter the dtype in which an engine stores its values exactly.
 
-    It is the compute type if ``stored_tensors`` have it, otherwise fp32.
+    This is the compute dtype if the stored tensor has it, otherwise fp32.
 
     Args:
-        model: on the meta device.
-        stored_tensors: the values to come, by name; whatever has no ``dtype`` counts as fp32.
-        precision: of the run.
+        model: The model, on the meta device.
+        stored_tensors: Tensors by name from which the parameters are loaded. Without a ``dtype``, they count
+            as fp32.
+        precision: Precision of the run.
     """
     compute = COMPUTE_DTYPES.get(precision, torch.float32)
     tied_names = map_tied_names(model)

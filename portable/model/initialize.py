@@ -1,4 +1,4 @@
-"""Initial weights, with the values or the distributions of transformers' ``build_model_from_config``."""
+"""Initial weights with the values or the distributions of transformers' ``from_config``."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_WHOLE_MODEL_BYTES = 512 << 20
-"""Size in bytes of the largest model whose weights every rank computes whole, as transformers does."""
+"""Size in bytes of the largest model for which every rank computes all weights, as transformers does."""
 
 
 @dataclass
 class InitialWeights:
-    """The unsharded model on the meta device, from which initial weights are computed.
+    """Unsharded model on the meta device from which initial weights are computed.
 
     Attributes:
-        model: of the run, without an adapter.
-        model_function: ``model.function``, which has changed it; None without one.
-        recording_failure: Reason for which a large model was computed whole; None if it was not.
+        model: Model of the run, without an adapter.
+        model_function: Import path of ``model.function``, which has changed the model. None without a
+            function.
+        recording_failure: Reason for which a large model was computed without recording. None if there was no
+            failure.
     """
 
     model: PreTrainedModel
@@ -42,6 +44,12 @@ class InitialWeights:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, model_function: str | None = None) -> InitialWeights:
+        """Build the initial weights from a copy of a model, which later changes of the model do not affect.
+
+        Args:
+            model: The model, on the meta device.
+            model_function: Import path of ``model.function``. None without a function.
+        """
         return cls(copy.deepcopy(model), model_function)
 
     def build_lazy_weights(
@@ -51,19 +59,21 @@ class InitialWeights:
         max_whole_bytes: int = MAX_WHOLE_MODEL_BYTES,
         min_recorded_elements: int = MIN_RECORDED_ELEMENTS,
     ) -> dict[str, ReadableTensor]:
-        """Return the weights of ``build_model_from_config``, as tensors that are computed when they are read.
+        """Return the weights of ``from_config``, as tensors that are computed when they are read.
 
         The weights depend only on the seed and the model, not on the world size or the strategy. Up to
-        ``max_whole_bytes`` bytes, they equal the weights of ``build_model_from_config`` after
-        ``torch.manual_seed``. The tensors of a larger model have the same distributions, and a slice can be
-        computed without the rest of the tensor. A model whose construction cannot be recorded is computed
-        whole.
+        ``max_whole_bytes``, they equal the weights of ``from_config`` after ``torch.manual_seed``. The
+        tensors of a larger model have the same distributions, and a slice can be computed without the rest of
+        the tensor. If the construction of a model cannot be recorded, all of its weights are computed.
 
         Args:
             seed: Seed of the random numbers.
-            max_whole_bytes: Size in bytes of the largest model that is computed whole.
-            min_recorded_elements: Elements of the smallest tensor that is computed in slices in a larger
-            model.
+            max_whole_bytes: Size in bytes of the largest model whose weights are all computed at once.
+            min_recorded_elements: Elements of the smallest tensor of a larger model that is computed in
+                slices.
+
+        Returns:
+            Lazily read tensors by name.
         """
         size = sum(
             tensor.numel() * tensor.element_size() for tensor in get_state_tensors(self.model).values()
@@ -86,6 +96,7 @@ class InitialWeights:
     def _build_initialized_model(
         self, seed: int, recording: InitializationRecording | None = None
     ) -> PreTrainedModel:
+        """Build the model with transformers' initialization, and apply ``model.function``."""
         with torch.random.fork_rng(devices=[]), _fill_uninitialized_with_nan():
             torch.default_generator.manual_seed(seed)
             model = build_model_from_config(
@@ -95,13 +106,14 @@ class InitialWeights:
                 model = apply_model_function(model, self.model_function)
         for parameter in model.parameters():
             if recording is None or not recording.is_recorded(parameter):
-                parameter.detach().nan_to_num_(nan=0.0)  # values that the architecture does not initialize
+                # Replace the values that the architecture does not initialize.
+                parameter.detach().nan_to_num_(nan=0.0)
         return model
 
 
 @contextmanager
 def _fill_uninitialized_with_nan() -> Iterator[None]:
-    """Within this context, fill uninitialized memory with NaN."""
+    """Fill uninitialized memory with NaN until the context ends."""
     enabled, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -114,6 +126,6 @@ def _fill_uninitialized_with_nan() -> Iterator[None]:
 
 
 def derive_named_seed(seed: int, name: str) -> int:
-    """A seed that depends on ``seed`` and ``name`` only."""
+    """Derive a seed from ``seed`` and ``name``, a signed 64-bit integer."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)

@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 
 
 def find_known_classes(config: PretrainedConfig, settings: ModelConfig) -> ModelClasses | None:
-    """Return the classes of a pretrained head or of ``model.config``, or None if neither has any.
+    """Return the classes of a pretrained head or of ``model.config``.
 
     The outputs of a regression count as classes.
+
+    Args:
+        config: The transformers config of the model.
+        settings: The ``model`` section of the config.
+
+    Returns:
+        The classes. None if the labels of the data determine them.
     """
     names = _list_class_names(config)
     if settings.name_or_path is None:
@@ -34,10 +41,17 @@ def find_known_classes(config: PretrainedConfig, settings: ModelConfig) -> Model
 
 
 def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> ProblemType | None:
-    """Return the config's ``problem_type``, or None if the labels decide it.
+    """Return the ``problem_type`` of a classifier's config.
+
+    Args:
+        config: The transformers config of the model.
+        settings: The ``model`` section of the config.
+
+    Returns:
+        The problem type. None if the labels of the data determine it.
 
     Raises:
-        UserError: if transformers does not have this problem type.
+        UserError: If transformers does not have this problem type.
     """
     problem_type = getattr(config, "problem_type", None)
     if settings.task != "sequence-classification" or problem_type is None:
@@ -51,7 +65,7 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
 
 
 def _list_class_names(config: PretrainedConfig) -> list[str]:
-    """Class names in the order of their ids."""
+    """List the names of the classes in the order of their ids."""
     count = int(config.num_labels or 0)
     by_id = {int(index): str(name) for index, name in (config.id2label or {}).items()}
     names = [by_id.get(index, f"LABEL_{index}") for index in range(count)]
@@ -62,32 +76,48 @@ def _list_class_names(config: PretrainedConfig) -> list[str]:
 
 
 def classifies_at_last_position(config: PretrainedConfig) -> bool:
-    """Whether the classifier reads the last position, even if it is padding. Padding must then come first."""
+    """Return whether the classifier reads the last position, so that padding must be on the left."""
     return getattr(config, "summary_type", None) == "last"
 
 
 def classifies_at_end_token(config: PretrainedConfig) -> bool:
-    """Whether the classifier reads the end token, as in BART and T5, and fails without one."""
+    """Return whether the classifier reads the end token, as in BART and T5.
+
+    It then fails without an end token.
+    """
     from transformers import AutoModelForSequenceClassification
 
     try:
         model_class = get_model_class(AutoModelForSequenceClassification, config)
-    except KeyError:  # code from the hub, or not a classifier
+    except KeyError:  # custom code from the Hub, or not a classifier
         return False
     return "eos_token_id" in inspect.unwrap(model_class.forward).__code__.co_names
 
 
 def build_label_arguments(config: PretrainedConfig, settings: ModelConfig) -> dict[str, Any]:
-    """What a classifier's config says about its data, as arguments of ``build_data``."""
+    """Return the arguments of ``build_data`` that depend on the config of a classifier.
+
+    Args:
+        config: The transformers config of the model.
+        settings: The ``model`` section of the config.
+
+    Returns:
+        Known classes, problem type, and whether padding is on the left, by the names of the parameters.
+    """
     return {
-        "known_classes": find_known_classes(config, settings),
-        "problem": read_problem_type(config, settings),
+        "model_classes": find_known_classes(config, settings),
+        "problem_type": read_problem_type(config, settings),
         "pad_left": classifies_at_last_position(config),
     }
 
 
 def set_config_labels(config: PretrainedConfig, classes: LabelMapping) -> None:
-    """Store the class names and the problem type in ``config``."""
+    """Store the names of the classes and the problem type in a config.
+
+    Args:
+        config: The transformers config, which is changed in place.
+        classes: Classes of the data.
+    """
     config.id2label = dict(enumerate(classes.output_names))
     config.label2id = {name: index for index, name in enumerate(classes.output_names)}
     if classes.problem_type != SINGLE_LABEL or getattr(config, "problem_type", None) is not None:

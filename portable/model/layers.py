@@ -1,4 +1,4 @@
-"""The transformer layers of a model, and forward passes on the meta device."""
+"""Transformer layers of a model, and trial forward passes on the meta device."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ if TYPE_CHECKING:
 
 
 def find_layers_without_hooks(model: nn.Module) -> set[str]:
-    """Names of layers whose forward hooks never run.
+    """Find the layers whose forward hooks never run.
 
-    Either their parent calls ``forward`` directly, which a pass on the meta device detects. Or, as in
-    Reformer, an autograd function calls the layer and computes its gradients itself.
+    There are two causes. The parent of a layer may call ``forward`` directly, which a pass on the meta device
+    detects. In Reformer, an autograd function calls the layer and computes its gradients itself.
+
+    Args:
+        model: The model, on the meta device. It is not modified.
+
+    Returns:
+        Names of the layers.
     """
     kinds = list(group_layers_by_kind(model).values())
     uncalled_kinds = set(range(len(kinds)))
@@ -42,9 +48,14 @@ def find_layers_without_hooks(model: nn.Module) -> set[str]:
 
 
 def gives_all_parameters_gradients(model: nn.Module) -> bool:
-    """Whether every trainable parameter of ``model``, on the meta device, gets a gradient in each pass.
+    """Return whether every trainable parameter gets a gradient in each pass.
 
-    False if this is unknown: when control flow depends on tensor values, which the meta device does not have.
+    Args:
+        model: The model, on the meta device. It is not modified.
+
+    Returns:
+        False also if this is unknown, because control flow depends on values that the meta device does not
+        have.
     """
     settings = cast("PreTrainedModel", model).config.to_dict()
     if any(value for key, value in settings.items() if key.endswith("layerdrop")):
@@ -52,7 +63,7 @@ def gives_all_parameters_gradients(model: nn.Module) -> bool:
     tried: list[nn.Module] = []
 
     def watch(trial: nn.Module) -> None:
-        tried.append(trial.to(torch.bfloat16))  # the only dtype that every kernel supports
+        tried.append(trial.to(torch.bfloat16))  # bf16 is the only dtype that every kernel supports
 
     try:
         output = run_trial_forward(model, watch, enable_gradients=True)
@@ -65,12 +76,17 @@ def gives_all_parameters_gradients(model: nn.Module) -> bool:
 def run_trial_forward(
     model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None, *, enable_gradients: bool = False
 ) -> Any:
-    """Run a copy of ``model``, one layer of each kind, on two tokens on the meta device; return its output.
+    """Run a reduced copy of a model on two tokens on the meta device.
+
+    The copy has one layer of each kind.
 
     Args:
-        model: on the meta device, with buffers anywhere.
-        prepare: called with the copy before its forward pass.
-        enable_gradients: whether a backward pass may follow.
+        model: The model, on the meta device, with buffers on any device. It is not modified.
+        prepare: Function that is called with the copy before its forward pass.
+        enable_gradients: Whether to build a graph for a backward pass.
+
+    Returns:
+        The output of the copy.
     """
     trial = copy_one_layer_per_kind(model)
     trial.to("meta").eval()
@@ -109,9 +125,16 @@ def find_modules_called_repeatedly(model: nn.Module, modules: Collection[nn.Modu
 
 
 def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated layers by name: the units of sharding, recomputation and initialization."""
+    """Find the outermost repeated layers, which are the units of sharding, recomputation and initialization.
+
+    Args:
+        model: A transformers model.
+
+    Returns:
+        Names and modules, in the order of the model.
+    """
     classes = list_no_split_layer_classes(model)
-    # Only members of a list: some models also declare their embeddings, whose weights the head may share.
+    # Use only members of lists: some models also declare their embeddings, which may be tied to the head.
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     members = [(f"{name}.{child}", m) for name, entries in lists for child, m in entries.named_children()]
     layers = [(name, m) for name, m in members if type(m).__name__ in classes]
@@ -123,7 +146,7 @@ def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _iter_list_members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The entries of a module list, including nested lists. A list itself is never called."""
+    """Yield the names and modules of a module list and of nested lists. A list itself is never called."""
     for child, module in entries.named_children():
         if type(module) is nn.ModuleList:
             yield from _iter_list_members(f"{name}.{child}", module)
@@ -133,7 +156,8 @@ def _iter_list_members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.
 
 LayerKinds = dict[tuple[Any, ...], list[str]]
 """Layer names by kind. Layers of one kind have the same parent, class, shapes, plain attributes and frozen
-parameters."""
+parameters.
+"""
 
 
 def group_layers_by_kind(model: nn.Module) -> LayerKinds:
@@ -153,12 +177,20 @@ def group_layers_by_kind(model: nn.Module) -> LayerKinds:
 
 
 def copy_one_layer_per_kind(model: nn.Module) -> Any:
-    """A copy of ``model`` with only the first layer of each kind."""
+    """Copy a model with only the first layer of each kind."""
     return copy_with_only_layers(model, {names[0] for names in group_layers_by_kind(model).values()})
 
 
 def copy_with_only_layers(model: nn.Module, layer_names: Collection[str]) -> Any:
-    """A copy of ``model`` with only the layers in ``layer_names``, renumbered."""
+    """Copy a model with only some of its layers, which are renumbered.
+
+    Args:
+        model: The model, on the meta device. It is not modified.
+        layer_names: Names of the layers to keep; see :func:`find_transformer_layers`.
+
+    Returns:
+        The copy.
+    """
     memo: dict[int, Any] = {}
     lists: dict[str, list[str]] = defaultdict(list)
     for name, layer in find_transformer_layers(model):

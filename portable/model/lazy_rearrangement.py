@@ -1,4 +1,4 @@
-"""Lazy tensors that are computed from others by moving elements, such as stacked experts.
+"""Lazy tensors that are computed from other tensors by moving elements, such as stacked experts.
 
 :func:`trace_element_moves` runs a conversion once on the meta device and records its operations. Afterwards,
 any slice of a result can be read, and only the source elements that belong to the slice are read.
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor whose slices are read on demand.
+    """Tensor whose slices are read on demand.
 
     Attributes:
         shape: Shape of the complete tensor.
-        read_slice: Function that returns the elements in an index with unit steps, with all dimensions.
+        read_slice: Function that returns the elements in an index, which has unit steps and all dimensions.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class LazyTensor:
 
 
 class NotTraceableError(Exception):
-    """A conversion does more than move elements."""
+    """Error for a conversion that does more than move elements."""
 
 
 def trace_element_moves(
@@ -49,13 +49,13 @@ def trace_element_moves(
     Args:
         convert: Function that computes the results from the sources. It is called once, with tensors on the
             meta device.
-        sources: The tensors that are converted.
+        sources: Tensors to convert.
 
     Returns:
         The results by name.
 
     Raises:
-        NotTraceableError: If the conversion uses an operation that changes values or is not supported here.
+        NotTraceableError: If the conversion uses an operation that changes values or is not supported.
     """
     trace = _MoveTrace()
     inputs = []
@@ -71,7 +71,7 @@ def trace_element_moves(
 
 
 class _MoveTrace:
-    """The readers of all tensors of a conversion."""
+    """Functions that read the tensors of a traced conversion."""
 
     def __init__(self) -> None:
         self._readers: dict[
@@ -105,6 +105,7 @@ class _MoveTrace:
 def _build_stack_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.stack``."""
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
@@ -117,6 +118,7 @@ def _build_stack_readers(
 def _build_cat_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.cat``."""
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
@@ -133,6 +135,7 @@ def _build_cat_readers(
 
 
 def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int]) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.permute``."""
     (source,) = sources
     order = [dim % len(source.shape) for dim in order]
 
@@ -146,12 +149,14 @@ def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int
 def _build_transpose_readers(
     sources: list[LazyTensor], shapes: object, first: int, second: int
 ) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.transpose``."""
     order = list(range(len(sources[0].shape)))
     order[first], order[second] = order[second], order[first]
     return _build_permute_readers(sources, shapes, order)
 
 
 def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> Tensor:
+    """Read a slice of a tensor that is narrowed along ``dim`` by ``offset``."""
     shifted = slice(index[dim].start + offset, index[dim].stop + offset)
     return source.read_slice((*index[:dim], shifted, *index[dim + 1 :]))
 
@@ -159,6 +164,7 @@ def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> T
 def _build_split_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], _: object, dim: int = 0
 ) -> list[ReadSlice]:
+    """Return a reader for each result of ``torch.split``."""
     dim %= len(shapes[0])
     offsets = [sum(shape[dim] for shape in shapes[:i]) for i in range(len(shapes))]
     return [partial(_read_narrowed, sources[0], dim, offset) for offset in offsets]
@@ -172,6 +178,7 @@ def _build_slice_readers(
     stop: int | None = None,
     step: int = 1,
 ) -> list[ReadSlice]:
+    """Return a reader for a slice along one dimension."""
     (source,) = sources
     dim %= len(source.shape)
     if step != 1:
@@ -182,7 +189,11 @@ def _build_slice_readers(
 def _build_view_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], *_: object
 ) -> list[ReadSlice]:
-    """Read all elements of the dimensions that differ, and slices of the leading dimensions that do not."""
+    """Return a reader for a reshaped tensor.
+
+    The reader reads all elements of the dimensions that differ, and slices of the leading dimensions that do
+    not.
+    """
     (source,), (shape,) = sources, shapes
     num_equal_dims = 0
     while (
@@ -201,6 +212,7 @@ def _build_view_readers(
 
 
 def _build_select_readers(sources: list[LazyTensor], _: object, dim: int, position: int) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.select``."""
     (source,) = sources
     dim, position = dim % len(source.shape), position % source.shape[dim]
 
@@ -213,10 +225,12 @@ def _build_select_readers(sources: list[LazyTensor], _: object, dim: int, positi
 def _build_unbind_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
+    """Return a reader for each result of ``torch.unbind``."""
     return [_build_select_readers(sources, None, dim, position)[0] for position in range(len(shapes))]
 
 
 def _build_identity_readers(sources: list[LazyTensor], *_: object) -> list[ReadSlice]:
+    """Return the reader of the source, because the operation does not move elements."""
     return [sources[0].read_slice]
 
 

@@ -1,15 +1,14 @@
-"""The loss of a micro-batch, for every task, engine and kind of loss.
+"""Loss of a micro-batch, for every task, engine and kind of loss.
 
-:func:`compute_micro_batch_loss` runs the model on a micro-batch and returns the summed loss. A step minimizes
+:func:`forward_loss` runs the model on a micro-batch and returns the summed loss. A step minimizes
 the mean over all labels of the global batch, so :func:`scale_loss_by_global_weight` divides the sum by the
 number of valid labels of the global batch, not of the micro-batch. The loss is cross-entropy, the loss of a
 classifier's ``problem_type``, or the loss that ``train.loss`` names.
 
-A model's own auxiliary losses (:mod:`portable.model.auxiliary_losses`), such as the load-balancing loss of a
-mixture of experts, are defined by transformers for one forward pass. Over a global batch they are averaged
-over the sequences: each micro-batch is weighted by its share of the sequences. The result equals
-transformers' loss if the global batch is one micro-batch, and does not grow with the number of micro-batches
-or ranks.
+transformers defines the auxiliary losses of a model (:mod:`portable.model.auxiliary_losses`), such as the
+load-balancing loss of a mixture of experts, for one forward pass. Over a global batch they are averaged over
+the sequences: each micro-batch is weighted by its share of the sequences. The result equals transformers'
+loss if the global batch is one micro-batch, and does not grow with the number of micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -47,28 +46,40 @@ MetricNeeds = Literal["logits", "predictions"] | None
 
 
 class MicroBatchMeasure(Protocol):
-    """Adds up what the metrics of a run need; see :class:`portable.evaluation.metrics.MetricSet`."""
+    """Interface of the sums of an evaluation; see :class:`portable.evaluation.metrics.MetricSet`."""
 
     needs: MetricNeeds
     pass_name: str
-    """Purpose of the passes, used in messages."""
+    """Name of the pass, used in messages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Compute the sums of a micro-batch, by name."""
+        """Compute the sums of a micro-batch.
+
+        Args:
+            outputs: Outputs of the model that ``needs`` names.
+            batch: Micro-batch on the device.
+
+        Returns:
+            Sums by name.
+        """
 
 
 class PrecomputePass(MicroBatchMeasure):
-    """Returns what ``once`` of the loss returns, instead of sums."""
+    """Pass that returns the columns that ``once`` of a custom loss computes, instead of sums."""
 
     needs = None
     pass_name = "pass over all samples"
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Raise NotImplementedError, because only the type of this measure matters."""
         raise NotImplementedError
 
 
 def count_valid_labels(labels: Tensor) -> int:
-    """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
+    """Count the valid labels on the host.
+
+    Labels are valid unless they are -100 or, if they are floats, NaN.
+    """
     valid = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED_LABEL
     return int(torch.count_nonzero(valid))
 
@@ -77,20 +88,19 @@ def count_valid_labels(labels: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class MicroBatchLoss:
-    """Result of :func:`compute_micro_batch_loss`.
+class LossOutput:
+    """Result of :func:`forward_loss`.
 
     Attributes:
         loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
-        num_sequences: Number of samples in the micro-batch. With SPMD, where all ranks run one program, these
-        are
-            the samples of all ranks.
-        weight: The weight that a :class:`TrainingLoss` returned. None for the loss of the task, which is
-            weighted by the number of valid labels.
-        auxiliary_loss: The model's own auxiliary losses, an fp32 scalar. None if there are none.
+        num_sequences: Number of samples in the micro-batch. With SPMD, all ranks run one program, and the
+            samples of all ranks count.
+        weight: Weight that a :class:`TrainingLoss` returned. None for the loss of the task, whose weight is
+            the number of valid labels.
+        auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
         metrics: Sums to log, which are divided by the same global weight as the loss.
-        predictions: The most likely class of each position. Only in evaluations with metrics.
-        logits: Only in evaluations, if they are all computed.
+        predictions: Most likely class of each position. Only in evaluations with metrics.
+        logits: Logits, only in evaluations and if all of them are computed.
     """
 
     loss_sum: Tensor
@@ -117,6 +127,9 @@ class StepSums:
 
 def sum_micro_batches(sums: Sequence[StepSums]) -> StepSums:
     """Add up the contributions of the micro-batches of a step.
+
+    Args:
+        sums: Contributions of the micro-batches, at least one.
 
     Raises:
         UserError: If a custom loss logs different names for different micro-batches.
@@ -149,21 +162,19 @@ class StepContribution(NamedTuple):
 
 
 def scale_loss_by_global_weight(
-    output: MicroBatchLoss, global_weight: Tensor, global_batch_size: int
+    output: LossOutput, global_weight: Tensor, global_batch_size: int
 ) -> StepContribution:
     """Divide a micro-batch's summed loss by the weight of the global batch, and add the auxiliary losses.
 
     Args:
         output: Result of the micro-batch.
-        global_weight: Weight of the global batch, a device scalar: its number of valid labels, or the sum of
-        the
-            weights of a custom loss.
-        global_batch_size: Sequences in an optimizer step, over all ranks.
+        global_weight: Weight of the global batch, a scalar on the device: its number of valid labels, or the
+            sum of the weights of a custom loss.
+        global_batch_size: Number of sequences in an optimizer step, over all ranks.
 
     Returns:
-        The contribution of the micro-batch to the mean loss of the global batch, an fp32 scalar with a
-        gradient; and the same contribution without a gradient, together with the logged values. The
-        contributions of all micro-batches and ranks add up to the loss and the logged values of the step.
+        The contribution of the micro-batch to the mean loss, with and without a gradient. The contributions
+        of all micro-batches and ranks add up to the loss and the logged values of the step.
     """
     divisor = torch.where(global_weight > 0, global_weight, 1).float()
     loss = output.loss_sum / divisor
@@ -187,9 +198,8 @@ class LossRequest:
 
     Attributes:
         labels: Labels that align with the logits, int64 ``[sequences, tokens]`` for a language model.
-        statistics: Statistics of each token that ``head`` computes; see
-        :meth:`ChunkedHead.forward_with_statistics`. Empty
-            for the logits.
+        statistics: Names of the statistics of each token that ``head`` computes; see
+            :meth:`ChunkedHead.forward_with_statistics`. Empty for the logits.
         head: The model's chunked head, if ``statistics`` is not empty.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
     """
@@ -215,9 +225,9 @@ class RequestedOutput(TypedDict):
 class LossForward(ForwardWrapper):
     """Forward method that also accepts a :class:`LossRequest`, and then returns a :class:`RequestedOutput`.
 
-    A batch of samples always comes with a request. Without a request, as in
-    ``model.generate``, ``position_ids`` are not those of packed documents, and may begin after the tokens of
-    a cache. Such a pass runs the forward method of the transformers model, without any replacement.
+    A batch of samples always has a request. Without a request, as in ``model.generate``, ``position_ids`` do
+    not mark packed documents, and may begin after the tokens of a cache. Such a pass runs the forward method
+    of the transformers model, without any replacement.
 
     Args:
         model: A transformers model, not wrapped.
@@ -228,7 +238,16 @@ class LossForward(ForwardWrapper):
         self._auxiliary_losses = AuxiliaryLosses(model)
 
     def __call__(self, *arguments: Any, request: LossRequest | None = None, **inputs: Any) -> Any:
-        """Run the forward pass. Without a request, the result is the output of the transformers model."""
+        """Run the forward pass.
+
+        Args:
+            arguments: Positional arguments of the model.
+            request: Parts of the loss to compute.
+            inputs: Keyword arguments of the model.
+
+        Returns:
+            A :class:`RequestedOutput`. Without a request, the output of the transformers model.
+        """
         if request is None:
             return self.original_forward(*arguments, **inputs)
         statistics: dict[str, Tensor] = {}
@@ -253,8 +272,8 @@ class LossForward(ForwardWrapper):
 def install_loss_forward(model: Model) -> Model:
     """Make the model's forward method accept a :class:`LossRequest`.
 
-    This has to be the last transform of the forward method, so that auxiliary losses can use all columns of
-    a batch.
+    Call this function after the functions that install other forward methods. The last one receives all
+    columns of a batch, and auxiliary losses need them.
 
     Args:
         model: A transformers model, not wrapped.
@@ -292,14 +311,14 @@ class TaskLoss:
         return LossSums(criterion(outputs.logits, labels), None, {})
 
 
-def compute_micro_batch_loss(
+def forward_loss(
     model: nn.Module,
     batch: Batch,
     objective: TrainingObjective,
     *,
     with_token_metrics: bool = False,
     evaluation: MicroBatchMeasure | None = None,
-) -> MicroBatchLoss:
+) -> LossOutput:
     """Run a model on a micro-batch and compute its loss.
 
     Args:
@@ -307,7 +326,7 @@ def compute_micro_batch_loss(
         batch: Micro-batch on the device.
         objective: The objective of the run.
         with_token_metrics: Whether to also compute the token accuracy and the entropy.
-        evaluation: The metrics of an evaluation, which gets no auxiliary losses. None in training.
+        evaluation: Metrics of an evaluation, which computes no auxiliary losses. None in training.
 
     Returns:
         The summed loss, its weight, the auxiliary losses, the sums to log, and the predictions.
@@ -342,15 +361,14 @@ def compute_micro_batch_loss(
     )
     loss_sum, weight, metrics = loss(outputs, batch)
     logits = outputs.model.logits
-    if wants_token_metrics and (
-        hits is not None or logits.dim() > 2
-    ):  # not for the class of a whole sequence
+    # The logits of a sequence classifier have two dimensions.
+    if wants_token_metrics and (hits is not None or logits.dim() > 2):
         metrics = compute_token_metric_sums(logits, hits, labels) | metrics
     predictions = outputs.predictions
     if metric_needs is not None and predictions is None and not labels.is_floating_point():
         assert outputs.logits is not None
         predictions = outputs.logits.argmax(dim=-1)
-    return MicroBatchLoss(
+    return LossOutput(
         loss_sum,
         labels.shape[0],
         weight,
@@ -365,7 +383,7 @@ class LossInputs(NamedTuple):
     """Result of :func:`run_model_for_loss`.
 
     Attributes:
-        outputs: What the loss gets.
+        outputs: Outputs that are passed to the loss.
         auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
         hits: 1 for each token that is predicted, fp32 ``[sequences, tokens]``. None if all logits are
             computed, or if the caller did not request ``hits``.
@@ -387,25 +405,25 @@ def run_model_for_loss(
     with_auxiliary_losses: bool = False,
     logits_suffice: bool = False,
 ) -> LossInputs:
-    """Run a model on a micro-batch, and split what it returns into what a loss needs.
+    """Run a model on a micro-batch and return the inputs of its loss.
 
-    A sample may be several sequences, such as a pair: ``input_ids`` are then ``[batch, sequences, tokens]``,
-    which the model takes as ``[batch * sequences, tokens]``. Its outputs are split again.
+    A sample may consist of several sequences, such as a pair. ``input_ids`` are then ``[batch, sequences,
+    tokens]``, which the model receives as ``[batch * sequences, tokens]``. Its outputs are split again.
 
     Args:
         model: A model with :func:`install_loss_forward`, or a wrapper around it.
         inputs: Arguments of the model, on the device.
         labels: Labels of the micro-batch.
         needs: ``logits``, or the statistics of each token that the loss needs.
-        statistics: More statistics, which only the chunked head computes.
+        statistics: Additional statistics, which only the chunked head computes.
         head: The model's chunked head. It is used if the micro-batch has more than one chunk of tokens and
             the logits are not needed.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
-        logits_suffice: Whether the loss takes the logits instead of the statistics if all are computed.
+        logits_suffice: Whether the loss takes the logits instead of the statistics if all of them are
+            computed.
 
     Returns:
-        The outputs, the auxiliary losses, and 1 for each token that is predicted. The last is None if all
-        logits are computed, or if ``statistics`` does not contain ``hits``.
+        The outputs for the loss, the auxiliary loss, and the hits.
     """
     shape = inputs["input_ids"].shape
     is_split = len(shape) == 3
@@ -437,18 +455,16 @@ def run_model_for_loss(
 
 
 class TrainingObjective:
-    """The training objective of a run: its loss, and what the loss needs besides the model's forward pass.
+    """Training objective of a run: its loss, and the inputs of the loss in addition to the forward pass.
 
     Args:
         model: A transformers model, not wrapped.
-        global_batch_size: Sequences in an optimizer step, over all ranks.
+        global_batch_size: Number of sequences in an optimizer step, over all ranks.
         head: The model's head, if it can compute token statistics in chunks.
-        custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss or sources
-        of a
-            mixture. None for the loss of the task.
-        compute_dtype: The type in which the engine computes if it does not use autocast. None for the type of
-        the
-            parameters.
+        custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss, or metrics
+            for each source of a mixture. None for the loss of the task.
+        compute_dtype: Dtype in which the engine computes if it does not use autocast. None for the dtype of
+            the parameters.
     """
 
     def __init__(
@@ -468,18 +484,21 @@ class TrainingObjective:
         self._compute_dtype = compute_dtype
         self._prepared_models: WeakSet[nn.Module] = WeakSet()
         """References and teachers with the transforms and the precision of the model in training."""
-        # Further columns of a batch are only for a custom loss.
+        # Only a custom loss adds columns that the model does not accept.
         self._input_names = None if custom_loss is None else _list_input_names(model)
 
     def compute_weight(self, batch: Batch) -> float:
-        """Compute the weight of a micro-batch on the host: its number of labels, or a custom weight."""
+        """Compute the weight of a micro-batch on the host: its number of valid labels, or a custom weight.
+
+        The first call may also check the custom loss, on the host.
+        """
         loss, labels = self._custom_loss, batch["labels"]
         if loss is None:
             return count_valid_labels(labels)
         if not self._is_checked and (self._reads_cause_compilation or len(labels) < 2):
             config = self._model.config
             is_class = labels.dim() == 1
-            loss.check_sum_on_host(
+            loss.check_loss_is_sum_over_rows(
                 batch, config.num_labels if is_class else config.get_text_config().vocab_size
             )
             self._is_checked = True
@@ -492,7 +511,7 @@ class TrainingObjective:
         return any(parameter.device.type == "xla" for parameter in self._model.parameters())
 
     def compute_logged_values(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the values that a step logs besides the loss.
+        """Return the values that a step logs in addition to the loss.
 
         Args:
             sums: The names and values of :class:`StepSums`, added up over the step.
@@ -520,33 +539,51 @@ class TrainingObjective:
     def measure_micro_batch(
         self, model: nn.Module, batch: Batch, measure: MicroBatchMeasure
     ) -> dict[str, Tensor]:
-        """Compute the sums of ``measure`` and the summed ``loss`` of a micro-batch."""
+        """Compute the sums of an evaluation for a micro-batch.
+
+        Args:
+            model: The model of the objective, or a wrapper around it.
+            batch: Micro-batch on the device.
+            measure: Metrics of the evaluation, or a :class:`PrecomputePass`.
+
+        Returns:
+            The summed ``loss``, the sums of a custom loss and the sums of the metrics, by name. For a
+            :class:`PrecomputePass`, the columns that ``once`` returns.
+        """
         if isinstance(measure, PrecomputePass):
             assert self._custom_loss is not None and self._custom_loss.once is not None
             return self._call_without_gradients(self._custom_loss.once, batch)
-        output = compute_micro_batch_loss(model, batch, self, evaluation=measure)
+        output = forward_loss(model, batch, self, evaluation=measure)
         metrics = {f"{LOSS_SUM_PREFIX}{name}": value for name, value in output.metrics.items()}
         outputs = Outputs(output.predictions, output.logits)
         return {"loss": output.loss_sum, **metrics, **measure(outputs, batch)}
 
     def get_loss(self, *, training: bool) -> TrainingLoss | TaskLoss:
-        """Return the loss of a training step or of an evaluation."""
+        """Return the loss of a training step or, if ``training`` is False, of an evaluation."""
         loss = self._custom_loss
         return self.task_loss if loss is None or not (training or loss.in_evaluation) else loss
 
     def select_model_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the columns of a batch that the model takes."""
+        """Return the columns of a batch that the model accepts, without the labels."""
         names = batch if self._input_names is None else self._input_names
         return {name: tensor for name, tensor in batch.items() if name != "labels" and name in names}
 
     def add_reference_columns(self, loss: TrainingLoss | TaskLoss, batch: Batch) -> Batch:
-        """Add what ``before`` of a custom loss computes, such as the log-probabilities of a reference."""
+        """Add the columns that ``before`` of a custom loss computes, such as reference log-probabilities.
+
+        Args:
+            loss: Result of :meth:`get_loss`.
+            batch: Micro-batch on the device.
+
+        Returns:
+            A new batch. ``batch`` itself if the loss has no ``before``.
+        """
         return batch if loss.before is None else {**batch, **self._call_without_gradients(loss.before, batch)}
 
     def _call_without_gradients(
         self, function: Callable[..., Mapping[str, Tensor]], batch: Batch
     ) -> dict[str, Tensor]:
-        """Call ``before`` or ``once`` of a custom loss with a function that runs forward passes."""
+        """Call ``before`` or ``once`` of a custom loss, and pass a function that runs forward passes."""
         loss = self._custom_loss
         assert loss is not None
 
@@ -566,11 +603,11 @@ class TrainingObjective:
             self._model.train(training)
 
     def _prepare_reference(self, reference: nn.Module) -> nn.Module:
-        """Apply the transforms of the forward method to a reference or teacher, and cast its parameters.
+        """Install the forward methods of a run in a reference or teacher, and cast its parameters.
 
-        The parameters have the precision of their files. Afterwards, the model computes as the model in
-        training does. Under autocast, that is the type of its parameters; otherwise the engine casts its
-        parameters to the compute type.
+        The parameters have the dtype of their files. They are cast so that the reference computes in the same
+        precision as the model in training: to the dtype of its parameters under autocast, otherwise to the
+        compute dtype of the engine.
 
         Args:
             reference: The reference or teacher.
@@ -595,8 +632,8 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
     """Run a model on a micro-batch and return the summed cross-entropy, without auxiliary losses.
 
     Args:
-        model: A transformers model. Its forward method gets the transforms of a run.
-        batch: Micro-batch on the device. ``labels[b, t]`` is the target of ``logits[b, t]``; for
+        model: A transformers model. Its forward method is replaced by the forward method of a run.
+        batch: Micro-batch on the device. ``labels[b, t]`` is the target of ``logits[b, t]``. For
             classification, ``labels[b]`` is the target of ``logits[b]``.
         head: The model's chunked head, to avoid computing all logits at once.
 
@@ -611,7 +648,9 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
 
 
 _METRIC_COUNT_NAMES = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
-"""Means that steps log besides the loss, by TRL's names, and the names of the counts that divide them."""
+"""Means that steps log in addition to the loss, with TRL's names, and the names of the counts that divide
+them.
+"""
 _MAX_ENTROPY_LOGITS = 1 << 24
 
 
@@ -621,12 +660,12 @@ def compute_token_metric_sums(
 ) -> dict[str, Tensor]:
     """Compute sums over the labels: hits of the most likely token and, from all logits, the entropy in nats.
 
-    The hits are those of the first sequence of each sample: of a pair, of the chosen one, as in TRL.
+    Hits are counted in the first sequence of each sample. In a pair this is the chosen answer, as in TRL.
 
     Args:
         logits: Logits of all tokens, ``[sequences, tokens, vocabulary]``. None if the head computes ``hits``.
         hits: 1 for each token that is predicted, fp32 ``[sequences, tokens]``.
-        labels: ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
+        labels: Labels, ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
 
     Returns:
         The sums by name, fp32 scalars.
@@ -638,7 +677,8 @@ def compute_token_metric_sums(
         is_hit = hits
     elif on_xla:
         assert logits is not None
-        # With argmax, the logits would exist three times as often; with gather, twice, if tokens are cut.
+        # Do not use argmax, which would need memory for two more copies of the logits, or gather, which would
+        # need one more copy if tokens are sharded.
         classes = torch.arange(logits.shape[-1], device=labels.device)
         target_logits = torch.where(classes == targets.unsqueeze(-1), logits, -torch.inf)
         is_hit = (target_logits.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
@@ -648,7 +688,7 @@ def compute_token_metric_sums(
     first_sequences = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)
     counted = valid.flatten(0, -2)[first_sequences].sum().float()
     sums = {"first labels": counted, "mean_token_accuracy": is_hit[first_sequences].sum().float()}
-    if logits is None or on_xla:  # as with argmax
+    if logits is None or on_xla:  # on XLA, the entropy would need more copies of the logits, as argmax does
         return sums
     rows, row_is_valid = logits.flatten(0, -2), valid.flatten()
     step = max(1, _MAX_ENTROPY_LOGITS // rows.shape[-1])
@@ -679,14 +719,17 @@ def _compute_token_statistics(logits: Tensor, labels: Tensor, names: Sequence[st
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """Switch off the adapter of a model within this context. No parameter changes.
+    """Disable the adapter of a model until the context ends, without changing parameters.
+
+    Args:
+        model: The model.
 
     Raises:
         UserError: If the model has no adapter.
     """
     if not has_peft_adapter(model):
         raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
-    from portable.private.peft_internals import disable_adapters  # which imports peft
+    from portable.private.peft_internals import disable_adapters  # the module imports peft
 
     with disable_adapters(model):
         yield
@@ -696,15 +739,16 @@ _MODEL_COLUMNS = (
     "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths",
     PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN,
 )  # fmt: skip
-"""Columns of samples that are for a model, whose own forward may take anything."""
+"""Columns that are always passed to the model, because its forward method may accept any keyword."""
 
 
 def _list_input_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the columns of a batch that a model takes."""
+    """Return the names of the columns of a batch that a model accepts."""
     return frozenset((*inspect.signature(model.forward).parameters, *_MODEL_COLUMNS))
 
 
 def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the summed cross-entropy in fp32. Labels of -100 do not count."""
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
@@ -714,11 +758,13 @@ def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _compute_squared_error(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the summed squared error. NaN labels do not count."""
     values = logits.float().reshape(labels.shape)
     return functional.mse_loss(values, torch.where(labels.isnan(), values.detach(), labels), reduction="sum")
 
 
 def _compute_binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the summed binary cross-entropy of several classes per text. NaN labels do not count."""
     counts = ~labels.isnan()
     return functional.binary_cross_entropy_with_logits(
         logits.float(), torch.where(counts, labels, 0), weight=counts.float(), reduction="sum"

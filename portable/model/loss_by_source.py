@@ -1,4 +1,4 @@
-"""The cross-entropy and the labels of each source of a mixture, which steps log."""
+"""Cross-entropy and number of labels of each source of a mixture, which steps log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from portable.batch import Batch
 
 LOSS_PREFIX, SHARE_PREFIX = "loss/", "share/"
-"""Prefixes of the mean cross-entropy of a source in a step, and of its share of the step's labels."""
+"""Prefixes of the names of a source's mean cross-entropy, and of its share of the labels in a step."""
 
 
 class LossBySource:
@@ -34,11 +34,14 @@ class LossBySource:
         self._with_losses = with_losses
 
     def compute_sums(self, log_probs: Tensor | None, batch: Batch) -> dict[str, Tensor]:
-        """Compute the number of labels and the summed cross-entropy of each source, by name.
+        """Compute the number of labels and the summed cross-entropy of each source.
 
         Args:
-            log_probs: Log-probabilities of the labels.
+            log_probs: Log-probabilities of the labels. None if the loss does not compute them.
             batch: Micro-batch on the device.
+
+        Returns:
+            Sums by prefix and source. Empty in evaluations.
         """
         if SOURCE_COLUMN not in batch:
             return {}
@@ -54,7 +57,11 @@ class LossBySource:
         return sums
 
     def compute_logged_values(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the values that a step logs: the mean loss of each source, and its share of the labels."""
+        """Compute the mean loss of each source, and its share of the labels.
+
+        Args:
+            sums: Sums of a step by name, all divided by the same weight. Other names are returned unchanged.
+        """
         metrics = dict(sums)
         counts = {source: metrics.pop(SHARE_PREFIX + source) for source in self._sources}
         losses = {source: metrics.pop(LOSS_PREFIX + source, 0.0) for source in self._sources}

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MIN_RECORDED_ELEMENTS = 1 << 22
-"""Elements of the smallest tensor that is not created on the host."""
+"""Elements of the smallest tensor that is recorded instead of created on the host."""
 
 
 @contextmanager
 def create_parameters_on_meta() -> Iterator[InitializationRecording]:
-    """Within this context, move each parameter to the meta device when a module registers it.
+    """Move each parameter to the meta device when a module registers it, until the context ends.
 
     A constructor creates each parameter before it is registered, and the stacked experts of one layer can
-    take up tens of gigabytes. Large tensors are therefore created without values, and the operations on
-    them are recorded, because a buffer may be one of them.
+    take up tens of gigabytes. Large tensors are therefore created without values. The operations on them are
+    recorded, because a buffer may be computed from them.
 
     Yields:
         The recording, for :func:`assign_recorded_values`.
@@ -40,13 +40,14 @@ def create_parameters_on_meta() -> Iterator[InitializationRecording]:
 
 
 def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Parameter registration hook that returns a copy of the parameter on the meta device."""
     if parameter is None or parameter.is_meta:
         return None  # unchanged
     moved = nn.Parameter(
         torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
         requires_grad=parameter.requires_grad,
     )
-    # A fake tensor has attributes of its own, which every other fake tensor has as well.
+    # Copy only attributes that the model has set. A fake tensor also has internal attributes.
     attributes = vars(parameter).keys() - vars(parameter.detach()).keys() - {"_is_param"}
     for key in attributes:
         setattr(moved, key, vars(parameter)[key])
@@ -54,7 +55,12 @@ def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) 
 
 
 def assign_recorded_values(model: nn.Module, recording: InitializationRecording) -> None:
-    """Give values to the buffers and other large tensors of a model that was built while recording."""
+    """Give values to the buffers and other large tensors of a model that was built while recording.
+
+    Args:
+        model: The model, which is changed in place.
+        recording: The recording of :func:`create_parameters_on_meta`.
+    """
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if recording.is_recorded(buffer):

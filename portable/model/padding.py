@@ -1,4 +1,4 @@
-"""Models of transformers whose result for a text depends on the padding of its sample."""
+"""Models of transformers whose output for a text depends on the padding of its sample."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _ANY_TASK = frozenset(
     }
 )
 _CLASSIFICATION = frozenset({"t5gemma", "t5gemma2"})
-"""Types that classify at the token after the text. This token only exists if there is padding."""
+"""Model types that classify at the token after the text, which exists only if there is padding."""
 
 
 def explain_padding_dependence(config: PretrainedConfig, run: RunConfig) -> str | None:
-    """Explain that padding changes the result of a text.
+    """Explain that padding changes the output of the model for a text.
 
-    ``python -m tests.alone`` compares each type of transformers with texts without padding.
+    ``python -m tests.alone`` compares each model type of transformers with and without padding.
 
     Args:
         config: The transformers config of the model.
         run: The config of the run.
 
     Returns:
-        A warning. None if the samples have no padding, or the result of a text does not depend on it.
+        A warning. None if the samples have no padding, or if padding does not change the output.
     """
     packs = run.model.task in ("causal-lm", "masked-lm") and run.data.packing is True
     classifies = run.model.task == "sequence-classification"

@@ -1,4 +1,4 @@
-"""Which parameters of a model form a group of its optimizer."""
+"""Assignment of a model's parameters to the groups of its optimizer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _UNDECAYED_PATTERN = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)
 
 
 def list_decayed_names(model: nn.Module) -> set[str]:
-    """The names of the parameters with weight decay: all except norms and biases.
+    """List the names of the parameters with weight decay: all except norms and biases.
 
-    As in the Trainer's ``get_decay_parameter_names``, the parameter's name or its module's class decides. The
-    number of dims does not: a bias may be a table and a weight may be a vector.
+    As in the Trainer's ``get_decay_parameter_names``, the name of the parameter or the class of its module
+    decides. The number of dimensions does not matter, because a bias may be a table and a weight may be a
+    vector.
     """
     return set(
         transformers_internals.list_parameter_names_except(model, [nn.LayerNorm], [_UNDECAYED_PATTERN])
@@ -40,9 +41,10 @@ CONVOLUTION_CLASSES = (
 
 
 def list_layer_matrix_names(model: nn.Module) -> set[str]:
-    """The names of the matrices of the layers, which are in module lists, and of their experts' stacks.
+    """List the names of the matrices in the layers of a model, including stacks of experts.
 
-    Not of embeddings, convolutions, norms and biases, nor of vectors that are stored as matrices.
+    Only members of module lists count. Embeddings, convolutions, norms and biases are excluded, and so are
+    vectors that are stored as matrices.
     """
     decays = list_decayed_names(model)
     lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -57,10 +59,18 @@ def list_layer_matrix_names(model: nn.Module) -> set[str]:
 
 
 def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str, OptimizerGroup]:
-    """The group of each trained parameter of ``model``, by its first name.
+    """Assign each trained parameter of a model to a group.
+
+    Args:
+        model: The model.
+        settings: The ``train`` section.
+
+    Returns:
+        The group of each trained parameter, by its first name.
 
     Raises:
-        UserError: if a pattern is not a regular expression or decides nothing.
+        UserError: If a pattern is not a regular expression or selects no new parameter, or if nothing is
+            trained.
     """
     decays = list_decayed_names(model)
     names: dict[nn.Parameter, list[str]] = {}
@@ -91,7 +101,8 @@ def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str
     groups, unreached = {}, get_unreached_names(model)
     for name in aliases:
         if name in trained:
-            # A parameter without a gradient must keep its value, but ZeRO gives it a gradient of zeros.
+            # Exclude parameters without a gradient from weight decay, because ZeRO gives them a gradient of
+            # zeros and would decay them.
             pattern_number, is_undecayed = (
                 pattern_numbers.get(name, 0),
                 name not in decays or name in unreached,

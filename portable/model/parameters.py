@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model: names and patterns for them, ties, lookup tables, allocation."""
+"""Parameters and buffers of a model: names and patterns, tied parameters, embeddings, and allocation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 def materialize_model(
     model: nn.Module, device: torch.device, *, storage_device: torch.device | None = None
 ) -> None:
-    """Allocate ``model`` on ``device``: parameters uninitialized, buffers copied. Tied weights stay tied.
+    """Allocate the parameters of a model without initializing them, and copy its buffers.
+
+    Tied weights stay tied.
 
     Args:
-        model: on the meta device.
-        device: where the model computes.
-        storage_device: where parameters are stored between uses, if not on ``device``.
+        model: The model, whose parameters are on the meta device.
+        device: Device on which the model computes.
+        storage_device: Device on which parameters are stored between uses. None for ``device``.
     """
 
     def allocate_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
@@ -41,13 +43,13 @@ def replace_tensors(
     replace_parameter: Callable[[str, nn.Parameter], nn.Parameter],
     replace_buffer: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Replace the model's parameters and buffers. Tied weights stay tied.
+    """Replace the parameters and buffers of a model. Tied weights stay tied.
 
     Args:
-        replace_parameter: takes a parameter's first name and the parameter, returns the replacement. Called
-        once for
-            tied parameters.
-        replace_buffer: the same for buffers.
+        model: The model, which is changed in place.
+        replace_parameter: Function of a parameter's first name and the parameter that returns the
+            replacement. It is called once for tied parameters.
+        replace_buffer: Function of a buffer's name and the buffer that returns the replacement.
     """
     replacements: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -61,13 +63,16 @@ def replace_tensors(
 
 
 def list_embedding_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of all ``nn.Embedding`` modules. One of them may also be the output head's weight."""
+    """List the weights of all ``nn.Embedding`` modules.
+
+    One of them may also be the weight of the output head.
+    """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return [parameter for table in tables for parameter in table.parameters(recurse=False)]
 
 
 def get_token_embedding(model: PreTrainedModel) -> nn.Parameter | None:
-    """The token embedding, float ``[vocabulary, hidden]``, or None if the model has none."""
+    """Return the token embedding, float ``[vocabulary, hidden]``, or None if the model has none."""
     try:
         table = getattr(model.get_input_embeddings(), "weight", None)
     except NotImplementedError:
@@ -76,7 +81,10 @@ def get_token_embedding(model: PreTrainedModel) -> nn.Parameter | None:
 
 
 def map_tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Map the first name of each parameter to its other names."""
+    """Map the first name of each parameter to its other names.
+
+    The list is empty for parameters that are not tied.
+    """
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -84,7 +92,7 @@ def map_tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def get_state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (each once) and persistent buffers by name."""
+    """Return the parameters, each once, and the persistent buffers of a model by name."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True).keys()
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
@@ -92,18 +100,29 @@ def get_state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def has_peft_adapter(model: nn.Module) -> bool:
-    """Whether ``model`` has an adapter of peft's, beside which its own weights are frozen."""
+    """Return whether ``model`` has a peft adapter. Its base weights are then frozen."""
     return hasattr(model, "peft_config")
 
 
 def get_checkpointed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the checkpoints of a run store of its model: everything, or with an adapter what is trained."""
+    """Return the tensors of a model that the checkpoints of a run contain.
+
+    These are all tensors, or with an adapter only the trained parameters.
+    """
     tensors = get_state_tensors(model)
     return {n: t for n, t in tensors.items() if t.requires_grad} if has_peft_adapter(model) else tensors
 
 
 def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
-    """Compile ``pattern``; raise UserError, for the setting ``key``, if it is not a regular expression."""
+    """Compile the regular expression of a setting.
+
+    Args:
+        key: Name of the setting, used in the error message.
+        pattern: The regular expression.
+
+    Raises:
+        UserError: If ``pattern`` is not a regular expression.
+    """
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -111,15 +130,18 @@ def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
 
 
 def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Sequence[str]]) -> set[str]:
-    """The parameters that ``pattern`` matches.
+    """Return the parameters with a name that matches a pattern.
 
     Args:
-        key: of the setting, for messages.
-        pattern: searched in names.
-        aliases_by_name: all names of each parameter, by its first one.
+        key: Name of the setting, used in error messages.
+        pattern: Regular expression that is searched in names.
+        aliases_by_name: All names of each parameter, by its first name.
+
+    Returns:
+        First names of the parameters.
 
     Raises:
-        UserError: if it is not a regular expression or matches nothing.
+        UserError: If ``pattern`` is not a regular expression or matches no parameter.
     """
     expression = compile_pattern(key, pattern)
     matches = {
@@ -133,7 +155,7 @@ def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Seque
 
 
 def _suggest_parameter_names(pattern: str, names: Collection[str]) -> str:
-    """The end of a message: the parts of ``names`` that are most like ``pattern``."""
+    """Build the end of an error message, with the parts of ``names`` that are most similar to ``pattern``."""
     words = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdigit())
     pattern_words = re.findall(r"\w*[a-z]\w*", pattern, re.IGNORECASE)
     similar_words = [

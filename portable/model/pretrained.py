@@ -1,8 +1,8 @@
-"""Pretrained weights: map a checkpoint's tensors to a model's names and shapes.
+"""Pretrained weights: mapping of a checkpoint's tensors to the names and shapes of a model.
 
-transformers renames and reshapes tensors on loading: it renames heads and stacks experts, for example. This
-module applies its conversion table to every tensor. Stacked or split tensors are computed when they are read,
-one group at a time, so that the whole model is never in memory.
+transformers renames and reshapes tensors when it loads them. For example, it renames heads and stacks
+experts. This module applies the conversion table of transformers to every tensor. Stacked or split tensors
+are computed when they are read, one group at a time, so the complete model is never in memory.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _ROWS_PER_COMPARISON = 1024
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """The weights found for a model.
+    """Weights of a checkpoint that belong to a model.
 
     Attributes:
-        tensors: by the model's names.
-        missing: the model's names that the checkpoint does not have.
-        unexpected: the checkpoint's names that the model does not have.
+        tensors: Lazily read tensors, by the model's names.
+        missing: Names in the model that the checkpoint does not contain.
+        unexpected: Names in the checkpoint that the model does not have.
     """
 
     tensors: Mapping[str, ReadableTensor]
@@ -72,7 +72,7 @@ class PretrainedWeights:
     unexpected: list[str] = field(default_factory=list)
 
     def build_notes(self) -> list[str]:
-        """Notes on missing and unexpected tensors, for the user."""
+        """Build the notes for the user about missing and unexpected tensors."""
         notes = []
         if self.missing:
             notes.append("newly initialized: " + ", ".join(self.missing))
@@ -84,17 +84,22 @@ class PretrainedWeights:
 def load_pretrained_weights(
     settings: ModelConfig, model: PreTrainedModel, base_vocabulary_size: int | None = None
 ) -> PretrainedWeights:
-    """Map the tensors of the checkpoint ``model.name_or_path`` to ``model``, lazily if possible.
+    """Map the tensors of the checkpoint ``model.name_or_path`` to a model, lazily if possible.
 
     A checkpoint of a base model fits a model with a head, and vice versa.
 
     Args:
-        base_vocabulary_size: the rows of its vocabulary before ``data.added_tokens``; None if it has not
-        grown.
+        settings: The ``model`` section of the config.
+        model: The model on the meta device.
+        base_vocabulary_size: Vocabulary size before ``data.added_tokens`` enlarged it. None if it did not
+            change.
+
+    Returns:
+        The weights, and the names without a match.
 
     Raises:
-        UserError: if the checkpoint cannot be read, has another architecture or other shapes, lacks the
-            output head of a language model, or is quantized in a way that cannot be undone here.
+        UserError: If the checkpoint cannot be read, has another architecture or other shapes, lacks the
+            output head of a language model, or is quantized in a way that cannot be dequantized.
     """
     assert settings.name_or_path is not None
     quantization_config = pop_quantization_config(_load_base_config(settings))
@@ -118,6 +123,7 @@ def _match_tensors(
     tensors: Mapping[str, StoredTensor],
     base_vocabulary_size: int | None,
 ) -> PretrainedWeights:
+    """Select the tensors of a checkpoint that belong to the model, and check their shapes and dtypes."""
     model_tensors = get_state_tensors(model)
     translated = _translate_names(model, tensors)
     if translated is None:
@@ -136,7 +142,8 @@ def _match_tensors(
     targets = set(getattr(model, "all_tied_weights_keys", ()))
     weights: dict[str, ReadableTensor] = {}
     for name, tensor in model_tensors.items():
-        # If a file has several copies of a tied tensor, transformers uses the tie's source.
+        # If a file has several copies of a tied tensor, transformers loads the copy that the others are tied
+        # to.
         candidates = sorted(
             (n for n in [name, *aliases.get(name, [])] if n in sources), key=lambda n: n in targets
         )
@@ -182,8 +189,7 @@ def _translate_names(
     Follows transformers' ``convert_and_load_state_dict_in_model``.
 
     Returns:
-        The converted tensors by the model's names, and a map from unused checkpoint names to transformers'
-        names. None if what converts them cannot be applied to tensors that are read later.
+        The converted tensors and the unused names. None if a conversion needs values, so it cannot be lazy.
     """
     renamed, converters = transformers_internals.map_checkpoint_names(model, tensors)
     names = model.state_dict()
@@ -201,7 +207,7 @@ def _translate_names(
     try:
         for group in groups.values():
             sources.update(group.build_lazy_results())
-    except (AttributeError, TypeError, NotImplementedError):  # what converts them needs their values
+    except (AttributeError, TypeError, NotImplementedError):  # the conversion needs the values of the tensors
         return None
     return _TranslatedTensors(sources, unclaimed)
 
@@ -217,7 +223,7 @@ class _ConversionMember(NamedTuple):
 class _ConversionGroup:
     """Tensors of a checkpoint that are converted together, such as the experts of a layer."""
 
-    # Cache of the latest result: tensors of one group are mostly read in sequence.
+    # Cache the latest result, because the tensors of a group are usually read in sequence.
     _latest_result: tuple[_ConversionGroup, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, name: str, converter: Any, model: PreTrainedModel) -> None:
@@ -238,7 +244,7 @@ class _ConversionGroup:
         """Return the results of the conversion by name, as tensors that are read lazily.
 
         If the conversion only moves elements, reading a slice of a result reads only these elements.
-        Otherwise, the whole group is read and converted.
+        Otherwise, reading a slice reads and converts the complete group.
         """
         for member in self._members:
             _check_not_quantized(member.key, member.tensor)
@@ -256,6 +262,7 @@ class _ConversionGroup:
         }
 
     def _compute_result(self, name: str) -> torch.Tensor:
+        """Convert the complete group and return one result. The latest group stays in memory."""
         if _ConversionGroup._latest_result is None or _ConversionGroup._latest_result[0] is not self:
             _ConversionGroup._latest_result = None  # free its memory first
             _ConversionGroup._latest_result = (
@@ -275,11 +282,12 @@ class _ConversionGroup:
 
 
 def _read_floats(tensor: StoredTensor, index: Index | None = None) -> torch.Tensor:
+    """Read a tensor of a checkpoint as fp32."""
     return to_torch(tensor.read(index)).to(torch.float32)
 
 
 def _summarize_names(names: list[str]) -> str:
-    """List the names, with one pattern for repeated layers."""
+    """List names, with one pattern for repeated layers."""
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in names:
         names_by_pattern[re.sub(r"\.\d+(?=\.|$)", ".*", name)].append(name)
@@ -295,7 +303,7 @@ def _summarize_names(names: list[str]) -> str:
 
 
 def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tensor) -> None:
-    """Raise UserError unless ``source`` has the shape and a dtype of ``target``."""
+    """Raise UserError if ``source`` has another shape than ``target``, or is quantized."""
     if tuple(source.shape) != tuple(target.shape):
         raise UserError(
             f"model.name_or_path: {name} has shape {list(source.shape)} in the checkpoint "
@@ -306,6 +314,7 @@ def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tens
 
 
 def _check_not_quantized(name: str, source: ReadableTensor) -> None:
+    """Raise UserError if a tensor is stored in a quantized dtype that config.json does not describe."""
     dtype = getattr(source, "dtype", None)
     if isinstance(dtype, str) and dtype not in PLAIN_FLOATS:
         raise UserError(
@@ -354,10 +363,14 @@ def _check_output_head_present(model: PreTrainedModel, weights: PretrainedWeight
 
 
 def open_pretrained_checkpoint(settings: ModelConfig, dtype: str) -> Checkpoint:
-    """The checkpoint ``model.name_or_path``, with quantized weights as floats of ``dtype``.
+    """Open the checkpoint ``model.name_or_path``, with quantized weights as floats.
+
+    Args:
+        settings: The ``model`` section of the config.
+        dtype: Dtype of the dequantized weights.
 
     Raises:
-        UserError: if it cannot be read, or dequantized.
+        UserError: If the checkpoint cannot be read or dequantized.
     """
     try:
         checkpoint = open_checkpoint(fetch_model_folder(str(settings.name_or_path)))
@@ -368,10 +381,13 @@ def open_pretrained_checkpoint(settings: ModelConfig, dtype: str) -> Checkpoint:
 
 
 def open_quantized_base(settings: ModelConfig) -> Checkpoint:
-    """The checkpoint ``model.name_or_path`` as it is, for ``checkpoint.export: like_base``.
+    """Open the quantized checkpoint ``model.name_or_path`` unchanged, for ``checkpoint.export: like_base``.
+
+    Args:
+        settings: The ``model`` section of the config.
 
     Raises:
-        UserError: if it is not quantized, or in a way that cannot be written.
+        UserError: If the checkpoint is not quantized, or is quantized in a way that cannot be written.
     """
     try:
         checkpoint = open_checkpoint(fetch_model_folder(str(settings.name_or_path)))
@@ -385,6 +401,7 @@ def open_quantized_base(settings: ModelConfig) -> Checkpoint:
 
 
 def _load_base_config(settings: ModelConfig) -> PretrainedConfig:
+    """Load the config of the pretrained model without the changes of ``model.config``."""
     from transformers import AutoConfig
 
     name = str(settings.name_or_path)
@@ -402,13 +419,15 @@ def _load_dequantized(
     """Load a quantized checkpoint as floats, with transformers' dequantization.
 
     Args:
-        quantization_config: the config's ``quantization_config``.
+        settings: The ``model`` section of the config.
+        model: The model on the meta device.
+        quantization_config: The ``quantization_config`` of the checkpoint.
     """
     method, changed_quantization = (
         quantization_config.get("quant_method", "unknown method"),
         dict(quantization_config),
     )
-    method = getattr(method, "value", method)  # an enumeration, or its value
+    method = getattr(method, "value", method)  # an enum member, or its value
     try:
         config = copy.deepcopy(model.config)
         if transformers_internals.can_dequantize_on_loading(changed_quantization):
@@ -435,6 +454,7 @@ def _load_dequantized(
 
 
 def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise ValueError if a dequantized tensor has another shape or is not a float."""
     if source.dtype not in (torch.float32, torch.bfloat16, torch.float16) or source.shape != target.shape:
         raise ValueError(f"{name} is dequantized to {source.dtype} of shape {list(source.shape)}")
 
@@ -461,7 +481,7 @@ class _LoadedModel(NamedTuple):
 def _load_with_report(
     settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
 ) -> _LoadedModel:
-    """Load a model like ``model`` into host memory; also return transformers' loading report."""
+    """Load a model like ``model`` into host memory with transformers."""
     load = partial(
         type(model).from_pretrained,
         settings.name_or_path,
@@ -475,6 +495,7 @@ def _load_with_report(
 
 
 def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
+    """Collect the weights of a loaded model that ``from_pretrained`` does not report as missing."""
     missing = set(info["missing_keys"])
     tensors = get_state_tensors(loaded)
     weights = {name: ComputedTensor.from_tensor(t) for name, t in tensors.items() if name not in missing}
@@ -483,11 +504,13 @@ def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> Pretr
 
 
 def fetch_model_folder(name_or_path: str, key: str = "model.name_or_path") -> Path:
-    """Return the folder of a pretrained model. Downloads a hub model's weights if they are not cached.
+    """Return the folder of a pretrained model.
+
+    The weights of a Hub model are downloaded unless they are cached.
 
     Args:
         name_or_path: Local folder, or name of a model on the Hub.
-        key: Setting that names the model, for messages.
+        key: Setting that names the model, used in error messages.
 
     Raises:
         UserError: If there is no such folder or model.

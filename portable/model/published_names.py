@@ -1,4 +1,4 @@
-"""Published names and shapes of a run's model, and the tensors and files that are copied from its base.
+"""Published names and shapes of a run's model, and the tensors and files that are copied from its base model.
 
 transformers renames and rearranges many tensors while it loads a checkpoint. A run exports its model with the
 names and shapes of the checkpoint that it started from, or with the defaults of the model type. Each
@@ -230,6 +230,7 @@ class PublishedNames:
 
     @cached_property
     def _copyable_base_files(self) -> dict[str, AnyPath]:
+        """Small files of the base model that are copied into checkpoints, by name."""
         folder = self._base_folder
         if folder is None:
             return {}
@@ -254,6 +255,7 @@ class PublishedNames:
 
     @cached_property
     def _base_folder(self) -> Path | None:
+        """Folder of the base model. None if the run starts from scratch or the folder is not available."""
         if self._settings.from_scratch:
             return None
         try:
@@ -295,10 +297,10 @@ class PublishedNames:
         return written.with_tensors(tensors, {}, written.companions)
 
     def _rename_tied_tensors(self, written: Checkpoint) -> Checkpoint:
-        """Give a tied tensor the one of its names that the base model's files have.
+        """Give each tied tensor the name that the files of the base model have for it.
 
-        Without a base model, this is the name that ``save_pretrained`` writes. The checkpoint has the name of
-        the module that comes first in the model.
+        Without a base model, this is the name that ``save_pretrained`` writes. In the checkpoint, the tensor
+        has the name of the module that comes first in the model.
         """
         published = {
             values.list_sources()[0]: name
@@ -315,6 +317,11 @@ class PublishedNames:
         return written.with_tensors(tensors, {}, written.companions) if names else written
 
     def _is_exported_name(self, name: str) -> bool:
+        """Return whether the export uses a name of a tied tensor.
+
+        The export uses the names in the files of the base model, or without a base model the names that
+        ``save_pretrained`` writes.
+        """
         return (
             name not in self._aliases
             if self.base_checkpoint is None

@@ -1,7 +1,7 @@
-"""Frozen linear layers whose weights have 4 or 8 bits, computed by bitsandbytes.
+"""Frozen linear layers with 4-bit or 8-bit weights, which bitsandbytes computes.
 
-A weight and its scales are one parameter of raw bits, in words of the compute type: FSDP2 then gathers them
-like any other parameter, and casts nothing.
+A weight and its scales are one parameter of raw bits, viewed in the compute dtype. FSDP2 therefore gathers
+them like any other parameter, without a cast.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ if TYPE_CHECKING:
 
 QUANTIZATION_KINDS = ("nf4", "int8")
 BLOCK_ELEMENTS, OUTER_BLOCK_SCALES = 64, 256
-"""Elements with one scale, and scales with one scale of their own: those of the QLoRA paper."""
-_ELEMENTS_QUANTIZED_AT_ONCE = 1 << 20  # elements that are quantized at a time, a multiple of BLOCK
+"""Number of weights with a common scale, and number of scales with a common second-level scale, as in the
+QLoRA paper.
+"""
+_ELEMENTS_QUANTIZED_AT_ONCE = 1 << 20  # elements that are quantized at a time, a multiple of BLOCK_ELEMENTS
 _ALIGNMENT_BYTES = 16
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a quantized weight. Its gradient goes to the input alone.
+    """Linear layer with a quantized weight. Only the input receives a gradient.
 
     Args:
-        linear: in whose place it stands; its bias stays.
-        kind: ``nf4`` (normal floats in blocks, with double quantization) or ``int8`` (rows; inputs are
-            rounded to 8 bits as well, without a decomposition of outliers, which would wait for the device).
-        dtype: the compute type.
+        linear: Layer that is replaced. Its bias is kept.
+        kind: ``nf4`` (normal floats in blocks, with double quantization) or ``int8`` (one scale per row).
+            With ``int8``, the inputs are also rounded to 8 bits. Outliers are not decomposed, because the
+            host would have to wait for the device.
+        dtype: Compute dtype.
     """
 
     def __init__(self, linear: nn.Linear, kind: str, dtype: torch.dtype) -> None:
@@ -53,24 +56,25 @@ class QuantizedLinear(nn.Module):
 
     @property
     def num_elements(self) -> int:
-        """Elements of the weight."""
+        """Number of elements of the weight."""
         return self.in_features * self.out_features
 
     def _compute_part_sizes(self) -> list[int]:
-        """The number of fp32 scales, then the bytes of what else there is."""
+        """Return the number of fp32 scales, followed by the sizes in bytes of the other parts of ``bits``."""
         if self.kind == "int8":
             return [self.out_features, self.num_elements]
         blocks = -(-self.num_elements // BLOCK_ELEMENTS)
         return [1 + -(-blocks // OUTER_BLOCK_SCALES), blocks, -(-self.num_elements // 2)]
 
     def _split_bits(self) -> tuple[Tensor, ...]:
+        """Return views of the fp32 scales and of the other parts of the raw bits."""
         raw = self.bits.view(torch.uint8)
         first, *others = (raw[start:stop] for start, stop in self._byte_ranges)
         return first.view(torch.float32), *others
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The layer's output, in the compute type."""
-        if inputs.is_meta:  # a trial pass, which may have another compute type
+        """Compute the output of the layer, in the compute dtype."""
+        if inputs.is_meta:  # a trial pass, which may have another compute dtype
             return functional.linear(inputs, inputs.new_empty(self.out_features, self.in_features), None)
         inputs = inputs.to(self.bits.dtype)
         if torch_internals.is_fake_tensor(inputs):
@@ -91,6 +95,10 @@ class QuantizedLinear(nn.Module):
         return output
 
     def _build_quant_state(self, package: Any) -> Any:
+        """Build the description of the 4-bit weight that bitsandbytes needs.
+
+        It shares memory with the raw bits.
+        """
         outer, scales, codes = self._split_bits()
         state = package.functional.QuantState
         return state(
@@ -109,7 +117,14 @@ class QuantizedLinear(nn.Module):
         )
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
-        """The bits of ``weight``, fp32 ``[out_features, in_features]``: words of the compute type."""
+        """Quantize a weight into the raw bits of this layer.
+
+        Args:
+            weight: Weight, fp32 ``[out_features, in_features]``.
+
+        Returns:
+            The bits, viewed in the compute dtype.
+        """
         kernels = import_bitsandbytes().functional
         if self.kind == "int8":
             codes, scales, _ = kernels.int8_vectorwise_quant(weight.half())
@@ -134,13 +149,16 @@ class QuantizedLinear(nn.Module):
 
 
 class _PlannedMatmul(torch.autograd.Function):
-    """What the product allocates, for a plan: the weight in the compute type, in each pass for itself."""
+    """Matrix product that only allocates memory as bitsandbytes does, to plan memory with fake tensors.
+
+    Each pass allocates the dequantized weight in the compute dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, layer: QuantizedLinear) -> Tensor:
         ctx.shape = layer.out_features, layer.in_features
         if layer.kind == "int8":
-            ctx.save_for_backward(inputs)  # as bitsandbytes does
+            ctx.save_for_backward(inputs)  # bitsandbytes saves the inputs as well
         return functional.linear(inputs, inputs.new_empty(ctx.shape))
 
     @staticmethod
@@ -148,19 +166,26 @@ class _PlannedMatmul(torch.autograd.Function):
         return gradients[0] @ gradients[0].new_empty(ctx.shape), None
 
 
-@cache  # a copy from the host in every layer would be a host sync
+@cache  # otherwise, a copy from the host in every layer would be a host sync
 def _build_scale_levels(device: torch.device) -> Tensor:
-    """The 256 levels of the scales, fp32."""
+    """Return the 256 levels of the quantized scales, fp32."""
     levels: Tensor = import_bitsandbytes().functional.create_dynamic_map().to(device)
     return levels
 
 
 def build_lazy_quantized_weight(source: ReadableTensor, layer: QuantizedLinear) -> ReadableTensor:
-    """The bits of the weight ``source`` of ``layer`` as a tensor to read; each read quantizes all of it."""
+    """Return the raw bits of a quantized weight as a lazily read tensor.
+
+    Each read quantizes the complete weight.
+
+    Args:
+        source: Weight of the layer.
+        layer: Layer that the bits are for.
+    """
 
     def compute_bits() -> Tensor:
         weight = to_torch(source.read()).float()
-        # bitsandbytes is a hundred times faster there.
+        # bitsandbytes is a hundred times faster on a GPU.
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else "cpu"
         return layer.quantize_weight(weight.to(device)).cpu()
 
@@ -168,12 +193,18 @@ def build_lazy_quantized_weight(source: ReadableTensor, layer: QuantizedLinear) 
 
 
 def quantize_linear_layers(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, QuantizedLinear]:
-    """Quantize the frozen linear layers of ``model``, on the meta device, except the output head.
+    """Replace the frozen linear layers of a model by quantized layers, except the output head.
 
-    Layers whose weights are tied, trained, or not of ``dtype`` (which transformers keeps in fp32) stay.
+    Layers whose weights are tied or trained are not replaced, and neither are layers whose weights do not
+    have ``dtype``, which transformers keeps in fp32.
+
+    Args:
+        model: The model, on the meta device. It is changed in place.
+        kind: ``nf4`` or ``int8``.
+        dtype: Compute dtype.
 
     Returns:
-        the layers that stand in place of others, by the names of those.
+        The quantized layers, by the names of the layers that they replace.
     """
     owners: dict[nn.Parameter, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Noise on embeddings (NEFTune), and training without dropout."""
+"""Noise on embeddings (NEFTune), and removal of dropout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def install_embedding_noise(model: Model, alpha: float, *, extra_tokens: int = 0
     """Add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
 
     The noise is uniform in ±alpha / sqrt(tokens * hidden size), with the number of tokens of each document,
-    and drawn from the generator of dropout. It does not depend on the padding of a document or on the other
-    documents of its sample.
+    and is drawn from the generator of dropout. It does not depend on the padding of a document or on the
+    other documents of its sample.
 
     Args:
         model: A transformers model, not wrapped.
         alpha: Scale of the noise.
-        extra_tokens: Tokens that a document has after its inputs: one if the last token is only a label.
+        extra_tokens: Number of tokens of a document that are not inputs: one if the last token is only a
+            label.
 
     Returns:
         The same model.
@@ -37,7 +38,7 @@ def install_embedding_noise(model: Model, alpha: float, *, extra_tokens: int = 0
     def add_noise_to_embeddings(module: Any, _: Any, embedded: Tensor) -> Tensor:
         if not module.training:
             return embedded
-        # A decoder's inputs come second and have no mask.
+        # The embeddings of a decoder are computed second, and its inputs have no mask.
         tokens = document_lengths.pop().unsqueeze(-1) if document_lengths else embedded.shape[1]
         bound = alpha * ((tokens + extra_tokens) * embedded.shape[2]) ** -0.5
         return embedded + (torch.zeros_like(embedded).uniform_(-1, 1) * bound).to(embedded.dtype)
@@ -59,7 +60,10 @@ _DROPOUT_CLASSES = (
 
 
 def remove_dropout(model: Model) -> Model:
-    """Set every probability of dropout to 0: of modules, including an adapter's, and of attention.
+    """Set every dropout probability to 0, in modules (including adapters) and in configs.
+
+    Args:
+        model: A transformers model, not wrapped. It is changed in place.
 
     Returns:
         The same model.
@@ -67,7 +71,8 @@ def remove_dropout(model: Model) -> Model:
     for module in model.modules():
         if isinstance(module, _DROPOUT_CLASSES):
             module.p = 0.0
-        for owner in (module, getattr(module, "config", None)):  # models read some from their config
+        # Models read some probabilities from their config.
+        for owner in (module, getattr(module, "config", None)):
             for name, value in list(getattr(owner, "__dict__", {}).items()):
                 if "drop" in name and isinstance(value, float):
                     setattr(owner, name, 0.0)

@@ -1,4 +1,4 @@
-"""Code of the user's that reads sharded parameters, where a part would be taken for the whole."""
+"""Guard against custom code that reads a shard of a parameter as if it were the complete parameter."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ _IN_FORWARD = "compute it in the forward pass (model.function), or use strategy 
 
 
 def is_shard(value: Any) -> bool:
-    """Whether ``value`` is a DTensor of which this rank has only a part."""
+    """Return whether ``value`` is a DTensor that is not replicated, so that this rank holds only a part."""
     return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 
 class ShardReadGuard(TorchFunctionMode):
-    """Within this context, raise UserError in place of results that are those of a shard.
+    """Context that raises UserError if code reads a value that only one rank's shard has.
 
-    Outside of the forward pass FSDP2's parameters are DTensors, which can be computed with, but a value that
-    is read is this rank's. ZeRO-3's are empty.
+    Outside of the forward pass, the parameters of FSDP2 are DTensors. Operations on them compute complete
+    results, but reading a value, for example with ``item()``, reads the shard of this rank. The parameters of
+    ZeRO-3 are empty.
 
     Args:
-        key: begins the message.
-        in_loss: whether results are part of the loss, which DTensors cannot be.
+        key: Name of the setting, with which error messages begin.
+        in_loss: Whether the code computes the loss. The loss cannot contain DTensors.
     """
 
     def __init__(self, key: str, *, in_loss: bool) -> None:

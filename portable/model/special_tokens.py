@@ -1,4 +1,4 @@
-"""Special token ids, and the start of the decoder, for a model and its saved configs."""
+"""Special token ids and decoder start of a model and its saved configs."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ _GENERATION_TOKEN_KEYS = ("decoder_start_token_id", "forced_bos_token_id", "forc
 
 @dataclass
 class ModelSpecialTokens:
-    """The special token ids that a model is built with and those that it is saved with.
+    """Special token ids that a model is built with, and ids that it is saved with.
 
-    As in transformers, the model is built from its own config: the padding id becomes the embedding's
-    ``padding_idx``, whose row gets no gradient. Then the model, the generation config and the saved config
-    take the tokenizer's ids, as in the Trainer.
+    As in transformers, the model is built from its config: the padding id becomes the embedding's
+    ``padding_idx``, whose row gets no gradient. Afterwards the model, the generation config and the saved
+    config get the ids of the tokenizer, as in the Trainer.
 
     Attributes:
-        saved_config: the config that is saved with the weights.
-        generation_config: the pretrained model's generation config, or None.
+        saved_config: Config that is saved with the weights.
+        settings: The ``model`` section of the config.
+        generation_config: Generation config of the pretrained model. None if there is none.
     """
 
     saved_config: PretrainedConfig
@@ -48,18 +49,30 @@ class ModelSpecialTokens:
         self.generation_config = _load_generation_config(self.settings)
 
     def replace_default_ids(self, tokenizer: Any) -> None:
-        """Replace the default ids of a config built from scratch. Call before the model is built.
+        """Replace the default ids of a config that is built from scratch.
 
-        The defaults are ids of another tokenizer: generation would start and stop at arbitrary tokens. A
+        Call this before the model is built.
+
+        The defaults are ids of another tokenizer, so generation would start and stop at arbitrary tokens. A
         pretrained model keeps its ids.
+
+        Args:
+            tokenizer: Tokenizer of the run.
         """
         if self.settings.name_or_path is None:
             _replace_default_ids(self.saved_config, self.settings.config or {}, tokenizer)
 
     def compute_decoder_start(self, tokenizer: Any) -> int:
-        """Return the decoder's first token id, or ``LAST_LABEL`` for the row's last label, as in mBART.
+        """Return the id of the decoder's first token.
 
-        The model's own label shift decides, with the start id of the config or the generation config.
+        The model's implementation of the label shift determines it, with the start id of the config or the
+        generation config.
+
+        Args:
+            tokenizer: Tokenizer of the run.
+
+        Returns:
+            The id. ``LAST_LABEL`` if the decoder starts with the last label of the row, as in mBART.
         """
         config = self._copy_config_with_start(tokenizer)
         start = _find_shifted_start(config)
@@ -68,16 +81,23 @@ class ModelSpecialTokens:
         return config.pad_token_id if start is None else int(start)
 
     def build_label_shift(self, tokenizer: Any) -> LabelShift | None:
-        """Return a function that derives a masked LM's decoder inputs from labels; None without a decoder."""
+        """Return a function that derives the decoder inputs of a masked language model from its labels.
+
+        Args:
+            tokenizer: Tokenizer of the run.
+
+        Returns:
+            The function. None if the task is not ``masked-lm`` or the model has no decoder.
+        """
         if self.settings.task != "masked-lm" or not getattr(self.saved_config, "is_encoder_decoder", False):
             return None
         config = self._copy_config_with_start(tokenizer)
         if tokenizer.pad_token_id is not None:
-            config.pad_token_id = tokenizer.pad_token_id  # as `align_token_ids` sets it later
+            config.pad_token_id = tokenizer.pad_token_id  # `align_token_ids` sets the same id later
         return LabelShift(config)
 
     def _copy_config_with_start(self, tokenizer: Any) -> Any:
-        """A copy of the config with the ids that the label shift uses."""
+        """Copy the config and set the ids that the label shift uses."""
         config = copy.deepcopy(self.saved_config)
         if self.settings.name_or_path is None:
             _replace_default_ids(config, self.settings.config or {}, tokenizer)
@@ -97,13 +117,14 @@ class ModelSpecialTokens:
         """Set the ids of ``model``, its generation config and the saved config as the Trainer does.
 
         Args:
-            model: the built model.
-            tokenizer: for a classifier, the end token becomes its padding token if it has none.
-            target: the tokens around a target text, if there are targets.
-            end_of_turn: where a chat model's answer ends; generation stops there as well.
+            model: The model, after it is built.
+            tokenizer: Tokenizer of the run. For a classifier, its end token becomes its padding token if it
+                has none.
+            target: Special tokens around a target text. None if there are no targets.
+            end_of_turn: Token at which the answer of a chat model ends. Generation stops there as well.
 
         Returns:
-            the changes, for the user.
+            Descriptions of the changes, for the user.
         """
         if self.generation_config is not None and getattr(model, "generation_config", None) is not None:
             model.generation_config = self.generation_config
@@ -128,7 +149,7 @@ class ModelSpecialTokens:
         return notes
 
     def _align_padding_id(self, text: Any, tokenizer: Any, notes: list[str]) -> None:
-        """Set the padding id. A decoder classifies at the last token that is not padding."""
+        """Set the padding id, because a decoder classifies at the last token that is not padding."""
         fill = Vocabulary.from_tokenizer(tokenizer).pad_token
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id == fill:
             tokenizer.pad_token = tokenizer.eos_token
@@ -157,16 +178,17 @@ class ModelSpecialTokens:
 
 
 class LabelShift:
-    """Shifts labels to decoder inputs as the model's ``forward(labels=...)`` does.
+    """Function that shifts labels to decoder inputs as the model's ``forward(labels=...)`` does.
 
     Args:
-        config: of an encoder-decoder, with its final special token ids.
+        config: Config of an encoder-decoder model, with its final special token ids.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
         self._config = config
 
     def __call__(self, labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Shift labels, int64 ``[batch, tokens]``, to decoder inputs of the same shape."""
         from transformers import AutoModelForSeq2SeqLM
 
         model = _build_model_without_layers(AutoModelForSeq2SeqLM, self._config)
@@ -175,7 +197,7 @@ class LabelShift:
 
 
 def _build_model_without_layers(auto_class: Any, config: Any) -> Any:
-    """A model with only its config, which is all that the label shift reads."""
+    """Create a model that has only a config, because the label shift reads nothing else."""
     model_class = get_model_class(auto_class, config)
     model = object.__new__(model_class)
     nn.Module.__init__(model)
@@ -184,7 +206,7 @@ def _build_model_without_layers(auto_class: Any, config: Any) -> Any:
 
 
 def _load_generation_config(settings: ModelConfig) -> Any:
-    """The generation config that ``from_pretrained`` loads."""
+    """Load the generation config as ``from_pretrained`` does. Returns None if the model does not generate."""
     name = settings.name_or_path
     if name is None or settings.from_scratch or settings.task == "sequence-classification":
         return None
@@ -201,6 +223,7 @@ def _load_generation_config(settings: ModelConfig) -> Any:
 
 
 def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
+    """Replace the default ids of a config and of its text configs, unless ``values`` sets them."""
     parts = [("", config), *((name, getattr(config, name, None)) for name in config.sub_configs)]
     for name, part_config in parts:
         if part_config is config or hasattr(part_config, "vocab_size"):  # text parts only
@@ -211,6 +234,7 @@ def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) ->
 
 
 def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
+    """Replace the default ids of one text config, unless ``values`` sets them."""
     defaults = {name: getattr(config, name, None) for name in _TOKEN_ID_KEYS}
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
 
@@ -238,7 +262,11 @@ def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: An
 
 
 def _find_shifted_start(config: Any) -> int | None:
-    """The token that the model puts before the labels, or None if the model's code does not tell."""
+    """Find the token that the label shift of a model puts before the labels.
+
+    Returns:
+        The id, or ``LAST_LABEL``. None if it cannot be derived from the code of the model.
+    """
     from transformers import AutoModelForSeq2SeqLM
 
     try:
@@ -247,7 +275,7 @@ def _find_shifted_start(config: Any) -> int | None:
         first, second = ([*free[:2], last] for last in free[2:])
         shift = model.prepare_decoder_input_ids_from_labels
         shifted = [shift(labels=torch.tensor([labels]))[0].tolist() for labels in (first, second)]
-    except Exception:  # the model's own code may need more than its config
+    except Exception:  # the code of the model may need more than its config
         return None
     starts = [row[0] for row in shifted]
     if starts == [first[-1], second[-1]]:
@@ -256,7 +284,11 @@ def _find_shifted_start(config: Any) -> int | None:
 
 
 def _add_stop_token(token: int, generation: Any) -> list[str]:
-    """Make generation stop at a token, besides those at which it does already; return a note if it is new."""
+    """Make generation stop at an additional token.
+
+    Returns:
+        A note for the user, or no note if generation already stops at the token.
+    """
     before = generation.eos_token_id
     stops = before if isinstance(before, list) else [] if before is None else [before]
     if token in stops:
@@ -266,9 +298,13 @@ def _add_stop_token(token: int, generation: Any) -> list[str]:
 
 
 def _align_token_id(name: str, token: int | None, config: Any, generation: Any) -> str | None:
-    """Set one id as the Trainer's ``align_special_tokens`` does; return a note if it changed.
+    """Set an id as the Trainer's ``align_special_tokens`` does.
 
-    Ids that the tokenizer does not define stay. Several end tokens all stay, after the tokenizer's own.
+    Ids that the tokenizer does not define do not change. If there are several end tokens, all are kept after
+    the end token of the tokenizer.
+
+    Returns:
+        A note for the user. None if the id does not change.
     """
     if token is None:
         return None

@@ -1,8 +1,8 @@
-"""How ranks share the layers of a model (``tensor_parallel_size``), by the plan of transformers for it.
+"""Tensor parallelism of a model (``tensor_parallel_size``), according to the plan of transformers.
 
-A plan names a style for modules and parameters. ``colwise`` cuts a matrix along its outputs, ``rowwise``
-along its inputs, after which the ranks sum; experts go whole to ranks. The token embedding and the head stay
-whole.
+A plan assigns a style to modules and parameters. ``colwise`` shards a matrix along its outputs. ``rowwise``
+shards it along its inputs, and the ranks all-reduce the results. Experts are distributed over ranks without
+being split. The token embedding and the output head are not sharded.
 """
 
 from __future__ import annotations
@@ -29,22 +29,33 @@ vaultgemma youtu
 """
 
 TENSOR_PARALLEL_TYPES = frozenset(_COMPARED.split())
-"""Model types whose layers, shared by ranks, have the loss and gradients of one rank, as a test compares."""
+"""Model types for which a test has shown that tensor parallelism preserves the loss and the gradients."""
 
 PARTLY_USED_STYLE = "replicated_with_grad_allreduce"
-"""The style of a whole parameter of which each rank uses a part, such as the norms of its heads."""
+"""Style of an unsharded parameter whose elements are used by different ranks, such as head norms."""
 _COLUMN_STYLES = ("colwise", "colwise_gather_output")
 _ROW_STYLES = ("rowwise", "rowwise_split_input")
 _EXPERT_STYLE = "grouped_gemm"
 _UNSHARDED_STYLES = (PARTLY_USED_STYLE, "local_params", "mla_kv_a_proj", "ep_dispatch_experts")
-"""Styles that cut no parameter."""
+"""Styles that do not shard parameters."""
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
-"""Beside a matrix that is cut into heads. Some plans leave out those that a setting of the model adds."""
+"""Norms next to a matrix that is sharded into heads. Some plans omit norms that depend on a setting of the
+model.
+"""
 
 
 def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
-    """Raise UserError if ``num_ranks`` ranks cannot share the layers of ``model``, on the meta device."""
+    """Check that tensor-parallel ranks can share the layers of a model.
+
+    Args:
+        model: The model, on the meta device.
+        num_ranks: Number of tensor-parallel ranks.
+
+    Raises:
+        UserError: If the model type is not supported, or if a sharded dimension is not divisible by
+            ``num_ranks``.
+    """
     config, name = model.config, type(model).__name__
     text = config.get_text_config()
     require(
@@ -75,10 +86,14 @@ def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
 
 
 def map_sharded_dims(model: Any, num_ranks: int) -> dict[str, int]:
-    """The dim along which each parameter is cut that is cut, by its name.
+    """Return the sharded dimension of each sharded parameter by name.
+
+    Args:
+        model: The model, on any device.
+        num_ranks: Number of tensor-parallel ranks.
 
     Raises:
-        UserError: if ``model`` has no plan for it.
+        UserError: If the model has no plan.
     """
     plan, dims = map_parallel_styles(model, num_ranks), {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -93,9 +108,13 @@ def map_sharded_dims(model: Any, num_ranks: int) -> dict[str, int]:
 
 
 def shrink_to_one_rank(model: Any, num_ranks: int) -> None:
-    """Leave in ``model``, on the meta device, what one of ``num_ranks`` ranks has, to measure a pass of it alone.
+    """Reduce a model on the meta device to the shards of one rank, to measure a pass without the other ranks.
 
-    Where ranks gather what they compute, it is computed whole.
+    Parameters are not reduced if the ranks gather their results or split complete inputs.
+
+    Args:
+        model: The model, which is changed in place.
+        num_ranks: Number of tensor-parallel ranks.
     """
     plan, sharded_dims = map_parallel_styles(model, num_ranks), map_sharded_dims(model, num_ranks)
 
@@ -114,10 +133,17 @@ def shrink_to_one_rank(model: Any, num_ranks: int) -> None:
 
 
 def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
-    """How transformers divides ``model`` among ``num_ranks`` ranks: a style by the name of a module or parameter.
+    """Return the tensor-parallel style of modules and parameters by name, from the plan of transformers.
+
+    Args:
+        model: The model, on any device.
+        num_ranks: Number of tensor-parallel ranks.
+
+    Returns:
+        Styles by name. Empty for one rank.
 
     Raises:
-        UserError: if it has no plan, or one that cannot be carried out here.
+        UserError: If the model has no plan, or if its plan contains a style that is not supported.
     """
     if num_ranks == 1:
         return {}
@@ -147,7 +173,7 @@ def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
         if child == "q_proj" and plan.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank
             plan.setdefault(name, "colwise")
     for name in [name for name in plan if hasattr(modules.get(name), "base_layer")]:
-        # Of LoRA's two matrices one is cut, so that results are cut as those of the module alone.
+        # Shard one of the two LoRA matrices, so that its results are sharded like the results of the module.
         if (style := plan[name]) in (*_COLUMN_STYLES, *_ROW_STYLES):
             sharded_matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
             adapters = getattr(modules[name], sharded_matrix) if sharded_matrix else ()

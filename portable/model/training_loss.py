@@ -1,4 +1,4 @@
-"""Losses that ``train.loss`` names: the contract of a custom loss, its checks, and the built-in variants."""
+"""Losses that replace the loss of the task: interface of custom losses, checks, and built-in variants."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ LOGITS = "logits"
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model gives for a micro-batch, on the device.
+    """Outputs of a model for a micro-batch, on the device.
 
     Attributes:
-        predictions: the most likely class of each position, with the labels' shape; None if not asked for, or
-            if the labels are numbers. In evaluations only.
-        logits: as the model returns them; None if not asked for and never held at once.
-        log_probs: the log-probability of each label, fp32 with the labels' shape; 0 where there is no label.
-            None if not asked for, like those that follow.
-        log_z: the logarithm of the sum of the exponentials of each position's logits, likewise.
-        mean_logits: the mean of each position's logits, likewise.
-        model: all that the model returns, such as the output of a further head.
+        predictions: Most likely class of each position, with the shape of the labels. Only in evaluations.
+            None if no metric needs them, or if the labels are numbers.
+        logits: Logits as the model returns them. None if they are not needed and never computed all at once.
+        log_probs: Log-probability of each label, fp32 with the shape of the labels, and 0 for positions
+            without a label. None if the loss does not need them.
+        log_z: Log-sum-exp of the logits of each position, fp32. None if the loss does not need it.
+        mean_logits: Mean of the logits of each position, fp32. None if the loss does not need it.
+        model: Complete output of the model, including the outputs of additional heads.
     """
 
     predictions: Tensor | None = None
@@ -61,27 +61,28 @@ LossValue = tuple["Tensor", "Tensor | float"] | tuple["Tensor", "Tensor | float"
 
 
 class Loss(Protocol):
-    """A loss, such as ``my_package.my_module:focal`` in ``train.loss``: a function, or a class.
+    """Function or class such as ``my_package.my_module:focal``, for ``train.loss``.
 
-    May also have these:
+    A loss may also have these attributes and methods:
 
     - ``needs``: ``"logits"`` (the default), or a tuple of some of ``log_probs``, ``log_z`` and
-      ``mean_logits``, which are computed a chunk of tokens at a time where ``memory.loss_chunk_tokens``
-      applies. A loss with logits makes a language model keep all of a micro-batch's.
-    - ``weight(batch)``: what a micro-batch weighs in the mean, a number computed on the host from its CPU
-      tensors. By default its number of labels.
-    - ``before(forward, batch)``: called without gradients or dropout ahead of the forward pass. ``forward()``
-      runs the model in training on the batch, ``forward(adapter=False)`` without its adapter, and
-      ``forward(other)`` another model, whose parameters are cast to the precision of the model in training;
-      they return :class:`Outputs`. The
-      tensors that it returns, by name, are added to the batch that the loss gets.
-    - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
-      starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
-    - ``sequences``: how many sequences a sample has, 2 for pairs. By default any number.
-    - ``whole``: True makes every token of a sample an input. By default, the last token is only a label.
-    - ``dropout``: False trains without dropout, unless ``train.dropout`` says otherwise.
-    - ``reference``: a folder or hub id whose weights ``before`` uses, or ``"adapter"``. A run cannot resume
-      with another reference.
+      ``mean_logits``. Statistics are computed for a chunk of tokens at a time if ``memory.loss_chunk_tokens``
+      applies. With logits, a language model keeps all logits of a micro-batch in memory.
+    - ``weight(batch)``: Weight of a micro-batch in the mean, a number that is computed on the host from CPU
+      tensors. The default is the number of labels.
+    - ``before(forward, batch)``: Called before each forward pass, without gradients or dropout. ``forward()``
+      runs the model in training on the batch, ``forward(adapter=False)`` runs it without its adapter, and
+      ``forward(other)`` runs another model, whose parameters are cast to the precision of the model in
+      training. Each returns :class:`Outputs`. The tensors that ``before`` returns, by name, are added to the
+      batch that is passed to the loss.
+    - ``once(forward, batch)``: Like ``before``, but called only once for every sample, with the weights at
+      the start of the run. The returned tensors ``[batch, ...]`` are cached with the data, and are part of
+      every batch.
+    - ``sequences``: Number of sequences of a sample, 2 for pairs. By default any number.
+    - ``whole``: Whether every token of a sample is an input. By default, the last token is only a label.
+    - ``dropout``: Whether to train with dropout. The setting ``train.dropout`` has priority.
+    - ``reference``: Folder or Hub name of a model whose weights ``before`` uses, or ``"adapter"``. A run
+      cannot resume with another reference.
     """
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
@@ -91,9 +92,9 @@ class Loss(Protocol):
         to the host. Gradients flow only through ``outputs``.
 
         Args:
-            outputs: The outputs of the model that ``needs`` names.
-            batch: The columns of the batch, and those of ``data.columns``. ``labels`` are aligned with the
-                logits. A label of -100 (NaN if labels are floats) must not count.
+            outputs: Outputs of the model that ``needs`` names.
+            batch: Columns of the batch, including the columns of ``data.columns``. ``labels`` are aligned
+                with the logits. A label of -100 (NaN if labels are floats) must not count.
 
         Returns:
             The loss, the weight by which it is divided, and optionally a mapping from names to further values
@@ -107,7 +108,7 @@ class LossSums(NamedTuple):
 
     Attributes:
         loss_sum: The summed loss, an fp32 scalar.
-        weight: The weight by which the sum is divided. None for the number of valid labels.
+        weight: Weight by which the sum is divided. None for the number of valid labels.
         metrics: Sums to log by name, which are divided by the same weight.
     """
 
@@ -117,13 +118,16 @@ class LossSums(NamedTuple):
 
 
 class TrainingLoss:
-    """A loss of the user's or a built-in variant, checked and with its defaults filled in.
+    """Loss that replaces the loss of the task: a custom loss or a built-in variant, with checks.
 
     Args:
-        key: Name of the loss in messages.
+        key: Name of the loss, used in error messages.
         loss: The function or object.
         in_evaluation: Whether ``eval_loss`` is the mean of this loss. Otherwise it is the cross-entropy.
         sources: Names of the sources of a mixture. Each step logs their losses and shares.
+
+    Raises:
+        UserError: If the loss cannot be called, or if its attribute ``needs`` is invalid.
     """
 
     def __init__(
@@ -156,7 +160,17 @@ class TrainingLoss:
         self._by_source = LossBySource(sources, with_losses="log_probs" in self.needs)
 
     def compute_weight(self, batch: Batch) -> float | None:
-        """Compute the weight of a micro-batch on the host. None if it is the number of labels."""
+        """Compute the weight of a micro-batch on the host.
+
+        Args:
+            batch: Micro-batch on the host.
+
+        Returns:
+            The weight. None if it is the number of labels.
+
+        Raises:
+            UserError: If ``weight`` of the loss fails, or does not return a finite number of at least 0.
+        """
         if self._weight is None:
             return None
         with plugins.convert_user_errors(self.key):
@@ -166,10 +180,17 @@ class TrainingLoss:
         return weight
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossSums:
-        """Compute the loss of a micro-batch. The first training micro-batch also checks what it returns.
+        """Compute the loss of a micro-batch. The first training micro-batch also checks the result.
+
+        Args:
+            outputs: Outputs of the model that the loss needs.
+            batch: Columns of the micro-batch, on the device.
 
         Returns:
             The summed loss, the returned weight, and the sums to log by name, as fp32 scalars.
+
+        Raises:
+            UserError: If the loss fails, or if its result is invalid.
         """
         with plugins.convert_user_errors(self.key):
             value: Any = (self._loss if self._is_checked else self._call_and_check)(outputs, batch)
@@ -183,7 +204,7 @@ class TrainingLoss:
             return LossSums(total.float(), _to_scalar(weight, device), scalars)
 
     def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
-        """Call the loss and check the result. In training, this syncs the host with the device."""
+        """Call the loss and check its result. In training, this syncs the host with the device."""
         from portable.model.sharded_parameter_guard import ShardReadGuard
 
         versions_before = [
@@ -258,9 +279,9 @@ class TrainingLoss:
         return "" if line is None else f"; {Path(str(file)).name}, line {line}"
 
     def _check_sum_over_rows(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
-        """Raise UserError if the loss of a micro-batch is not the sum of that of its halves.
+        """Raise UserError if the loss of a micro-batch is not the sum of the losses of its two halves.
 
-        Not on XLA: see :meth:`check_sum_on_host`.
+        On XLA, :meth:`check_loss_is_sum_over_rows` checks this instead.
         """
         rows = batch["labels"].shape[0]
         if rows < 2 or total.device.type in ("meta", "xla"):
@@ -274,12 +295,19 @@ class TrainingLoss:
             ]
         self._check_totals_match(float(total.detach()), float(sum(halves)))
 
-    def check_sum_on_host(self, batch: Batch, num_classes: int) -> None:
+    def check_loss_is_sum_over_rows(self, batch: Batch, num_classes: int) -> None:
         """Check on the host, with random outputs, that the loss is a sum over rows.
 
-        On XLA, the check of the real outputs would compile another graph. This method is called once, with
-        the first micro-batch. It checks nothing if the loss needs the result of a pass before training, or
-        too many logits.
+        On XLA, a check of the real outputs would compile another graph. This method is called once, with the
+        first micro-batch. It checks nothing if the loss needs the result of a pass before training, or too
+        many logits.
+
+        Args:
+            batch: Micro-batch on the host.
+            num_classes: Number of classes, or the vocabulary size of a language model.
+
+        Raises:
+            UserError: If the loss of a repeated batch is not twice the loss of the batch.
         """
         labels = batch["labels"]
         many = LOGITS in self.needs and labels.numel() * num_classes > _MAX_CHECKED_LOGITS
@@ -299,11 +327,12 @@ class TrainingLoss:
                     float(self._loss(_repeat_outputs(outputs, times), _repeat_batch(batch, times))[0])
                     for times in (1, 2)
                 )
-        except Exception:  # it gets what it takes in the first step, and is looked at there
+        except Exception:  # the loss may need real outputs, with which the first step checks it
             return
         self._check_totals_match(twice, 2 * once)
 
     def _check_totals_match(self, total: float, sum_of_parts: float) -> None:
+        """Raise UserError if the loss of a micro-batch differs from the sum over its parts."""
         if abs(total - sum_of_parts) > 1e-2 * max(abs(total), abs(sum_of_parts), 1e-6):
             raise UserError(
                 f"{self.key}: is {total:.6g} for a micro-batch and {sum_of_parts:.6g} for its two halves "
@@ -312,10 +341,21 @@ class TrainingLoss:
 
 
 def _find_result_problem(value: Any, device: torch.device) -> str | None:
-    """What is wrong with what a loss has returned for a batch on ``device``; None if nothing is."""
+    """Describe the problem of a loss function's result.
+
+    Args:
+        value: Result of the loss function.
+        device: Device of the batch.
+
+    Returns:
+        The problem as a verb phrase. None if the result is valid.
+    """
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         type_description = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        return f"returns {type_description}; return the sum and the weight, as in return losses.sum(), counted.sum()"
+        return (
+            f"returns {type_description}; return the sum and the weight, as in return losses.sum(), "
+            "counted.sum()"
+        )
     total, weight, metrics = value if len(value) == 3 else (*value, {})
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         return f"the third value is no mapping of names to sums: {metrics!r:.60}"
@@ -334,21 +374,26 @@ def _find_result_problem(value: Any, device: torch.device) -> str | None:
 
 
 def _repeat_outputs(outputs: Outputs, times: int) -> Outputs:
+    """Concatenate the outputs ``times`` times along the rows."""
     tensors = {name: value for name, value in vars(outputs).items() if value is not None}
     return Outputs(**{name: torch.cat([value] * times) for name, value in tensors.items()})
 
 
 def _repeat_batch(batch: Batch, times: int) -> Batch:
+    """Concatenate the columns of a batch ``times`` times along the rows."""
     return {name: torch.cat([value] * times) for name, value in batch.items()}
 
 
 def _to_scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    """Convert a value to an fp32 scalar on the device, without a gradient."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device).float()
     return torch.full((), value, device=device).float()
 
 
 def _select_rows(outputs: Outputs, row_slice: slice, num_rows: int) -> Outputs:
+    """Select rows of the outputs, including the tensors in the model output."""
+
     def select_tensor_rows(value: Any) -> Any:
         return (
             value[row_slice] if isinstance(value, torch.Tensor) and value.shape[:1] == (num_rows,) else value
@@ -364,11 +409,11 @@ def _select_rows(outputs: Outputs, row_slice: slice, num_rows: int) -> Outputs:
 
 
 class CrossEntropy:
-    """Cross-entropy, with label smoothing and a z-loss for the settings of these names.
+    """Cross-entropy with optional label smoothing and z-loss, for the settings with these names.
 
     Args:
-        label_smoothing: the share of each target that is spread evenly over all classes.
-        z_loss: weighs the squared log-normalizer of the logits, which keeps them from drifting.
+        label_smoothing: Share of each target that is distributed evenly over all classes.
+        z_loss: Weight of the squared log-sum-exp of the logits, which prevents the logits from drifting.
     """
 
     def __init__(self, label_smoothing: float, z_loss: float) -> None:
@@ -379,6 +424,7 @@ class CrossEntropy:
             self.needs = ("log_probs",)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
+        """Return the summed loss, the number of labels, and the plain cross-entropy to log if it differs."""
         valid = batch["labels"] != IGNORED_LABEL
         assert outputs.log_probs is not None
         plain = losses = -outputs.log_probs
@@ -398,17 +444,23 @@ class CrossEntropy:
 BUILT_IN_LOSSES = {name: f"portable.losses:{kind}" for name, kind in (
     ("dpo", "DPO"), ("ipo", "IPO"), ("simpo", "SimPO"), ("orpo", "ORPO")
 )}  # fmt: skip
-"""The losses that ``train.loss`` knows by name, and where they are."""
+"""Import paths of the losses that ``train.loss`` selects by name."""
 
 
 def build_training_loss(config: RunConfig) -> TrainingLoss | None:
-    """The loss that the settings of a run ask for; None for the task's own.
+    """Build the loss of a run, unless the run uses the loss of the task.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        The loss. None for the loss of the task.
 
     Raises:
-        UserError: if ``train.loss`` names none.
+        UserError: If ``train.loss`` does not name a loss, or if the loss does not fit the data.
     """
     train, key, loss = config.train, "train.label_smoothing", None
-    # The labels of a classifier need not be classes.
+    # Losses of sources are not available for classifiers, because their labels need not be classes.
     sources = (
         () if config.model.task == "sequence-classification" else list_training_source_names(config.data)
     )

@@ -112,9 +112,8 @@ def _find_unreached_names_by_values(
         trial := copy_one_layer_per_kind(model)
     ) > _MAX_VALUE_TRIAL_PARAMETERS:
         return frozenset()
-    length = (
-        seq_len if seq_len <= _LONG_TRIAL_TOKENS else _VALUE_TRIAL_TOKENS
-    )  # Reformer accepts no other length
+    # Use the sequence length of the run if it is short, because Reformer accepts no other length.
+    length = seq_len if seq_len <= _LONG_TRIAL_TOKENS else _VALUE_TRIAL_TOKENS
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -123,7 +122,8 @@ def _find_unreached_names_by_values(
     except Exception:  # the model may need inputs of another kind or length
         return frozenset()
     reached = _map_to_full_model(model, reached) if is_reduced else reached
-    # Experts that no token of the trial chose, and other layers, are reached like those that were used.
+    # Experts that no token of the trial chose, and the omitted layers, count as reached if an expert or layer
+    # of the same kind was reached.
     kinds = {re.sub(r"\d+", "0", name) for name in reached}
     names = {name for name, _ in model.named_parameters() if re.sub(r"\d+", "0", name) not in kinds}
     return frozenset(names) if reached else frozenset()
@@ -243,7 +243,7 @@ def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
     return full_names
 
 
-def summarize_parameter_names(
+def summarize_as_outermost_modules(
     model: PreTrainedModel, names: Collection[str], *, keep_base_prefix: bool = False
 ) -> list[str]:
     """Summarize parameters by the outermost modules that contain only these parameters.

@@ -1,4 +1,4 @@
-"""Sources of weights, a checkpoint or an initialization, with one interface for lazy slices."""
+"""Sources of weights, such as a checkpoint or an initialization, from which slices are read lazily."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ Index = tuple[slice, ...]
 
 
 class ReadableTensor(Protocol):
-    """A tensor that can be read in slices; ``converters.Tensor`` is one."""
+    """Interface of a tensor whose slices can be read; ``converters.Tensor`` implements it."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the complete tensor."""
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """The elements in ``index`` (unit steps), or all of them."""
+        """Read the elements in ``index``, whose slices have unit steps. None reads all elements."""
 
 
 class ComputedTensor:
-    """A CPU tensor that is computed as a whole each time that some of it is read.
+    """CPU tensor that is computed completely each time that a part of it is read.
 
     Args:
-        shape: of the tensor.
-        compute: returns it.
-        dtype: in the files that it is computed from, where it only moves their elements.
+        shape: Shape of the tensor.
+        compute: Function that returns the tensor.
+        dtype: Dtype in the files, if ``compute`` only moves elements of files.
     """
 
     def __init__(
@@ -44,21 +45,22 @@ class ComputedTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> ComputedTensor:
-        """One that is there already."""
+        """Wrap a tensor that already has values."""
         return cls(tensor.shape, tensor.detach)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
+        """Compute the tensor and return the elements in ``index``; see :class:`ReadableTensor`."""
         tensor = self._compute()
         return to_numpy(tensor if index is None else tensor[index].contiguous())
 
 
 class SlicedTensor:
-    """A CPU tensor whose slices are computed when they are read.
+    """CPU tensor whose slices are computed when they are read.
 
     Args:
-        shape: Shape of the whole tensor.
+        shape: Shape of the complete tensor.
         compute: Function that returns the elements in an index, which has unit steps and all dimensions.
-        dtype: Type in the files, if computing only moves elements of files.
+        dtype: Dtype in the files, if ``compute`` only moves elements of files.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class SlicedTensor:
         self.shape, self._compute, self.dtype = tuple(shape), compute, dtype
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """See :class:`ReadableTensor`."""
+        """Compute the elements in ``index``; see :class:`ReadableTensor`."""
         index = tuple(
             slice(*part.indices(size)[:2])
             for part, size in zip(index or [slice(None)] * len(self.shape), self.shape, strict=True)
@@ -79,9 +81,14 @@ class SlicedTensor:
 
 @torch.no_grad()
 def copy_into_tensor(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
-    """Copy ``source[index]``, or all of ``source``, into ``target``, which has the same shape.
+    """Copy a source of weights into a tensor.
 
-    Tensors from files with the target's dtype are read directly into ``target``.
+    A tensor from a file with the dtype of ``target`` is read directly into ``target``, if it is on the CPU.
+
+    Args:
+        target: Tensor that is overwritten, on any device.
+        source: Source with the shape of ``target``, after ``index``.
+        index: Part of ``source`` to copy. None for all elements.
     """
     if isinstance(source, StoredTensor) and target.device.type == "cpu" and target.is_contiguous():
         buffer = to_numpy(target.detach())
@@ -92,7 +99,7 @@ def copy_into_tensor(target: torch.Tensor, source: ReadableTensor, index: Index 
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """A numpy view of a CPU tensor, with ``ml_dtypes.bfloat16`` for bfloat16."""
+    """Return a NumPy array that shares memory with a CPU tensor. bfloat16 becomes ``ml_dtypes.bfloat16``."""
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
 
@@ -101,7 +108,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def to_torch(array: NDArray[Any]) -> torch.Tensor:
-    """Convert a numpy array to a tensor, without a copy if possible; the inverse of :func:`to_numpy`."""
+    """Convert a NumPy array to a tensor, without a copy if possible; the inverse of :func:`to_numpy`."""
     array = np.require(array, requirements=["C", "W"])
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

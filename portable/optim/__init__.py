@@ -1,1 +1,1 @@
-"""The update: optimizers, learning rates, and updates that are not finite."""
+"""Optimizers, learning-rate schedules, and detection of non-finite updates."""

@@ -1,7 +1,7 @@
-"""Adafactor (Shazeer and Stern, 2018), for sharded parameters too.
+"""Adafactor (Shazeer and Stern, 2018) for sharded and unsharded parameters.
 
-:class:`AdafactorRule` has the formulas. The optimizer here applies them on torch devices, and
-:mod:`portable.tpu.xla.optim` applies them to lazy tensors. The two differ in how they sum over shards.
+:class:`AdafactorRule` contains the formulas. The optimizer in this module applies them on torch devices, and
+:mod:`portable.tpu.xla.optim` applies them to lazy tensors. They differ in how they sum over shards.
 """
 
 from __future__ import annotations
@@ -20,55 +20,81 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BETA2_DECAY, MIN_PARAMETER_RMS, MAX_UPDATE_RMS = -0.8, 1e-3, 1.0
-"""Decay of the second moment's rate, lower bound of a parameter's RMS, and upper bound of an update's RMS:
-the defaults of torch and transformers."""
+"""Decay exponent of the second moments, lower bound of a parameter's RMS, and upper bound of an update's RMS.
+The values are the defaults of torch and transformers.
+"""
 
 
 @dataclass(frozen=True)
 class AdafactorRule:
-    """The formulas of Adafactor, in the version of one of the libraries."""
+    """Formulas of Adafactor, as torch or transformers implements them.
+
+    Attributes:
+        scales_learning_rate: Whether the learning rate is relative to the RMS of the parameter, and is at
+            most ``steps ** -0.5``.
+        gradient_epsilon: Constant that is added to each squared gradient.
+        min_row_mean: Lower bound of the mean of the row moments, which is a divisor.
+        min_variance: Lower bound of the second moments, whose root is a divisor.
+    """
 
     scales_learning_rate: bool
-    """Whether the rate is relative to the parameter's RMS and decays with the square root of the steps."""
     gradient_epsilon: float
-    """Added to each squared gradient."""
     min_row_mean: float
     min_variance: float
-    """Lower bounds of the divisors."""
 
     def compute_new_gradient_share(self, steps: Tensor) -> Tensor:
         """Return the share of the squared gradient in the second moments after ``steps`` steps."""
         return steps**BETA2_DECAY
 
     def square_gradient(self, gradient: Tensor) -> Tensor:
-        """Return what a gradient adds to the second moments."""
+        """Return the squares that the second moments average."""
         return gradient.square().add_(self.gradient_epsilon)
 
     def limit_learning_rate(self, rate: Tensor, steps: Tensor) -> Tensor:
-        """Return the learning rate, which is at most ``steps ** -0.5`` if the rule is scaled."""
+        """Return the learning rate, which is at most ``steps ** -0.5`` if the rule scales it.
+
+        Args:
+            rate: Learning rate of the schedule.
+            steps: Number of steps of the parameter, from 1.
+        """
         return torch.minimum(rate, steps**-0.5) if self.scales_learning_rate else rate
 
     def scale_learning_rate(self, rate: Tensor, parameter_rms: Tensor) -> Tensor:
-        """Return the learning rate, times the RMS ``parameter_rms`` of the parameter if the rule is scaled."""
+        """Return the learning rate, multiplied by the RMS of the parameter if the rule scales it.
+
+        Args:
+            rate: Learning rate.
+            parameter_rms: RMS of the parameter. At least ``MIN_PARAMETER_RMS`` is used.
+        """
         return rate * parameter_rms.clamp(min=MIN_PARAMETER_RMS) if self.scales_learning_rate else rate
 
     def estimate_second_moments(self, rows: Tensor, columns: Tensor, mean: Tensor) -> Tensor:
-        """Return the second moments of a matrix, a new tensor, from the moments of its rows and columns.
+        """Estimate the second moments of a matrix from the moments of its rows and columns.
 
         Args:
             rows: Second moments ``[..., rows, 1]``.
             columns: Second moments ``[..., 1, columns]``.
             mean: Mean of ``rows``.
+
+        Returns:
+            A new tensor ``[..., rows, columns]``.
         """
         return rows / mean.clamp(min=self.min_row_mean) * columns
 
     def replace_by_inverse_root(self, variance: Tensor) -> Tensor:
-        """Return the reciprocal root of second moments, in place: the factor of the gradient."""
+        """Replace second moments by their reciprocal roots in place, and return them.
+
+        A gradient is multiplied by them.
+        """
         return variance.clamp_(min=self.min_variance).rsqrt_()
 
 
 def compute_update_divisor(update_rms: Tensor) -> Tensor:
-    """Return the divisor of an update with RMS ``update_rms``, which limits the RMS to ``MAX_UPDATE_RMS``."""
+    """Return the divisor that limits the RMS of an update to ``MAX_UPDATE_RMS``.
+
+    Args:
+        update_rms: RMS of the update before the division.
+    """
     return (update_rms / MAX_UPDATE_RMS).clamp(min=1.0)
 
 
@@ -77,7 +103,10 @@ def get_moment_shapes(shape: Sequence[int], num_stack_dims: int = 0) -> dict[str
 
     Args:
         shape: Shape of the parameter, or of a stack of parameters.
-        num_stack_dims: Number of dimensions of the stack.
+        num_stack_dims: Number of leading dimensions of the stack.
+
+    Returns:
+        Shapes of ``row_var`` and ``col_var`` for a matrix, otherwise the shape of ``variance``.
     """
     if len(shape) - num_stack_dims < 2:
         return {"variance": tuple(shape)}
@@ -109,17 +138,23 @@ class _ParameterStatistics(NamedTuple):
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Has the state of ``torch.optim.Adafactor`` and its update rule, or that of transformers' ``Adafactor``.
+    """Adafactor with the state of ``torch.optim.Adafactor``, and the update rule of torch or of transformers.
 
-    The fp32 state of a parameter is ``step`` and, with two or more dims, ``row_var`` (``[..., rows, 1]``) and
-    ``col_var`` (``[..., 1, columns]``), otherwise ``variance`` of its own shape.
+    The fp32 state of a parameter is ``step`` and the second moments. With two or more dimensions, these are
+    ``row_var`` (``[..., rows, 1]``) and ``col_var`` (``[..., 1, columns]``), otherwise ``variance`` with the
+    shape of the parameter.
 
     Column sums and RMS values extend over the shards of a parameter. Each step needs two all-reduces for the
-    whole model, of a few numbers per column, and no host sync. The gradients are overwritten.
+    complete model, with a few numbers per column, and no host sync. A step overwrites the gradients.
+
+    Args:
+        groups: Parameter groups, as for ``torch.optim.Optimizer``.
+        lr: Learning rate of groups without one.
+        rule: Formulas of the update.
     """
 
     found_inf: Tensor | None = None
-    """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
+    """Flag on the device of the parameters, an fp32 scalar. If it is 1, the step does not change anything."""
 
     def __init__(
         self, groups: list[dict[str, Any]], *, lr: float, rule: AdafactorRule = ADAFACTOR_RULES["torch"]
@@ -128,10 +163,10 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of ``parameter`` before the first step."""
+        """Return the state of ``parameter`` before the first step."""
         state = {"step": torch.zeros((), device=parameter.device)}
         for name, shape in get_moment_shapes(parameter.shape).items():
-            # A scalar cannot be sharded, and the columns of a matrix are sums over the sharded dimension.
+            # A scalar cannot be sharded. The column moments of a matrix are sums over its sharded dimension.
             sharded = parameter.dim() > 0 and not (name == "col_var" and parameter.dim() == 2)
             state[name] = (
                 create_sharded_zeros(parameter, shape)
@@ -155,10 +190,10 @@ class Adafactor(torch.optim.Optimizer):
         applied = torch.ones((), device=parameters[0].device)
         if self.found_inf is not None:
             applied = 1 - self.found_inf
-            # The rate is zero then, but zero times a non-finite gradient is NaN.
+            # A learning rate of zero is not enough, because zero times a non-finite gradient is NaN.
             for gradient in gradients:
                 gradient.masked_fill_(self.found_inf > 0, 0.0)
-        # One value per parameter, computed for all at once.
+        # Compute one value per parameter for all parameters at once, which needs fewer kernel launches.
         steps = torch.stack([state["step"] for state in states]) + applied
         for state, count in zip(states, steps.unbind(), strict=True):
             state["step"].copy_(count)
@@ -182,10 +217,10 @@ class Adafactor(torch.optim.Optimizer):
         states: list[dict[str, Tensor]],
         new_shares: tuple[Tensor, ...],
     ) -> list[_ParameterStatistics]:
-        """Update the moments with the gradients.
+        """Update the second moments with the gradients.
 
         Returns:
-            the RMS of each parameter; for a matrix also the mean of ``row_var``.
+            RMS of each parameter. For a matrix, also the mean of ``row_var``.
         """
         sums = []
         for parameter, gradient, state, weight in zip(parameters, gradients, states, new_shares, strict=True):
@@ -219,7 +254,11 @@ class Adafactor(torch.optim.Optimizer):
         states: list[dict[str, Tensor]],
         statistics: list[_ParameterStatistics],
     ) -> list[Tensor]:
-        """Replace each gradient by its update before clipping; return the RMS of the updates."""
+        """Replace each gradient by its update before clipping.
+
+        Returns:
+            RMS of each update.
+        """
         sums = []
         for parameter, gradient, state, each in zip(parameters, gradients, states, statistics, strict=True):
             if parameter.dim() < 2:

@@ -1,8 +1,8 @@
-"""AdamW with both moments in 8 bits (Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization").
+"""AdamW with 8-bit moments (Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization").
 
-Values are divided by the largest magnitude of their block and rounded to the nearest of 256 levels, which lie
-denser near zero. A block never spans rows of a parameter, and parameters are sharded between rows. Moments,
-updates and checkpoints are therefore independent of the world size.
+Each value is divided by the largest magnitude of its block and rounded to the nearest of 256 levels, which
+are denser near zero. A block never spans rows of a parameter, and parameters are sharded between rows.
+Moments, updates and checkpoints are therefore independent of the world size.
 """
 
 from __future__ import annotations
@@ -22,12 +22,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-@cache  # a copy from the host in every step would be a host sync
+@cache  # otherwise, a copy from the host in every step would be a host sync
 def build_quantization_levels(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of the codes, fp32 in ascending order on ``device``.
+    """Return the 256 levels that the codes index.
 
-    They cover [-1, 1] if ``signed``, else [0, 1], in seven decades with twice as many levels in each next
-    one. Zero and one are among them.
+    The levels cover [-1, 1] if ``signed``, else [0, 1]. They span seven decades, each with twice as many
+    levels as the previous one. Zero and one are included. The result is cached.
+
+    Args:
+        signed: Whether half of the levels are negative.
+        device: Device of the result.
+
+    Returns:
+        Levels, fp32 ``[256]`` in ascending order.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -42,7 +49,7 @@ class BlockQuantized(NamedTuple):
     """Values in 8 bits.
 
     Attributes:
-        codes: Indices into :func:`build_quantization_levels`, uint8 of the shape of the values.
+        codes: Indices into :func:`build_quantization_levels`, uint8, with the shape of the values.
         scales: Largest magnitude of each block, fp32 ``[rows, blocks]``.
     """
 
@@ -51,10 +58,15 @@ class BlockQuantized(NamedTuple):
 
 
 def quantize_in_blocks(values: Tensor, block_size: int, *, signed: bool) -> BlockQuantized:
-    """Quantize ``values``, fp32 ``[rows, ...]``, in blocks of ``block_size`` elements of a row.
+    """Quantize values with one scale per block.
+
+    Args:
+        values: Values, fp32 ``[rows, ...]``.
+        block_size: Number of consecutive elements of a row that share a scale.
+        signed: Whether the values may be negative. The levels for second moments are unsigned.
 
     Returns:
-        codes, uint8 of the same shape, and scales, fp32 ``[rows, blocks]``.
+        Codes with the shape of ``values``, and scales ``[rows, blocks]``.
     """
     blocks = values.reshape(values.shape[0], -1, block_size)
     scales = blocks.abs().amax(dim=-1)
@@ -63,15 +75,24 @@ def quantize_in_blocks(values: Tensor, block_size: int, *, signed: bool) -> Bloc
     scaled = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
     codes = torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
     if not signed:
-        # A second moment rounded to zero would make the next update explode.
+        # Otherwise a second moment that is rounded to zero would make the next update explode.
         codes.clamp_(min=1)
     return BlockQuantized(codes.view(values.shape), scales)
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Invert :func:`quantize_in_blocks`, to within half a level."""
+    """Invert :func:`quantize_in_blocks`, up to half the distance between levels.
+
+    Args:
+        codes: Codes, uint8 ``[rows, ...]``.
+        scales: Scales, fp32 ``[rows, blocks]``.
+        signed: Whether the values may be negative.
+
+    Returns:
+        Values, fp32 with the shape of ``codes``.
+    """
     values = build_quantization_levels(signed, codes.device)[codes.int()]
-    if values.numel():  # a rank's shard may be empty
+    if values.numel():  # the shard of a rank may be empty
         values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
     return values
 
@@ -79,18 +100,21 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments and fp32 arithmetic.
 
-    The state of a parameter is ``exp_avg_codes`` and ``exp_avg_sq_codes`` (uint8, of its shape),
-    ``exp_avg_scales`` and ``exp_avg_sq_scales`` (fp32 ``[rows, blocks]``) and ``step``. Small parameters,
-    vectors and those in ``exact`` have AdamW's ``exp_avg`` and ``exp_avg_sq``.
+    The state of a parameter is ``exp_avg_codes`` and ``exp_avg_sq_codes`` (uint8, with its shape),
+    ``exp_avg_scales`` and ``exp_avg_sq_scales`` (fp32 ``[rows, blocks]``), and ``step``. Vectors, small
+    parameters and ``full_precision_parameters`` have AdamW's ``exp_avg`` and ``exp_avg_sq`` instead.
 
     Args:
-        groups, lr, betas, eps: as for ``torch.optim.AdamW``.
-        full_precision_parameters: parameters with 32-bit moments: embeddings, whose rows get gradients of
-        very different sizes.
+        groups: Parameter groups, as for ``torch.optim.AdamW``.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Term that is added to the denominator of an update.
+        full_precision_parameters: Parameters with 32-bit moments, such as embeddings, whose rows get
+            gradients of very different magnitudes.
     """
 
     found_inf: Tensor | None = None
-    """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
+    """Flag on the device of the parameters, an fp32 scalar. If it is 1, the step does not change anything."""
 
     def __init__(
         self,
@@ -105,7 +129,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._full_precision_ids = {id(parameter) for parameter in full_precision_parameters}
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of ``parameter`` before the first step."""
+        """Return the state of ``parameter`` before the first step."""
         state = {"step": torch.zeros((), device=parameter.device)}
         block = (
             None if id(parameter) in self._full_precision_ids else choose_block_size(tuple(parameter.shape))
@@ -134,6 +158,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _update_parameter(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     ) -> None:
+        """Update the local shard of a parameter and its moments in place."""
         beta1, beta2 = group["betas"]
         applied: Tensor | float = 1.0
         if self.found_inf is not None:
@@ -152,6 +177,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._store_quantized_moment(state, "exp_avg_sq", second_moment)
 
     def _store_quantized_moment(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
+        """Quantize an updated moment into its codes and scales, unless the step is masked."""
         if name in state or not value.numel():
             return
         codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
@@ -161,12 +187,12 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _read_moment(state: dict[str, Tensor], name: str) -> Tensor:
-    """A moment in fp32, decoded if it is stored in 8 bits."""
+    """Return a moment in fp32, dequantized if it has 8 bits."""
     if name in state:
         return state[name]
     return dequantize_blocks(state[f"{name}_codes"], state[f"{name}_scales"], signed=name == "exp_avg")
 
 
 def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:
-    """``1 - beta ** step``, without the cancellation that loses four digits of fp32 at beta 0.999."""
+    """Compute ``1 - beta ** step`` without cancellation, which would cost four digits at beta 0.999."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)

@@ -6,11 +6,20 @@ import math
 
 MAX_BLOCK_ELEMENTS, MIN_BLOCK_ELEMENTS = 256, 32
 MIN_QUANTIZED_ELEMENTS = 4096
-"""Parameters with fewer elements have 32-bit moments, as in bitsandbytes and torchao."""
+"""Elements of the smallest parameter with 8-bit moments. Smaller parameters have 32-bit moments, as in
+bitsandbytes and torchao.
+"""
 
 
 def choose_block_size(shape: tuple[int, ...]) -> int | None:
-    """Elements per block, a divisor of the row size; None for 32-bit moments."""
+    """Choose the number of elements per block, which is a divisor of the row size and at most 256.
+
+    Args:
+        shape: Shape of the parameter.
+
+    Returns:
+        The number of elements. None if the moments of the parameter have 32 bits.
+    """
     if len(shape) < 2 or math.prod(shape) < MIN_QUANTIZED_ELEMENTS:
         return None
     row = math.prod(shape[1:])

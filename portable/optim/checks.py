@@ -1,4 +1,4 @@
-"""Rules about the schedule of the learning rate."""
+"""Checks of the settings of the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
 
 def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that ``train.schedule`` does not support."""
+    """Yield the problems of settings that ``train.schedule`` does not support.
+
+    Args:
+        config: The config of the run.
+
+    Yields:
+        Names of the settings, and an error message.
+    """
     schedule = config.train.schedule
     if schedule in ZERO_ONLY_SCHEDULES and not uses_zero_strategy(config):
         yield SettingProblem(
@@ -40,7 +47,14 @@ def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_schedule_params(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of the warmup and of ``train.schedule_params``."""
+    """Yield the problems of the warmup and of ``train.schedule_params``.
+
+    Args:
+        config: The config of the run.
+
+    Yields:
+        Names of the settings, and an error message.
+    """
     train = config.train
     warmup_of_ratio = (None, 0, compute_warmup_steps(train, train.steps or 0))
     if train.warmup_ratio is not None and train.warmup_steps not in warmup_of_ratio:

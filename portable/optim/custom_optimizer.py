@@ -1,8 +1,8 @@
-"""Optimizers of the user's: any ``torch.optim.Optimizer`` by import path, in place of the built-in ones.
+"""Custom optimizers: any ``torch.optim.Optimizer``, which ``train.optimizer`` names by its import path.
 
-torch's optimizers make their state in the first step. Checkpoints are restored into it, and XLA compiles it,
-before. So :meth:`CustomOptimizer.build_initial_state` takes a step of one parameter, notes what every state
-is first set to, and undoes the step.
+The optimizers of torch create their state in the first step. Checkpoints are restored into the state, and XLA
+compiles it, before the first step. :meth:`CustomOptimizer.build_initial_state` therefore takes a step with
+one parameter, records the first value of each state, and undoes the step.
 """
 
 from __future__ import annotations
@@ -39,44 +39,51 @@ KEY = "train.optimizer"
 
 
 class OptimizerFactory(Protocol):
-    """What ``train.optimizer`` names: a class such as ``torch.optim.NAdam``, or a function that makes one.
+    """Class such as ``torch.optim.NAdam``, or function that returns an optimizer, for ``train.optimizer``.
 
-    ``step()`` updates in place every parameter with a gradient, at the rate ``group["lr"]``, which is set
-    before each step. State is in ``self.state[parameter]``, by name: tensors of any shape, and numbers;
-    what a whole group has in common is a number in the group. Both are in checkpoints, attributes are not.
-    Under FSDP2 parameters, gradients and ``torch.zeros_like(parameter)`` are DTensors: operations between
-    them act on whole tensors. On XLA everything is traced: rate and counts are tensors on the device.
+    ``step()`` updates in place every parameter with a gradient, with the learning rate ``group["lr"]``, which
+    the trainer sets before each step. State is stored in ``self.state[parameter]`` by name, as tensors of any
+    shape and numbers. State that is common to a group is a number in the group. Checkpoints contain both, but
+    no attributes of the optimizer.
 
-    If the class has an attribute ``found_inf`` (torch's fused optimizers do), it is set to an fp32 scalar on
-    the device, and a step changes nothing if that is 1. For others the host reads it before each step.
+    Under FSDP2, parameters, gradients and ``torch.zeros_like(parameter)`` are DTensors, and operations
+    between them act on complete tensors. On XLA, the step is traced, and learning rates and step counts are
+    tensors on the device.
+
+    If the class has an attribute ``found_inf``, as torch's fused optimizers do, it is set to an fp32 scalar
+    on the device. A step must not change anything if the scalar is 1. For other classes, the host reads the
+    scalar before each step.
     """
 
     def __call__(self, groups: list[dict[str, Any]], *, lr: float, **arguments: Any) -> torch.optim.Optimizer:
-        """Make the optimizer.
+        """Create the optimizer.
 
         Args:
-            groups: each with ``params``, ``param_names``, its ``lr`` if it is another, and ``weight_decay``
-                if this callable takes one.
-            lr: ``train.learning_rate``; left out if this callable takes none.
-            arguments: those of the setting.
+            groups: Parameter groups, each with ``params`` and ``param_names``, with ``lr`` if it differs from
+                the argument ``lr``, and with ``weight_decay`` if this callable accepts it.
+            lr: ``train.learning_rate``. Omitted if this callable does not accept it.
+            arguments: Arguments that the setting contains.
+
+        Returns:
+            The optimizer.
         """
 
 
 class CustomOptimizer:
-    """Implements :class:`portable.optim.optimizers.EngineOptimizer` with an optimizer of the user's.
+    """Implementation of :class:`portable.optim.optimizers.EngineOptimizer` with a custom optimizer.
 
     Args:
-        settings: the train section.
-        parameters: by name.
-        groups: the parameter groups, see :func:`portable.optim.optimizers.build_parameter_groups`.
-        extra_arguments: arguments to give the optimizer if it takes them.
+        settings: The ``train`` section.
+        parameters: Parameters by name.
+        groups: Parameter groups; see :func:`portable.optim.optimizers.build_parameter_groups`.
+        extra_arguments: Arguments that are passed to the optimizer if it accepts them.
 
     Raises:
-        UserError: if it cannot be made.
+        UserError: If the optimizer cannot be created, or updates shards and complete tensors differently.
     """
 
     found_inf: Tensor | None = None
-    """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
+    """Flag on the device of the parameters, an fp32 scalar. If it is 1, the step does not change anything."""
 
     def __init__(
         self,
@@ -115,7 +122,10 @@ class CustomOptimizer:
             self._check_sharded_steps(_extract_settings(settings), sharded)
 
     def _check_sharded_steps(self, settings: _OptimizerSettings, parameter: DTensor) -> None:
-        """Raise UserError if small shards are updated otherwise than whole tensors. A collective."""
+        """Raise UserError if small shards are updated differently from complete tensors.
+
+        All ranks have to call it.
+        """
 
         def shard(value: Tensor) -> Tensor:
             return distribute_tensor(value, parameter.device_mesh, parameter.placements)
@@ -131,10 +141,14 @@ class CustomOptimizer:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad`` does."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def step(self) -> None:
-        """Update every parameter that has a gradient. Waits for the device if the optimizer has no mask."""
+        """Update every parameter that has a gradient.
+
+        The host waits for the device if the optimizer does not support ``found_inf``.
+        """
         with plugins.convert_user_errors(self.key):
             if self._masks_steps:
                 self.inner.found_inf = self.found_inf
@@ -144,7 +158,11 @@ class CustomOptimizer:
                 self.inner.step()
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of ``parameter`` before the first step: tensors, on shards DTensors, and numbers."""
+        """Return the state of ``parameter`` before the first step, without changing the parameter.
+
+        Returns:
+            Tensors and numbers by name. Tensors are DTensors if the parameter is sharded.
+        """
         before = parameter.detach().clone()
         try:
             state = self.record_initial_state(parameter)
@@ -154,7 +172,17 @@ class CustomOptimizer:
         return state
 
     def record_initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Take a step of ``parameter`` alone, whose values are lost; returns what its state began with."""
+        """Take a step with only ``parameter``, and return the first value of each of its states.
+
+        The step changes the values of the parameter, and the caller has to restore them. The state, the
+        gradients and the groups of the optimizer are restored.
+
+        Args:
+            parameter: Parameter of the optimizer.
+
+        Returns:
+            Tensors and numbers by name.
+        """
         inner, old_state = self.inner, self.inner.state
         gradients = [(p, p.grad) for group in inner.param_groups for p in group["params"]]
         groups = [
@@ -166,11 +194,12 @@ class CustomOptimizer:
         try:
             for member, _ in gradients:
                 member.grad = None
-            for group in inner.param_groups:  # or a gradient that is kept would not be zero
+            # Otherwise, weight decay could make a gradient that the optimizer accumulates non-zero.
+            for group in inner.param_groups:
                 group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
             parameter.grad = torch.zeros_like(parameter)
             inner.state, inner.found_inf = states, None
-            if old_state.get(parameter):  # made by the constructor
+            if old_state.get(parameter):  # the constructor created it
                 states[parameter] = {key: _copy_value(value) for key, value in old_state[parameter].items()}
             with plugins.convert_user_errors(self.key), self._reduction_mode:
                 inner.step()
@@ -183,14 +212,21 @@ class CustomOptimizer:
                     del group[name]
                 group.update(values)
             vars(inner).update(numbers)
-        first = states[parameter].first if parameter in states else {}
+        first = states[parameter].first_values if parameter in states else {}
         return self.to_plain_state(parameter, first)
 
     def to_plain_state(self, parameter: Tensor, state: Mapping[Any, Any]) -> dict[str, Any]:
-        """A state as a checkpoint can hold it: shards, whole tensors and numbers.
+        """Convert a state to the values that a checkpoint can store: shards, complete tensors and numbers.
+
+        Args:
+            parameter: Parameter that the state belongs to.
+            state: State by name. Entries that are None are dropped.
+
+        Returns:
+            The converted state.
 
         Raises:
-            UserError: for what is neither.
+            UserError: If the state contains another value.
         """
         plain_state = {}
         for name, value in state.items():
@@ -205,10 +241,11 @@ class CustomOptimizer:
         return plain_state
 
     def collect_state(self) -> dict[str, dict[str, Any]]:
-        """The state of all parameters, by name. A collective if parameters are sharded.
+        """Return the state of all parameters by name. All ranks have to call it if parameters are sharded.
 
         Raises:
-            UserError: for state that a checkpoint cannot hold.
+            UserError: If the state cannot be stored in a checkpoint, or if replicated state differs between
+                ranks.
         """
         for parameter in self.state:
             require(
@@ -220,7 +257,7 @@ class CustomOptimizer:
         return {self._names[p]: values for p, values in states.items()}
 
     def _check_state_equal_across_ranks(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Raise UserError for state of sharded parameters that is no shard, and differs between ranks."""
+        """Raise UserError if the replicated state of sharded parameters differs between ranks."""
         names, groups, numbers = [], set(), []
         for parameter, entries in state.items():
             group = get_shard_group(parameter)
@@ -241,19 +278,32 @@ class CustomOptimizer:
                 )
 
     def reset_state(self, stored: OptimizerState | None) -> None:
-        """Drop all state, and take over what the groups of a checkpoint have of the optimizer's own.
+        """Drop all state, and restore the custom entries of the parameter groups from a checkpoint.
 
-        What the constructor made stays, to be filled.
+        State that the constructor of the optimizer created is kept, and filled later.
+
+        Args:
+            stored: Optimizer state of a checkpoint. None if there is none.
         """
         if not self._constructs_state:
             self.state.clear()
         restore_custom_group_values(self.param_groups, stored)
 
     def allocate_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """State to fill with the ``values`` of a checkpoint: the initial one, and what came later.
+        """Return the state into which the values of a checkpoint are loaded.
+
+        It consists of the initial state, and of the states that the optimizer creates after its first step.
+
+        Args:
+            parameter: Parameter that the state belongs to.
+            values: State of the parameter in the checkpoint.
+
+        Returns:
+            Tensors and numbers by name.
 
         Raises:
-            UserError: if the place of one is not known.
+            UserError: If the sharding of a state is unknown, because it is created later and has another
+                shape than the parameter.
         """
         state = self.build_initial_state(parameter)
         for name in values.keys() - state.keys():
@@ -268,6 +318,7 @@ class CustomOptimizer:
 
 
 def _summarize_value(value: Tensor | Number) -> tuple[Any, ...]:
+    """Return the shape, dtype and two checksums of a tensor, or a number, to compare states between ranks."""
     if not isinstance(value, torch.Tensor):
         return (value,)
     wide = value.detach().double().flatten()
@@ -280,7 +331,7 @@ def _copy_value(value: Any) -> Any:
 
 
 class _FirstValueRecorder(dict[Any, Any]):
-    """The state of a parameter, with a copy of what each entry is first set to in ``first_values``."""
+    """State of a parameter that also stores a copy of the first value of each entry, in ``first_values``."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         super().__init__()
@@ -307,7 +358,7 @@ class _FirstValueRecorder(dict[Any, Any]):
 
 
 class _RecordedStates(defaultdict[Any, Any]):
-    """The state of an optimizer that is tried, of :class:`_FirstValueRecorder`."""
+    """State of all parameters during a trial step, which consists of :class:`_FirstValueRecorder`."""
 
     def __init__(self) -> None:
         super().__init__(lambda: _FirstValueRecorder({}))
@@ -319,10 +370,13 @@ class _RecordedStates(defaultdict[Any, Any]):
 
 
 def _list_accepted_arguments(make: Any) -> frozenset[str]:
-    """The names of the parameters that a callable takes; with ``**kwargs``, also those of its groups."""
+    """Return the names of the arguments that a callable accepts.
+
+    With ``**kwargs``, ``lr`` and ``weight_decay`` count.
+    """
     try:
         parameters = inspect.signature(make).parameters
-    except (TypeError, ValueError):  # compiled
+    except (TypeError, ValueError):  # compiled callables have no signature
         return frozenset(("lr", "weight_decay"))
     has_var_keywords = any(
         parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
@@ -334,7 +388,7 @@ def _list_accepted_arguments(make: Any) -> frozenset[str]:
 
 
 class _OptimizerSettings(NamedTuple):
-    """What of the train section an optimizer is made with."""
+    """Settings of the ``train`` section that an optimizer is created with."""
 
     optimizer: str
     learning_rate: float
@@ -342,10 +396,10 @@ class _OptimizerSettings(NamedTuple):
 
 
 class _PartialReductionMode(TorchFunctionMode):
-    """Completes what is reduced over a sharded dim at once.
+    """Mode in which reductions over a sharded dimension are completed immediately.
 
-    DTensor puts that off, and then takes one rank's part for the whole in ``item()`` and operations in place.
-    The mean of shards of different sizes it takes for the mean of all.
+    DTensor postpones them. ``item()`` and in-place operations would then take the partial result of one rank
+    for the complete result. DTensor also averages the means of shards of different sizes without weights.
     """
 
     def __torch_function__(
@@ -360,6 +414,7 @@ class _PartialReductionMode(TorchFunctionMode):
 
 
 def _reduce_partial(value: DTensor) -> DTensor:
+    """Replicate a DTensor whose reduction over ranks is pending."""
     if not any(place.is_partial() for place in value.placements):
         return value
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
@@ -370,10 +425,13 @@ def _extract_settings(train: TrainConfig) -> _OptimizerSettings:
 
 
 def check_custom_optimizer(config: RunConfig) -> None:
-    """Try ``train.optimizer`` on two small parameters.
+    """Check ``train.optimizer`` by a trial with two small parameters.
+
+    Args:
+        config: The config of the run.
 
     Raises:
-        UserError: if it cannot be made or fails, or a setting has no effect on it.
+        UserError: If the optimizer cannot be created, fails, or a setting has no effect on it.
     """
     train = config.train
     key, name = f"{KEY}: {train.optimizer}", plugins.parse_plugin_spec(train.optimizer).name
@@ -397,6 +455,7 @@ def check_custom_optimizer(config: RunConfig) -> None:
 
 
 def _build_trial_values() -> list[Tensor]:
+    """Return the values of two small parameters, which are equal on all ranks."""
     draws = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
 
@@ -408,7 +467,18 @@ def _run_trial_steps(
     *,
     from_initial_state: bool = False,
 ) -> list[Any]:
-    """The ``values`` after a few steps; ``from_initial_state``: from the initial state instead of none."""
+    """Run three steps of a trial optimizer.
+
+    Args:
+        settings: Settings of the optimizer.
+        values: Initial values of the parameters.
+        convert_value: Function that converts values and gradients, for example to shards.
+        from_initial_state: Whether to start from :meth:`CustomOptimizer.build_initial_state` instead of an
+            empty state.
+
+    Returns:
+        The values of the parameters after the steps.
+    """
     parameters = {f"{name}": nn.Parameter(convert_value(value)) for name, value in enumerate(values)}
     group: dict[str, Any] = {"params": list(parameters.values()), "weight_decay": settings.weight_decay}
     optimizer = CustomOptimizer(settings, parameters, [group])
@@ -427,12 +497,13 @@ def _run_trial_steps(
 
 
 def is_elementwise(train: TrainConfig) -> bool:
-    """Whether each element is updated by itself, whatever parameter it is a part of: tried on small ones."""
+    """Return whether the optimizer updates each element independently, according to a trial."""
     return _is_elementwise_in_trial(_extract_settings(train))
 
 
 @lru_cache(maxsize=4)
 def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
+    """Compare the updates of two small parameters with the updates of their elements in other shapes."""
     values = _build_trial_values()
     expected = torch.cat([value.flatten() for value in _run_trial_steps(settings, values)])
     flat = torch.cat([value.flatten() for value in values])
@@ -444,23 +515,24 @@ def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
 
 
 def _build_for_parameter(settings: _OptimizerSettings, parameter: nn.Parameter) -> CustomOptimizer:
+    """Build the optimizer for a single parameter."""
     group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
     return CustomOptimizer(settings, {"0": parameter}, [group])
 
 
 def build_sample_state(train: TrainConfig) -> dict[str, Any]:
-    """The initial state of a vector of two elements."""
+    """Return the initial state of a vector of two elements."""
     parameter = nn.Parameter(torch.zeros(2))
     return _build_for_parameter(_extract_settings(train), parameter).build_initial_state(parameter)
 
 
 def has_state_before_first_step(train: TrainConfig) -> bool:
-    """Whether the optimizer has state from the beginning, as Adagrad has."""
+    """Return whether the constructor of the optimizer creates state, as Adagrad does."""
     return bool(_build_for_parameter(_extract_settings(train), nn.Parameter(torch.zeros(2))).state)
 
 
 def has_neutral_initial_state(train: TrainConfig) -> bool:
-    """Whether a first step from the initial state is that from none: tried on small parameters."""
+    """Return whether steps from the initial state equal steps from an empty state, according to a trial."""
     settings = _extract_settings(train)
     pairs = zip(
         _run_trial_steps(settings, _build_trial_values()),
@@ -471,14 +543,19 @@ def has_neutral_initial_state(train: TrainConfig) -> bool:
 
 
 class StateTensorLayout(NamedTuple):
-    """Shape of a tensor in the state of a parameter, and the bytes of one element."""
+    """Shape of a tensor in the state of a parameter, and the number of bytes per element."""
 
     shape: tuple[int, ...]
     itemsize: int
 
 
 def list_state_tensor_layouts(train: TrainConfig, shape: tuple[int, ...]) -> tuple[StateTensorLayout, ...]:
-    """Shape and bytes of an element of each tensor that the state of a parameter has."""
+    """Return the layout of each tensor in the state of a parameter.
+
+    Args:
+        train: The ``train`` section.
+        shape: Shape of the parameter.
+    """
     return _compute_state_tensor_layouts(_extract_settings(train), shape)
 
 
@@ -487,7 +564,7 @@ def _compute_state_tensor_layouts(
     settings: _OptimizerSettings, shape: tuple[int, ...]
 ) -> tuple[StateTensorLayout, ...]:
     states: dict[str, Any] = {}
-    for device in ("meta", "cpu"):  # one that reads values fails on the first
+    for device in ("meta", "cpu"):  # optimizers that read values fail on the meta device
         parameter = nn.Parameter(torch.zeros(shape, device=device))
         optimizer = _build_for_parameter(settings, parameter)
         try:

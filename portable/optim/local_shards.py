@@ -1,7 +1,7 @@
-"""Helpers for code that works on the local shards of parameters.
+"""Helper functions for code that works on the local shards of parameters.
 
-A sharded parameter is a ``DTensor`` sharded along dim 0, as by FSDP2. It may be replicated over a second mesh
-axis. Any other parameter is unsharded.
+A sharded parameter is a ``DTensor`` that is sharded along dimension 0, as by FSDP2. It may be replicated over
+a second mesh dimension. Other parameters are unsharded.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ if TYPE_CHECKING:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This rank's shard of ``tensor``, or ``tensor`` itself if it is unsharded. Shares memory."""
+    """Return the shard of this rank, or ``tensor`` itself if it is not a DTensor. Both share memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def create_sharded_zeros(
     parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Zeros of the global ``shape``, sharded like ``parameter``.
+    """Create zeros that are sharded like a parameter.
 
     Args:
-        parameter: determines sharding and device.
-        shape: must have the parameter's first dim.
-        dtype: of the zeros.
+        parameter: Parameter whose sharding and device the result has.
+        shape: Global shape of the result. Its first dimension equals the parameter's.
+        dtype: Dtype of the result.
+
+    Returns:
+        A DTensor if the parameter is one, otherwise a tensor.
     """
     assert shape[0] == parameter.shape[0]
     local_zeros = torch.zeros(
@@ -43,7 +46,7 @@ def create_sharded_zeros(
 
 
 def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The process group that shards ``parameter``, or None if it is unsharded."""
+    """Return the process group over which ``parameter`` is sharded, or None if it is not sharded."""
     if not isinstance(parameter, DTensor):
         return None
     (axis,) = (i for i, placement in enumerate(parameter.placements) if placement.is_shard())

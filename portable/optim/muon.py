@@ -1,7 +1,7 @@
-"""Muon (Jordan et al., 2024): the momentum of each matrix, orthogonalized; other parameters by AdamW.
+"""Muon (Jordan et al., 2024): orthogonalized momentum for matrices, and AdamW for other parameters.
 
-A matrix is never orthogonalized in parts. Each one goes to one of the ranks that hold it, which sends the
-result back, so that a step costs the same arithmetic on any number of ranks.
+A matrix is never orthogonalized in parts. Each sharded matrix is gathered on one of the ranks that hold it,
+which sends the result back. A step therefore costs the same arithmetic on any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ if TYPE_CHECKING:
 
 RateRule = Literal["match_rms_adamw", "original"]
 NEWTON_SCHULZ_COEFFICIENTS, NEWTON_SCHULZ_ROUNDS, MIN_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
-"""Newton and Schulz's quintic, how often it is applied, and the least norm: those of torch's Muon."""
+"""Coefficients and number of rounds of the quintic Newton-Schulz iteration, and the smallest norm to divide
+by. The values are the defaults of ``torch.optim.Muon``.
+"""
 
 
 def orthogonalize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    """The nearest matrix with equal singular values, roughly: they come to lie between 0.7 and 1.2.
+    """Approximate the nearest orthogonal matrix by Newton-Schulz iteration.
+
+    The singular values of the result are roughly between 0.7 and 1.2.
 
     Args:
-        matrices: ``[..., rows, columns]``, each by itself. On XLA at least three dims: torch_xla computes
-            ``addmm`` on the host.
-        compute_dtype: of the products.
+        matrices: Matrices ``[..., rows, columns]``, which are orthogonalized separately. On XLA at least
+            three dimensions are required, because torch_xla computes ``addmm`` on the host.
+        compute_dtype: Dtype of the matrix products.
 
     Returns:
-        a tensor of the same shape and of type ``compute_dtype``.
+        A tensor of the same shape and of dtype ``compute_dtype``.
     """
     shape, (a, b, c) = matrices.shape, NEWTON_SCHULZ_COEFFICIENTS
     x = matrices.to(compute_dtype)
@@ -53,11 +57,11 @@ def orthogonalize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> Tens
 
 
 def compute_nesterov_update(gradient: Tensor, buffer: Tensor, momentum: float, dtype: torch.dtype) -> Tensor:
-    """Return the update before it is orthogonalized, with Nesterov's momentum.
+    """Return the update before it is orthogonalized, with Nesterov momentum.
 
     Args:
         gradient: Gradient of a matrix, fp32.
-        buffer: Its momentum, which includes the gradient already.
+        buffer: Momentum buffer, which already includes the gradient.
         momentum: Share of the buffer in the update.
         dtype: Dtype of the update.
     """
@@ -65,7 +69,12 @@ def compute_nesterov_update(gradient: Tensor, buffer: Tensor, momentum: float, d
 
 
 def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
-    """What the learning rate of a matrix of this shape is multiplied by, as torch's ``adjust_lr_fn``."""
+    """Return the factor of the learning rate for a matrix, as ``adjust_lr_fn`` of ``torch.optim.Muon``.
+
+    Args:
+        rule: Rule by which the factor is computed, with the name that torch uses.
+        shape: Shape of the matrix ``[..., rows, columns]``.
+    """
     rows, columns = shape[-2:]
     if rule == "original":
         return math.sqrt(max(1, rows / columns))
@@ -74,12 +83,13 @@ def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """A matrix whose elements, in row-major order, are spread over ranks.
+    """Matrix whose elements, in row-major order, are distributed over ranks.
 
     Attributes:
-        shape: rows and columns.
-        elements_per_rank: elements that each rank holds, one rank after another; all of them on each if it is
-        replicated. local_offset: of this rank's first in its flat tensor.
+        shape: Numbers of rows and columns.
+        elements_per_rank: Number of elements on each rank, in the order of the ranks. If the matrix is
+            replicated, each rank has all elements.
+        local_offset: Position of this rank's first element in the flat local tensor.
     """
 
     shape: tuple[int, int]
@@ -88,11 +98,12 @@ class ShardedMatrix:
 
     @property
     def num_elements(self) -> int:
+        """Number of elements of the matrix."""
         return self.shape[0] * self.shape[1]
 
     @property
     def owner_rank(self) -> int | None:
-        """The one rank that holds all of it."""
+        """Rank that holds all elements. None if the elements are on several ranks."""
         holding = [rank for rank, size in enumerate(self.elements_per_rank) if size]
         return holding[0] if len(holding) == 1 else None
 
@@ -106,15 +117,20 @@ def list_sharded_matrices(
     rank: int,
     local_offset: int = 0,
 ) -> list[ShardedMatrix]:
-    """The matrices of a parameter that is cut into flat parts of equal length.
+    """List the matrices of a parameter that is sharded into flat parts of equal length.
 
     Args:
-        shape: of the parameter, ``[..., rows, columns]``.
-        first_element: the element that rank 0's part begins with; negative if it begins with something else.
-        elements_per_part: of each part; elements past the parameter's end are padding.
-        num_ranks: how many there are.
-        rank: this one.
-        local_offset: of this rank's part in its flat tensor.
+        shape: Shape of the parameter, ``[..., rows, columns]``.
+        first_element: Index in the parameter of the first element on rank 0. Negative if the part of rank 0
+            begins with elements of other parameters.
+        elements_per_part: Number of elements on each rank. Elements after the end of the parameter are
+            padding.
+        num_ranks: Number of ranks.
+        rank: Rank of this process.
+        local_offset: Position of this rank's part in the flat local tensor.
+
+    Returns:
+        The matrices in the order of the leading dimensions of the parameter.
     """
     rows, columns = shape[-2:]
     matrix_elements = rows * columns
@@ -132,7 +148,10 @@ def list_sharded_matrices(
 
 @dataclass(frozen=True)
 class _MatrixShard:
-    """This rank's elements of a matrix, flat; they share memory with parameter, gradient and momentum."""
+    """Flat elements of a matrix on this rank.
+
+    The tensors share memory with the parameter, its gradient and its momentum.
+    """
 
     matrix: ShardedMatrix
     parameter: Tensor
@@ -141,26 +160,28 @@ class _MatrixShard:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the groups with ``matrices``, AdamW for the others.
+    """Optimizer that applies Muon to the groups with ``matrices`` and AdamW to other groups.
 
-    The state of a matrix is ``momentum_buffer``, sharded like the parameter; that of others is AdamW's. In a
-    tensor of more dims the last two are a matrix. Updates equal those of ``torch.optim.Muon`` and
-    ``torch.optim.AdamW``.
+    The state of a matrix is ``momentum_buffer``, which is sharded like the parameter. Other parameters have
+    the state of AdamW. In a tensor with more dimensions, the last two are a matrix. Updates equal the updates
+    of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
     Args:
-        groups: as for torch's optimizers, with the key ``matrices``, a bool.
-        lr, betas, eps: as for ``torch.optim.AdamW``.
-        momentum: as for ``torch.optim.Muon``, with ``nesterov``.
-        rate_rule: its ``adjust_lr_fn``.
-        compute_dtype: the type of products and of what ranks exchange.
+        groups: Parameter groups, as for torch's optimizers, with a bool ``matrices``.
+        lr: Learning rate.
+        betas: Decay rates of AdamW's moments.
+        eps: Term that is added to the denominator of AdamW's updates.
+        momentum: Nesterov momentum of Muon.
+        rate_rule: Rule of ``adjust_lr_fn`` of ``torch.optim.Muon``.
+        compute_dtype: Dtype of the matrix products, and of the tensors that ranks exchange.
     """
 
     found_inf: Tensor | None = None
-    """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
+    """Flag on the device of the parameters, an fp32 scalar. If it is 1, the step does not change anything."""
     device: torch.device | None = None
-    """Where to orthogonalize, if the parameters are elsewhere."""
+    """Device on which matrices are orthogonalized, if the parameters are on another device."""
     flat_matrices: Mapping[Tensor, Sequence[ShardedMatrix]] | None = None
-    """The matrices in each flat parameter, for an engine that concatenates parts of several."""
+    """Matrices in each flat parameter, for engines that concatenate shards of several parameters."""
 
     def __init__(
         self,
@@ -179,11 +200,12 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{**build_group_settings(g, betas, eps, momentum), **g} for g in groups], defaults)
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of ``parameter`` before the first step, sharded."""
+        """Return the state of ``parameter`` before the first step. Tensors are sharded like the parameter."""
         (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
         return self._build_state(parameter, group)
 
     def _build_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the state of a parameter of this group before the first step."""
         if group["matrices"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return {
@@ -206,6 +228,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_adamw(trained, group)
 
     def _step_adamw(self, trained: list[Any], group: dict[str, Any]) -> None:
+        """Update the local shards of parameters with torch's fused AdamW."""
         states = [self.state[p] for p in trained]
         beta1, beta2 = group["betas"]
         adamw(
@@ -227,6 +250,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _step_muon(self, trained: list[Any], group: dict[str, Any]) -> None:
+        """Update matrices, first on their owner ranks, then one shared matrix per rank and round."""
         ranks = _ShardRanks.from_parameter(trained[0], flat=self.flat_matrices is not None)
         parts = [
             _MatrixShard(
@@ -245,7 +269,7 @@ class Muon(torch.optim.Optimizer):
                     self._advance_momentum(part, group).view(part.matrix.shape), self._compute_dtype
                 )
                 self._apply_update(part, update, group)
-        # Of one size in a round, so that no rank waits for another.
+        # Matrices of similar size share a round, so that no rank waits for another rank.
         shared = sorted(
             (p for p in parts if p.matrix.owner_rank is None), key=lambda p: -p.matrix.num_elements
         )
@@ -258,6 +282,7 @@ class Muon(torch.optim.Optimizer):
                 self._apply_update(part, update, group)
 
     def _list_matrices(self, parameter: Tensor, ranks: _ShardRanks) -> Sequence[ShardedMatrix]:
+        """List the matrices of a parameter, with the distribution of their elements over ranks."""
         if self.flat_matrices is not None:
             return self.flat_matrices[parameter]
         shape, elements = parameter.shape, parameter.numel()
@@ -270,15 +295,18 @@ class Muon(torch.optim.Optimizer):
                 for m in matrices
             ]
         row = elements // max(1, shape[0])
-        length = (
-            -(-shape[0] // ranks.num_ranks) * row
-        )  # FSDP2 gives each rank as many rows, the last ones fewer
+        # FSDP2 gives each rank the same number of rows, and fewer rows to the last ranks.
+        length = -(-shape[0] // ranks.num_ranks) * row
         return list_sharded_matrices(
             shape, first_element=0, elements_per_part=length, num_ranks=ranks.num_ranks, rank=ranks.rank
         )
 
     def _advance_momentum(self, part: _MatrixShard, group: dict[str, Any]) -> Tensor:
-        """Advance the momentum; returns the update before it is orthogonalized, where and as it is sent."""
+        """Update the momentum with the gradient.
+
+        Returns:
+            The update before it is orthogonalized, in the dtype and on the device in which it is sent.
+        """
         momentum = group["momentum"]
         new_gradient_share: Tensor | float = 1 - momentum
         if self.found_inf is not None:
@@ -289,6 +317,7 @@ class Muon(torch.optim.Optimizer):
         return update.to(device=self.device or part.parameter.device)
 
     def _apply_update(self, part: _MatrixShard, update: Tensor, group: dict[str, Any]) -> None:
+        """Apply weight decay and an orthogonalized update to local elements, unless the step is masked."""
         rate = group["lr"] * compute_learning_rate_factor(self._rate_rule, part.matrix.shape)
         decay = group["lr"] * group["weight_decay"]
         step = update.reshape(-1).to(part.parameter.device)
@@ -302,7 +331,14 @@ class Muon(torch.optim.Optimizer):
 def build_group_settings(
     group: Mapping[str, Any], betas: tuple[float, float], eps: float, momentum: float
 ) -> dict[str, Any]:
-    """The settings of a group, by torch's names: Muon's or AdamW's."""
+    """Return the hyperparameters of a group, with the names of torch's ``Muon`` or ``AdamW``.
+
+    Args:
+        group: Parameter group, with a bool ``matrices``.
+        betas: Decay rates of AdamW's moments.
+        eps: Term that is added to the denominator of AdamW's updates.
+        momentum: Nesterov momentum of Muon.
+    """
     if group["matrices"]:
         return {"momentum": momentum, "nesterov": True}
     return {"betas": betas, "eps": eps}
@@ -310,7 +346,7 @@ def build_group_settings(
 
 @dataclass(frozen=True)
 class _ShardRanks:
-    """The ranks that a parameter is spread over, or replicated on."""
+    """Ranks over which a parameter is sharded or replicated."""
 
     group: dist.ProcessGroup | None
     num_ranks: int
@@ -319,6 +355,7 @@ class _ShardRanks:
 
     @classmethod
     def from_parameter(cls, parameter: Tensor, *, flat: bool) -> _ShardRanks:
+        """Find the ranks that share a parameter. ``flat`` parameters of ZeRO are sharded over all ranks."""
         if isinstance(parameter, DTensor):
             group = get_shard_group(parameter)
             return cls(group, dist.get_world_size(group), dist.get_rank(group), replicated=False)
@@ -329,7 +366,11 @@ class _ShardRanks:
     def orthogonalize_shared(
         self, updates: list[Tensor], shards: list[_MatrixShard], compute_dtype: torch.dtype
     ) -> Iterator[Tensor]:
-        """This rank's elements of each result; the matrix at place ``r`` is orthogonalized by rank ``r``."""
+        """Orthogonalize one matrix per rank, and yield this rank's elements of each result.
+
+        Rank ``r`` gathers and orthogonalizes the matrix at position ``r``. All ranks have to consume the
+        iterator.
+        """
         matrix = shards[self.rank].matrix if self.rank < len(shards) else None
         if self.replicated:
             if matrix is not None:

@@ -1,9 +1,9 @@
-"""Non-finite updates are masked and counted on the device, without a host sync.
+"""Detection of non-finite updates, which are masked and counted on the device without a host sync.
 
-An engine has an fp32 tensor of counters ``[5]`` on its device, which is exact up to 16 million updates per
-launch, and counts every update with device operations. The loop reads the counters when it logs and before it
-saves. A *streak* is a sequence of skipped updates. If it reaches the policy's limit, the engine makes no
-further update and the run ends.
+An engine has an fp32 tensor of counters ``[5]`` on its device, which is exact for up to 16 million updates
+per launch. The engine counts every update with device operations. The training loop reads the counters when
+it logs and before it saves. A *streak* is a sequence of skipped updates. When it reaches the limit, the
+engine makes no further updates and the run ends.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_STREAK = 10
-"""Streak at which ``train.on_non_finite: skip`` ends the run: the cause is then not a single bad sample."""
+"""Length of the streak at which ``train.on_non_finite: skip`` ends the run, because the cause is then not a
+single bad sample.
+"""
 
 INITIAL_COUNTERS = (0.0, 0.0, 0.0, -1.0, 0.0)
-"""Updates; skipped updates; length of the current streak; first update of the latest streak (from 0), or -1;
-whether its loss (1) or only its gradients (0) were not finite."""
+"""Initial counters: number of updates; number of skipped updates; length of the current streak; first update
+of the latest streak, counted from 0, or -1; and whether its loss (1) or only its gradients (0) were not
+finite.
+"""
 
 
 @dataclass(frozen=True)
 class UpdateHealth:
-    """The counters since the start of this launch.
+    """Counters since the start of this launch.
 
     Attributes:
-        skipped_updates: updates skipped because the loss or gradient norm was not finite.
-        first_bad_update: the first update of the latest streak, from 0; None without a streak.
-        bad_loss: whether that update's loss was not finite, rather than only its gradients.
-        halted: the length of the streak if it reached the limit, else 0.
+        skipped_updates: Number of updates that were skipped, because the loss or the gradient norm was not
+            finite.
+        first_bad_update: First update of the latest streak, counted from 0. None if there was no streak.
+        bad_loss: Whether the loss of that update was not finite. False if only its gradients were not finite.
+        halted: Length of the streak if it reached the limit, else 0.
     """
 
     skipped_updates: int
@@ -44,14 +49,23 @@ class UpdateHealth:
 
     @classmethod
     def from_counters(cls, counters: Sequence[float], limit: int) -> UpdateHealth:
-        """Convert counters that were copied to the host."""
+        """Convert counters that were copied to the host.
+
+        Args:
+            counters: The five counters; see ``INITIAL_COUNTERS``.
+            limit: Result of :func:`get_max_streak`.
+        """
         _, skipped, streak, start, loss = counters
         first = int(start) if start >= 0 else None
         return cls(int(skipped), first, bad_loss=loss > 0, halted=limit if streak >= limit else 0)
 
 
 def get_max_streak(on_non_finite: str) -> int:
-    """The streak at which ``train.on_non_finite`` ends the run."""
+    """Return the length of the streak at which the run ends.
+
+    Args:
+        on_non_finite: Value of ``train.on_non_finite``.
+    """
     return 1 if on_non_finite == "stop" else MAX_STREAK
 
 
@@ -70,16 +84,20 @@ class CountedUpdate(NamedTuple):
 def count_update_and_decide_skip(
     counters: Tensor, *, is_non_finite: Tensor, loss: Tensor, max_streak: int
 ) -> CountedUpdate:
-    """Count an update.
+    """Count an update, and decide whether to skip it.
+
+    An update is skipped if it is not finite, and also if the streak has reached its limit. Engines call this
+    function on the device before each update.
 
     Args:
-        counters: before the update.
-        is_non_finite: whether the update is not finite, a boolean scalar on the device, equal on all ranks.
-        loss: of the step.
-        max_streak: from :func:`get_max_streak`.
+        counters: Counters before the update, fp32 ``[5]``.
+        is_non_finite: Whether the update is not finite, a boolean scalar on the device that is equal on all
+            ranks.
+        loss: Loss of the step, a scalar on the device.
+        max_streak: Result of :func:`get_max_streak`.
 
     Returns:
-        the new counters, and whether to skip the update, a boolean scalar.
+        New counters, and whether to skip the update.
     """
     updates, skipped, streak, start, loss_is_bad = counters.unbind()
     skip = is_non_finite | (streak >= max_streak)
@@ -92,9 +110,9 @@ def count_update_and_decide_skip(
 
 @torch.no_grad()
 def find_nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors with a value that is not finite, each once.
+    """Return the names of the tensors that contain a value that is not finite, each once.
 
-    Triggers one host-device sync for each device.
+    Causes one host-device sync per device.
 
     Args:
         tensors: Names and local tensors. Integers and scalars, such as step counts, are ignored.

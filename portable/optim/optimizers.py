@@ -1,4 +1,4 @@
-"""Optimizers by their config names."""
+"""Optimizers that ``train.optimizer`` selects by name."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ if TYPE_CHECKING:
 
 
 class EngineOptimizer(Protocol):
-    """The interface that an engine needs, beyond that of torch's optimizers."""
+    """Interface of the optimizers that engines use, an extension of ``torch.optim.Optimizer``."""
 
     param_groups: list[dict[str, Any]]
     state: Any
     found_inf: Tensor | None
-    """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
+    """Flag on the device of the parameters, an fp32 scalar. If it is 1, the step does not change anything."""
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of ``parameter`` before the first step, sharded."""
+        """Return the state of ``parameter`` before the first step. Tensors are sharded like the parameter."""
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad`` does."""
 
 
 class OptimizerGroup(NamedTuple):
-    """A parameter group; groups are sorted by their fields.
+    """Properties that the parameters of an optimizer group share. Groups are sorted by the fields.
 
     Attributes:
-        pattern_number: 0, or the number of its pattern in ``train.parameter_groups``, from 1.
-        is_undecayed: whether weight decay leaves it out.
-        learning_rate: its highest; the schedule scales all rates alike.
-        weight_decay: of its parameters.
-        uses_muon: whether Muon updates them as matrices.
+        pattern_number: Number of the pattern in ``train.parameter_groups``, counted from 1. 0 if none
+            matches.
+        is_undecayed: Whether the parameters are excluded from weight decay.
+        learning_rate: Peak learning rate. The schedule scales the rates of all groups by the same factor.
+        weight_decay: Weight decay of the parameters.
+        uses_muon: Whether Muon updates the parameters as matrices.
     """
 
     pattern_number: int
@@ -61,13 +64,16 @@ class OptimizerGroup(NamedTuple):
 def build_parameter_groups(
     parameters: Mapping[str, nn.Parameter], groups: Mapping[str, OptimizerGroup], learning_rate: float
 ) -> list[dict[str, Any]]:
-    """The groups of an optimizer: by default two, with and without weight decay.
+    """Build the parameter groups of an optimizer: by default two, with and without weight decay.
 
     Args:
-        parameters: by name; those outside ``groups`` are left out.
-        groups: see :func:`portable.model.parameter_groups.assign_parameter_groups`.
-        learning_rate: the run's. A group with another one has it as ``initial_lr``, torch's name for the
-            value that a schedule scales.
+        parameters: Parameters by name. Parameters that are not in ``groups`` are left out.
+        groups: Group of each parameter; see :func:`portable.model.parameter_groups.assign_parameter_groups`.
+        learning_rate: Learning rate of the run. A group with another rate has it as ``initial_lr``, which is
+            torch's name for the value that a schedule scales.
+
+    Returns:
+        Parameter groups as for torch's optimizers.
     """
     optimizer_groups: dict[OptimizerGroup, dict[str, Any]] = {}
     muon = any(group.uses_muon for group in groups.values())
@@ -92,15 +98,17 @@ def build_optimizer(
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
     """Build ``train.optimizer``, which also averages the weights if ``train.ema`` is set.
 
-    A step is a no-op if the flag ``found_inf`` on the device is set. The fused optimizers take a step in one
-    kernel launch.
+    A step does not change anything if the flag ``found_inf`` on the device is set. The fused optimizers take
+    a step in one kernel launch.
 
     Args:
-        settings: the train section.
-        parameters: by name.
-        groups: by the same names; see :func:`portable.model.parameter_groups.assign_parameter_groups`.
-        embeddings: the parameters that keep 32-bit moments in an 8-bit optimizer.
-        compute_dtype: the run's compute type; Muon's products are in fp32 or bf16.
+        settings: The ``train`` section.
+        parameters: Parameters by name.
+        groups: Group of each parameter by name; see
+            :func:`portable.model.parameter_groups.assign_parameter_groups`.
+        embeddings: Parameters that keep 32-bit moments in an 8-bit optimizer.
+        compute_dtype: Compute dtype of the run. The matrix products of Muon are in fp32 if it is fp32,
+            otherwise in bf16.
     """
     optimizer_groups = build_parameter_groups(parameters, groups, settings.learning_rate)
     optimizer = _create_optimizer(settings, parameters, optimizer_groups, embeddings, compute_dtype)
@@ -118,6 +126,7 @@ def _create_optimizer(
     embeddings: Collection[nn.Parameter],
     compute_dtype: torch.dtype,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
+    """Create the optimizer that ``train.optimizer`` names, without the average of the weights."""
     beta1, beta2 = settings.betas
     if is_plugin_name(settings.optimizer):
         from portable.optim.custom_optimizer import CustomOptimizer
@@ -148,7 +157,13 @@ def _create_optimizer(
 
 
 def build_muon(settings: TrainConfig, groups: list[dict[str, Any]], compute_dtype: torch.dtype) -> Muon:
-    """Build Muon; the arguments are those of :func:`build_optimizer`."""
+    """Build Muon from the ``train`` section.
+
+    Args:
+        settings: The ``train`` section.
+        groups: Parameter groups of :func:`build_parameter_groups`.
+        compute_dtype: Compute dtype of the run.
+    """
     from portable.optim.muon import Muon
 
     return Muon(
@@ -163,13 +178,25 @@ def build_muon(settings: TrainConfig, groups: list[dict[str, Any]], compute_dtyp
 
 
 def set_learning_rates(optimizer: Any, learning_rate: float, settings: TrainConfig) -> None:
-    """Set this step's learning rate in all parameter groups."""
+    """Set the learning rate of a step in all parameter groups.
+
+    Args:
+        optimizer: Optimizer whose groups are changed.
+        learning_rate: Learning rate of the schedule at this step.
+        settings: The ``train`` section.
+    """
     for group in optimizer.param_groups:
         group["lr"] = compute_group_learning_rate(group, learning_rate, settings)
 
 
 def set_betas(optimizer: Any, cycle: OneCycle | None, step: int) -> None:
-    """Set Adam's betas as ``cycle`` has them in ``step``, but for Muon's matrices."""
+    """Set Adam's betas of a step in all parameter groups except the matrices of Muon.
+
+    Args:
+        optimizer: Optimizer whose groups are changed.
+        cycle: Schedule that changes the betas. None leaves them unchanged.
+        step: Optimizer step, counted from 0.
+    """
     betas = None if cycle is None else cycle.compute_betas(step)
     for group in optimizer.param_groups:
         if betas is not None and not group.get("matrices"):
@@ -177,13 +204,19 @@ def set_betas(optimizer: Any, cycle: OneCycle | None, step: int) -> None:
 
 
 def compute_group_learning_rate(group: Mapping[str, Any], learning_rate: Any, settings: TrainConfig) -> Any:
-    """The learning rate of a parameter group where the run's is ``learning_rate``, a number or a tensor."""
+    """Compute the learning rate of a parameter group.
+
+    Args:
+        group: Parameter group, with ``initial_lr`` if its rate differs from the rate of the run.
+        learning_rate: Learning rate of the run at this step, a number or a tensor.
+        settings: The ``train`` section.
+    """
     highest = settings.learning_rate
     return learning_rate * (group.get("initial_lr", highest) / highest)
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW(fused=True)``."""
+    """AdamW with ``fused=True``, and with the initial state that engines need."""
 
     found_inf: Tensor | None = None
 
@@ -193,7 +226,7 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Two moments, sharded like the parameter, and the step count on its device."""
+        """Return two moments, sharded like the parameter, and the step count on its device."""
         return {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
@@ -202,9 +235,10 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class FusedSGD(torch.optim.Optimizer):
-    """SGD with momentum, like ``torch.optim.SGD(fused=True)``, but also for sharded parameters.
+    """SGD with momentum like ``torch.optim.SGD(fused=True)``, but also for sharded parameters.
 
-    torch's fused kernel does not support DTensors. The update is elementwise, so it works on local shards.
+    The fused kernel of torch does not support DTensors. The update is elementwise, so it is applied to local
+    shards.
     """
 
     found_inf: Tensor | None = None
@@ -213,7 +247,7 @@ class FusedSGD(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """One moment, sharded like the parameter; none without momentum."""
+        """Return one moment, sharded like the parameter, or no state without momentum."""
         moving = any(group["momentum"] for group in self.param_groups)
         return {"momentum_buffer": torch.zeros_like(parameter)} if moving else {}
 

@@ -1,8 +1,9 @@
-"""Learning rate schedules: pure functions of the step.
+"""Learning rate schedules, which are pure functions of the step.
 
-Those with small letters equal transformers' in every step. The others have DeepSpeed's names and arithmetic
-(``deepspeed/runtime/lr_schedules.py``) on every backend, so that a run that started with a DeepSpeed JSON can
-resume on another one, and vice versa; but for :data:`ZERO_ONLY_SCHEDULES`.
+Schedules with lowercase names equal the schedules of transformers at every step. The others have the names
+and the arithmetic of DeepSpeed (``deepspeed/runtime/lr_schedules.py``). They run on every backend except
+:data:`ZERO_ONLY_SCHEDULES`, so that a run that started with a DeepSpeed JSON can resume on another backend,
+and vice versa.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 @dataclass(frozen=True, config=_STRICT)
 class Schedule:
-    """The fields of every schedule. Subclasses add their ``train.schedule_params`` as fields.
+    """Base class of all schedules. Subclasses add their ``train.schedule_params`` as fields.
 
     Attributes:
         peak: ``train.learning_rate``.
-        minimum: the rate at the end of a decaying schedule.
-        warmup_steps: steps until the peak.
-        total_steps: length of the run in optimizer steps.
+        minimum: Learning rate at the end of a decaying schedule.
+        warmup_steps: Number of steps until the peak.
+        total_steps: Length of the run in optimizer steps.
     """
 
     peak: float
@@ -49,26 +50,30 @@ class Schedule:
     total_steps: int
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of optimizer step ``step``, from 0."""
+        """Return the learning rate of an optimizer step, counted from 0."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Constant(Schedule):
-    """Linear warmup from zero, the rate of the first step, then constant.
+    """Linear warmup, whose first step has a learning rate of zero, then a constant learning rate.
 
-    This and the next two equal transformers' ``get_..._schedule_with_warmup`` in every step.
+    This schedule and its subclasses equal transformers' ``get_..._schedule_with_warmup`` at every step.
     """
 
     def __call__(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
-        # Progress stays below 1 during the run, so no step has a rate of zero.
+        # Progress stays below 1 during the run, so no step after the warmup has a learning rate of zero.
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         return self.minimum + (self.peak - self.minimum) * self._compute_decay(progress)
 
     def _compute_decay(self, progress: float) -> float:
-        """The decay from 1 to 0 as ``progress`` goes from 0 to 1; none here."""
+        """Return the factor of the decaying part, which falls from 1 to 0 as ``progress`` rises from 0 to 1.
+
+        Here it is 1.
+        """
         return 1.0
 
 
@@ -96,8 +101,10 @@ class WarmupStableDecay(Schedule):
     """Warmup from the minimum, then the peak, and a decay to the minimum at the end of the run.
 
     Attributes:
-        decay_ratio: steps of the decay, as a share of all steps, rounded up; at most those after the warmup.
-        decay_type, warmup_type: their shapes.
+        decay_ratio: Number of decay steps as a fraction of all steps, rounded up. At most the steps after the
+            warmup.
+        decay_type: Shape of the decay.
+        warmup_type: Shape of the warmup.
     """
 
     decay_ratio: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -105,7 +112,9 @@ class WarmupStableDecay(Schedule):
     warmup_type: _Shape = "linear"
 
     def __call__(self, step: int) -> float:
-        decay = math.ceil(self.decay_ratio * self.total_steps - 1e-9)  # a share such as 0.07 is not exact
+        """Return the learning rate of an optimizer step, counted from 0."""
+        # Subtract an epsilon before rounding up, because fractions such as 0.07 are not exact.
+        decay = math.ceil(self.decay_ratio * self.total_steps - 1e-9)
         decay = min(decay, self.total_steps - self.warmup_steps)
         steps_left = min(self.total_steps - step, decay)
         if step < self.warmup_steps:
@@ -116,14 +125,14 @@ class WarmupStableDecay(Schedule):
 
 
 def _compute_rising_share(progress: float, shape: str) -> float:
-    """A rise from 0 to 1 as ``progress`` goes from 0 to 1."""
+    """Return a value that rises from 0 to 1 as ``progress`` rises from 0 to 1."""
     if shape == "cosine":
         return 0.5 * (1 - math.cos(math.pi * progress))
     return 1 - math.sqrt(1 - progress) if shape == "1-sqrt" else progress
 
 
 def _compute_falling_share(progress: float, shape: str) -> float:
-    """A fall from 1 to 0."""
+    """Return a value that falls from 1 to 0 as ``progress`` rises from 0 to 1."""
     if shape == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
     return 1 - math.sqrt(progress) if shape == "1-sqrt" else 1 - progress
@@ -131,16 +140,17 @@ def _compute_falling_share(progress: float, shape: str) -> float:
 
 @dataclass(frozen=True, config=_STRICT)
 class InverseSqrt(Schedule):
-    """Linear warmup from zero, then the inverse square root of the steps, but not below the minimum.
+    """Linear warmup from zero, then the inverse square root of the step, but not below the minimum.
 
     Attributes:
-        timescale: after as many steps the rate has fallen to a root of a half; None: the warmup's steps,
-            or 10 000 without one.
+        timescale: Number of steps after the warmup at which the rate has fallen to the peak divided by the
+            square root of 2. None for the number of warmup steps, or 10 000 without a warmup.
     """
 
     timescale: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
 
     def __call__(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
         scale = self.timescale or self.warmup_steps or 10_000
@@ -149,9 +159,9 @@ class InverseSqrt(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupLR(Schedule):
-    """Warmup from ``warmup_min_lr``, then constant.
+    """Warmup from ``warmup_min_lr``, then a constant learning rate.
 
-    DeepSpeed starts counting, from 0, after the first step, so the first two steps have the same rate. The
+    DeepSpeed starts to count, from 0, after the first step, so the first two steps have the same rate. The
     warmup takes at least two steps.
     """
 
@@ -159,12 +169,13 @@ class WarmupLR(Schedule):
     warmup_type: Literal["log", "linear"] = "log"
 
     def __call__(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0."""
         return self.warmup_min_lr + (self.peak - self.warmup_min_lr) * self._compute_peak_share(
             max(0, step - 1)
         )
 
     def _compute_peak_share(self, counted_steps: int) -> float:
-        """The share of the peak, from 0 to 1, by DeepSpeed's count of steps."""
+        """Return the position between ``warmup_min_lr`` (0) and the peak (1), by DeepSpeed's step count."""
         warmup = max(2, self.warmup_steps)
         return (
             _compute_warmup_share(counted_steps, warmup, self.warmup_type)
@@ -186,12 +197,13 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupCosineLR(Schedule):
-    """Warmup from a share of the peak, then half a cosine. The first step has a rate of 0."""
+    """Warmup from a fraction of the peak, then half a cosine. The first step has a learning rate of 0."""
 
     warmup_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     warmup_type: Literal["log", "linear"] = "log"
 
     def __call__(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0."""
         counted, warmup = step - 1, max(2, self.warmup_steps)
         if counted < 0:
             return 0.0
@@ -211,7 +223,7 @@ def _compute_warmup_share(counted: int, warmup: int, shape: str) -> float:
 class OneCycle(Schedule):
     """One cycle from ``cycle_min_lr`` to the peak and back, then decay. Momentum moves inversely.
 
-    Under ZeRO only, whose engine asks for :meth:`compute_betas` by itself.
+    Only ZeRO supports this schedule, because its engine calls :meth:`compute_betas`.
 
     L. N. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
     """
@@ -229,6 +241,7 @@ class OneCycle(Schedule):
     decay_mom_rate: Growth = 0.0
 
     def __call__(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0."""
         if step - 1 < self._cycle_length:
             return self.cycle_min_lr + (self.peak - self.cycle_min_lr) * self._compute_cycle_height(step)
         if self.decay_step_size == 0 or self.decay_lr_rate == 0:
@@ -238,7 +251,16 @@ class OneCycle(Schedule):
         )
 
     def compute_betas(self, step: int) -> tuple[float, float] | None:
-        """Adam's betas of a step; None: the run's. The first falls while the rate rises; then 0.99."""
+        """Return Adam's betas at a step.
+
+        The first beta falls while the learning rate rises. The second is 0.99.
+
+        Args:
+            step: Optimizer step, counted from 0.
+
+        Returns:
+            Both betas. None if ``cycle_momentum`` is false, so that the betas of the run apply.
+        """
         if not self.cycle_momentum:
             return None
         low, high = self.cycle_min_mom, self.cycle_max_mom
@@ -260,7 +282,7 @@ class OneCycle(Schedule):
         return self.cycle_first_step_size + self._second_step_size
 
     def _compute_cycle_height(self, step: int) -> float:
-        """The position in the cycle, from 0 to 1 and back."""
+        """Return the position in the cycle, which rises from 0 to 1 and falls back."""
         first_step_size, length = self.cycle_first_step_size, self._cycle_length
         cycle_position = 1.0 + step / length - math.floor(1 + step / length)
         rising = cycle_position <= first_step_size / length
@@ -284,13 +306,14 @@ class OneCycle(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class LRRangeTest(Schedule):
-    """Rises indefinitely from ``train.learning_rate``, to find the rate at which the loss diverges."""
+    """Rate that rises without limit from ``train.learning_rate``, to find where the loss diverges."""
 
     lr_range_test_step_size: Annotated[int, Field(gt=0, le=MAX_STEPS)] = 2000
     lr_range_test_step_rate: Growth = 1.0
     lr_range_test_staircase: bool = False
 
     def __call__(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0."""
         interval = step / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             interval = math.floor(interval)
@@ -299,15 +322,20 @@ class LRRangeTest(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class CustomSchedule(Schedule):
-    """A function or class of the user's, ``(step, total_steps) -> factor`` of ``train.learning_rate``.
+    """Schedule that multiplies ``train.learning_rate`` by a custom function ``(step, total_steps)``.
 
     Attributes:
-        code: its name, see :mod:`portable.plugins`. It is loaded at the first step.
+        code: Name of the function or class; see :mod:`portable.plugins`. It is loaded at the first step.
     """
 
     code: str = ""
 
     def __call__(self, step: int) -> float:
+        """Call the custom function and return the learning rate of an optimizer step, counted from 0.
+
+        Raises:
+            UserError: If the function fails, or does not return a finite number of at least 0.
+        """
         context = f"train.schedule: {self.code}"
         with plugins.convert_user_errors(context):
             factor = self._loaded_function(step, self.total_steps)
@@ -348,12 +376,16 @@ ZERO_ONLY_SCHEDULES = ("OneCycle", "LRRangeTest")
 
 
 def get_schedule_class(name: str) -> type[Schedule]:
-    """The class of the schedule that ``train.schedule`` names."""
+    """Return the class of the schedule that ``train.schedule`` names."""
     return CustomSchedule if plugins.is_plugin_name(name) else SCHEDULES[name]
 
 
 class ScheduleParamsError(ValueError):
-    """Values of ``train.schedule_params`` that do not fit the schedule."""
+    """Invalid values of ``train.schedule_params``.
+
+    Args:
+        problem: Settings that contradict the schedule, and the reason.
+    """
 
     def __init__(self, problem: SettingProblem) -> None:
         super().__init__(problem.reason)
@@ -363,8 +395,12 @@ class ScheduleParamsError(ValueError):
 def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
     """Build the schedule of a run of ``total_steps`` optimizer steps.
 
+    Args:
+        settings: The ``train`` section.
+        total_steps: Length of the run in optimizer steps.
+
     Raises:
-        ScheduleParamsError: ``train.schedule_params`` does not fit the schedule.
+        ScheduleParamsError: If ``train.schedule_params`` does not fit the schedule.
     """
     values: dict[str, Any] = {
         "peak": settings.learning_rate,
@@ -390,15 +426,32 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
 
 
 def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
-    """The run's schedule if it moves Adam's betas, too. It does not depend on the length of the run."""
+    """Build the schedule of the run if it also changes Adam's betas.
+
+    The betas do not depend on the length of the run.
+
+    Args:
+        settings: The ``train`` section.
+
+    Returns:
+        The schedule, or None if the run has another schedule.
+    """
     schedule = build_schedule(settings, 1)
     return schedule if isinstance(schedule, OneCycle) else None
 
 
 def explain_long_warmup(settings: TrainConfig, total_steps: int) -> str | None:
-    """Why the warmup does not fit into a run, in one line; None if it does."""
+    """Explain that the warmup is longer than the run.
+
+    Args:
+        settings: The ``train`` section.
+        total_steps: Length of the run in optimizer steps.
+
+    Returns:
+        The explanation in one line. None if the warmup fits into the run.
+    """
     steps = settings.warmup_steps or 0
-    # WarmupLR only warms up, so a run may end during the warmup.
+    # WarmupLR consists of a warmup, so a run may end during it.
     if steps <= total_steps or settings.schedule == "WarmupLR":
         return None
     asked = "" if settings.epochs is None else f" (train.epochs {settings.epochs:g})"
@@ -406,7 +459,14 @@ def explain_long_warmup(settings: TrainConfig, total_steps: int) -> str | None:
 
 
 def list_schedule_params(schedule_name: str) -> tuple[str, ...]:
-    """The allowed keys of ``train.schedule_params`` for a schedule."""
+    """List the allowed keys of ``train.schedule_params``.
+
+    Args:
+        schedule_name: Value of ``train.schedule``.
+
+    Returns:
+        Keys in the order in which error messages list them.
+    """
     common = Schedule.__dataclass_fields__
     fields = get_schedule_class(schedule_name).__dataclass_fields__
     return tuple(name for name in fields if name not in common and name != "code")

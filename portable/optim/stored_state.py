@@ -1,4 +1,4 @@
-"""State of optimizers in checkpoints: what all engines check, and how numbers and groups are stored."""
+"""Optimizer state in checkpoints: checks that all engines share, and how numbers and groups are stored."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 Number = bool | int | float
 KEYS_FROM_SETTINGS = ("params", "param_names", "lr", "initial_lr", "weight_decay")
-"""Entries of a parameter group that come from the settings. A checkpoint has the others."""
+"""Entries of a parameter group that come from the settings of the run. Checkpoints contain only the other
+entries.
+"""
 
 
 def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
-    """Check one entry of the state of a parameter.
+    """Check an entry of the state of a parameter.
 
     Args:
-        value: Stored tensor or number, or None.
+        value: Stored tensor or number. None if the checkpoint does not contain the entry.
         shape: Shape of the entry in the run. A number may be stored as a tensor of one element.
         name: Name of the entry, used in error messages.
 
@@ -36,7 +38,12 @@ def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
 
 
 def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerState | None) -> None:
-    """Restore the entries of parameter groups that belong to a custom optimizer."""
+    """Restore the values in parameter groups that belong to a custom optimizer.
+
+    Args:
+        groups: Parameter groups, which are changed in place.
+        stored: Optimizer state of a checkpoint. None leaves the groups unchanged.
+    """
     by_name = {name: group for group in (stored.param_groups if stored else ()) for name in group["params"]}
     for group in groups:
         values = by_name.get(group["param_names"][0], {})
@@ -44,17 +51,21 @@ def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerS
             before, value = group[name], values[name]
             if isinstance(before, torch.Tensor):
                 before.fill_(value)
-            elif isinstance(before, int | float) and not isinstance(before, bool):  # flags are of an engine
+            # Do not restore flags, because they belong to an engine.
+            elif isinstance(before, int | float) and not isinstance(before, bool):
                 group[name] = value
 
 
 def cast_number(like: Any, number: float) -> Any:
-    """Return ``number`` with the type of ``like``: a number, or a tensor of its dtype on its device."""
+    """Return ``number`` with the type of ``like``: a number, or a tensor with its dtype and on its device."""
     return torch.full_like(like, number) if isinstance(like, torch.Tensor) else type(like)(number)
 
 
 def to_plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group for a checkpoint: numbers, texts, and tuples and lists of these."""
+    """Convert a parameter group for a checkpoint.
+
+    Checkpoints store numbers, strings, None, and tuples and lists of these. Other entries are dropped.
+    """
     values = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}
     return {name: value for name, value in values.items() if _is_plain(value) and name != "param_names"}
 

@@ -1,6 +1,7 @@
-"""An exponential moving average of the weights (EMA), as one more state of the optimizer.
+"""Exponential moving average of the weights (EMA), stored as one more state of the optimizer.
 
-So it is sharded like the parameters, is in checkpoints, and moves between engines as moments do.
+The average is therefore sharded like the parameters, contained in checkpoints, and converted between engines
+like the moments.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AVERAGE_KEY = "ema"
-"""The name of this state: fp32, of the parameter's shape."""
+"""Name of the average in the state of a parameter. It is fp32, with the shape of the parameter."""
 
 
 def install_weight_average(optimizer: Any, decay: float) -> None:
-    """Make ``optimizer`` average its parameters: ``ema = decay * ema + (1 - decay) * parameter``.
+    """Make an optimizer average its parameters: ``ema = decay * ema + (1 - decay) * parameter``.
 
-    After every step, on the device and without a sync; a masked step changes nothing. The average begins at
-    the values before the first step.
+    The average is updated after every step, on the device and without a host sync. A masked step does not
+    change it. It starts from the values before the first step.
 
     Args:
-        optimizer: of :func:`portable.optim.optimizers.build_optimizer`.
-        decay: share of the average that stays in a step.
+        optimizer: Optimizer of :func:`portable.optim.optimizers.build_optimizer`.
+        decay: Share of the old average that remains after a step.
     """
     initial_averages: dict[Tensor, Tensor] = {}
 
@@ -42,7 +43,9 @@ def install_weight_average(optimizer: Any, decay: float) -> None:
         found_inf: Tensor | None = getattr(stepped, "found_inf", None)
         for parameter in _iter_parameters_with_gradients(stepped):
             state = stepped.state[parameter]
-            if parameter in initial_averages:  # only now: optimizers begin their state where there is none
+            # Store the initial average only after the step, because optimizers create their state if it is
+            # empty.
+            if parameter in initial_averages:
                 state[AVERAGE_KEY] = initial_averages.pop(parameter)
             average = to_local(state[AVERAGE_KEY])
             new_share = 1 - decay if found_inf is None else (1 - found_inf.to(average.device)) * (1 - decay)
@@ -58,10 +61,11 @@ def install_weight_average(optimizer: Any, decay: float) -> None:
 
 @torch.no_grad()
 def swap_weights_and_averages(pairs: Iterable[tuple[Tensor, Any]]) -> None:
-    """Exchange the values of parameters and their averages, in place.
+    """Swap the values of parameters and their averages, in place.
 
     Args:
-        pairs: of a parameter and its state. One that has not been trained yet has no average.
+        pairs: Parameters with their states. A parameter that has not been trained yet has no average and is
+            skipped.
     """
     for parameter, state in pairs:
         if AVERAGE_KEY in state:

@@ -40,7 +40,7 @@ class ExistingRun:
     config_digest: str | None
 
 
-def read_existing_run(folder: AnyPath) -> ExistingRun:
+def read_config_of_existing_run(folder: AnyPath) -> ExistingRun:
     """Read the config of the run in an output folder.
 
     Args:

@@ -31,7 +31,7 @@ _WRONG_ARGUMENTS_MESSAGE = re.compile(r"\(\) (takes|got|missing) ")
 
 
 class GuardedPackage:
-    """Package whose private names one module uses.
+    """Package whose private names are used in one module.
 
     Args:
         name: Name of the distribution.
@@ -45,7 +45,7 @@ class GuardedPackage:
         """Check that the package is installed in a version that an extra of this distribution requires.
 
         Args:
-            feature: Description of what needs the package, used in the error message.
+            feature: Feature that needs the package, used in the error message.
             extra: Extra of this distribution that installs the package.
 
         Raises:
@@ -72,17 +72,18 @@ class GuardedPackage:
     def explain_missing_names(self, feature: str) -> Callable[[Function], Function]:
         """Decorate a function or generator so that a missing private name raises UserError.
 
-        The error is raised only if the code of the decorated function's own file uses a name that does not
-        exist or that accepts other arguments. Errors inside other packages are not changed.
+        The error is raised only if the code of the decorated function's file uses a name that does not exist
+        or that accepts other arguments. Errors inside other packages are not changed.
 
         Args:
-            feature: Description of what needs the name, used in the error message.
+            feature: Feature that needs the name, used in the error message.
         """
 
         def decorate(function: Function) -> Function:
             file = function.__code__.co_filename
 
             def raise_if_name_is_missing(error: Exception) -> None:
+                """Raise UserError if the decorated function's file caused ``error``, otherwise return."""
                 codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
                 # The frames of __getattr__ and importlib only report that a name or module does not exist.
                 while codes[-1].co_name == "__getattr__" or "importlib" in codes[-1].co_filename:
@@ -125,7 +126,7 @@ class GuardedPackage:
 
         Args:
             path: Location of the function, as ``module:name`` or ``module:name.name``.
-            feature: Description of what needs the function, used in the error message.
+            feature: Feature that needs the function, used in the error message.
         """
         module, _, name = path.partition(":")
 
@@ -138,11 +139,11 @@ class GuardedPackage:
     def wrap_private_attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
         """Return a guarded function that reads a private attribute of its argument.
 
-        If the function gets more arguments, it calls the attribute with them.
+        If the returned function gets additional arguments, it calls the attribute with them.
 
         Args:
             name: Name of the attribute.
-            feature: Description of what needs the attribute, used in the error message.
+            feature: Feature that needs the attribute, used in the error message.
             default: Value to return if the attribute does not exist. Without it, a missing attribute raises
                 UserError.
         """

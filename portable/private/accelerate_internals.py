@@ -10,6 +10,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
     """Logger that also works before Accelerate's process state exists, unlike Accelerate's own logger."""
 
     def warning_once(self, *given: Any, **more: Any) -> None:
+        """Log a warning, like Accelerate's logger, but each time."""
         self.warning(*given, **more)
 
 

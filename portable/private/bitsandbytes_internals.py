@@ -13,11 +13,14 @@ from portable.private.torch_internals import disable_compiler
 
 @cache
 def import_bitsandbytes() -> Any:
-    """Import the package, and disable its use of ``torch.compile``.
+    """Import bitsandbytes without its use of ``torch.compile``.
 
     bitsandbytes compiles replacements for kernels that a device lacks. This would import the compiler, which
     takes two seconds. On a CPU, it would also compile a function for each shape, which takes longer than a
     small run.
+
+    Returns:
+        The package.
 
     Raises:
         UserError: If the package is not installed, too old, or broken.

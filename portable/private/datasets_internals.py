@@ -11,5 +11,9 @@ _datasets = GuardedPackage("datasets", "5.2.0")
 
 @_datasets.explain_missing_names("data.source: a dataset of the hub")
 def get_dataset_fingerprint(rows: Any) -> str:
-    """Return a dataset's fingerprint, which covers its repository, revision, configuration and split."""
+    """Return a dataset's fingerprint, which covers its repository, revision, configuration and split.
+
+    Args:
+        rows: Dataset of the library datasets.
+    """
     return str(rows._fingerprint)

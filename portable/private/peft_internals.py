@@ -54,11 +54,11 @@ def is_dora_magnitude_layer(module: nn.Module) -> bool:
 
 @_peft.explain_missing_names("adapter")
 def is_target_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
-    """Return whether peft raises an error for a target module, as it does for ``out_proj`` in Mamba layers.
+    """Return whether peft raises an error for a target module, such as ``out_proj`` in Mamba layers.
 
     Args:
         settings: peft's config.
-        model: The model that the adapter is added to.
+        model: Model that the adapter is added to.
         name: Last component of the module's name.
     """
     try:
@@ -77,7 +77,7 @@ def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]
 
     Args:
         settings: peft's config.
-        model: The model without the adapter.
+        model: Model without the adapter.
         names: Names in the file.
 
     Returns:
@@ -89,7 +89,7 @@ def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]
     tensors = {name: torch.empty(1, 1, device="meta") for name in names}
     try:
         converted = convert(model, settings, dict(tensors))
-    except Exception:  # the rules reject the shapes of other tensors
+    except Exception:  # rules for tensors of other shapes may raise anything
         return []
     return [name for name in names if name not in converted]
 
@@ -99,7 +99,8 @@ def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters in the layers of ``model`` within this context.
 
-    peft's own method also changes which parameters are trained, which engines do not expect.
+    peft's own method also changes which parameters require a gradient, after the engine has already read
+    this.
     """
     layers: list[Any] = [
         module for module in model.modules() if getattr(module, "_disable_adapters", None) is False
@@ -123,7 +124,7 @@ def is_trainable_tokens_layer(module: nn.Module) -> bool:
 @contextmanager
 @_peft.explain_missing_names("adapter")
 def use_pattern_matcher(matcher: PatternMatcher) -> Iterator[None]:
-    """Match the patterns of adapter settings with ``matcher`` in peft within this context."""
+    """Let ``matcher`` match the patterns in peft's adapter settings within this context."""
     matching: Any = peft.tuners.tuners_utils
     theirs = matching.re
     loaded = [module for name, module in [*sys.modules.items()] if name.startswith("peft.")]

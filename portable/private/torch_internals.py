@@ -49,7 +49,7 @@ def build_dtensor_like(
 
 @_torch.explain_missing_names("checkpoints under strategy full_shard")
 def compute_shard_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Compute the slices of the global tensor that this rank's shard covers."""
+    """Compute the slices of the global tensor that this rank's shard covers, one for each dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -59,18 +59,18 @@ def compute_shard_slices(tensor: DTensor) -> tuple[slice, ...]:
 build_storage_prefix = _torch.wrap_private_function(
     "torch.distributed.checkpoint.filesystem:_StoragePrefix", "checkpoints under strategy full_shard"
 )
-"""Build the prefix for the names of the files that DCP's writer creates for a plan."""
+"""Build the plan entry that sets a prefix for the names of the files that DCP's writer creates."""
 get_storage_id = _torch.wrap_private_attribute("_cdata", "checkpoints and portable-plan")
 """Return a number that is equal for all Python objects of one storage."""
 get_tensor_version: Callable[[Tensor], int] = attrgetter("_version")
 """Return the number of in-place changes of a tensor, without a host-device sync.
 
-A C function, because steps call it.
+This is a C function, because it is called in every step.
 """
 
 
 class ViewOrigin(NamedTuple):
-    """Tensor that another tensor is a view of."""
+    """Tensor that another tensor is a view of, and how to repeat the view."""
 
     root: Tensor
     replay: Callable[[Tensor], Tensor] | None
@@ -130,7 +130,11 @@ tree_unflatten = _torch.wrap_private_function("torch.utils._pytree:tree_unflatte
 @contextmanager
 @_torch.explain_missing_names("portable-plan")
 def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Replace each operation within this context by a call of ``call(operation, arguments, keywords)``."""
+    """Call ``call(operation, arguments, keywords)`` instead of each operation within this context.
+
+    Args:
+        call: Function that returns the result of the operation.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -143,10 +147,10 @@ def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], 
 
 @_torch.explain_missing_names("portable-plan with compile")
 def trace_partitioned_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` as the two graphs that inductor would compile. The first call traces them.
+    """Wrap a function so that it runs as the two graphs that inductor would compile.
 
-    The graphs run operation by operation. The forward graph saves the same values for the backward graph as
-    inductor.
+    The first call traces the graphs. They run operation by operation. The forward graph saves the same values
+    for the backward graph as inductor does.
     """
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.aot_autograd import aot_function
@@ -166,14 +170,14 @@ def trace_partitioned_graphs(function: Callable[..., Any]) -> Callable[..., Any]
 
 @_torch.explain_missing_names("portable-plan and memory.activation_checkpointing selective")
 def get_private_aten_operation(name: str) -> Any:
-    """Return the ATen operation whose name is ``name`` with a leading underscore."""
+    """Return the ATen operation whose name is ``name`` with an additional leading underscore."""
     return getattr(torch.ops.aten, f"_{name}").default
 
 
 get_operation_schema = _torch.wrap_private_attribute("_schema", "portable-plan --compile")
 """Return the schema of an operation: its arguments, and which of them it changes."""
 fused_sgd_ = _torch.wrap_private_function("torch:_fused_sgd_", "train.optimizer: sgd")
-"""Update parameters in one kernel."""
+"""Update parameters with SGD in one kernel."""
 multiply_tensors_ = _torch.wrap_private_function("torch:_foreach_mul_", "precision: fp16")
 """Multiply tensors in place, in one kernel if the device has one."""
 skips_non_finite_steps = _torch.wrap_private_attribute("_step_supports_amp_scaling", "train.optimizer", False)
@@ -181,7 +185,14 @@ skips_non_finite_steps = _torch.wrap_private_attribute("_step_supports_amp_scali
 
 
 def wrap_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
-    """Wrap ``scaled_dot_product_attention``. Returns a function that restores it."""
+    """Replace ``scaled_dot_product_attention`` by a wrapped version.
+
+    Args:
+        wrap: Function that wraps the original function.
+
+    Returns:
+        A function that restores the original function.
+    """
     functional: Any = torch.nn.functional
     original = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = wrap(original)
@@ -196,7 +207,12 @@ get_submodules = _torch.wrap_private_attribute("_modules", "model")
 
 @_torch.explain_missing_names("adapter")
 def copy_with_submodules(module: Any, changed: dict[str, Any]) -> Any:
-    """Copy ``module`` with other submodules. The copy shares everything else."""
+    """Copy ``module`` with other submodules. The copy shares everything else.
+
+    Args:
+        module: Module to copy.
+        changed: Submodules of the copy, keyed by name.
+    """
     module_copy = copy.copy(module)
     module_copy._modules = changed
     return module_copy
@@ -212,7 +228,11 @@ def wrap_constructors(
 ) -> Iterator[None]:
     """Wrap the constructor of each class within this context.
 
-    If a class has none, its inherited constructor is wrapped.
+    If a class has no constructor, its inherited constructor is wrapped for this class only.
+
+    Args:
+        classes: Classes of modules.
+        wrap: Function that wraps a constructor.
     """
     kinds: list[Any] = list(classes)
     own_constructors = {kind: vars(kind).get("__init__") for kind in kinds}
@@ -234,13 +254,13 @@ def wrap_constructors(
 
 @_torch.explain_missing_names("compile: true")
 def raise_recompile_limit(recompile_limit: int) -> None:
-    """Allow torch to compile ``recompile_limit`` different layers.
+    """Allow torch to compile at least ``recompile_limit`` different layers.
 
-    Beyond its limit, layers would silently run uncompiled.
+    Beyond its limit, torch would silently run layers without compiling them.
     """
     dynamo = torch._dynamo.config
-    # A layer's number among its attributes is no reason to recompile. Importing torch_xla, which transformers
-    # does where it is installed, turns automatic dynamic shapes off.
+    # Do not recompile because of the index of a layer in its attributes. Importing torch_xla turns automatic
+    # dynamic shapes off, and transformers imports torch_xla if it is installed.
     dynamo.allow_unspec_int_on_nn_module = True
     dynamo.automatic_dynamic_shapes = True
     dynamo.recompile_limit = max(dynamo.recompile_limit, recompile_limit)
@@ -284,7 +304,10 @@ dump_nccl_trace = _torch.wrap_private_function(
 def kill_data_workers(batches: Any) -> None:
     """Kill the workers of a ``DataLoader`` iterator.
 
-    Called after a worker was killed, because torch would otherwise wait for the workers.
+    Called after one of the workers was killed, because torch would otherwise wait for all of them.
+
+    Args:
+        batches: Iterator of the ``DataLoader``.
     """
     for worker in getattr(batches, "_workers", ()):
         batches._shutdown = True
@@ -296,7 +319,7 @@ def kill_data_workers(batches: Any) -> None:
 @_torch.explain_missing_names("data.num_workers")
 @contextmanager
 def prefix_semaphores(prefix: str) -> Iterator[None]:
-    """Begin the names of semaphores that this process creates within this context with ``prefix``."""
+    """Add a prefix to the names of the semaphores that this process creates within this context."""
     from multiprocessing import process
 
     current: Any = process.current_process()
@@ -313,7 +336,7 @@ def prefix_semaphores(prefix: str) -> Iterator[None]:
 def unlink_semaphores(queues: list[Any]) -> None:
     """Remove the names of the semaphores of queues.
 
-    All other processes must have opened the queues already.
+    All other processes must have opened the queues before.
     """
     from multiprocessing import util
     from multiprocessing.synchronize import SemLock
@@ -323,7 +346,7 @@ def unlink_semaphores(queues: list[Any]) -> None:
     registry: dict[Any, Any] = getattr(util, "_finalizer_registry", {})
     for finalizer in list(registry.values()):
         if finalizer._callback is getattr(SemLock, "_cleanup", None) and finalizer._args[0] in names:
-            finalizer()  # otherwise it would run at exit and find no such name
+            finalizer()  # otherwise it would run at exit and fail
 
 
 @_torch.explain_missing_names("train.micro_batch_size: auto")
@@ -331,8 +354,8 @@ def detach_process_groups() -> list[Any]:
     """Detach this process from its process groups, so that it can start a new default group.
 
     Returns:
-        The detached groups. Keep a reference: if a group is freed, its connections are closed and other ranks
-        fail.
+        The detached groups. Keep a reference to them: if a group is freed, its connections are closed, and
+        other ranks fail.
     """
     import torch.distributed as dist
 

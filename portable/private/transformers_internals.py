@@ -73,7 +73,13 @@ get_attention_kernel = _transformers.wrap_private_attribute("_attn_implementatio
 
 @contextmanager
 def replace_mapping_entry(functions: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace an entry of a mapping of functions within this context."""
+    """Replace an entry of a mapping of functions within this context.
+
+    Args:
+        functions: Mapping of functions, keyed by name.
+        name: Key of the entry.
+        function: Replacement.
+    """
     before = functions[name]
     functions[name] = function
     try:
@@ -87,7 +93,12 @@ def replace_mapping_entry(functions: Any, name: str, function: Callable[..., Any
 def wrap_mask_function(
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str
 ) -> Iterator[None]:
-    """Wrap the function with which transformers builds masks for an attention kernel, within this context."""
+    """Wrap the function with which transformers builds masks for an attention kernel, within this context.
+
+    Args:
+        wrap: Function that wraps the original function.
+        kernel: Name of the attention kernel, such as ``sdpa``.
+    """
     functions = get_mask_functions()
     with replace_mapping_entry(functions, kernel, wrap(functions[kernel])):
         yield
@@ -110,16 +121,16 @@ def get_mask_functions() -> Any:
 
 
 def get_module_namespace(model: Any) -> dict[str, Any]:
-    """Return the functions and classes of the module that defines the class of ``model``, by name.
+    """Return the global names of the module that defines the class of ``model``, with their values.
 
-    FSDP2 replaces the class of a model by a subclass that torch defines.
+    FSDP2 replaces the class of a model by a subclass that torch defines. Classes of torch are skipped.
     """
     module_names = (each.__module__ for each in type(model).__mro__)
     return vars(sys.modules[next(name for name in module_names if not name.startswith("torch."))])
 
 
 def enable_sdpa_grouped_queries() -> None:
-    """Let sdpa use grouped key heads also with a mask, instead of repeating the heads before."""
+    """Let sdpa use grouped key heads with a mask as well, instead of repeating the key heads first."""
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
@@ -140,7 +151,7 @@ def build_tensor_parallel_plan(model: Any, num_ranks: int) -> dict[str, str]:
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
-    # Shard by whole experts, because a checkpoint cannot describe shards of a fused gate and up projection.
+    # Shard by experts, because a checkpoint cannot describe shards of a fused gate and up projection.
     config = DistributedConfig(tp_size=num_ranks, ep_size=num_ranks if model.ep_plan else 1)
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns about rules for layers that this model does not have
@@ -180,7 +191,7 @@ def list_rope_types(module: nn.Module) -> dict[str | None, str]:
         module: Any module.
 
     Returns:
-        The rope type of each layer type, with the layer type None if all layers share one. Empty if
+        The rope type of each layer type. The only key is None if all layers share one rope type. Empty if
         ``module`` is not a rotary embedding.
     """
     types: Any = getattr(module, "rope_type", None)
@@ -190,7 +201,7 @@ def list_rope_types(module: nn.Module) -> dict[str | None, str]:
 
 
 class RotaryEmbedding:
-    """A rotary embedding of transformers, with the parts that depend on the length of a sequence.
+    """Rotary embedding of transformers, with access to the parts that depend on the length of a sequence.
 
     Args:
         module: The rotary embedding.
@@ -214,13 +225,13 @@ class RotaryEmbedding:
     ) -> Any:
         """Compute dynamic rotations with separate frequencies for each token.
 
-        No value is read from the device.
+        Does not trigger a host-device sync.
 
         Args:
-            x: A tensor with the device and the type of the result.
+            x: Tensor with the device and the dtype of the result.
             positions: Positions, int64 ``[..., batch, tokens]``.
             text_lengths: Length of the text of each token, int64 ``[batch, tokens]``.
-            layer_type: The layer type, or None.
+            layer_type: Layer type, or None if all layers share one rope type.
 
         Returns:
             The result of the module.
@@ -260,13 +271,20 @@ class RotaryEmbedding:
 build_model_from_config = _transformers.wrap_private_attribute("_from_config", "model.init: scratch")
 """Build a model of a given class from a config, with initial weights.
 
-An Auto class may choose another class.
+An Auto class might choose another class for the config.
 """
 
 
 @_transformers.explain_missing_names("model.task")
 def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``.
+
+    Args:
+        auto_class: Auto class of transformers, such as ``AutoModelForCausalLM``.
+        config: Config of the model.
+
+    Returns:
+        The class, or several classes for some model types.
 
     Raises:
         KeyError: If the Auto class has no class for the config.
@@ -275,19 +293,29 @@ def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
 
 
 def find_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
-    """Return the class that an Auto class builds for ``config``, or None if it has none."""
+    """Return the class that an Auto class builds for ``config``, or None if it has none.
+
+    If transformers lists several classes, the architecture in the config decides.
+
+    Args:
+        auto_class: Auto class of transformers, such as ``AutoModelForCausalLM``.
+        config: Config of the model.
+    """
     try:
         classes = get_model_class(auto_class, config)
     except KeyError:
         return None
-    if isinstance(classes, list | tuple):  # transformers lists several classes for the model type
+    if isinstance(classes, list | tuple):  # several classes for the model type
         architectures = getattr(config, "architectures", None) or ()
         return next((entry for entry in classes if entry.__name__ in architectures), classes[0])
     return classes
 
 
 def patch_llama4() -> None:
-    """Let ``Llama4ForConditionalGeneration`` run: transformers 5.24 reads a field that its output lacks."""
+    """Add a field to an output class of transformers, so that ``Llama4ForConditionalGeneration`` runs.
+
+    In transformers 5.24, the model reads a field that its output does not have.
+    """
     from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
     if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
@@ -348,7 +376,12 @@ get_commit_hash = _transformers.wrap_private_attribute("_commit_hash", "adapter"
 def wrap_activation_checkpointing(
     model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Wrap the function with which layers checkpoint their activations."""
+    """Wrap the function with which layers checkpoint their activations.
+
+    Args:
+        model: Model whose layers already checkpoint their activations.
+        wrap: Function that wraps the original function.
+    """
     name = "_gradient_checkpointing_func"
     for module in model.modules():
         if hasattr(module, name):
@@ -358,8 +391,10 @@ def wrap_activation_checkpointing(
 def require_reformer_input_gradients(model: PreTrainedModel) -> None:
     """Let the embeddings of Reformer require a gradient, so that adapters in its layers are trained.
 
-    The layers run in an autograd function that does not have their parameters among its inputs. Without this,
-    no input of the function requires a gradient if the embeddings are frozen.
+    No-op for other models.
+
+    The layers run in an autograd function that does not have their parameters among its inputs. If the
+    embeddings are frozen, no input of the function would require a gradient.
     """
     if "_ReversibleFunction" in get_module_namespace(model):
         model.enable_input_require_grads()
@@ -374,7 +409,7 @@ class MappedName(NamedTuple):
     stored_name: str
     model_name: str
     pattern: str | None
-    """Key in :attr:`MappedNames.converters`. None if the tensor is only renamed."""
+    """Key in :attr:`MappedNames.converters`, or None if the tensor is only renamed."""
 
 
 class MappedNames(NamedTuple):
@@ -394,7 +429,7 @@ def map_checkpoint_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedN
         keys: Names in the checkpoint.
 
     Returns:
-        The names, sorted, and the converters that some of the tensors need.
+        The names in sorted order, and the converters that some of the tensors need.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -420,13 +455,15 @@ def map_checkpoint_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedN
 
 @_transformers.explain_missing_names("model.name_or_path")
 def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Mapping[str, str]) -> list[str]:
-    """Find the names in a checkpoint that neither the model has nor its architecture ignores.
+    """Find the names in a checkpoint that the model does not have and that its architecture does not ignore.
 
     Args:
         model: The model.
         model_names_by_stored_name: transformers' names for tensors that the model does not use, keyed by the
-        checkpoint's
-            names.
+            checkpoint's names.
+
+    Returns:
+        Names in the checkpoint.
     """
     info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(model_names_by_stored_name.values()))
     model._adjust_missing_and_unexpected_keys(info)
@@ -435,7 +472,7 @@ def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Ma
 
 @_transformers.explain_missing_names("checkpoint.export")
 def list_name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """List the rules that transformers applies when it loads a model's published files.
+    """List the rules by which transformers renames tensors when it loads a model's published files.
 
     Rules that exist only for legacy files are not included.
 
@@ -478,10 +515,10 @@ _OPERATIONS: dict[str, Callable[[Any], list[Any]]] = {
 
 
 def convert_name_rule(transform: Any) -> dict[str, Any]:
-    """Convert one rule of transformers, with both directions, to JSON.
+    """Convert a rule of transformers, with both directions, to JSON.
 
     Args:
-        transform: The rule, an object of ``transformers.core_model_loading``.
+        transform: Object of ``transformers.core_model_loading``.
 
     Returns:
         The rule in the format of ``converters/names/published_names.json``.
@@ -502,6 +539,7 @@ _MIXTURE_NAME_PART = ".block_sparse_moe."
 
 
 def _convert_direction(transform: Any) -> dict[str, Any]:
+    """Convert one direction of a rule to JSON: the names that it finds, and the operations on the tensors."""
     direction: dict[str, Any] = {
         "find": transform.compiled_sources.pattern,
         "sources": list(transform.source_patterns),
@@ -550,7 +588,13 @@ Returns the text, and the spans that the template marks as the assistant's.
 
 @_transformers.explain_missing_names("backend: xla")
 def set_experts_function(model: Any, name: str, function: Callable[..., Any]) -> None:
-    """Register ``function`` as an experts implementation, and use it in ``model``."""
+    """Register ``function`` as an experts implementation of transformers, and select it in ``model``.
+
+    Args:
+        model: Model with mixture-of-experts layers.
+        name: Name of the implementation.
+        function: Function that computes the experts of a layer.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(name, function)

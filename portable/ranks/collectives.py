@@ -86,6 +86,9 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     Args:
         text: Text of this rank.
         group: Process group, or None for the default group.
+
+    Returns:
+        The texts of the ranks in the group. Only ``text`` if there is no process group.
     """
     if not dist.is_initialized():
         return [text]
@@ -96,6 +99,9 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
 def raise_if_any_rank_failed(outcome: T | UserError) -> T:
     """Return ``outcome``, unless any rank passes a UserError. A collective call.
+
+    Args:
+        outcome: Result of this rank, or the error that it would raise.
 
     Raises:
         UserError: On the lowest rank with an error.
@@ -136,6 +142,7 @@ def get_or_create_background_group(ranks: list[int] | None = None) -> dist.Proce
 
 
 def _build_background_group(ranks: list[int] | None) -> dist.ProcessGroup:
+    """Create a gloo group without its messages on stdout."""
     with discard_native_stdout():
         group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(days=1))
     return cast("dist.ProcessGroup", group)
@@ -181,7 +188,7 @@ def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
 
 
 def collect_values_equal_on_all_ranks(config: RunConfig) -> dict[str, Any]:
-    """Collect the settings and library versions that must be equal on all ranks, for :func:`check_ranks_agree`."""
+    """Collect the settings and library versions for :func:`check_ranks_agree`, keyed by name."""
     facts = {
         key: keys.to_plain_value(config.get(key))
         for key in keys.get_setting_fields(RunConfig)

@@ -1,9 +1,9 @@
 """Notification of all ranks when a rank fails.
 
-Each rank keeps a connection to rank 0. The kernel closes it when a process ends in any way, so rank 0
-notices a killed rank at once, and the others notice the end of rank 0. Rank 0 decides which rank failed
-first and sends that to all. Nothing is sent while the run is healthy, and no rank has to be scheduled for
-its connection to stay alive, so a rank that is busy or suspended is not mistaken for a dead one.
+Each rank keeps a connection to rank 0. The kernel closes the connection when a process ends in any way, so
+rank 0 notices a killed rank at once, and the other ranks notice the end of rank 0. Rank 0 decides which rank
+failed first and notifies all ranks. Nothing is sent while the run is healthy, and a connection stays open
+without any activity of the process, so a rank that is busy or suspended is not mistaken for a dead rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PeerFailure:
     """Failure of a rank.
 
     Attributes:
-        rank: Number of the rank.
+        rank: Rank that failed.
         host: Name of its host.
         code: Exit code for all ranks.
         message: Error in one line. Empty if the process ended without reporting an error.
@@ -78,19 +78,19 @@ class PeerFailure:
         return f"rank {self.rank} on {self.host} failed first: {message}"
 
     def to_error(self) -> ReportedElsewhereError:
-        """Return the error to raise on another rank."""
+        """Return the error to raise on another rank, which is not printed there."""
         return ReportedElsewhereError(self.message or self.describe(), self.code)
 
 
 class PeerWatch:
-    """Connection of this rank to the others, within a context.
+    """Connection of this rank to the other ranks. Used as a context manager.
 
-    On a failure of another rank, this process ends with the exit code of that failure, unless it leaves the
-    context first because its main thread has noticed the failure itself. If the failed process could not
-    print an error, the lowest other rank prints which rank and host failed.
+    If another rank fails, this process exits with the exit code of that failure. It does not exit if it
+    leaves the context first, because its main thread has noticed the failure itself. If the failed process
+    could not print an error, the lowest other rank prints which rank and host failed.
 
     Args:
-        on_failure: Called in a background thread with the first failure of another rank.
+        on_failure: Function that is called in a background thread with the first failure of another rank.
     """
 
     def __init__(self, on_failure: Callable[[PeerFailure], None] = lambda _: None) -> None:
@@ -105,7 +105,7 @@ class PeerWatch:
         self._main_thread_exits = False
 
     def start(self) -> Self:
-        """Connect to rank 0. A collective call; does nothing with a single rank."""
+        """Connect to rank 0. A collective call. Does nothing if there is a single rank."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
         self._rank = dist.get_rank()
@@ -135,10 +135,10 @@ class PeerWatch:
         self.disconnect(others_can_continue=error is None or isinstance(error, Exception))
 
     def disconnect(self, *, others_can_continue: bool = True) -> None:
-        """Close the connection.
+        """Close the connection, so that failures are no longer noticed.
 
         Args:
-            others_can_continue: Whether the other ranks can continue without this one.
+            others_can_continue: Whether the other ranks can continue without this rank. If not, they fail.
         """
         self._has_left.set()
         connection, self._connection = self._connection, None
@@ -152,15 +152,19 @@ class PeerWatch:
             self._arbiter.close()
 
     def announce_own_exit(self) -> None:
-        """Announce that the main thread ends this process because of an error that it has noticed itself."""
+        """Prevent the background thread from exiting the process at once on a failure.
+
+        Called by the main thread when it has noticed an error itself and still has to close files and
+        connections.
+        """
         self._main_thread_exits = True
 
     def report_error(self, error: Exception) -> PeerFailure | None:
-        """Report an error of this rank to the others.
+        """Report an error of this rank to the other ranks.
 
         Returns:
-            The failure that rank 0 regards as the first, which may be one of another rank. None with a single
-            rank, or without a connection.
+            The failure that rank 0 regards as the first, which may be the failure of another rank. None if
+            there is a single rank or no connection.
         """
         self.announce_own_exit()
         if self._connection is None or self._first_failure is not None:
@@ -183,7 +187,10 @@ class PeerWatch:
         return self._first_failure is not None and self._first_failure.rank == self._rank
 
     def _wait_for_first_failure(self) -> None:
-        """Wait for the first failure, in a background thread."""
+        """Wait for the first failure of any rank, and exit the process if another rank failed.
+
+        Runs in a thread.
+        """
         connection = self._connection
         assert connection is not None
         peer = "" if self._rank == 0 else connection.getpeername()[0]
@@ -234,6 +241,7 @@ class _FailureArbiter:
         port = self._listener.getsockname()[1]
         names = [_LOOPBACK] if local else list(dict.fromkeys([address, host]))
         self.addresses: list[list[Any]] = [[name, port] for name in names]
+        """Addresses of rank 0 that the other ranks try in order, each a host and a port."""
         self.token = secrets.token_hex(16)
         """Secret without which a connection is ignored. The ranks read it from the store."""
         self._host = host
@@ -251,13 +259,14 @@ class _FailureArbiter:
         self._thread.start()
 
     def close(self) -> None:
-        """Notify all ranks that rank 0 leaves, and stop."""
+        """Notify all ranks that rank 0 has finished, and stop the thread."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
         self._thread.join(timeout=5)
 
     def _serve_connections(self) -> None:
+        """Accept connections and read messages until :meth:`close` is called. Runs in a thread."""
         while not self._closed:
             wait = None if self._decide_at == float("inf") else max(0.0, self._decide_at - time.monotonic())
             for key, _ in self._selector.select(wait):
@@ -277,6 +286,10 @@ class _FailureArbiter:
         self._selector.close()
 
     def _read_messages(self, connection: socket.socket) -> None:
+        """Read the available messages of a rank.
+
+        If the connection has ended without notice, the rank has failed.
+        """
         try:
             data = connection.recv(_MAX_BYTES)
         except OSError:
@@ -335,11 +348,13 @@ class _FailureArbiter:
 
 
 def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message. If the connection has ended, do nothing, because the reader notices this itself."""
     with contextlib.suppress(OSError):
         connection.sendall(_encode_message(message))
 
 
 def _encode_message(message: dict[str, Any]) -> bytes:
+    """Encode a message as one line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -351,6 +366,7 @@ def _iter_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | None:
+    """Connect to the first reachable address. Returns None if none can be reached."""
     for address, port in addresses:
         with contextlib.suppress(OSError):
             connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
@@ -361,6 +377,7 @@ def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | No
 
 
 def _enable_keepalive(connection: socket.socket) -> None:
+    """Let the kernel close the connection if the other node stops answering."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):

@@ -1,4 +1,4 @@
-"""Launch local ranks. No rank outlives its launcher."""
+"""Launch of the ranks on this machine. No rank outlives its launcher."""
 
 from __future__ import annotations
 
@@ -45,17 +45,24 @@ if TYPE_CHECKING:
 
 STOP_FILE = "stop-requested"
 _report_folder: Path | None = None
-"""The folder for reports to the launcher, in a rank that :func:`launch_ranks` started."""
+"""Folder for reports to the launcher, in a rank that :func:`launch_ranks` started.
+
+None in other processes.
+"""
 _failed_at: float | None = None
-"""The time of this rank's failure."""
+"""Time of this rank's failure, or None."""
 START_METHOD = "spawn"
 _LOOPBACK, _RENDEZVOUS_TIMEOUT = "127.0.0.1", datetime.timedelta(minutes=10)
-TERMINATE_SECONDS = 30.0  # seconds that ranks have to obey SIGTERM after the failure of another
-POLL_SECONDS = 0.1  # seconds between looks for the reports of other ranks
+TERMINATE_SECONDS = 30.0  # time for ranks to end after SIGTERM when another rank has failed
+POLL_SECONDS = 0.1  # interval at which a rank checks for the reports of other ranks
 
 
 def check_rank_variables() -> None:
-    """Check the variables that a launcher (torchrun, accelerate launch, srun, this program) sets."""
+    """Check the variables that a launcher (torchrun, accelerate launch, srun, this program) sets.
+
+    Raises:
+        UserError: If only ``RANK`` or only ``WORLD_SIZE`` is set, or if their values are not valid.
+    """
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None:
         raise _build_incomplete_variables_error("WORLD_SIZE is", "RANK is")
@@ -82,6 +89,12 @@ _REMEDY = "`unset RANK WORLD_SIZE`, or start all ranks by a launcher (torchrun .
 
 
 def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
+    """Build the error for variables of a launcher that are only partly set.
+
+    Args:
+        there: Variables that are set, with the verb ``is`` or ``are``.
+        missing: Variables that are not set, with the verb.
+    """
     return UserError(f"{there} set, as by a launcher of ranks, but {missing} not; {_REMEDY}")
 
 
@@ -193,7 +206,7 @@ def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
 
     The store listens only on the loopback interface, because every process that can connect can write to it.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # only here: it loads torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # imported here because it loads torch
 
     listener = socket.create_server((_LOOPBACK, 0), backlog=2048)
     port: int = listener.getsockname()[1]
@@ -211,15 +224,16 @@ def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
 
 
 def _build_world_variables(ranks: int) -> dict[str, str]:
+    """Build the variables of torch.distributed that are the same for all ranks of this machine."""
     return {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
 class RankExit(NamedTuple):
-    """End of a rank's process without a result."""
+    """Exit of a rank's process that counts as a failure."""
 
     rank: int
     code: int
-    """Exit code. Negative if a signal killed the process: the number of the signal."""
+    """Exit code. If a signal killed the process, it is the negative number of the signal."""
 
 
 def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> RankExit | None:
@@ -244,7 +258,7 @@ def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> Ra
 
 
 def _terminate_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> None:
-    """Terminate the processes that are still running, and kill those that do not end in time."""
+    """Terminate the processes that are still running. Processes that do not end in time are killed."""
     running = [process for process in processes if process.is_alive()]
     for process in running:
         process.terminate()
@@ -283,10 +297,10 @@ def _is_second_interrupt(signals: Sequence[int]) -> bool:
 
 @contextmanager
 def _forward_signals(report_folder: Path) -> Iterator[list[int]]:
-    """Forward signals to the ranks as SIGTERM; Ctrl-C after another signal kills the ranks.
+    """Forward signals to the ranks as SIGTERM. A Ctrl-C after another signal kills the ranks.
 
     Yields:
-        The received signals.
+        The numbers of the received signals. The list grows while the context is active.
     """
     received_signals: list[int] = []
 
@@ -328,7 +342,9 @@ def _run_rank_process(
     try:
         code = function(*arguments)
         _get_exit_code_path(Path(report_folder), rank).write_text(str(int(code)))
-        set_process_exit_code(0)  # the code of this process: the launcher reads that of the run from the file
+        set_process_exit_code(
+            0
+        )  # the process succeeds, and the launcher reads the exit code of the run from the file
     except ReportedElsewhereError as error:
         error.wait_for_report()
         os._exit(error.exit_code)
@@ -353,7 +369,7 @@ def is_launched_by_portable() -> bool:
 
 
 def record_failure_time() -> None:
-    """Record the time of this rank's failure. Its report follows after the cleanup."""
+    """Record the time of this rank's failure, because its report is only written after the cleanup."""
     global _failed_at
     _failed_at = _failed_at or time.time()
 
@@ -381,7 +397,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def report_hang(message: str) -> None:
-    """Report where this rank hangs to the launcher, or print it under another launcher."""
+    """Report a hang of this rank to the launcher. Under another launcher, print it."""
     if _report_folder is None:
         print_error(f"error: {message}")
     else:
@@ -419,9 +435,12 @@ def _read_rank_pids(report_folder: Path) -> dict[int, int]:
 
 
 def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankFailure:
-    """Find the first failure, preferably in the reports of the ranks.
+    """Find the first failure, because later failures may be its consequences.
 
-    Later failures may be its consequences.
+    Args:
+        report_folder: Folder with the reports of the ranks.
+        rank: Rank whose process ended first.
+        exit_code: Exit code of that process.
     """
     reports = [json.loads(path.read_text("utf-8")) for path in report_folder.glob("rank*.json")]
     if hung := sorted((report for report in reports if report["hang"]), key=lambda report: report["rank"]):
@@ -437,6 +456,7 @@ def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankF
 
 
 def _to_exception(failure: RankFailure, out_of_memory: bool | None, memory_advice: str) -> Exception:
+    """Build the exception that the launcher raises for the first failure."""
     if failure.message is not None:
         if failure.exit_code == USER_ERROR:
             return UserError(failure.message)

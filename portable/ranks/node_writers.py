@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 
 class NodeWriters:
-    """A `converters` writer group of the first rank of each node. Rank 0 is process 0.
+    """Group of the ranks that write a model together: the first rank of each node.
+
+    Implements the protocol :class:`portable.converters.writers.writer_group.WriterGroup`. Rank 0 is process 0
+    of the group.
 
     Args:
         group: Process group of these ranks. None if rank 0 is the only one.
-        number: Number of this process.
+        number: Index of this process in the group.
         size: Number of processes.
 
     Attributes:
@@ -35,7 +38,17 @@ class NodeWriters:
         self.has_lost_a_process = False
 
     def call_everywhere(self, function: Callable[[], str]) -> list[str]:
-        """Call a function in every process of the group; see :class:`converters.WriterGroup`."""
+        """Call a function in every process of the group. A collective call of the group.
+
+        Args:
+            function: Function that returns a text.
+
+        Returns:
+            The results of all processes, ordered by process.
+
+        Raises:
+            CheckpointError: If the function fails in another process, or if a process has died.
+        """
         if self._group is None:
             return [function()]
         result, failure = "", None
@@ -69,8 +82,7 @@ def choose_node_writers(can_read_checkpoint: Callable[[], bool]) -> NodeWriters 
 
     Args:
         can_read_checkpoint: Function that returns whether this process can read the checkpoint. A node
-        without
-            access to the file system of rank 0 does not write.
+            without access to the file system of rank 0 does not write.
 
     Returns:
         The group. None on ranks that do not write.

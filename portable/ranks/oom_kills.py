@@ -30,6 +30,7 @@ def read_oom_kills(root: Path = Path("/")) -> OomKillCounts:
 
 
 def _list_cgroup_counter_files(root: Path) -> list[Path]:
+    """List the files with the counters of this process's memory cgroup and its parents."""
     membership = root / "proc/self/cgroup"
     if not membership.exists():
         return []
@@ -41,14 +42,19 @@ def _list_cgroup_counter_files(root: Path) -> list[Path]:
         base, file = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
         group = root / "sys/fs/cgroup" / base / name.lstrip("/")
         top = root / "sys/fs/cgroup" / base
-        # Any parent may have a limit. Inside a container the path may be that of the host.
+        # Any parent may have a limit. Inside a container, the path may be the path on the host.
         levels = [level for level in (group, *group.parents) if level.is_relative_to(top)]
         files += [level / file for level in levels]
     return files
 
 
 def has_new_oom_kill(before: OomKillCounts, after: OomKillCounts) -> bool | None:
-    """Return whether there was an OOM kill between two readings, or None if there are no counters."""
+    """Return whether there was an OOM kill between two readings, or None if there are no counters.
+
+    Args:
+        before: First result of :func:`read_oom_kills`.
+        after: Later result.
+    """
     if not before:
         return None
     return any(after.get(path, count) > count for path, count in before.items())

@@ -1,4 +1,4 @@
-"""Limit of open files and sockets of a rank."""
+"""Limit of open files and sockets of a rank's process."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import resource
 from portable.errors import UserError
 
 _NUM_PROCESS_GROUPS = 2
-"""Process groups of gloo: the default one, and the one of background threads."""
+"""Number of gloo process groups: the default group, and the group for background threads."""
 _NUM_OTHER_FILES = 256
-"""Files of the data, libraries and checkpoints, and pipes of workers."""
+"""Number of other files and pipes: data, libraries, checkpoints, and data workers."""
 
 
 def raise_open_file_limit(world_size: int) -> None:
-    """Raise the soft limit of open files to the hard limit, and connect ranks only when they communicate.
+    """Raise the soft limit of open files to the hard limit, and let gloo connect ranks only when needed.
+
+    Args:
+        world_size: Number of ranks.
 
     Raises:
         UserError: If the hard limit is too low for the number of ranks.
     """
-    # Otherwise, each process group of gloo connects every rank to every other.
+    # Otherwise, each process group of gloo connects every rank to every other rank.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some systems refuse their own hard limit
@@ -36,8 +39,8 @@ def raise_open_file_limit(world_size: int) -> None:
 
 
 def compute_needed_open_files(world_size: int) -> int:
-    """Return how many files and sockets rank 0 may have open, which has the most of all ranks.
+    """Compute the number of files and sockets that rank 0 may have open, which is the maximum of all ranks.
 
-    Rank 0 has a connection to each rank in each process group, in the store and for the failure of ranks.
+    Rank 0 has a connection to each rank in each process group, in the store, and for failure notification.
     """
     return (_NUM_PROCESS_GROUPS + 2) * world_size + _NUM_OTHER_FILES

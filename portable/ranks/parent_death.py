@@ -1,4 +1,4 @@
-"""Kill processes when their parent dies. Imports only fast modules."""
+"""End processes when their parent dies. This module only imports modules that load fast."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
 
     Args:
         expected_parent_pid: Expected process id of the parent, or None if any parent is accepted. If the
-        parent is another
-            process by now, it has died, and this process exits at once.
+            parent is another process by now, it has died, and this process exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -40,6 +39,7 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
 
 
 def _kill_when_parent_ends(parent_pid: int) -> None:
+    """Kill this process when the parent ends. Used if the kernel cannot do it."""
     while os.getppid() == parent_pid:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -47,7 +47,10 @@ def _kill_when_parent_ends(parent_pid: int) -> None:
 
 @contextmanager
 def kill_spawned_processes_with_parent() -> Iterator[None]:
-    """Make processes that ``multiprocessing`` spawns die with this one, even during their imports."""
+    """Make processes that ``multiprocessing`` spawns within this context die with this process.
+
+    They also die if this process is killed while they still import their modules.
+    """
     if sys.platform != "linux":
         yield
         return

@@ -27,6 +27,7 @@ def set_process_exit_code(code: int) -> int:
 
 @atexit.register
 def _exit_after_handlers() -> None:
+    """End the process with the code of :func:`set_process_exit_code`, if it was called."""
     if _exit_code is not None:
         with suppress(Exception):  # the stream may be closed or full
             flush_stdout()

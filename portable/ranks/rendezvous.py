@@ -1,4 +1,4 @@
-"""Store through which the ranks of one attempt meet."""
+"""Rendezvous of the ranks: the store through which the ranks of one attempt connect."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import datetime
 
 _JOIN_KEY, _START_KEY, _READY_KEY = "portable/join", "portable/start", "portable/ready"
-_POLL_SECONDS = 0.1  # seconds between looks of rank 0 for ranks that joined
+_POLL_SECONDS = 0.1  # interval at which rank 0 checks which ranks have joined
 
 
 class Rendezvous(NamedTuple):
-    """Result of a rendezvous: the arguments of ``init_process_group``."""
+    """Result of a rendezvous: arguments for ``init_process_group``."""
 
     store: Any
     """Store of torch.distributed that all ranks share."""
@@ -26,16 +26,19 @@ class Rendezvous(NamedTuple):
 
 
 def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
-    """Connect to the store that the launcher's variables name.
+    """Connect to the store whose address is in the launcher's environment variables. A collective call.
 
-    torchrun keeps its store when it restarts the ranks. A rank that comes early would read from it the
-    addresses that the others had before the restart, so each attempt uses a different prefix.
+    torchrun keeps its store when it restarts the ranks. A rank that starts early would read the addresses
+    that other ranks stored before the restart, so each attempt uses a different prefix.
+
+    Args:
+        timeout: Time limit for all ranks to connect.
 
     Returns:
         The store, the rank of this process, and the number of ranks.
 
     Raises:
-        dist.DistError: If the ranks do not meet within ``timeout``.
+        dist.DistError: If the ranks do not connect within ``timeout``.
     """
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))  # type: ignore[attr-defined]
     if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
@@ -45,15 +48,20 @@ def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
 
 
 def agree_on_attempt_name(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Agree on a name of this attempt with the other ranks, in a store that holds keys of earlier attempts.
+    """Agree with the other ranks on a name for this attempt, in a store with keys of earlier attempts.
 
-    ``TORCHELASTIC_RESTART_COUNT`` cannot be that name, because each node counts its own restarts. Rank 0
-    invents a name and answers each rank that joins. A rank joins with a number that it has just drawn, so
-    that it cannot read the answer to an earlier attempt, and rank 0 continues to answer until all ranks have
-    confirmed.
+    ``TORCHELASTIC_RESTART_COUNT`` cannot be the name, because each node counts its own restarts. Rank 0
+    chooses a name and answers each rank that joins. A rank joins with a random number, so that it cannot read
+    the answer to an earlier attempt. Rank 0 continues to answer until all ranks have confirmed.
+
+    Args:
+        store: Store of torch.distributed that all ranks share.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        timeout: Time limit for all ranks to join.
 
     Raises:
-        dist.DistStoreError: If the ranks do not meet within ``timeout``.
+        dist.DistStoreError: If the ranks do not join within ``timeout``.
     """
     if rank > 0:
         number = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Translate ``srun``'s environment variables to those of torch.distributed.
+"""Translation of ``srun``'s environment variables to the variables of torch.distributed.
 
 Source: the section on output environment variables in the manual page of SLURM's ``srun``.
 """
@@ -53,7 +53,11 @@ def read_slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: ``gpu007`` for ``gpu[007-009,12],big1``."""
+    """Parse the first host of a SLURM node list, such as ``gpu007`` for ``gpu[007-009,12],big1``.
+
+    Raises:
+        ValueError: If the list has no host.
+    """
     match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
     if match is None:
         raise ValueError(f"no host in {nodes!r}")
@@ -73,5 +77,6 @@ def _count_tasks_of_node(environment: Mapping[str, str]) -> int:
 
 
 def _compute_port(environment: Mapping[str, str]) -> int:
+    """Compute a port from the ids of the job and step, so that all ranks choose the same port."""
     job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _LOWEST_PORT + (job * 13 + step) % _NUM_PORTS

@@ -1,7 +1,7 @@
-"""A watchdog against deadlocks: a rank without progress reports its stack and exits.
+"""Watchdog against deadlocks: a rank without progress reports its stack and exits.
 
-If one rank hangs, the others wait for it in their next collective and the log stops without a message. So
-each rank watches itself, in a thread that only needs the GIL.
+If one rank hangs, the other ranks wait for it in their next collective, and the log stops without a message.
+Each rank therefore observes its own progress, in a thread that only needs the GIL.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-FIRST_BATCH_FACTOR = 4.0  # factor on the time limit of the first batch, which includes compilation
-GRACE_SECONDS = 3.0  # seconds between a rank's report and its exit, so that other ranks can report, too
-SUSPENDED_SECONDS = 30.0  # a longer gap between checks, in seconds, means that the process was suspended
+FIRST_BATCH_FACTOR = 4.0
+"""Factor on the time limit of the first batch, during which the model is compiled."""
+GRACE_SECONDS = 3.0
+"""Time between a rank's report and its exit, so that other ranks can report as well."""
+SUSPENDED_SECONDS = 30.0
+"""Time between two checks above which the process must have been suspended."""
 EXIT_CODE = 1
 _PROJECT_FOLDER = Path(__file__).parents[2]
 
@@ -39,7 +42,7 @@ class CountedBatches(Protocol):
 
 
 class _WatchedBatches:
-    """State of the observation of an iterator.
+    """Progress of an iterator of batches since the watchdog started to observe it.
 
     Args:
         batches: The iterator.
@@ -54,7 +57,7 @@ class _WatchedBatches:
 
     @property
     def time_limit_factor(self) -> float:
-        """Factor on the time limit."""
+        """Factor on the time limit, which is larger for the first batch."""
         return FIRST_BATCH_FACTOR if self._last_count <= self._first_count + 1 else 1.0
 
     def pause_until_next_batch(self) -> None:
@@ -70,19 +73,17 @@ class _WatchedBatches:
 
 
 class Watchdog:
-    """Exits the process if no batch arrives for a while, within a context.
+    """Exits the process if no batch arrives for some time. Used as a context manager.
 
-    The watchdog observes the iterators of batches from a thread of its own, so that the training loop does
-    not have to call it.
+    The watchdog observes the iterators of batches from a separate thread, so that the training loop does not
+    have to call it.
 
     Args:
         rank: Rank of this process.
         timeout_seconds: Time limit without a new batch. None for no limit.
         folder: Folder for the stacks of all threads in ``rank-<r>.txt``. Created when needed.
-        report: Function that is called with one line that describes where the rank hangs.
-        dump_collectives: Function that writes the flight record of the device's collectives into a folder, if
-        there is
-            one.
+        report: Function that is called with one line that describes the hang.
+        dump_collectives: Function that writes the flight record of the device's collectives into a folder.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Watchdog:
             self._watched = watched
 
     def _check_progress_periodically(self) -> None:
+        """Check for progress until the context ends. Runs in a thread."""
         checked = time.monotonic()
         while not self._ended.wait(min(1.0, self._timeout_seconds / 4)):
             before, checked = checked, time.monotonic()
@@ -158,6 +160,11 @@ class Watchdog:
                 self._report_and_exit(checked - watched.last_progress_time)
 
     def _report_and_exit(self, idle: float) -> None:
+        """Write and report the stacks of all threads, and exit the process.
+
+        Args:
+            idle: Time without progress in seconds.
+        """
         location = describe_stack(sys._current_frames().get(self._main))
         line = f"no progress for {idle:.0f} s; rank {self._rank} was in {location}"
         try:
@@ -176,7 +183,11 @@ class Watchdog:
 
 
 def describe_stack(frame: FrameType | None) -> str:
-    """Describe a stack: ``function (file:line), called from function (file:line)`` of this project."""
+    """Describe the innermost function of a stack, and the function of this project that has called it.
+
+    Returns:
+        A text such as ``function (file:line), called from function (file:line)``.
+    """
     if frame is None:
         return "no Python code"
     stack = traceback.extract_stack(frame)

@@ -43,9 +43,11 @@ class Tracker(Protocol):
 
     name: str
 
-    def log(self, values: dict[str, float], step: int) -> None: ...
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Log the metrics of a step."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Send what is left, and close the tracker."""
 
 
 def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_step: int) -> list[Tracker]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from portable.data.samples.loader import BatchIterator
     from portable.run.stages import PreparedRun
 
-BAR_DELAY = 1.0  # seconds that an evaluation takes before it shows a bar
+BAR_DELAY = 1.0
+"""Seconds that an evaluation takes before its progress bar is shown."""
 
 
 def build_train_loader(prepared: PreparedRun, first_sample: int) -> TrainLoader:
@@ -25,7 +26,7 @@ def build_train_loader(prepared: PreparedRun, first_sample: int) -> TrainLoader:
 
     Args:
         prepared: The run.
-        first_sample: Index of the first sample, in the order of the run.
+        first_sample: Index of the first sample, in the order of the run. Greater than 0 if the run resumes.
     """
     plan = prepared.batch_plan
     return TrainLoader(
@@ -43,7 +44,12 @@ def build_train_loader(prepared: PreparedRun, first_sample: int) -> TrainLoader:
 
 
 def build_eval_loader(prepared: PreparedRun, samples: Samples) -> EvalLoader:
-    """Build the loader of this rank's micro-batches in one evaluation."""
+    """Build the loader of this rank's micro-batches in one evaluation.
+
+    Args:
+        prepared: The run. Its ``train.eval_batches`` limits the number of samples.
+        samples: Samples of one evaluation source.
+    """
     plan, limit = prepared.batch_plan, prepared.config.train.eval_batches
     return EvalLoader(
         samples,
@@ -63,7 +69,7 @@ def show_evaluation_progress(batches: BatchIterator, num_batches: int, *, is_sho
     Args:
         batches: Batches of this rank.
         num_batches: Number of batches.
-        is_shown: Whether this rank shows the bar, if it runs at a terminal.
+        is_shown: Whether this rank shows the bar. No rank shows it if stderr is not a terminal.
     """
     return tqdm(
         batches,

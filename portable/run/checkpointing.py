@@ -1,10 +1,10 @@
-"""When a run saves a checkpoint, and what the checkpoint contains besides the shards.
+"""Checkpoints of a run: the steps after which it saves, and the trainer state and model files that it saves.
 
 :meth:`portable.callbacks.Run.finish_step` requests a save after a step if ``checkpoint.every_steps`` or
 ``checkpoint.every_epochs`` is due (:attr:`portable.callbacks.Run.is_save_due`), if a callback or an
-evaluation requests it, and after the last step of a launch. The callback in this module then writes the
-trainer state and the files of the model. :mod:`portable.checkpoint.store` completes the checkpoint and
-deletes old ones.
+evaluation requests it, and after the last step of a launch. :class:`CheckpointCallback` then saves. The
+engine writes the shards, and this module writes the trainer state and the files of the model.
+:mod:`portable.checkpoint.store` completes the checkpoint and deletes old ones.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class CheckpointCallback(Callback):
 
 
 def write_model_files(prepared: PreparedRun, folder: Path) -> None:
-    """Write the files that ``from_pretrained`` needs besides the weights. Only called on rank 0.
+    """Write the files that ``from_pretrained`` needs in addition to the weights. Only called on rank 0.
 
     Args:
         prepared: The run.

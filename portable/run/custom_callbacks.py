@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
+"""Methods that a custom callback may have."""
 
 
 def list_callback_names(config: RunConfig, *, profile: bool = False) -> list[str]:
@@ -38,15 +39,16 @@ def list_callback_names(config: RunConfig, *, profile: bool = False) -> list[str
 
 
 def _format_callback_name(plugin_name: str) -> str:
+    """Format the name of a custom callback in error messages and in :func:`list_callback_names`."""
     return f"train.callbacks: {plugin_name}"
 
 
 class CustomCallback(Callback):
-    """Custom callback. An error in its code ends the run with one line.
+    """Callback that calls a custom object. An error in its code ends the run with an error of one line.
 
     Args:
-        name: Name in error messages.
-        custom: The user's object. It may have only some of the methods.
+        name: Name of the callback, used in error messages.
+        custom: The user's object. It may have only some of the methods in :data:`HOOKS`.
     """
 
     def __init__(self, name: str, custom: Any) -> None:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 def install_and_check_custom_code(config: RunConfig) -> None:
     """Define the modules of a notebook in this process, and check the custom code that settings name.
 
+    Called in the launcher and in each rank.
+
+    Args:
+        config: Config of the run. It contains the source text of the notebook's modules.
+
     Raises:
         UserError: If custom code cannot be imported or does not have the required interface.
     """
@@ -45,7 +50,7 @@ def install_and_check_custom_code(config: RunConfig) -> None:
 
 
 def collect_custom_code_names(config: RunConfig) -> dict[str, str]:
-    """Return the names of the custom code that steps and evaluations call, keyed by setting."""
+    """Collect the names of the custom code that steps and evaluations call, keyed by setting."""
     train = config.train
     optional_names = {"train.loss": train.loss, "model.function": config.model.function}
     code_by_key = {key: name for key, name in optional_names.items() if name is not None}
@@ -61,7 +66,8 @@ def collect_custom_code_names(config: RunConfig) -> dict[str, str]:
 def compute_custom_code_digests(config: RunConfig) -> dict[str, str]:
     """Compute a digest of each piece of custom code, keyed by setting.
 
-    Code that defines data is not included, because the tokens themselves are compared.
+    A run compares the digests when it resumes. The code of data sources is not included, because a run
+    compares the tokens themselves.
     """
     all_digests = {
         key: plugins.compute_plugin_digest(name) for key, name in collect_custom_code_names(config).items()
@@ -79,11 +85,14 @@ class CodeChanges(NamedTuple):
 
 
 def compare_custom_code(stored_digests: Mapping[str, str], current_digests: Mapping[str, str]) -> CodeChanges:
-    """Compare two results of :func:`compute_custom_code_digests`.
+    """Compare the custom code of this launch with the code at a checkpoint.
 
     Args:
-        stored_digests: Digests at the checkpoint.
-        current_digests: Digests of this launch.
+        stored_digests: Result of :func:`compute_custom_code_digests` at the checkpoint.
+        current_digests: Result of :func:`compute_custom_code_digests` in this launch.
+
+    Returns:
+        The settings whose code has changed.
     """
     differ = [key for key, value in current_digests.items() if stored_digests.get(key, value) != value]
     harmless = [key for key in differ if key.startswith(("train.metrics", "train.callbacks"))]

@@ -1,4 +1,4 @@
-"""Evaluations of a run on each source of ``data.evals``, and the decisions that follow from them."""
+"""Evaluations of a run on the sources of ``data.evals``, and the decisions that follow from the results."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def evaluate_all_sources(
 
 
 def _format_metric_key(metric: str, source: str) -> str:
+    """Format the key of a metric in ``metrics.jsonl``, such as ``eval_loss/books``."""
     return f"{EVALUATION_PREFIX}{metric}/{source}" if source else f"{EVALUATION_PREFIX}{metric}"
 
 
@@ -123,7 +124,10 @@ class EvaluationCallback(Callback):
         self._reduce_any = run.backend.reduce_any
 
     def on_start(self, run: Run) -> None:
-        """Run an evaluation that the last launch missed, and end the run if early stopping has ended it."""
+        """Run an evaluation that the last launch missed, and end the run if early stopping has ended it.
+
+        An evaluation is missed if a signal ended the launch after the step.
+        """
         progress, counts = run.progress, self._counts_for_best(run)
         if not self._prepared.data.evals:
             return
@@ -145,24 +149,24 @@ class EvaluationCallback(Callback):
         run.is_save_requested = run.is_save_requested or decision.save or decision.stop
 
     def _counts_for_best(self, run: Run) -> bool:
-        """Return whether the settings request an evaluation after the latest step.
+        """Return whether an evaluation after the latest step counts for best checkpoints and early stopping.
 
-        Only such evaluations count for the best checkpoints and for early stopping. An evaluation at the end
-        of a launch may be additional.
+        An evaluation counts if the settings request it, or at the end of the run. An evaluation that happens
+        only because a launch ends does not count, because it would make the result depend on the launches.
         """
         train = run.config.train
         at_end = run.step == run.end_step == run.steps
         return at_end or run.is_interval_reached(train.eval_every, train.eval_every_epochs)
 
     def __call__(self, progress: RunProgress, *, counts: bool) -> EvalDecision:
-        """Evaluate and report. Must be called on all ranks.
+        """Evaluate all sources, and report the results. Must be called on all ranks.
 
         Args:
             progress: Position of the run. Its evaluation history is updated if the evaluation counts.
             counts: Whether the evaluation counts for the best checkpoints and for early stopping.
 
         Returns:
-            Whether to save a checkpoint, and whether to end the run.
+            Whether to save a checkpoint, and whether to end the run. The same on all ranks.
         """
         with self._run.measure_pause():
             values = evaluate_all_sources(
@@ -188,7 +192,7 @@ class EvaluationCallback(Callback):
 
 
 def describe_early_end(run: Run) -> str:
-    """Describe why a run has ended before its last step."""
+    """Describe why a run has ended before its last step: a callback, or early stopping."""
     if run.is_stop_requested:
         return f"ended at step {run.step}, as a callback asked"
     eval_history = run.progress.eval_history
@@ -200,7 +204,7 @@ def describe_early_end(run: Run) -> str:
 
 
 def check_evaluation_data(data: RunData) -> None:
-    """Raise UserError if there is nothing to evaluate on."""
+    """Raise UserError if the run has no evaluation data, for ``--eval-only``."""
     if not data.evals:
         raise UserError(
             "--eval-only: data.eval_fraction is 0, so that there is nothing to evaluate on; set data.eval"

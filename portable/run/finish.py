@@ -1,6 +1,6 @@
-"""The last stage: export the model, write the report, upload, and print a summary.
+"""The last stage: export the model, write the report, upload both, and print a summary.
 
-Also the summary at the start.
+This module also formats the table that is printed at the start of a launch.
 """
 
 from __future__ import annotations
@@ -49,11 +49,14 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 32
 EXPORTED_BYTES = 4
-"""Bytes of a parameter in the final model, which is in fp32 unless the base model's layout is written."""
+"""Bytes per parameter of the final model.
+
+It is in fp32, except if it is written in the base model's layout.
+"""
 
 
 LARGE_EXPORT_BYTES = 50e9
-"""Size of a final model from which the start of the run states what its export costs, in bytes."""
+"""Size of a final model from which the table at the start shows the cost of its export, in bytes."""
 _EXPORT_BYTES_PER_SECOND = 1e9
 """Assumed rate at which a node reads a checkpoint and writes the final model, in bytes per second."""
 
@@ -61,16 +64,16 @@ _EXPORT_BYTES_PER_SECOND = 1e9
 def build_export_cost_rows(
     config: RunConfig, model_bytes: int, ranks: int, ranks_per_node: int
 ) -> list[tuple[str, str]]:
-    """Describe the cost of exporting a large final model.
+    """Build the table row about the cost of exporting a large final model.
 
     Args:
-        config: The run's config.
+        config: Config of the run.
         model_bytes: Size of the final model in bytes.
         ranks: Number of ranks.
-        ranks_per_node: Number of ranks per node.
+        ranks_per_node: Number of ranks on each node.
 
     Returns:
-        At most one row of a table. Empty if the export is off or takes less than a minute.
+        At most one row, with its title and text. Empty if nothing is exported or the model is small.
     """
     if not config.checkpoint.export or model_bytes < LARGE_EXPORT_BYTES:
         return []
@@ -149,7 +152,7 @@ def format_start_summary(prepared: PreparedRun, restored: RestoredRun) -> str:
 
 
 def _count_epoch_samples(prepared: PreparedRun) -> int | None:
-    """Return the samples of one epoch. None for streams, whose length is not known."""
+    """Return the number of samples in an epoch, or None for streams, whose length is unknown."""
     return None if prepared.data.stream_names else prepared.data.train.epoch_samples
 
 
@@ -169,20 +172,25 @@ def _describe_rank_change(prepared: PreparedRun, restored: RestoredRun) -> str |
 
 
 def format_rank_count(ranks: int, devices_per_rank: int) -> str:
-    """Format the number of ranks, with the devices of each if a rank drives several."""
+    """Format the number of ranks, such as ``8``, or ``2 x 4 devices`` if a rank drives several devices."""
     return str(ranks) if devices_per_rank == 1 else f"{ranks} x {devices_per_rank} devices"
 
 
 def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReporter) -> None:
     """Print how the trained model continues a prompt. Must be called on all ranks.
 
-    Prints only a warning if the model or the chat template fails, because the run is complete without a
-    sample.
+    Prints nothing if the model cannot generate text. Prints only a warning if the model or the chat template
+    fails, because the run is complete without a sample.
+
+    Args:
+        prepared: The run.
+        engine: Engine with the trained weights.
+        reporter: Reporter, which prints on rank 0.
     """
     config = prepared.config
     try:
         prompt = build_sample_prompt(prepared)
-    except Exception as error:  # the template is foreign code; the run is complete without a sample
+    except Exception as error:  # templates are not part of this program, and may raise anything
         reporter.print_on_rank0(
             f"warning: log.sample_prompt: the chat template cannot ask it: {to_one_line(error)}"
         )
@@ -197,7 +205,7 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
         return
     try:
         text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
-    except Exception as error:  # of a custom model; the run is complete without a sample
+    except Exception as error:  # a custom model may raise anything
         reporter.print_on_rank0(
             f"warning: log.sample_tokens: the model cannot generate a text: {to_one_line(error)}"
         )
@@ -249,9 +257,9 @@ def build_sample_prompt(prepared: PreparedRun) -> torch.Tensor:
 
 
 def _choose_export_checkpoint(run: Run, reporter: RunReporter) -> AnyPath | None:
-    """Return the newest checkpoint, or the best one if ``checkpoint.export_best`` is set.
+    """Return the checkpoint to export, or None if there is no checkpoint.
 
-    None if there is none.
+    This is the newest checkpoint, or the best one if ``checkpoint.export_best`` is set.
     """
     complete = dict(run.checkpoints.list_complete())
     latest: AnyPath | None = run.checkpoints.find_latest()
@@ -355,7 +363,7 @@ def finish_run(
 
 
 def _may_have_several_export_files(prepared: PreparedRun) -> bool:
-    """Return whether the export may have several files. An adapter always has one."""
+    """Return whether the export may consist of several files. An adapter always has one file."""
     export = prepared.config.checkpoint.export
     return bool(export) and (prepared.adapter is None or export in ("merged", "like_base"))
 
@@ -397,7 +405,7 @@ def _write_export_part(run: Run, output: RunOutput, checkpoint: AnyPath, writers
 
 
 def _is_chat_model(prepared: PreparedRun) -> bool:
-    """Return whether the model was trained on conversations in its tokenizer's chat template."""
+    """Return whether the model was trained on conversations with a chat template."""
     return prepared.data.end_of_turn_token is not None and bool(prepared.data.tokenizer.chat_template)
 
 
@@ -424,7 +432,7 @@ def _list_untrained_tensors(prepared: PreparedRun) -> UntrainedTensors:
 
 
 def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
-    """Build the notes about the tensors from :func:`_list_untrained_tensors`."""
+    """Build notes for the user about the tensors from :func:`_list_untrained_tensors`."""
     notes = []
     if copied:
         notes.append(

@@ -1,4 +1,4 @@
-"""When a run collects garbage: before its first step, and after a rank has run out of memory.
+"""Garbage collection of a run: before its first step, and after a rank has run out of memory.
 
 Python's garbage collector visits every object that it tracks. The model and the imported libraries consist of
 hundreds of thousands of objects that live until the run ends, so visiting them during training only costs
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def freeze_existing_objects() -> Iterator[None]:
-    """Collect garbage, and exclude the remaining objects from collections within this context."""
+    """Collect garbage once, and exclude the remaining objects from later collections within this context."""
     gc.collect()
     gc.freeze()
     try:
@@ -29,7 +29,7 @@ def freeze_existing_objects() -> Iterator[None]:
 def free_unreachable_objects() -> None:
     """Free objects in reference cycles, such as the engine of a rank that has run out of device memory.
 
-    The caller drops its references first. Afterwards, a search for a smaller micro-batch finds the memory
-    free.
+    The caller must drop its own references before. A search for a smaller micro-batch can then use the
+    memory.
     """
     gc.collect()

@@ -1,4 +1,4 @@
-"""Texts about the length of a run: steps, epochs, warmup, and sequence length."""
+"""Texts about the length of a run: steps, epochs, warmup, sequence length, and time between checkpoints."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ if TYPE_CHECKING:
     from portable.run.stages import ResolvedRun
 
 SEQ_LEN_KEY = "data.seq_len"
+"""Setting of the sequence length."""
 MIN_USEFUL_STEPS = 30
-"""Optimizer steps below which a run over all data hardly changes a model."""
+"""Number of optimizer steps below which a run over all data hardly changes a model."""
 MAX_STEPS_BETWEEN_CHECKPOINTS = 1000
-"""Steps between checkpoints above which a run prints a warning, because a crash would lose them."""
+"""Number of steps between checkpoints above which a run prints a warning, because a crash would lose them."""
 
 
 def describe_warmup(config: RunConfig, steps: int) -> str:
-    """Describe the warmup of the learning rate, such as ``6 steps, train.warmup_ratio 0.03``."""
+    """Describe the warmup of the learning rate, such as ``6 steps, train.warmup_ratio 0.03``.
+
+    Args:
+        config: Config of the run.
+        steps: Number of optimizer steps of the run.
+    """
     train = config.train
     ratio = "" if train.warmup_ratio is None else f", train.warmup_ratio {train.warmup_ratio:g}"
     return f"{format_count(compute_warmup_steps(train, steps), 'step')}{ratio}"
@@ -37,10 +43,10 @@ def explain_chosen_seq_len(resolved: ResolvedRun, max_positions: int | None) -> 
 
     Args:
         resolved: The resolved run.
-        max_positions: Number of positions of the model. None if the number is not limited.
+        max_positions: Number of positions of the model, or None if the number is not limited.
 
     Returns:
-        The text of a note. None if the user, the existing run or the kind of training determines the value.
+        The text of a note. None if the value comes from the user, the existing run, or the kind of training.
     """
     config = resolved.config
     is_chosen = (
@@ -56,16 +62,19 @@ def explain_chosen_seq_len(resolved: ResolvedRun, max_positions: int | None) -> 
     )
     bound = "has no maximum length" if max_positions is None else f"has {max_positions:,} positions"
     padded = "" if config.data.packing else ", and every sample is padded to this length"
-    return f"{SEQ_LEN_KEY} is {length:,}, because the model {bound} and the default is at most {longest:,}{padded}"
+    return (
+        f"{SEQ_LEN_KEY} is {length:,}, because the model {bound} and the default is at most "
+        f"{longest:,}{padded}"
+    )
 
 
 def format_run_length(config: RunConfig, steps: int, samples: int | None) -> str:
-    """Describe the number of steps together with the epochs, such as ``87: 3 epochs of 464 samples``.
+    """Format the number of steps together with the epochs, such as ``87: 3 epochs of 464 samples``.
 
     Args:
         config: Config of the run.
         steps: Number of optimizer steps.
-        samples: Samples of one epoch. None if the number is unknown, for example for a stream.
+        samples: Number of samples in an epoch, or None if it is unknown, for example for a stream.
     """
     if not samples:
         return f"{steps:,}"
@@ -74,14 +83,17 @@ def format_run_length(config: RunConfig, steps: int, samples: int | None) -> str
 
 
 def build_few_steps_warning(config: RunConfig, samples: int | None, world: World) -> str | None:
-    """Return a warning if ``train.epochs`` gives fewer than :data:`MIN_USEFUL_STEPS` optimizer steps.
+    """Build a warning if ``train.epochs`` results in fewer than :data:`MIN_USEFUL_STEPS` optimizer steps.
 
-    A number of steps that the user has set is taken as intended.
+    There is no warning about ``train.steps``, which the user has chosen directly.
 
     Args:
         config: Config of the run.
-        samples: Samples of one epoch. None if the number is unknown.
-        world: Ranks of the launch, among which a global batch is divided.
+        samples: Number of samples in an epoch, or None if it is unknown.
+        world: Ranks and devices of the launch, among which a global batch is divided.
+
+    Returns:
+        The warning, or None if there are enough steps or their number is unknown.
     """
     epochs, batch = config.train.epochs, config.train.global_batch_size
     if epochs is None or not samples or (steps := compute_total_steps(config, samples)) >= MIN_USEFUL_STEPS:
@@ -98,11 +110,14 @@ def build_few_steps_warning(config: RunConfig, samples: int | None, world: World
 
 
 def build_rare_checkpoints_warning(config: RunConfig, samples: int | None) -> str | None:
-    """Return a warning if checkpoints are more than :data:`MAX_STEPS_BETWEEN_CHECKPOINTS` apart because of the default.
+    """Build a warning if the default for ``checkpoint.every_epochs`` saves too rarely.
 
     Args:
         config: Config of the run.
-        samples: Samples of one epoch. None if the number is unknown.
+        samples: Number of samples in an epoch, or None if it is unknown.
+
+    Returns:
+        The warning. None if at most :data:`MAX_STEPS_BETWEEN_CHECKPOINTS` steps are between checkpoints.
     """
     epochs = config.checkpoint.every_epochs
     if epochs is None or not samples or config.is_set_or_put("checkpoint.every_epochs"):

@@ -1,4 +1,4 @@
-"""What fits a device's memory: ``train.micro_batch_size: auto``, and what to do when memory has run out."""
+"""Search for ``train.micro_batch_size: auto``, and remedies after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ _SETTINGS_THAT_AFFECT_MEMORY = (
     "fsdp",
     "deepspeed",
 )
+"""Sections and settings whose values must be equal to reuse the micro-batch size of an earlier launch."""
 FIRST_GUESS = 4
 """Micro-batch size at which the search begins if the planner has no estimate.
 
@@ -56,14 +57,14 @@ def list_divisors(number: int) -> list[int]:
 def find_largest_fitting(
     sizes: Sequence[int], fits: Callable[[int], bool], first_guess: int = FIRST_GUESS
 ) -> int | None:
-    """Find the largest of ``sizes`` that fits, with as few trials as possible.
+    """Find the largest of ``sizes`` that fits, with few trials.
 
     Tries ``first_guess`` and then larger sizes at growing distances until a size does not fit. Then bisects.
 
     Args:
-        sizes: Sizes in ascending order. If a size does not fit, no larger size may fit.
+        sizes: Sizes in ascending order. If a size does not fit, larger sizes do not fit either.
         fits: Function that tries a size, and returns whether it fits.
-        first_guess: First size to try.
+        first_guess: Estimate. The search begins with the largest size up to this number.
 
     Returns:
         The size, or None if no size fits.
@@ -89,9 +90,9 @@ def find_largest_fitting(
 
 @dataclass(frozen=True)
 class MicroBatchSearch:
-    """Everything that a search for a micro-batch size needs.
+    """Values for a search for a micro-batch size.
 
-    Contains no model, because each trial builds its own.
+    A search references no model, because each trial builds its own.
 
     Attributes:
         backend: Backend that has not joined the other ranks yet, or that has left them.
@@ -122,7 +123,12 @@ def build_micro_batch_search(prepared: PreparedRun) -> MicroBatchSearch:
 
 
 def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
-    """List the micro-batch sizes that the global batch allows, in ascending order."""
+    """List the micro-batch sizes that the global batch allows, in ascending order.
+
+    Args:
+        config: Config of the run.
+        world: Ranks and devices of the launch.
+    """
     total, groups = config.train.global_batch_size, max(1, world.devices // config.ranks_together)
     share = -(-total // groups)
     return (
@@ -133,17 +139,24 @@ def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
 
 
 def replace_micro_batch_size(config: RunConfig, size: int) -> RunConfig:
-    """Return a config with another micro-batch size."""
+    """Return a copy of ``config`` with another ``train.micro_batch_size``."""
     return config.replaced({"train.micro_batch_size": size})
 
 
 def read_previous_micro_batch_size(
     config: RunConfig, existing: ExistingRun, output_place: AnyPath, world: World
 ) -> int | None:
-    """Read the micro-batch size that ``auto`` has chosen in an earlier launch of this run.
+    """Read the micro-batch size of the latest launch of this run, so that ``auto`` does not search again.
+
+    Args:
+        config: Config of this launch.
+        existing: The run that the output folder contains.
+        output_place: Folder or URL of ``output_dir``.
+        world: Ranks and devices of this launch.
 
     Returns:
-        The size. None if there was no earlier launch, or if settings that affect memory have changed.
+        The size. None if the run has no checkpoint, if the number of ranks or a setting that affects memory
+        has changed, or if the global batch does not allow the size.
     """
     earlier, latest = existing.config, open_checkpoints(output_place).find_latest()
     if earlier is None or latest is None:
@@ -164,12 +177,12 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
     Each trial builds its own model and engine, so the run itself is not changed.
 
     Args:
-        search: What to search with.
-        below_size: Limit that the size must stay below, or None.
+        search: Config, data and backend of the run.
+        below_size: Exclusive upper limit of the size, or None.
 
     Returns:
-        The size. If the backend cannot recover from an out-of-memory error, nothing is tried: the largest
-        size up to :data:`FIRST_GUESS`.
+        The size. If the backend cannot recover from an out-of-memory error, nothing is tried, and the result
+        is the largest size up to :data:`FIRST_GUESS`.
 
     Raises:
         UserError: If not even one sequence fits.
@@ -205,8 +218,8 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
 def _take_trial_steps(engine: Engine, search: MicroBatchSearch, plan: BatchPlan, size: int) -> None:
     """Take a step that creates the optimizer state, and then a step with ``size`` sequences.
 
-    The second step accumulates two micro-batches if the run does, because gradients are then kept between
-    them.
+    The second step accumulates two micro-batches if the run accumulates gradients, because the gradients then
+    need memory during the forward pass.
     """
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.max_sequences_per_rank else 1)):
@@ -253,7 +266,12 @@ def agree_on_smallest_size(size_of_rank: int, config: RunConfig, world: World, b
 
 
 def describe_memory_remedies(config: RunConfig, world: World) -> str:
-    """Describe settings that need less device memory than the settings of ``config``."""
+    """Describe settings that need less device memory than the settings of ``config``, the cheapest first.
+
+    Args:
+        config: Config of the run.
+        world: Ranks and devices of the launch.
+    """
     settings = load_backend_package(config.backend).iter_memory_remedies(config, world.ranks)
     return ", ".join(settings) or "more devices"
 
@@ -262,7 +280,7 @@ def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -
     """Describe settings that fit, as measured and as planned, for an out-of-memory error.
 
     Args:
-        search: What to search with.
+        search: Config, data and backend of the run.
         failed_sequences: Sequences of a micro-batch on each device that did not fit.
     """
     try:

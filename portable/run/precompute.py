@@ -1,7 +1,7 @@
-"""Numbers of each sample that are computed before a run, with the weights that it starts from.
+"""Values of each sample that a loss computes once, with the weights that the run starts from.
 
-A reference's log-probabilities, or a teacher's: what ``once`` of a loss returns. They are kept beside the
-data, and are columns of every batch.
+Examples are the log-probabilities of a reference model or of a teacher. A loss computes them in its function
+``once``. They are stored in the cache of the data, and become columns of every batch.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> N
 
     Args:
         config: Config of the run.
-        loss: Training loss, or None for the default loss. Nothing is checked if the loss does not precompute
-            values.
+        loss: Training loss, or None for the default loss. Nothing is checked if the loss has no ``once``.
 
     Raises:
-        UserError: If the settings do not allow it.
+        UserError: If the micro-batch size is ``auto``, or if the data is streamed.
     """
     if loss is None or loss.once is None:
         return
@@ -86,7 +85,7 @@ def compute_reference_digest(config: RunConfig) -> str | None:
     loss, model, adapter = build_training_loss(config), config.model, config.adapter.name_or_path
     if loss is None or (loss.once is None and loss.reference is None):
         return None
-    # The seed determines the weights that are in no file: those of a new adapter, and the rows of new tokens.
+    # The seed determines the weights that are in no file: a new adapter, and the rows of new tokens.
     folders: dict[str, Path | None] = {str(config.seed): None}
     if loss.reference is not None:
         folders = {loss.key: fetch_model_folder(loss.reference, f"{loss.key}: reference")}
@@ -106,7 +105,7 @@ def compute_reference_digest(config: RunConfig) -> str | None:
 def attach_precomputed_tables(
     config: RunConfig, backend: Backend, data: RunData, reference: str | None
 ) -> None:
-    """Attach to each set of samples of ``data`` the table of values that the loss computes once, if it does.
+    """Attach the tables of precomputed values to the samples of ``data``, if the loss has any.
 
     The tables may not exist yet; see :func:`find_samples_to_precompute`.
 
@@ -141,7 +140,10 @@ def attach_precomputed_tables(
 def _compute_table_digest(
     config: RunConfig, data: RunData, name: str, samples: Samples, reference: str | None
 ) -> str:
-    """Compute a digest of everything that the values of ``samples`` depend on."""
+    """Compute a digest of everything that determines the values of ``samples``.
+
+    It names the table's folder.
+    """
     model, settings = config.model, config.data
     content = [
         name,
@@ -161,7 +163,11 @@ def _compute_table_digest(
 
 
 def find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
-    """Find the sets of samples whose tables are missing on the machine of any rank. A collective call."""
+    """Find the sets of samples whose table is missing on any rank. A collective call.
+
+    Returns:
+        The training samples, evaluation samples, or both. Empty if the loss needs no tables.
+    """
     incomplete = []
     for samples in (prepared.data.train, *prepared.data.evals.values()):
         if isinstance(table := samples.compute_extra_columns, PrecomputedTable):
@@ -172,7 +178,13 @@ def find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
 
 
 def precompute_columns(prepared: PreparedRun, engine: Engine, incomplete_samples: list[Samples]) -> None:
-    """Compute the tables of ``incomplete_samples`` with the current weights of ``engine``. A collective call."""
+    """Compute and write the tables of sets of samples. A collective call.
+
+    Args:
+        prepared: The run.
+        engine: Engine with the weights that the run starts from.
+        incomplete_samples: Result of :func:`find_samples_to_precompute`.
+    """
     for samples in incomplete_samples:
         table, samples.compute_extra_columns = samples.compute_extra_columns, None
         assert isinstance(table, PrecomputedTable)
@@ -239,8 +251,7 @@ def write_precomputed_table(
     Args:
         folder: Folder of the table.
         shapes: Shape of one row of each column, keyed by the column's name. May be filled while
-        ``row_blocks`` is
-            read.
+            ``row_blocks`` is read.
         row_blocks: Blocks of rows ``[samples, numbers]``, in order.
     """
     count, file = 0, ChecksummedFile(folder / _VALUES, _FLOAT)
@@ -253,17 +264,21 @@ def write_precomputed_table(
 
 
 class TableContents(NamedTuple):
-    """Contents of a table of precomputed columns."""
+    """Opened table of precomputed columns."""
 
     shapes: dict[str, list[int]]
     """Shape of one row of each column, keyed by the column's name."""
     values: CheckedArray
-    """All columns side by side, flattened, float32 ``[samples, numbers]``."""
+    """Columns side by side, each flattened, float32 ``[samples, numbers]``."""
 
 
 @dataclass
 class PrecomputedTable:
-    """Columns that are computed for each sample before the training, in a folder of the cache."""
+    """Table in the cache with the precomputed columns of each sample.
+
+    Attributes:
+        folder: Folder of the table, which may not exist yet.
+    """
 
     folder: Path
     _contents: TableContents | None = field(default=None, init=False, repr=False)

@@ -30,7 +30,7 @@ from portable.model.labels import (
 from portable.model.padding import explain_padding_dependence
 from portable.model.published_names import PublishedNames
 from portable.model.special_tokens import ModelSpecialTokens
-from portable.model.unused_parameters import get_unreached_names, summarize_parameter_names
+from portable.model.unused_parameters import get_unreached_names, summarize_as_outermost_modules
 from portable.optim.schedule import build_schedule, explain_long_warmup
 from portable.registry import load_backend_package
 from portable.run.evaluation import build_best_tracker
@@ -59,7 +59,7 @@ def prepare_run(resolved: ResolvedRun, backend: Backend) -> PreparedRun:
     """Build the tokenizer, the data, the model on the meta device, the batch plan, and the schedule.
 
     Must be called before :meth:`portable.backend.Backend.start`, because the search for a micro-batch size
-    starts process groups of its own.
+    starts separate process groups.
 
     Args:
         resolved: Result of the first stage.
@@ -145,19 +145,21 @@ _MAX_PARTS_SHOWN = 4
 
 
 def describe_unreached_parameters(model: PreTrainedModel) -> str:
-    """Describe the parameters that are frozen because the loss does not depend on them.
+    """Describe the parameters that are frozen because text input does not reach them.
+
+    An example is the image encoder of a multimodal model.
 
     Args:
-        model: The model on the meta device, where parameters have their full sizes.
+        model: Model on the meta device, before an engine shards its parameters.
 
     Returns:
-        The text of the run's summary. Empty if there are no such parameters.
+        The text for the table at the start of the run. Empty if there are no such parameters.
     """
     unreached = get_unreached_names(model)
     frozen = {name: p for name, p in model.named_parameters() if name in unreached and not p.requires_grad}
     if not frozen:
         return ""
-    parts = summarize_parameter_names(model, frozen)
+    parts = summarize_as_outermost_modules(model, frozen)
     more = f" and {len(parts) - _MAX_PARTS_SHOWN} more" if len(parts) > _MAX_PARTS_SHOWN else ""
     count = format_short_count(sum(p.numel() for p in frozen.values()))
     share = f"{count} of {format_short_count(count_parameters(model))} parameters are not reached by text"
@@ -167,7 +169,13 @@ def describe_unreached_parameters(model: PreTrainedModel) -> str:
 def open_run_data(
     config: RunConfig, model_config: PretrainedConfig, special_tokens: ModelSpecialTokens
 ) -> RunData:
-    """Open the data of a run, and tokenize it if it is not cached."""
+    """Open the training and evaluation data of a run, and tokenize it if it is not cached.
+
+    Args:
+        config: Config of the run.
+        model_config: Config of the model.
+        special_tokens: Special tokens of the model, which some tasks need.
+    """
     classifies = config.model.task == "sequence-classification"
     return build_data(
         config.data,
@@ -183,9 +191,9 @@ def open_run_data(
 
 
 def agree_on_micro_batch_size(prepared: PreparedRun) -> PreparedRun:
-    """Use the smallest micro-batch size of all ranks if ``train.micro_batch_size`` is ``auto``.
+    """Replace the micro-batch size of ``train.micro_batch_size: auto`` by the smallest size of all ranks.
 
-    A collective call.
+    A collective call. Returns ``prepared`` unchanged if the size is not ``auto``.
     """
     if prepared.resolved.config.train.micro_batch_size != "auto":
         return prepared
@@ -202,7 +210,11 @@ def agree_on_micro_batch_size(prepared: PreparedRun) -> PreparedRun:
 def _resolve_micro_batch_size(
     resolved: ResolvedRun, backend: Backend, model_config: PretrainedConfig, data: RunData
 ) -> RunConfig:
-    """Replace ``train.micro_batch_size: auto`` by the largest size that fits this rank's device."""
+    """Replace ``train.micro_batch_size: auto`` by a number.
+
+    The number is the one of an earlier launch if the settings that affect memory are the same. Otherwise, it
+    is the largest size that fits this rank's device.
+    """
     config = resolved.config
     if config.train.micro_batch_size != "auto":
         return config
@@ -223,7 +235,7 @@ def _add_classes_to_model_config(
     """Add the classes of the labels to the model's config.
 
     Returns:
-        Notes about what the labels determine because the settings do not.
+        Notes for the user about the problem type and the names of the classes, if the labels determine them.
     """
     notes = []
     problem, model_classes = (

@@ -98,7 +98,7 @@ def run_rank(backend_name: str, resolved: ResolvedRun | RunConfig, mode: LaunchM
 def _prepare_and_run(
     backend: Backend, resolved: ResolvedRun | RunConfig, log: RunLogHandler, mode: LaunchMode
 ) -> int:
-    """Prepare the run, and connect the ranks."""
+    """Prepare the run, and carry out the launch while the failure of another rank is detected."""
     config = resolved.config if isinstance(resolved, ResolvedRun) else resolved
     if isinstance(resolved, ResolvedRun):  # otherwise `resolve_run` does it
         install_and_check_custom_code(config)
@@ -126,6 +126,9 @@ def _start_and_run(
         log: Log of the run.
         peers: Connection to the other ranks, which is not started yet.
         mode: Options of the launch.
+
+    Returns:
+        The exit code.
     """
     try:
         backend.start()
@@ -170,7 +173,7 @@ def _start_and_run(
         search = micro_batch.build_micro_batch_search(prepared)
         sequences = prepared.batch_plan.micro_batch_size // prepared.batch_plan.groups_per_rank
         snapshot = _dump_memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
-        del prepared  # free the model, which holds what filled the memory
+        del prepared  # frees the model, which references the tensors that filled the memory
         backend.abandon_process_group()
     finally:
         output.close()

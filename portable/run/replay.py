@@ -1,7 +1,8 @@
-"""One step of a run taken once more, to see where a loss or gradient stops being finite.
+"""Repetition of one step of a run, to find where a loss or gradient stops being finite (``--replay``).
 
-The run goes on from its last checkpoint before that step, without a log or a save, and takes the step itself
-micro-batch by micro-batch, with a look at what every module gives. Nothing is written into its folder.
+The run continues from its last checkpoint before the step, without logging or saving. It then takes the step
+itself micro-batch by micro-batch, while hooks check the output of every module. Nothing is written into the
+folder of the run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from portable.progress import RunProgress
     from portable.run.stages import PreparedRun
 
-_MAX_SAMPLE_CHARACTERS = 160  # characters of a sample's text
+_MAX_SAMPLE_CHARACTERS = 160  # length at which the text of a sample is cut
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,7 @@ class _NonFiniteOutputRecorder:
     Attributes:
         names: Names and classes of the modules, in the order in which their forward passes end.
         first_bad_rows: For each output, a scalar on the device: the first row (sample) that is not finite, -1
-        if an
-            output without a row for each sample is not finite, or ``rows`` if the output is finite.
+            if an output without a row for each sample is not finite, or ``rows`` if the output is finite.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
@@ -249,6 +249,7 @@ class _NonFiniteOutputRecorder:
         return record_output
 
     def _find_first_bad_row(self, tensor: Tensor) -> Tensor:
+        """Return the value for :attr:`first_bad_rows` as a device scalar, without a host-device sync."""
         if tensor.dim() == 0 or tensor.shape[0] != self._rows:
             return torch.where(torch.isfinite(tensor).all(), float(self._rows), -1.0)
         finite = (
@@ -259,6 +260,7 @@ class _NonFiniteOutputRecorder:
 
 
 def _iter_floating_tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in nested outputs of a module."""
     if isinstance(output, torch.Tensor):
         if output.is_floating_point() and output.numel():
             yield output
@@ -270,6 +272,7 @@ def _iter_floating_tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _gather_json_lists(backend: Backend, values: Sequence[Any]) -> list[Any]:
+    """Gather lists of JSON values from all ranks, and concatenate them in rank order. A collective call."""
     return [value for text in backend.gather_text(json.dumps(values)) for value in json.loads(text)]
 
 
@@ -281,6 +284,19 @@ def _format_replay_report(
     gradients: set[str],
     norm: float,
 ) -> list[str]:
+    """Format the report of a repeated step.
+
+    Args:
+        run: The run.
+        engine: Engine, whose parameters have the model order.
+        step: Number of the step, counted from 1.
+        micro_batches: Results of all ranks.
+        gradients: Names of the parameters whose gradient is not finite on some rank.
+        norm: Global gradient norm.
+
+    Returns:
+        The lines to print.
+    """
     rate = f"learning rate {run.schedule(step - 1):.3g}"
     first = min(micro_batch.first_sample for micro_batch in micro_batches)
     last = max(micro_batch.first_sample + micro_batch.samples for micro_batch in micro_batches) - 1
@@ -318,6 +334,7 @@ def _format_replay_report(
 
 
 def _format_row(batch: ReplayedMicroBatch) -> tuple[str, str]:
+    """Format the result of a micro-batch as a table row with a title and a text."""
     last = batch.first_sample + batch.samples - 1
     text = f"samples {batch.first_sample} to {last}: loss {batch.loss:.6g} over {batch.tokens} tokens"
     return f"rank {batch.rank}, micro-batch {batch.number}", text

@@ -17,7 +17,7 @@ from portable.config.changed_settings import find_inherited_values
 from portable.data.sources.source_kinds import detect_run_format
 from portable.model.build import apply_default_seq_len
 from portable.model.document_attention import apply_default_packing
-from portable.output.existing_run import ExistingRun, check_may_continue_run, read_existing_run
+from portable.output.existing_run import ExistingRun, check_may_continue_run, read_config_of_existing_run
 from portable.output.output_dir import open_output
 from portable.paths import convert_storage_errors, parse_place_setting
 from portable.registry import load_backend_package
@@ -56,7 +56,7 @@ def resolve_run(
     package = load_backend_package(backend_name)
     world = package.get_world(ranks)
     place = parse_place_setting("output_dir", config.output_dir)
-    existing = read_existing_run(place)
+    existing = read_config_of_existing_run(place)
     check_config(config)  # before settings are replaced, so that messages show the user's values
     config = resolve_adapter_config(package.adopt_engine_file(config, world))
     resolved_values: dict[str, Any] = {"backend": package.name}
@@ -103,6 +103,13 @@ def plan_batches_of_rank_0(config: RunConfig, world: World) -> BatchPlan:
     """Compute the batch plan of rank 0, and check that the global batch can be divided.
 
     The plan assumes a micro-batch of one sequence if ``train.micro_batch_size`` is still ``auto``.
+
+    Args:
+        config: Config of the run.
+        world: Ranks and devices of the launch.
+
+    Raises:
+        UserError: If the global batch cannot be divided among the ranks.
     """
     if config.train.micro_batch_size == "auto":
         config = config.replaced({"train.micro_batch_size": 1})

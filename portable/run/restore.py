@@ -48,8 +48,8 @@ def restore_run(
     Args:
         prepared: The run.
         source: Checkpoint to resume from, possibly of another program. None for a new run.
-        checkpoints: Checkpoints in the output folder. If ``source`` is one of them and damaged, an older one
-            is used. None if no other checkpoint may be used.
+        checkpoints: Checkpoints in the output folder. If ``source`` is one of them and damaged, it is set
+            aside and an older one is used. None to use only ``source``.
 
     Returns:
         The engine, and the position at which the run continues.
@@ -126,7 +126,7 @@ def _build_and_load_engine(
 
 
 def _find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
-    """Find the samples for which the loss needs values of the start weights that are not computed yet."""
+    """Find the samples for which the loss needs values that are not computed yet. A collective call."""
     if prepared.config.train.loss is None:
         return []
     from portable.run.precompute import find_samples_to_precompute
@@ -141,14 +141,14 @@ def _start_from_initial_weights(
     prepared: PreparedRun,
     samples_to_precompute: list[Samples],
 ) -> None:
-    """Load the weights that the run starts from, and compute the values that the loss needs of them.
+    """Load the weights that the run starts from, and compute the sample values that depend on them.
 
     Args:
         engine: Engine to fill.
         blueprint: Recorded initialization of the model.
-        pretrained: Pretrained weights, or None for a model with random weights.
+        pretrained: Pretrained weights, or None for random weights.
         prepared: The run.
-        samples_to_precompute: Samples for which values are computed with these weights.
+        samples_to_precompute: Samples whose values are missing; see :mod:`portable.run.precompute`.
     """
     _load_start_weights(engine, blueprint, pretrained, prepared)
     if prepared.adapter is not None:
@@ -162,11 +162,12 @@ def _start_from_initial_weights(
 
 
 def _build_engine(prepared: PreparedRun, read_tensors: Callable[[], Mapping[str, Any]]) -> Engine:
-    """Build the engine of the run, in which frozen parameters have room for exactly their stored values.
+    """Build the engine of the run. Frozen parameters get the dtypes of their stored values.
 
     Args:
         prepared: The run.
-        read_tensors: Function that returns the stored tensors. It is called only if parameters are frozen.
+        read_tensors: Function that returns the stored tensors, keyed by name. It is called only if parameters
+            are frozen.
     """
     if prepared.config.train.has_frozen_patterns or (
         prepared.adapter is None and get_unreached_names(prepared.model)
@@ -176,7 +177,7 @@ def _build_engine(prepared: PreparedRun, read_tensors: Callable[[], Mapping[str,
 
 
 def _read_newest_tensors(candidates: Sequence[AnyPath], backend: Backend) -> Mapping[str, Any]:
-    """Return the tensors of the newest readable checkpoint. The dtypes are the same in all of them."""
+    """Return the tensors of the newest readable checkpoint. All checkpoints of a run have the same dtypes."""
     for candidate in candidates:
         try:
             return _open_own_checkpoint(candidate, backend).tensors
@@ -186,7 +187,7 @@ def _read_newest_tensors(candidates: Sequence[AnyPath], backend: Backend) -> Map
 
 
 def _open_own_checkpoint(source: AnyPath, backend: Backend) -> Checkpoint:
-    """Open a checkpoint of this program, reading only what this rank needs."""
+    """Open a checkpoint of this program. Only the parts that this rank needs are read."""
     rank = backend.rank, backend.world_size
     return open_checkpoint(
         source, rank=rank, build_once=write_once_per_node if backend.world_size > 1 else None
@@ -369,18 +370,21 @@ def _compute_start_progress(
 def _find_changed_settings(
     source: AnyPath, external: AdoptedCheckpoint | None, prepared: PreparedRun
 ) -> tuple[SettingChange, ...]:
-    """Find the settings of the run that differ from its checkpoint's. Only rank 0 reports them."""
+    """Find the settings of the run that differ from the settings of its checkpoint.
+
+    Empty on all ranks except rank 0.
+    """
     if external is not None or prepared.backend.rank != 0:
         return ()
     return tuple(find_changes(TrainerState.read(source).run, prepared.config.fingerprint()))
 
 
 def _check_vocabulary(source: AnyPath, prepared: PreparedRun) -> None:
-    """Raise UserError if the checkpoint's tokenizer gives tokens other numbers than the run's."""
+    """Raise UserError if the tokenizers of the checkpoint and the run assign different ids to tokens."""
     try:
         stored = read_json_file(source / "tokenizer.json")["model"]["vocab"]
         vocabulary = json.loads(prepared.data.tokenizer.backend_tokenizer.to_str())["model"]["vocab"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not a tokenizer of this library
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not a fast tokenizer
         return
     if stored != json.loads(json.dumps(vocabulary)):
         raise UserError(
@@ -392,7 +396,13 @@ def _check_vocabulary(source: AnyPath, prepared: PreparedRun) -> None:
 def _check_custom_code(
     source: AnyPath, state: TrainerState, prepared: PreparedRun, *, changed_loss: bool
 ) -> None:
-    """Compare the custom code with the code at the checkpoint.
+    """Compare the custom code with the code at the checkpoint, and note harmless changes.
+
+    Args:
+        source: The checkpoint.
+        state: Trainer state of the checkpoint.
+        prepared: The run.
+        changed_loss: Whether the setting ``train.loss`` itself has changed, so that its code may differ.
 
     Raises:
         UserError: If the code of the model or the loss has changed.
@@ -456,7 +466,7 @@ def _load_start_weights(
         for note in (*pretrained.build_notes(), *notes):
             print_status(note)
     if pretrained.missing:
-        # Some weights are missing, such as those of a new head: initialize them, then load the others.
+        # If weights are missing, such as a new head, initialize them and then load the others.
         missing = set(pretrained.missing)
         load_weights({name: weight for name, weight in draw_weights().items() if name in missing})
     load_weights(pretrained.tensors)

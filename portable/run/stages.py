@@ -39,8 +39,7 @@ class ResolvedRun:
         existing: The run that ``output_dir`` already contains, possibly empty.
         world: Ranks and devices of this launch.
         inherited_settings: Settings that this launch does not set and takes from the existing run, keyed by
-        setting.
-            Contains only settings whose values would otherwise differ.
+            setting. Contains only settings whose values would otherwise differ.
     """
 
     config: RunConfig
@@ -63,12 +62,14 @@ class PreparedRun:
         model: Model on the meta device. An engine fills it later.
         adapter: Adapter in ``model``, or None if the model itself is trained.
         published_names: Names and shapes of the tensors of ``model`` in published files.
-        vocabulary_size_before_growth: Rows of the vocabulary before ``data.added_tokens``, or None if no rows
-        were added. architecture: Name of the class of ``model``, before a strategy wraps it.
+        vocabulary_size_before_growth: Number of embedding rows before ``data.added_tokens``, or None if no
+            rows were added.
+        architecture: Name of the class of ``model``, before a strategy wraps it.
         num_parameters: Number of parameters of ``model``. Tied parameters are counted once.
         num_trained_parameters: Number of trained parameters.
         frozen_description: Description of the parameters that text input does not reach. Empty if there are
-        none. flops_per_token: FLOPs of the forward and backward pass per token, counted as in the PaLM paper.
+            none.
+        flops_per_token: FLOPs of the forward and backward pass per token, counted as in the PaLM paper.
         batch_plan: Division of a global batch into the micro-batches of this rank.
         steps: Length of the schedule in optimizer steps.
         end_step: Step at which this launch ends.
@@ -76,7 +77,8 @@ class PreparedRun:
         metrics: Metrics of an evaluation.
         best_tracker: Tracker for best checkpoints and early stopping, or None if both are off.
         reference_digest: Digest of the weights that the loss compares with, or None if the loss has no
-        reference. notes: Notes and warnings for the user, one line each.
+            reference.
+        notes: Notes and warnings for the user, one line each.
     """
 
     resolved: ResolvedRun

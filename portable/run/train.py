@@ -70,8 +70,7 @@ def train_in_output(
         profile: Whether to write a trace of a few steps.
 
     Returns:
-        The exit code: 0 if the schedule or ``run_training_loop.stop_after`` is reached, 75 if a signal
-        stopped the run.
+        The exit code: 0 if the schedule or ``train.stop_after`` is reached, 75 if a signal stopped the run.
 
     Raises:
         DeviceMemoryError: If a step runs out of device memory.
@@ -204,8 +203,10 @@ def _write_data_preview(prepared: PreparedRun, output: RunOutput) -> None:
 
 
 def _build_watchdog(run: Run, output: RunOutput, peers: PeerWatch) -> Watchdog:
+    """Build the watchdog, which reports a hanging rank to the launcher and in the output folder."""
+
     def report(line: str) -> None:
-        peers.disconnect()  # otherwise the other ranks would end before they report where they hang
+        peers.disconnect()  # otherwise the other ranks would end before they write their reports
         launch.report_hang(line)
         output.publish_in_background(starts_now=True)
 
@@ -225,6 +226,7 @@ def _build_profiler(run: Run, output: RunOutput) -> Profiler:
 
 
 def _build_hub_uploads(run: Run, output: RunOutput, hub: HubRepository) -> HubUploadCallback:
+    """Build the callback for uploads, and protect checkpoints from deletion while they are uploaded."""
     from portable.run.uploads import HubUploadCallback
 
     export, uploads_checkpoints = (
@@ -239,7 +241,7 @@ def _build_hub_uploads(run: Run, output: RunOutput, hub: HubRepository) -> HubUp
 
 @contextmanager
 def _identify_step_errors(run: Run) -> Iterator[None]:
-    """Convert errors of the steps within this context: out of device memory, and workers that have died."""
+    """Convert errors of the steps within this context: out of device memory, and dead data workers."""
     try:
         yield
     except Exception as error:

@@ -30,15 +30,15 @@ class UploadOutcome(NamedTuple):
     url: str | None
     """Address of the repository. None if it does not have the final model."""
     problems: list[str]
-    """Descriptions of what was not uploaded, one line each."""
+    """Descriptions of failed or skipped uploads, one line each."""
 
 
 class HubUploadCallback(Callback):
     """Callback that uploads exports to the hub, one at a time.
 
     If a checkpoint is completed during an upload, it waits. A newer checkpoint replaces a waiting one, so
-    that uploads do not fall behind if they are slower than saves. A failed upload only prints a warning;
-    :meth:`finish_uploads` reports what is missing.
+    that uploads do not fall behind if they are slower than saves. A failed upload only prints a warning, and
+    :meth:`finish_uploads` reports it again at the end.
 
     Args:
         hub: Repository on the hub.

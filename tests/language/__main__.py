@@ -5,9 +5,9 @@ All figures should fall. The exit code is 1 if a figure got worse. A rate, such 
 only worse if the number of findings rose too, because the removal of good prose raises the rate of the
 remaining prose.
 
-``--write`` stores the current figures in ``baseline.json``, unless a figure of a package got worse, and
-removes the files that follow the rules from ``ruff-docstrings.toml``. ``--list`` prints all findings of one
-kind. If you change a measure, delete ``baseline.json`` before ``--write``.
+``--write`` stores the current figures in ``baseline.json``, unless a figure of a package got worse.
+``--list`` prints all findings of one kind. If you change a measure, delete ``baseline.json`` before
+``--write``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.language import docstrings
 from tests.language.baseline import Baseline, Regression, find_file_regressions, find_package_regressions
 from tests.language.changes import read_changes
 from tests.language.marks import MARKS
-from tests.language.measures import DOCSTRINGS, MEASURES, Report, measure_sources
+from tests.language.measures import MEASURES, Report, measure_sources
 from tests.language.sources import PACKAGES, SourceError, load_sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +36,9 @@ def check_language(root: Path) -> int:
     Returns:
         Exit code: 1 if there are errors, otherwise 0.
     """
-    listed = docstrings.read_list(root)
-    unclean = {finding.path for finding in docstrings.run_ruff(root)}
-    report = measure_sources(load_sources(root), listed)
+    report = measure_sources(load_sources(root))
     print(format_table(report))
-    errors = docstrings.find_list_errors(root, listed, unclean)
+    errors: list[str] = []
     if (root / BASELINE).is_file():
         baseline, changes = Baseline.load(root / BASELINE), read_changes(root, BASELINE)
         for find_regressions in (find_package_regressions, find_file_regressions):
@@ -53,15 +50,13 @@ def check_language(root: Path) -> int:
 
 
 def write_baseline(root: Path) -> int:
-    """Store the current figures and shorten the list of docstrings, unless a figure of a package got worse.
+    """Store the current figures, unless a figure of a package got worse.
 
     Returns:
         Exit code: 1 if a figure got worse, otherwise 0.
     """
     changes = read_changes(root, BASELINE)
-    unclean = {finding.path for finding in docstrings.run_ruff(root)}
-    listed = docstrings.shorten_list(docstrings.read_list(root), unclean, changes.previous_paths)
-    report = measure_sources(load_sources(root), listed)
+    report = measure_sources(load_sources(root))
     print(format_table(report))
     if (root / BASELINE).is_file():
         regressions = list(find_package_regressions(report, Baseline.load(root / BASELINE), changes))
@@ -69,9 +64,8 @@ def write_baseline(root: Path) -> int:
             print("\n".join(map(format_regression, regressions)))
             print(f"{BASELINE} was not written, because these figures got worse.")
             return 1
-    docstrings.write_list(root, listed)
     Baseline.from_report(report).save(root / BASELINE)
-    print(f"Wrote {BASELINE} and {docstrings.LIST}.")
+    print(f"Wrote {BASELINE}.")
     return 0
 
 
@@ -83,11 +77,7 @@ def list_findings(root: Path, kind: str, paths: Sequence[str]) -> None:
         kind: Name of a measure or of a mark.
         paths: Files and folders to print, relative to the root. If there are none, all files are printed.
     """
-    if kind == DOCSTRINGS.name:
-        findings = sorted(docstrings.run_ruff(root))
-    else:
-        findings = measure_sources(load_sources(root), listed=()).select_findings(kind)
-    for finding in findings:
+    for finding in measure_sources(load_sources(root)).select_findings(kind):
         if not paths or any(Path(finding.path).is_relative_to(path) for path in paths):
             print(finding)
 

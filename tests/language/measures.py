@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.language.findings import Finding, Tally
@@ -31,13 +31,12 @@ class Measure:
     is_per_file: bool = False
 
 
-DOCSTRINGS = Measure("docstrings", "files in ruff-docstrings.toml")
 MARKS = Measure("marks", "marks of unidiomatic prose per 10,000 words", scale=10_000)
 CLAUSES = Measure("clauses", "% of parameter descriptions that are clauses", scale=100)
 NOUNS = Measure("nouns", "% of function names without a leading verb", scale=100)
 PARTICIPLES = Measure("participles", "% of function names that are participles", scale=100)
 LOCALS = Measure("locals", "local variables with vague names", is_per_file=True)
-MEASURES = (DOCSTRINGS, MARKS, CLAUSES, NOUNS, PARTICIPLES, LOCALS)
+MEASURES = (MARKS, CLAUSES, NOUNS, PARTICIPLES, LOCALS)
 
 
 @dataclass(frozen=True)
@@ -106,12 +105,11 @@ class Report:
         )
 
 
-def measure_sources(sources: Sequence[Source], listed: Iterable[str]) -> Report:
+def measure_sources(sources: Sequence[Source]) -> Report:
     """Measure the language of all packages.
 
     Args:
         sources: Sources of all packages.
-        listed: Paths of the files in ruff-docstrings.toml.
     """
     report = Report()
     error_callables = find_error_callables(sources)
@@ -124,9 +122,6 @@ def measure_sources(sources: Sequence[Source], listed: Iterable[str]) -> Report:
             report.add(package, PARTICIPLES, participles)
             report.add(package, CLAUSES, tally_descriptions(source.path, source.nodes))
             report.add(package, LOCALS, tally_locals(source.path, source.nodes))
-    for path in listed:
-        finding = Finding(path, 1, 1, "listed", "is in the list", "follow the D rules of ruff in this file")
-        report.add(path.partition("/")[0], DOCSTRINGS, Tally([finding], 1))
     return report
 
 

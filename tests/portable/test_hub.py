@@ -290,7 +290,7 @@ def load(name):
     model = build_model_on_meta(load_model_config(settings), settings)
     load_tokenizer(name)
     assert get_revisions_read() == {f"model {name}": sys.argv[1]}
-    return sorted(load_pretrained_weights(settings, model).found)
+    return sorted(load_pretrained_weights(settings, model).tensors)
 """
 LOAD_DATASET = """
 import datasets

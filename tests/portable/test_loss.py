@@ -22,8 +22,8 @@ from portable.model.build import AUTO_CLASSES, load_model_config
 from portable.model.chunked_loss import install_chunked_head
 from portable.model.loss import (
     TrainingObjective,
-    compute_micro_batch_loss,
     compute_summed_cross_entropy,
+    forward_loss,
     scale_loss_by_global_weight,
 )
 from portable.run.batches import build_train_loader
@@ -99,7 +99,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def loss_of(
     objective: TrainingObjective, model: nn.Module, batch: dict[str, Tensor], valid: Tensor
 ) -> Tensor:
-    output = compute_micro_batch_loss(model, batch, objective)
+    output = forward_loss(model, batch, objective)
     return scale_loss_by_global_weight(output, valid, objective.global_batch_size)[0]
 
 

@@ -107,7 +107,7 @@ def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Pat
 
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
     """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
-    from portable.tpu.xla.saving import stage_tensors
+    from portable.tpu.xla.saving import copy_local_shards_to_host
 
     backend = create_backend("xla")
     run = prepare_run(resolve_run(config, backend.name), backend)
@@ -127,7 +127,9 @@ def odd_state(config: RunConfig) -> tuple[float, float, int]:
             max_grad_norm=1.0,
         )
     batches.close()
-    staged = stage_tensors(engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter})
+    staged = copy_local_shards_to_host(
+        engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter}
+    )
     spare = min(float(shard.values.min()) for shard in staged["spare"].local_shards)
     (counter,) = staged["counter"].local_shards
     optimizer: XlaOptimizer = engine._optimizer

@@ -1,1 +1,1 @@
-"""Compile the graphs of a run for a TPU, without a TPU."""
+"""Compilation of a run's graphs for TPUs with libtpu, on a machine without a TPU."""

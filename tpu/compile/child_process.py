@@ -1,4 +1,7 @@
-"""Processes of their own, whose answer is a file: what traces and compiles may end its process."""
+"""Child processes that return their answer in a file.
+
+Tracing and compiling run in such processes, because libtpu and the runtimes may end the process.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +34,27 @@ def run_in_child_process(
     format_failure: Callable[[int, str], str],
     on_output_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run ``source`` in another process, which dies with this one, and read the answer that it writes.
+    """Run Python source in a child process, and return the answer that it writes.
+
+    The child process ends when this process ends.
 
     Args:
-        source: calls :func:`write_answer`; finds ``arguments`` in ``sys.argv``, from 2 on.
-        answer_path: does not exist.
-        request: Value that :func:`read_request` returns in that process.
-        environment: of the process.
-        format_failure: what to say if it leaves no answer, from its exit code, the negative number of a
-        signal, and
-            what it wrote on standard error.
-        on_output_line: called with each line that it prints.
+        source: Source that calls :func:`write_answer`. It finds ``arguments`` in ``sys.argv`` from index 2
+            on.
+        answer_path: File for the answer, which does not exist yet.
+        *arguments: Arguments of the process.
+        request: Picklable value that :func:`read_request` returns in the child process.
+        environment: Environment variables of the child process.
+        format_failure: Function that returns an error message if the process leaves no answer. It gets the
+            exit code, which is the negative number of a signal if one ended the process, and the output on
+            standard error.
+        on_output_line: Function that is called with each line that the process prints.
+
+    Returns:
+        The answer.
 
     Raises:
-        UserError: it left none, or ``refused``.
+        UserError: If the process leaves no answer, or the answer contains the key ``refused``.
     """
     log = answer_path.with_name(f"{answer_path.name}.log")
     with log.open("wb") as errors, block_interrupts_in_children():
@@ -53,7 +63,7 @@ def run_in_child_process(
             env={
                 **environment,
                 "TPU_LOG_DIR": str(answer_path.parent),
-            },  # megabytes, which libtpu leaves in /tmp
+            },  # otherwise libtpu leaves megabytes of logs in /tmp
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -77,18 +87,18 @@ def run_in_child_process(
 
 
 def describe_exit(exit_code: int, error_output: str) -> str:
-    """Why a process left no answer, by the last line of its errors."""
+    """Return the reason why a process left no answer: the last line of its errors, or its exit code."""
     lines = error_output.strip().splitlines()
     return to_one_line(lines[-1]) if lines else f"its process ended with {exit_code}"
 
 
 def read_request() -> Any:
-    """What this process was asked with."""
+    """Read the request of this child process from standard input."""
     return pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
 
 
 def write_answer(values: Mapping[str, Any]) -> None:
-    """Leave ``values`` as the answer of this process, whole or not at all, with the memory that it took."""
+    """Write the answer of this child process atomically, with the peak host memory of the process."""
     answer = Path(sys.argv[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     partial = answer.with_name(f"{answer.name}.partial")
@@ -97,7 +107,10 @@ def write_answer(values: Mapping[str, Any]) -> None:
 
 
 def write_answer_and_exit(values: Mapping[str, Any]) -> NoReturn:
-    """The same, and end this process: the threads of a runtime or compiler would keep it for long."""
+    """Write the answer and end this process immediately.
+
+    A normal exit would wait a long time for the threads of a runtime or compiler.
+    """
     write_answer(values)
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Compile the graphs of a run for a slice of TPU chips, and say what they take."""
+"""Compile the graphs of a run for a slice of TPU chips, and summarize the results."""
 
 from __future__ import annotations
 
@@ -33,26 +33,31 @@ if TYPE_CHECKING:
 
 _RESOURCE_EXHAUSTED = 8
 NO_LARGE_VALUES = 1 << 62
+"""Number of elements from which values are listed if none should be listed."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
 class LibtpuInstallation:
-    """A libtpu on this machine."""
+    """A libtpu on this machine.
+
+    Attributes:
+        path: Path of ``libtpu.so``.
+        version: Version of the package; None if the user specified the path.
+    """
 
     path: Path
     version: str | None
-    """Of the package; None where the library was given by path."""
 
 
 def find_libtpu() -> LibtpuInstallation:
-    """libtpu at ``TPU_LIBRARY_PATH``, else that of the installed package. Imports nothing.
+    """Find libtpu at ``TPU_LIBRARY_PATH``, or otherwise in the installed package. Does not load it.
 
     Raises:
-        UserError: there is none.
+        UserError: If there is no libtpu.
     """
     installed = _find_installed_libtpu()
-    env_path = os.environ.get("TPU_LIBRARY_PATH")  # torch_xla sets it, too
+    env_path = os.environ.get("TPU_LIBRARY_PATH")  # torch_xla also sets this variable
     if env_path:
         path = Path(env_path)
         if not path.is_file():
@@ -69,6 +74,7 @@ def find_libtpu() -> LibtpuInstallation:
 
 
 def _find_installed_libtpu() -> LibtpuInstallation | None:
+    """Find libtpu in the installed package ``libtpu``. Returns None if it is not installed."""
     spec = find_spec("libtpu")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder) / "libtpu.so"
@@ -80,7 +86,10 @@ def _find_installed_libtpu() -> LibtpuInstallation | None:
 
 
 def compile_xla_graphs(config: RunConfig, target: CompileTarget) -> CompiledRun:
-    """See :meth:`portable.registry.BackendPackage.compile_graphs`."""
+    """Trace and compile the graphs of a run on torch_xla.
+
+    See :meth:`portable.registry.BackendPackage.compile_graphs`.
+    """
     tpu_slice = select_tpu_slice(target.device, target.num_devices, target.topology)
     library = find_libtpu()
     with create_scratch_folder("portable-compile") as folder:
@@ -102,17 +111,17 @@ def compile_graph_files(
     *,
     only_memory: bool = False,
 ) -> CompiledRun:
-    """Compile modules in a process of its own.
+    """Compile modules in a child process.
 
     Args:
-        graph_paths: files with a serialized ``HloModuleProto``, by the name of the graph.
-        tpu_slice: the slice. Each module is partitioned for all its devices.
-        library: the compiler.
-        large_value_elements: elements from which a value is listed.
-        only_memory: end before code is made. Each module has a process of its own then.
+        graph_paths: File with a serialized ``HloModuleProto`` for each name of a graph.
+        tpu_slice: The slice. Each module is partitioned for all its devices.
+        library: libtpu to compile with.
+        large_value_elements: Number of elements from which a value is listed.
+        only_memory: Whether to stop before code generation. Each module then has a separate process.
 
     Raises:
-        UserError: libtpu knows no such slice, a graph does not compile, or the compiler died.
+        UserError: If libtpu does not support the slice, a graph does not compile, or the compiler crashes.
     """
     batches = [{name: path} for name, path in graph_paths.items()] if only_memory else [graph_paths]
     answers = [
@@ -125,10 +134,18 @@ def compile_graph_files(
 def merge_compile_answers(
     tpu_slice: TpuSlice, library: LibtpuInstallation, answers: Sequence[dict[str, Any]]
 ) -> CompiledRun:
-    """What the processes that compiled for a slice have answered, together.
+    """Merge the answers of the processes that compiled for a slice.
+
+    Args:
+        tpu_slice: The slice.
+        library: libtpu that compiled the graphs.
+        answers: Answer of each process.
+
+    Returns:
+        The compiled graphs. Graphs that do not fit into device memory are reported as problems.
 
     Raises:
-        UserError: libtpu refused a graph, and not for want of memory.
+        UserError: If libtpu refused a graph for another reason than device memory.
     """
     compiled, problems, needed = [], [], 0
     for graph in (graph for answer in answers for graph in answer["graphs"]):
@@ -154,7 +171,10 @@ def merge_compile_answers(
 
 
 def _run_compile_job(job: CompileJob) -> dict[str, Any]:
-    """What the compiler's process says of a job. On a terminal a line shows what it compiles."""
+    """Run a job in a child process and return its answer.
+
+    On a terminal, a line shows the graph that is being compiled.
+    """
     started_graphs: list[str] = []
 
     def note_graph_start(name: str) -> None:
@@ -180,12 +200,13 @@ def _run_compile_job(job: CompileJob) -> dict[str, Any]:
 
 
 def describe_crash(exit_code: int, started_graphs: Sequence[str], error_output: str) -> str:
-    """Why the compiler's process left no answer, in one line.
+    """Describe in one line why the compiler's process left no answer.
 
     Args:
-        exit_code: its exit code; the negative number of a signal.
-        started_graphs: the graphs that it had begun with.
-        error_output: what it wrote on standard error.
+        exit_code: Exit code of the process, which is the negative number of a signal if one ended the
+            process.
+        started_graphs: Names of the graphs that the process had started to compile.
+        error_output: Output of the process on standard error.
     """
     moment = f"while it compiled {started_graphs[-1]}" if started_graphs else "as it started"
     how = f"with exit code {exit_code}"
@@ -203,16 +224,16 @@ def describe_crash(exit_code: int, started_graphs: Sequence[str], error_output: 
     return f"--compile: libtpu ended {how} {moment}: {last}; {remedy}"
 
 
-# -- what libtpu says of a graph that it refuses -----------------------------------------------------------
+# -- libtpu's messages about graphs that it refuses --------------------------------------------------------
 
 
 def is_out_of_memory(message: str, code: int) -> bool:
-    """Whether a refusal is for want of device memory."""
+    """Return whether libtpu refused a graph for lack of device memory."""
     return code == _RESOURCE_EXHAUSTED or "would exceed memory" in message or "Ran out of memory" in message
 
 
 def describe_memory_shortage(message: str) -> str:
-    """One line of libtpu's account of the memory that a graph would take: how much, and the largest value."""
+    """Summarize libtpu's error in one line: the memory that a graph would take, and its largest value."""
     total = re.search(r"Used (\S+) of (\S+) hbm", message)
     temporary = re.search(r"HLO temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message)
     allocation = re.search(
@@ -246,15 +267,15 @@ _REMEDIES_BY_KERNEL = {
     "ragged-dot": "model.experts batched_mm",
     "scaled_dot_product": "model.attention eager",
 }
-"""By the name of a kernel that some generations do not have (v5p, v4), what computes without it."""
+"""Settings that avoid a kernel that some generations (v5p, v4) do not support, by the name of the kernel."""
 
 
 def describe_compile_error(message: str, operation: str) -> str:
-    """The first line of libtpu's reason, which operation of the model it means, and a remedy if one is known.
+    """Describe libtpu's refusal of a graph, with the operation of the model and a known remedy.
 
     Args:
-        message: of libtpu.
-        operation: of an operation that the message names; empty if it names none.
+        message: Error message of libtpu.
+        operation: Operation of the model that the message names; empty if it names none.
     """
     first = (message.strip().splitlines() or ["it gives no reason"])[0]
     location = _describe_operation(message) or (f" of {operation}" if operation else "")
@@ -265,6 +286,7 @@ def describe_compile_error(message: str, operation: str) -> str:
 
 
 def _describe_operation(text: str) -> str:
+    """Describe the operation that a message of libtpu names, beginning with " of". Empty if it names none."""
     operation = re.search(r'op_name="([^"]+)"', text)
     file, line = re.search(r'source_file="([^"]+)"', text), re.search(r"source_line=(\d+)", text)
     parts = [
@@ -283,7 +305,7 @@ def _parse_required_bytes(message: str) -> int:
 
 
 def _parse_size_bytes(text: str) -> int:
-    """Bytes of libtpu's ``18.63G``; 0 where it is no size."""
+    """Parse a size such as ``18.63G`` in libtpu's messages to bytes. Returns 0 for other texts."""
     match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text)
     return int(float(match[1]) * _UNITS[match[2]]) if match else 0
 
@@ -292,7 +314,7 @@ def _parse_size_bytes(text: str) -> int:
 
 
 def describe_libtpu(library: LibtpuInstallation, compiler: str) -> str:
-    """The compiler's name, its version and the day that it was built on."""
+    """Describe the compiler: its name, its version, and the day on which it was built."""
     built = re.search(r"Built on (\w+ +\d+ \d+)", compiler)
     day = f", built on {' '.join(built[1].split())}" if built else ""
     return f"libtpu {library.version or library.path}{day}"

@@ -1,4 +1,4 @@
-"""A compiled HLO module: its computations in the order of the schedule, as far as a report needs them."""
+"""Compiled HLO module: its computations and instructions in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 HOST_MEMORY = 5
-"""The memory space of a shape's layout that is the host's. 0 is HBM, 1 a core's vector memory."""
+"""Memory space of a shape's layout for memory of the host. 0 is HBM, and 1 is the vector memory of a core."""
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
 _REPOSITORY_PREFIX = f"{Path(__file__).parents[2]}/"
-# Element type -> its name and bits (xla_data.proto). Types without a size, such as tokens, are left out.
+# Name and number of bits of each element type (xla_data.proto). Types without a size, such as tokens, are
+# left out.
 _ELEMENT_TYPES = {
     1: ("pred", 8),
     2: ("s8", 8),
@@ -44,20 +45,28 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class HloArray:
-    """The shape of an array."""
+    """Shape of an array.
+
+    Attributes:
+        element_type: Name of the element type, such as ``bf16``.
+        dimensions: Size of each dim.
+        element_bits: Number of bits of an element.
+        memory_space: Memory space in which the array is stored.
+    """
 
     element_type: str
     dimensions: tuple[int, ...]
     element_bits: int
     memory_space: int
-    """The memory space in which it lies."""
 
     @property
     def num_elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.dimensions)
 
     @property
     def size_bytes(self) -> int:
+        """Size in bytes, without padding."""
         return -(-self.num_elements * self.element_bits // 8)
 
     def __str__(self) -> str:
@@ -65,10 +74,10 @@ class HloArray:
 
 
 class HloInstruction:
-    """One instruction of a computation.
+    """Instruction of a computation.
 
     Args:
-        message: an ``HloInstructionProto``, whose fields it has.
+        message: An ``HloInstructionProto``. Its fields are attributes of this object.
     """
 
     def __init__(self, message: Any) -> None:
@@ -80,25 +89,32 @@ class HloInstruction:
 
     @cached_property
     def result_arrays(self) -> list[HloArray]:
-        """The arrays of its result; several if that is a tuple."""
+        """Arrays of the result. A tuple has several arrays."""
         return list(_iter_shape_arrays(self.message.shape))
 
     @property
     def result_bytes(self) -> int:
+        """Size of the result in bytes."""
         return sum(array.size_bytes for array in self.result_arrays)
 
     def get_constant_integer(self) -> int | None:
-        """The value of a constant that is one integer; None for any other instruction."""
+        """Return the value of a constant that is one integer, or None for any other instruction."""
         literal = self.message.literal
         numbers = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
         return int(numbers[0]) if self.opcode == "constant" and len(numbers) == 1 else None
 
     def get_operation_name(self) -> str:
-        """The operation of the model that it comes from; empty where the compiler has not kept it."""
+        """Return the operation of the model that the instruction implements.
+
+        The text is empty if the compiler did not keep the name.
+        """
         return str(self.message.metadata.op_name)
 
     def get_source_location(self) -> str:
-        """The place in the model's code: ``models/llama.py:12``; empty as above."""
+        """Return the location in the code of the model, such as ``models/llama.py:12``.
+
+        The text is empty if the compiler did not keep the location.
+        """
         metadata = self.message.metadata
         return (
             f"{strip_package_prefix(metadata.source_file)}:{metadata.source_line}"
@@ -107,7 +123,11 @@ class HloInstruction:
         )
 
     def get_group_size(self, num_devices: int) -> int:
-        """The devices that take part in a collective with each other."""
+        """Return the number of devices in each group of a collective.
+
+        Args:
+            num_devices: Number of all devices, which is the default if the instruction has no groups.
+        """
         listed = self.message.device_list
         groups = (*self.message.replica_groups, *listed.replica_groups)
         first = len(groups[0].replica_ids) if groups else 0
@@ -115,7 +135,12 @@ class HloInstruction:
 
 
 class HloComputation:
-    """Instructions in the order in which they run."""
+    """Instructions in the order in which they run.
+
+    Args:
+        message: An ``HloComputationProto``.
+        schedule: Ids of the instructions in the order of the schedule; None to keep the order of ``message``.
+    """
 
     def __init__(self, message: Any, schedule: Sequence[int] | None) -> None:
         listed: dict[int, HloInstruction] = {
@@ -126,19 +151,19 @@ class HloComputation:
         self.instructions = list(listed.values()) if schedule is None else [listed[i] for i in schedule]
 
     def get_operands(self, instruction: HloInstruction) -> list[HloInstruction]:
-        """The instructions whose results ``instruction`` takes."""
+        """Return the instructions whose results ``instruction`` uses."""
         return [self.by_id[operand] for operand in instruction.operand_ids]
 
     def count_operand_bytes(self, instruction: HloInstruction) -> int:
-        """Bytes of all operands of ``instruction``."""
+        """Count the bytes of all operands of ``instruction``."""
         return sum(operand.result_bytes for operand in self.get_operands(instruction))
 
 
 class HloModule:
-    """A module of HLO.
+    """HLO module.
 
     Args:
-        data: a serialized ``HloModuleProto``.
+        data: A serialized ``HloModuleProto``.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -154,13 +179,21 @@ class HloModule:
         self.entry = self.computations[message.entry_computation_id]
 
     def get_called_computations(self, instruction: HloInstruction) -> list[HloComputation]:
-        """The computations that ``instruction`` calls."""
+        """Return the computations that ``instruction`` calls."""
         return [self.computations[number] for number in instruction.called_computation_ids]
 
     def find_trip_count(self, loop: HloInstruction, computation: HloComputation) -> int | None:
-        """How often the body of a while runs; None where that is not written in the module.
+        """Find how often the body of a while loop runs.
 
-        Counters that start at a constant, grow by a constant and are compared with one are understood.
+        Supports counters that start at a constant, are incremented by a constant, and are compared with a
+        constant.
+
+        Args:
+            loop: The while instruction.
+            computation: Computation that contains the loop.
+
+        Returns:
+            The number of iterations. None if the module does not determine it.
         """
         body, condition = self.get_called_computations(loop)
         compare = condition.root
@@ -194,19 +227,19 @@ class HloModule:
     def _resolve_fusion_parameter(
         instruction: HloInstruction, scope: HloComputation, outer: list[HloInstruction]
     ) -> HloInstruction:
-        """``instruction``, or what a fusion's parameter stands for."""
+        """Return the operand of a fusion for its parameter, and other instructions unchanged."""
         if instruction.opcode == "parameter" and outer:
             instruction = outer[instruction.parameter_number]
         return instruction
 
 
 def strip_package_prefix(file: str) -> str:
-    """The path of a source file from its package on."""
+    """Return the path of a source file relative to its package directory."""
     return _PACKAGES.sub("", file).removeprefix(_REPOSITORY_PREFIX)
 
 
 def _find_initial_integer(scope: HloComputation, tuple_: HloInstruction, index: int) -> int | None:
-    """The integer that an element of a tuple holds from the start."""
+    """Return the integer that an element of a tuple has before a loop, or None if it is not a constant."""
     if tuple_.opcode != "tuple":
         return None
     value = scope.get_operands(tuple_)[index]
@@ -216,7 +249,7 @@ def _find_initial_integer(scope: HloComputation, tuple_: HloInstruction, index: 
 
 
 def _find_counter_step(body: HloComputation, index: int) -> int | None:
-    """The constant that a loop's body adds to an element of its tuple."""
+    """Return the constant that the body of a loop adds to an element of its tuple, or None."""
     if body.root.opcode != "tuple":
         return None
     added = body.get_operands(body.root)[index]
@@ -235,6 +268,7 @@ def _find_counter_step(body: HloComputation, index: int) -> int | None:
 
 
 def _iter_shape_arrays(shape: Any) -> Iterator[HloArray]:
+    """Yield the arrays of a shape, which may be a nested tuple."""
     for tuple_shape in shape.tuple_shapes:
         yield from _iter_shape_arrays(tuple_shape)
     if shape.element_type in _ELEMENT_TYPES:

@@ -1,8 +1,8 @@
-"""libtpu's compiler through its C interface, PJRT, for a topology of which no chip is attached.
+"""libtpu's compiler through its C interface, PJRT, for a topology whose chips are not attached.
 
-The functions and structs are those of ``xla/pjrt/c/pjrt_c_api.h``. Since its version 0.57 functions and
-fields have only been appended, so that a table of indices serves every later release. libtpu ends the process
-on some errors: call this in a process of its own (:mod:`portable.tpu.compile.worker`).
+The functions and structs are defined in ``xla/pjrt/c/pjrt_c_api.h``. Since version 0.57, functions and fields
+have only been appended, so one table of indices works with every later release. libtpu ends the process on
+some errors, so call it in a child process (:mod:`portable.tpu.compile.worker`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     OptionValue: TypeAlias = str | int | float | bool | list[int]
 
 OLDEST_PJRT_VERSION = (0, 57)
-"""The first version of the interface with today's order of functions."""
+"""First version of the interface with the current order of functions."""
 # Index of each function in the struct that GetPjrtApi returns.
 _FUNCTIONS = {
     "PJRT_Error_Destroy": 0,
@@ -45,16 +45,18 @@ _FUNCTIONS = {
 }
 _STRING, _INT64, _INT64_LIST, _FLOAT, _BOOL = range(5)
 _SPARE_FIELDS = 24
-"""Fields behind those that go in: for what a function fills in, and for what later releases append. A struct
-may be longer than the library knows, never shorter."""
+"""Number of fields after the inputs, for outputs of a function and for fields that later releases append.
+
+A struct may be longer than the library expects, but never shorter.
+"""
 
 
 class LibtpuError(Exception):
-    """libtpu refused a call; the text is its message.
+    """Error that a function of libtpu returned. The text is libtpu's message.
 
     Args:
-        message: of libtpu, often of many lines.
-        status_code: of ``absl::StatusCode``; 8 is RESOURCE_EXHAUSTED.
+        message: Message of libtpu, often with many lines.
+        status_code: Code of ``absl::StatusCode``; 8 is RESOURCE_EXHAUSTED.
     """
 
     def __init__(self, message: str, status_code: int) -> None:
@@ -63,10 +65,12 @@ class LibtpuError(Exception):
 
 
 class LibtpuInterfaceError(Exception):
-    """The library speaks no interface that this module knows."""
+    """Error for a library whose interface this module does not support."""
 
 
 class _PjrtApi(ctypes.Structure):
+    """First fields of the struct ``PJRT_Api``. The functions follow."""
+
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
         ("extensions", ctypes.c_void_p),
@@ -78,6 +82,8 @@ class _PjrtApi(ctypes.Structure):
 
 
 class _PjrtNamedValue(ctypes.Structure):
+    """Struct ``PJRT_NamedValue``."""
+
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
         ("extensions", ctypes.c_void_p),
@@ -90,6 +96,8 @@ class _PjrtNamedValue(ctypes.Structure):
 
 
 class _PjrtProgram(ctypes.Structure):
+    """Struct ``PJRT_Program``."""
+
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
         ("extensions", ctypes.c_void_p),
@@ -102,18 +110,28 @@ class _PjrtProgram(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExecutableMemory:
-    """Bytes that an executable takes of one device's high-bandwidth memory."""
+    """Bytes of one device's high-bandwidth memory that an executable takes.
+
+    Attributes:
+        code_bytes: Bytes of the code.
+        argument_bytes: Bytes of the arguments.
+        result_bytes: Bytes of the results.
+        aliased_bytes: Bytes of arguments whose buffers are reused for results.
+        temporary_bytes: Bytes of temporary values.
+    """
 
     code_bytes: int
     argument_bytes: int
     result_bytes: int
     aliased_bytes: int
-    """Bytes of arguments whose buffers results take over."""
     temporary_bytes: int
 
 
 class CostEstimate(NamedTuple):
-    """Estimate of the compiler's cost analysis for one device. A value is 0 if the compiler has none."""
+    """Estimate of the compiler's cost analysis for one device.
+
+    A value is 0 if the compiler does not report it.
+    """
 
     flops: float
     bytes_accessed: float
@@ -128,14 +146,14 @@ class ResultType(NamedTuple):
 
 
 class Libtpu:
-    """A loaded libtpu.
+    """Loaded libtpu.
 
     Args:
-        path: of ``libtpu.so``.
+        path: Path of ``libtpu.so``.
 
     Raises:
-        InterfaceError: it is no libtpu, or one of another interface.
-        CompileError: it does not start.
+        LibtpuInterfaceError: If the library is not libtpu, or has another interface.
+        LibtpuError: If libtpu does not start.
     """
 
     def __init__(self, path: Path) -> None:
@@ -170,19 +188,22 @@ class Libtpu:
         self.call_function("PJRT_Plugin_Initialize")
 
     def call_function(self, function: str, *fields: int) -> list[int]:
-        """Call ``function`` and return its struct's fields after the two that all structs begin with.
+        """Call a function of the interface, and return its output fields.
 
         Args:
-            function: one of the interface.
-            fields: the values that go in, in the struct's order; each takes eight bytes there.
+            function: Name of the function.
+            *fields: Input fields in the order of the struct. Each takes eight bytes in the struct.
+
+        Returns:
+            All fields of the struct after the two fields that all structs have.
 
         Raises:
-            CompileError: it returned an error.
+            LibtpuError: If the function returns an error.
         """
         filled, error = self._call_raw(function, *fields)
         if not error:
             return filled
-        # None of these returns an error that matters; the two last are void.
+        # Errors of these functions do not matter, and the last two return void.
         code = self._call_raw("PJRT_Error_GetCode", error)[0][1] & 0xFFFFFFFF
         _, text, size = self._call_raw("PJRT_Error_Message", error)[0][:3]
         message = _read_string(text, size)
@@ -190,6 +211,7 @@ class Libtpu:
         raise LibtpuError(message, code)
 
     def _call_raw(self, function: str, *fields: int) -> tuple[list[int], int]:
+        """Call a function, and return its fields and the handle of its error, which is 0 without an error."""
         slots = (ctypes.c_uint64 * (2 + len(fields) + _SPARE_FIELDS))()
         slots[0] = ctypes.sizeof(slots)
         slots[2 : 2 + len(fields)] = [value & (1 << 64) - 1 for value in fields]
@@ -197,12 +219,12 @@ class Libtpu:
         return list(slots[2:]), error or 0
 
     def replace_functions(self, addresses_by_index: Mapping[int, int], *, extension_address: int) -> None:
-        """Change the table for another user of the library in this process.
+        """Replace functions in libtpu's table for another user of the library in this process.
 
         Args:
-            addresses_by_index: the address of each, by position.
-            extension_address: the address of the first in place of libtpu's, whose functions cannot be
-            replaced.
+            addresses_by_index: Address of each new function, by its position in the table.
+            extension_address: Address of the extension that replaces libtpu's extensions, whose functions
+                cannot be replaced one by one.
         """
         _PjrtApi.from_address(self._table).extensions = extension_address
         for position, function in addresses_by_index.items():
@@ -213,14 +235,15 @@ class Libtpu:
                 ctypes.c_void_p.from_address(slot_address).value = function
 
     def open_topology(self, name: str, **options: OptionValue) -> TpuTopology:
-        """A slice by libtpu's name for it, such as ``v5e:4x4``.
+        """Open a slice by libtpu's name for it, such as ``v5e:4x4``.
 
         Args:
-            name: the generation, and the chips along each axis.
-            options: ``chips_per_host_bounds`` (three numbers), ``chip_config_name``, ...
+            name: Name of the generation, and the number of chips along each axis.
+            **options: Options of the topology, such as ``chips_per_host_bounds`` (three numbers) and
+                ``chip_config_name``.
 
         Raises:
-            CompileError: libtpu knows no such slice.
+            LibtpuError: If libtpu does not support the slice.
         """
         buffers: list[Any] = []  # keeps the buffers alive during the call
         values = (_PjrtNamedValue * max(1, len(options)))()
@@ -239,7 +262,13 @@ class Libtpu:
 
 
 class TpuTopology:
-    """The chips of a slice. It lives as long as the process."""
+    """Chips of a slice. A topology is never freed.
+
+    Args:
+        library: libtpu, which created the topology.
+        name: Name of the slice.
+        handle: Address of the topology's description.
+    """
 
     def __init__(self, library: Libtpu, name: str, handle: int) -> None:
         self.library = library
@@ -250,7 +279,10 @@ class TpuTopology:
 
     @cached_property
     def device_handles(self) -> dict[int, int]:
-        """The handle of each device's description by its id, ascending, as torch_xla numbers them."""
+        """Address of each device's description, keyed by device id in ascending order.
+
+        torch_xla numbers the devices in this order.
+        """
         handles = {
             self.library.call_function("PJRT_DeviceDescription_Id", device)[1] & 0xFFFFFFFF: device
             for device in self._description_handles
@@ -259,26 +291,29 @@ class TpuTopology:
 
     @property
     def device_ids(self) -> list[int]:
-        """The id of each device, ascending."""
+        """Ids of the devices, ascending."""
         return list(self.device_handles)
 
     @cached_property
     def device_kind(self) -> str:
-        """What libtpu calls the device: ``TPU v5 lite``."""
+        """Libtpu's name of the kind of device, such as ``TPU v5 lite``."""
         _, text, size = self.library.call_function(
             "PJRT_DeviceDescription_Kind", self._description_handles[0]
         )[:3]
         return _read_string(text, size)
 
     def read_device_attributes(self, device_id: int) -> dict[str, OptionValue]:
-        """What libtpu says of a device: ``coords``, ``num_cores``, since 2026 also its memory."""
+        """Read the attributes of a device, keyed by name.
+
+        Examples are ``coords``, ``num_cores`` and, since 2026, the size of its memory.
+        """
         device = self.device_handles[device_id]
         _, count, array = self.library.call_function("PJRT_DeviceDescription_Attributes", device)[:3]
         return _read_named_values(array, count)
 
     @cached_property
     def compiler_version(self) -> str:
-        """The version of the compiler, with the day that it was built on."""
+        """Version of the compiler, with the day on which it was built."""
         _, text, size = self.library.call_function("PJRT_TopologyDescription_PlatformVersion", self.handle)[
             :3
         ]
@@ -290,12 +325,12 @@ class TpuTopology:
         """Compile a module for devices of the slice.
 
         Args:
-            module: a serialized ``HloModuleProto``, with its shardings and donated buffers.
-            module_format: or ``mlir``: StableHLO bytecode, as torch_tpu makes it.
-            options: a ``CompileOptionsProto``; None: those that torch_xla compiles with, for all devices.
+            module: Serialized ``HloModuleProto``, with its shardings and donated buffers.
+            module_format: ``hlo``, or ``mlir`` for StableHLO bytecode, which torch_tpu creates.
+            options: Serialized ``CompileOptionsProto``; None for torch_xla's options on all devices.
 
         Raises:
-            CompileError: it does not compile, or takes more memory than there is.
+            LibtpuError: If the module does not compile, or takes more memory than a device has.
         """
         if options is None:
             options = build_compile_options(self.device_ids, is_tupled=_has_tuple_parameter(module))
@@ -317,20 +352,25 @@ class TpuTopology:
 
 
 class LibtpuExecutable:
-    """A compiled module."""
+    """Compiled module.
+
+    Args:
+        library: libtpu, which compiled the module.
+        handle: Address of the executable.
+    """
 
     def __init__(self, library: Libtpu, handle: int) -> None:
         self._library = library
         self.handle = handle
 
     def read_memory_usage(self) -> ExecutableMemory:
-        """The device memory that it takes, by the compiler."""
+        """Read the device memory that the executable takes, as computed by the compiler."""
         return ExecutableMemory(
             *self._library.call_function("PJRT_Executable_GetCompiledMemoryStats", self.handle)[1:6]
         )
 
     def read_cost_estimate(self) -> CostEstimate:
-        """FLOPs and bytes accessed of one device, by the compiler's cost analysis; 0 where it has none."""
+        """Read the compiler's cost analysis for one device."""
         _, count, array = self._library.call_function("PJRT_Executable_GetCostAnalysis", self.handle)[:3]
         analysis = _read_named_values(array, count)
         numbers = (analysis.get("flops"), analysis.get("bytes accessed"))
@@ -338,7 +378,7 @@ class LibtpuExecutable:
         return CostEstimate(flops, accessed)
 
     def read_result_types(self) -> list[ResultType]:
-        """The type, a ``PJRT_Buffer_Type``, and the shape of each result."""
+        """Read the element type and the shape of each result."""
         _, kinds, count = self._library.call_function("PJRT_Executable_OutputElementTypes", self.handle)[:3]
         _, _, sizes, ranks = self._library.call_function("PJRT_Executable_OutputDimensions", self.handle)[:4]
         if not count:
@@ -351,7 +391,11 @@ class LibtpuExecutable:
         ]
 
     def read_scheduled_module(self) -> bytes:
-        """The scheduled module: a serialized ``HloModuleProto``."""
+        """Read the scheduled module as a serialized ``HloModuleProto``.
+
+        Raises:
+            LibtpuInterfaceError: If libtpu returns the module in another format.
+        """
         program = _PjrtProgram(ctypes.sizeof(_PjrtProgram))
         self._library.call_function(
             "PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program)
@@ -369,21 +413,21 @@ class LibtpuExecutable:
         raise LibtpuInterfaceError(f"libtpu returns its program as {kind}, not as HLO")
 
     def destroy(self) -> None:
-        """Free it."""
+        """Free the executable."""
         self._library.call_function("PJRT_Executable_Destroy", self.handle)
 
 
 def build_compile_options(device_ids: Sequence[int], *, is_tupled: bool) -> bytes:
-    """The ``CompileOptionsProto`` with which torch_xla compiles an SPMD graph.
+    """Build the serialized ``CompileOptionsProto`` with which torch_xla compiles an SPMD graph.
 
     Args:
-        device_ids: one partition for each.
-        is_tupled: whether the graph takes one tuple in place of many parameters.
+        device_ids: Ids of the devices. Each gets one partition.
+        is_tupled: Whether the graph takes one tuple instead of many parameters.
     """
     build = xla_messages.ExecutableBuildOptions(
         device_ordinal=-1,
         use_spmd_partitioning=True,
-        # Shardings may reach the results; else each is replicated.
+        # Allow the compiler to propagate shardings to the results, otherwise each result is replicated.
         allow_spmd_sharding_propagation_to_output=[True],
     )
     assign_partitions_to_devices(build, device_ids)
@@ -394,11 +438,16 @@ def build_compile_options(device_ids: Sequence[int], *, is_tupled: bool) -> byte
 
 
 def _has_tuple_parameter(module: bytes) -> bool:
+    """Return whether a module takes one tuple instead of many parameters."""
     parameters = xla_messages.HloModuleProto.FromString(module).host_program_shape.parameters
     return len(parameters) == 1 and bool(parameters[0].tuple_shapes)
 
 
 def _fill_named_value(target: _PjrtNamedValue, name: str, value: OptionValue, buffers: list[Any]) -> None:
+    """Fill a ``PJRT_NamedValue`` in place.
+
+    The memory that it points to is appended to ``buffers``, which keeps it alive.
+    """
     buffer = ctypes.create_string_buffer(name.encode())
     target.struct_size = ctypes.sizeof(_PjrtNamedValue)
     target.name, target.name_size = ctypes.addressof(buffer), len(name.encode())
@@ -417,6 +466,7 @@ def _fill_named_value(target: _PjrtNamedValue, name: str, value: OptionValue, bu
 
 
 def _read_named_values(address: int, count: int) -> dict[str, OptionValue]:
+    """Read an array of ``PJRT_NamedValue`` structs as a dict."""
     if not count:
         return {}
     values = (_PjrtNamedValue * count).from_address(address)
@@ -424,6 +474,7 @@ def _read_named_values(address: int, count: int) -> dict[str, OptionValue]:
 
 
 def _read_named_value(value: _PjrtNamedValue) -> OptionValue:
+    """Return the value of a ``PJRT_NamedValue`` as a Python object."""
     raw = int(value.value)
     if value.type == _STRING:
         return _read_string(raw, value.value_size)

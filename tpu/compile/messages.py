@@ -1,7 +1,4 @@
-"""The messages of a TPU's compiler that are read or written here: its modules and its options.
-
-Only the fields that are needed are declared. The others are kept as they are when a message is written again.
-"""
+"""Protocol buffer messages of XLA, with the fields that this package uses."""
 
 from __future__ import annotations
 
@@ -55,11 +52,11 @@ ExecutableBuildOptions device_ordinal:1:int64 num_replicas:4:int64 num_partition
 CompileOptions parameter_is_tupled_arguments:2:bool executable_build_options:3:ExecutableBuildOptions
   env_option_overrides:7:bytes*
 """
-"""The fields of each message: a name, a number, and a type or a message; with a star, any number of them."""
+"""Fields of each message: name, number, and a type or a message. A star marks a repeated field."""
 
 
 class _MessageClasses:
-    """The class of each message, by its name."""
+    """Class of each message, as an attribute with its name."""
 
     def __init__(self) -> None:
         file = descriptor_pb2.FileDescriptorProto(name="portable/xla.proto", package="xla", syntax="proto3")
@@ -98,7 +95,12 @@ xla_messages: Any = _MessageClasses()
 
 
 def assign_partitions_to_devices(build_options: Any, device_ids: Sequence[int]) -> None:
-    """Have ``build_options``, ``ExecutableBuildOptions``, ask for one program, a partition on each device."""
+    """Set ``ExecutableBuildOptions`` to one program with one partition on each device.
+
+    Args:
+        build_options: Message ``ExecutableBuildOptions``, which is changed.
+        device_ids: Ids of the devices.
+    """
     device_groups = [
         xla_messages.ComputationDevices(replica_device_ids=[device_id]) for device_id in device_ids
     ]
@@ -111,7 +113,14 @@ def assign_partitions_to_devices(build_options: Any, device_ids: Sequence[int]) 
 
 
 def encode_buffer_donors(parameters: Sequence[int]) -> bytes:
-    """What says in a serialized ``HloModuleProto``, to append to one, which buffers results may take over."""
+    """Encode the parameters whose buffers the results may reuse.
+
+    Args:
+        parameters: Parameter numbers.
+
+    Returns:
+        Bytes to append to a serialized ``HloModuleProto``.
+    """
     entries = [xla_messages.BufferDonorEntry(parameter_number=number) for number in parameters]
     donors = xla_messages.HloBufferDonorProto(entries=entries) if entries else None
     return bytes(xla_messages.HloModuleProto(buffer_donor=donors).SerializeToString())

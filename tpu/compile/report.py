@@ -1,4 +1,4 @@
-"""What a compiled module does: its collectives, its largest values, what it asks of the host."""
+"""Analysis of a compiled module: its collectives, its largest values, and its transfers to the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLLECTIVE_OPCODES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-# Instructions that give a name to memory that is there already.
+# Instructions whose results reuse existing memory.
 _OPCODES_WITHOUT_MEMORY = {
     "parameter",
     "bitcast",
@@ -36,44 +36,55 @@ _OPCODES_WITHOUT_MEMORY = {
     "call",
 }
 _HOST_OPCODES = {"infeed", "outfeed"}
+"""Opcodes that exchange data with the host."""
 _HOST_PLACEMENT_TARGETS = {"MoveToHost", "MoveToDevice", "annotate_device_placement"}
+"""Custom call targets that move a value between the host and a device."""
 _COMPUTE_OPCODES = {"convolution", "dot", "while", "sort", "scatter", "gather", "reduce", "reduce-window"}
+"""Opcodes that count as computation if a collective is running at the same time."""
 _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 
 
 @dataclass
 class ModuleReport:
-    """What a module does, on one device."""
+    """Analysis of a module, for one device.
+
+    Attributes:
+        collectives: Number, bytes and overlap of the collectives of each kind.
+        large_values: Values that are at least as large as the requested size, the largest first.
+        custom_calls: Number of calls of each custom call target.
+        host_transfers: Operations that exchange data with the host.
+        matrix_flops: FLOPs of all matrix products, including all iterations of loops.
+        looped_flops: FLOPs of matrix products in loops after the first iteration. The compiler's cost
+            analysis counts a body once.
+        looped_bytes: Bytes that loops access after the first iteration.
+        loops_of_unknown_length: Number of loops of unknown length, which are counted as one iteration.
+    """
 
     collectives: dict[str, CollectiveStatistics] = field(default_factory=dict)
     large_values: tuple[LargeValue, ...] = ()
     custom_calls: dict[str, int] = field(default_factory=dict)
     host_transfers: tuple[str, ...] = ()
     matrix_flops: float = 0.0
-    """Of all matrix products, those of loops as often as they run."""
     looped_flops: float = 0.0
-    """Matrix FLOPs of loops after their first pass: the compiler's cost analysis counts a body once."""
     looped_bytes: float = 0.0
-    """Bytes that they access."""
     loops_of_unknown_length: int = 0
-    """Loops of unknown length, counted as one pass."""
 
 
 @dataclass
 class _MeasuredCollective:
-    """A collective between its start and its end."""
+    """Collective with its bytes, and the computation that has overlapped with it so far."""
 
     kind: str
     collective: CollectiveStatistics
 
 
 def analyze_module(program: bytes, num_devices: int, large_value_elements: int) -> ModuleReport:
-    """Read a scheduled module.
+    """Analyze a scheduled module.
 
     Args:
-        program: a serialized ``HloModuleProto``.
-        num_devices: that the module is partitioned for.
-        large_value_elements: elements from which a value is listed.
+        program: A serialized ``HloModuleProto``.
+        num_devices: Number of devices that the module is partitioned for.
+        large_value_elements: Number of elements from which a value is listed.
     """
     reader = _ModuleAnalyzer(HloModule(program), num_devices, large_value_elements)
     reader.analyze_computation(reader.module.entry, 1)
@@ -81,6 +92,8 @@ def analyze_module(program: bytes, num_devices: int, large_value_elements: int) 
 
 
 class _ModuleAnalyzer:
+    """Analyzes a module, computation by computation."""
+
     def __init__(self, module: HloModule, devices: int, large: int) -> None:
         self.module = module
         self._num_devices = devices
@@ -93,6 +106,7 @@ class _ModuleAnalyzer:
         self._loops_of_unknown_length = 0
 
     def build_report(self) -> ModuleReport:
+        """Build the report after :meth:`analyze_computation`."""
         values = [replace(value, count=count) for value, count in self._values.items()]
         return ModuleReport(
             self._collectives,
@@ -111,12 +125,13 @@ class _ModuleAnalyzer:
         num_runs: int,
         enclosing_collectives: Set[tuple[str, int]] = frozenset(),
     ) -> None:
-        """Go through a computation in the order of its schedule.
+        """Analyze a computation in the order of its schedule.
 
         Args:
-            computation: not one of a fusion.
-            num_runs: how often it runs.
-            enclosing_collectives: collectives that are under way where it is called; it may carry them on.
+            computation: Computation that is not the body of a fusion.
+            num_runs: Number of times that it runs.
+            enclosing_collectives: Keys of collectives that are running when the computation is called. It may
+                continue them.
         """
         open_collectives: dict[tuple[str, int], _MeasuredCollective] = {}
         for instruction in computation.instructions:
@@ -147,6 +162,7 @@ class _ModuleAnalyzer:
         num_runs: int,
         active_collectives: Set[tuple[str, int]],
     ) -> None:
+        """Analyze the computations that a loop, call or conditional runs."""
         if instruction.opcode == "while":
             trips = self.module.find_trip_count(instruction, computation)
             if trips is None:
@@ -170,7 +186,12 @@ class _ModuleAnalyzer:
         num_runs: int,
         enclosing_collectives: Set[tuple[str, int]],
     ) -> bool:
-        """Whether an instruction is a collective or a part of one; it may compute beside it."""
+        """Start or finish a collective if the instruction is one, or a part of one.
+
+        Returns:
+            Whether the instruction belongs to an asynchronous operation or a collective, and does not
+            compute. A fusion that continues a collective computes as well, so the result is False.
+        """
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in COLLECTIVE_OPCODES:
             starts = opcode.endswith("-start")
@@ -208,8 +229,14 @@ class _ModuleAnalyzer:
         num_runs: int,
         enclosing_collectives: Set[tuple[str, int]],
     ) -> bool:
-        """A TPU's own form: one fusion starts a collective, others carry it on beside their computation, one
-        ends it. They share the channel."""
+        """Track a collective in a fusion, which is a form that only TPUs use.
+
+        One fusion starts a collective, other fusions continue it during their computation, and one fusion
+        ends it. They have the same channel.
+
+        Returns:
+            Whether the fusion is only a collective.
+        """
         (fused,) = self.module.get_called_computations(instruction)[:1] or (None,)
         inner = [] if fused is None else [i for i in fused.instructions if i.opcode in COLLECTIVE_OPCODES]
         if fused is None or not inner:
@@ -225,7 +252,7 @@ class _ModuleAnalyzer:
             if key in open_collectives:
                 self._add_collective(open_collectives.pop(key), num_runs)
         elif key in open_collectives or key in enclosing_collectives:
-            return False  # carries it on, and computes
+            return False  # the fusion continues the collective, and also computes
         else:
             self._add_collective(
                 self._measure_collective(
@@ -238,6 +265,7 @@ class _ModuleAnalyzer:
     def _measure_collective(
         self, computation: HloComputation, instruction: HloInstruction, kind: str, *, is_async: bool
     ) -> _MeasuredCollective:
+        """Compute the bytes that a device sends in a collective."""
         group = instruction.get_group_size(self._num_devices)
         size = computation.count_operand_bytes(instruction)
         sent = {
@@ -249,6 +277,7 @@ class _ModuleAnalyzer:
         return _MeasuredCollective(kind, CollectiveStatistics(1, sent, int(is_async)))
 
     def _add_collective(self, measured: _MeasuredCollective, num_runs: int) -> None:
+        """Add a finished collective to the totals."""
         self._collectives[measured.kind] = (
             self._collectives.get(measured.kind, CollectiveStatistics()) + measured.collective * num_runs
         )
@@ -256,6 +285,7 @@ class _ModuleAnalyzer:
     # -- values, calls and the host ------------------------------------------------------------------------
 
     def _add_large_results(self, instruction: HloInstruction, num_runs: int) -> None:
+        """Add the results of an instruction in HBM that have at least the requested number of elements."""
         if instruction.opcode in _OPCODES_WITHOUT_MEMORY or instruction.opcode.endswith("-done"):
             return
         for array in instruction.result_arrays:
@@ -269,6 +299,7 @@ class _ModuleAnalyzer:
                 self._values[value] += num_runs
 
     def _record_host_use(self, instruction: HloInstruction, num_runs: int) -> None:
+        """Record a custom call, or an operation that exchanges data with the host."""
         if instruction.opcode == "custom-call":
             self._custom_calls[instruction.custom_call_target] += num_runs
         crosses = instruction.opcode in ("send", "recv") and instruction.is_host_transfer
@@ -283,7 +314,10 @@ class _ModuleAnalyzer:
     # -- loops ---------------------------------------------------------------------------------------------
 
     def _count_matrix_flops(self, computation: HloComputation) -> float:
-        """FLOPs of the matrix products of a computation and of what it calls, one pass of inner loops."""
+        """Count the FLOPs of matrix products in a computation and the computations that it calls.
+
+        Loops in the computation count as one iteration.
+        """
         total = 0.0
         for instruction in computation.instructions:
             if instruction.opcode == "convolution":
@@ -294,9 +328,13 @@ class _ModuleAnalyzer:
 
 
 def count_convolution_flops(computation: HloComputation, instruction: HloInstruction) -> float:
-    """FLOPs of a convolution, which is what a TPU's compiler makes of every matrix product.
+    """Count the FLOPs of a convolution. A TPU compiler turns every matrix product into a convolution.
 
     Batch dims become windows with holes, whose empty positions take no work.
+
+    Args:
+        computation: Computation that contains the instruction.
+        instruction: The convolution.
     """
     axes = instruction.convolution_axes
     input_dims, kernel_dims = (
@@ -313,7 +351,7 @@ def count_convolution_flops(computation: HloComputation, instruction: HloInstruc
 
 
 def _count_valid_window_positions(window: Any, input_size: int, output_size: int) -> int:
-    """How many pairs of an output position and a window position meet an element of the input."""
+    """Count the pairs of an output position and a window position that use an element of the input."""
     size, stride, padding = window.size or 1, window.stride or 1, window.padding_low
     holes, gaps = window.window_dilation or 1, window.base_dilation or 1
     extent = (input_size - 1) * gaps + 1
@@ -338,7 +376,7 @@ def _count_valid_window_positions(window: Any, input_size: int, output_size: int
 
 
 def _count_accessed_bytes(computation: HloComputation) -> int:
-    """Bytes that the instructions of a loop's body read and write."""
+    """Count the bytes that the instructions of a loop's body read and write."""
     return sum(
         instruction.result_bytes + computation.count_operand_bytes(instruction)
         for instruction in computation.instructions
@@ -347,7 +385,10 @@ def _count_accessed_bytes(computation: HloComputation) -> int:
 
 
 def _classify_fused_collective(fused: HloComputation, collective: HloInstruction) -> str:
-    """A fusion of an all-reduce with the slice that a device keeps is a reduce-scatter."""
+    """Return the kind of a collective in a fusion.
+
+    A fusion of an all-reduce with the slice that a device keeps is a reduce-scatter.
+    """
     opcodes = {instruction.opcode for instruction in fused.instructions}
     if collective.opcode == "all-reduce" and {"dynamic-slice", "partition-id"} <= opcodes:
         return "reduce-scatter"
@@ -355,6 +396,6 @@ def _classify_fused_collective(fused: HloComputation, collective: HloInstruction
 
 
 def _read_estimated_cycles(instruction: HloInstruction) -> int:
-    """The compiler's estimate of the cycles of an instruction; 0 where it makes none."""
+    """Return the compiler's estimate of the cycles of an instruction, or 0 if it has none."""
     match = _CYCLES.search(instruction.backend_config)
     return int(match[1]) if match else 0

@@ -1,4 +1,4 @@
-"""The slices of TPU chips that libtpu compiles for: their names, their devices, and a chip's memory."""
+"""Slices of TPU chips that libtpu compiles for: their names, their devices, and the memory of a chip."""
 
 from __future__ import annotations
 
@@ -20,18 +20,25 @@ _CUBE_SHAPES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "
 
 @dataclass(frozen=True)
 class SliceFamily:
-    """What slices of one generation have in common. The runtime makes one device of each chip."""
+    """Slices of one TPU generation. The runtime creates one device per chip.
+
+    Attributes:
+        slice_shapes: Shapes that Google Cloud offers, ascending:
+            https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm
+        usable_hbm_bytes: Bytes of memory that a program may use, from error messages of libtpu 0.0.21. A
+            newer libtpu reports it.
+        topology_options: Options of libtpu's topology.
+        libtpu_flags: Flags that torch_xla adds to LIBTPU_INIT_ARGS for this generation.
+    """
 
     slice_shapes: tuple[str, ...]
-    """Those that are let, ascending: https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm"""
     usable_hbm_bytes: int
-    """Bytes that a program may fill, by the refusals of libtpu 0.0.21. A newer libtpu tells it."""
     topology_options: tuple[tuple[str, OptionValue], ...] = ()
     libtpu_flags: tuple[str, ...] = ()
-    """What torch_xla adds to LIBTPU_INIT_ARGS for this generation."""
 
     @property
     def num_axes(self) -> int:
+        """Number of axes of the shapes."""
         return self.slice_shapes[0].count("x") + 1
 
 
@@ -55,23 +62,29 @@ _TORCH_XLA_FLAGS = (
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """One slice: ``v5e`` with ``4x4`` chips."""
+    """One slice, such as ``v5e`` with ``4x4`` chips.
+
+    Attributes:
+        generation: Name of the generation.
+        chip_shape: Number of chips along each axis, joined by ``x``.
+    """
 
     generation: str
     chip_shape: str
 
     @property
     def libtpu_name(self) -> str:
-        """libtpu's name for it."""
+        """Libtpu's name of the slice, such as ``v5e:4x4``."""
         return f"{self.generation}:{self.chip_shape}"
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of the slice."""
         return math.prod(_parse_chip_shape(self.chip_shape))
 
     @property
     def topology_options(self) -> dict[str, OptionValue]:
-        """What libtpu must be told besides the name."""
+        """Options that libtpu needs in addition to the name."""
         options = dict(SLICE_FAMILIES[self.generation].topology_options)
         sides = [*_parse_chip_shape(self.chip_shape), 1, 1][:3]
         if math.prod(sides) < 4:  # libtpu assumes hosts of 2x2 chips
@@ -79,19 +92,21 @@ class TpuSlice:
         return options
 
     def get_hbm_bytes(self, topology: TpuTopology) -> int:
-        """Bytes of a device's memory that a program may fill."""
+        """Return the bytes of a device's memory that a program may use."""
         limit = topology.read_device_attributes(topology.device_ids[0]).get("device_memory_bytes_limit")
         return limit if isinstance(limit, int) else SLICE_FAMILIES[self.generation].usable_hbm_bytes
 
     def build_compiler_environment(self, base_environment: dict[str, str]) -> dict[str, str]:
-        """The variables with which libtpu compiles as in a run under torch_xla, and asks no metadata server.
+        """Build the environment in which libtpu compiles as in a run under torch_xla.
+
+        libtpu does not query a metadata server in this environment.
 
         Args:
-            base_environment: the caller's variables; flags in LIBTPU_INIT_ARGS stay.
+            base_environment: Environment variables of the caller. Flags in its LIBTPU_INIT_ARGS are kept.
         """
         flags = (*ADDED_LIBTPU_FLAGS, *_TORCH_XLA_FLAGS, *SLICE_FAMILIES[self.generation].libtpu_flags)
         settings = {
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it opens no chip, and so needs no lock
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is opened, so no lock is needed
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -106,15 +121,15 @@ class TpuSlice:
 
 
 def select_tpu_slice(device: str | None, num_devices: int, topology: str | None) -> TpuSlice:
-    """The slice of ``num_devices`` chips.
+    """Select the slice with a number of chips.
 
     Args:
-        device: the generation, as ``--device`` has it; None if it was not named.
-        num_devices: how many.
-        topology: the chips along each axis, ``4x4``; None: the usual slice of that many.
+        device: Name of the generation, from ``--device``; None if the flag is not set.
+        num_devices: Number of chips.
+        topology: Number of chips along each axis, such as ``4x4``; None for the usual slice of this size.
 
     Raises:
-        UserError: there is none.
+        UserError: If there is no such slice.
     """
     if device is None or device not in SLICE_FAMILIES:
         raise UserError(f"--compile: needs --device {', '.join(SLICE_FAMILIES)}, not {device or 'none'}")

@@ -1,9 +1,9 @@
-"""Write the graphs that a run would compile for a TPU. Needs no TPU, no weights, and not the model's memory.
+"""Write the graphs that a run would compile for a TPU. Needs no TPU, no weights, and no memory for the model.
 
-The graphs come from a process of its own with as many virtual devices as the slice has
-(:mod:`portable.tpu.xla.tracing`). They are those of the run, sharding annotations and donated buffers
-included. One difference is left: torch_xla passes 3200 or more arguments as one tuple, and here they stay
-apart.
+The graphs come from a child process with as many virtual devices as the slice has
+(:mod:`portable.tpu.xla.tracing`). They equal the graphs of the run, including sharding annotations and
+donated buffers, with one difference: torch_xla passes 3200 or more arguments as one tuple, and here they stay
+separate.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ANSWER_FILE = "traced.json"
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """A graph of a run, before any compiler has seen it.
+    """Graph of a run before compilation.
 
     Attributes:
-        name: ``step``; or with several micro-batches ``micro-batch`` and ``update``; ``evaluation``,
+        name: ``step``; ``micro-batch`` and ``update`` with several micro-batches; ``evaluation`` or
             ``generation``.
-        hlo_path: a serialized HloModuleProto, for one program on all devices.
-        num_devices: the number of partitions to compile it for.
-        num_donated_parameters: parameters whose buffers the results may reuse.
-        trace_seconds: to trace it.
+        hlo_path: File with a serialized HloModuleProto, which is one program for all devices.
+        num_devices: Number of partitions to compile it for.
+        num_donated_parameters: Number of parameters whose buffers the results may reuse.
+        trace_seconds: Time that tracing took.
     """
 
     name: str
@@ -46,16 +46,17 @@ class TracedGraph:
 def trace_graphs(
     config: RunConfig, num_devices: int, folder: Path, *, hardware: str = "TPU"
 ) -> list[TracedGraph]:
-    """Trace every graph that a run of ``config`` compiles on ``num_devices`` devices of one slice.
+    """Trace every graph that a run compiles on the devices of one slice.
 
     Args:
-        config: of the run. Data and weights need not exist.
-        folder: is made, and gets ``<name>.hlo.pb``.
-        hardware: ``TPU``, or ``CPU`` for the graphs of virtual devices. torch_xla lowers some operations in
-            another way for a TPU.
+        config: Config of the run. Its data and weights need not exist.
+        num_devices: Number of devices of the slice.
+        folder: Folder for the files ``<name>.hlo.pb``. It is created.
+        hardware: ``TPU``, or ``CPU`` for the graphs of virtual devices. torch_xla lowers some operations
+            differently for a TPU.
 
     Raises:
-        UserError: if the run would refuse the config, or the model cannot be traced.
+        UserError: If the run would refuse the config, or the model cannot be traced.
     """
     resolved = {} if config.precision != "auto" else {"precision": "bf16" if hardware == "TPU" else "fp32"}
     config = config.replaced({"backend": "xla", **resolved})
@@ -67,7 +68,7 @@ def trace_graphs(
     environment |= {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(num_devices),
-        "XLA_HLO_DEBUG": "1",  # the line of code of each operation
+        "XLA_HLO_DEBUG": "1",  # record the line of code of each operation
     }
     response = run_in_child_process(
         "from portable.tpu.xla.tracing import main; main()",
@@ -85,7 +86,7 @@ def trace_graphs(
     ]
 
 
-# What tells a process that it is a rank of a run, or that it needs no torch_xla.
+# Variables that would make the process a rank of a run, or disable or debug torch_xla in it.
 _DROPPED_VARIABLES = {
     "RANK",
     "WORLD_SIZE",

@@ -1,4 +1,4 @@
-"""What a step takes that is traced and not run, on either backend of a TPU."""
+"""Inputs of a training step that is traced or simulated, for both backends on TPUs."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ if TYPE_CHECKING:
 
 
 class StepInputs(NamedTuple):
-    """What a step takes."""
+    """Inputs of a training step."""
 
     config: RunConfig
     model: PreTrainedModel
-    """On the meta device, with its adapter."""
+    """The transformers model with its adapter, on the meta device."""
     plan: BatchPlan
     batch: Batch
-    """A micro-batch, on the CPU; no value of it means anything."""
+    """Micro-batch on the CPU, with meaningless values."""
 
 
 def build_step_inputs(config: RunConfig, backend: Backend, *, sequence_parts: int) -> StepInputs:
-    """What a step of ``config`` takes on ``backend``.
+    """Build the inputs of a training step of a run.
 
     Args:
-        sequence_parts: of a sequence, one of which is in the batch.
+        config: Config of the run.
+        backend: Backend of the run.
+        sequence_parts: Number of parts that a sequence is split into. The batch contains one part.
 
     Raises:
-        UserError: if a run would refuse the config.
+        UserError: If the run would refuse the config, or the loss cannot be traced.
     """
     config, model, _ = resolve_and_build_model(config)
     plan = compute_batch_plan_of_rank(config, backend)
     part_config = config.replaced({"context_parallel_size": sequence_parts})
-    # Not as on a CPU, which attends to each document by itself: here a mask keeps them apart.
+    # Build the batch for a GPU, because a CPU attends to each document separately, and a TPU uses a mask
+    # instead.
     request = PassRequest.from_config(
         part_config, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=True
     )
@@ -63,7 +66,7 @@ def build_step_inputs(config: RunConfig, backend: Backend, *, sequence_parts: in
 
 
 def _build_precomputed_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, torch.Tensor]:
-    """Zeros, shaped as what ``loss`` computes of each sample before a run."""
+    """Build zeros with the shapes of the values that a loss computes for each sample before a run."""
     shapes = {name: rows.to("meta") for name, rows in batch.items()}
     value = torch.zeros(shapes["labels"].shape, device="meta")
 
@@ -72,7 +75,7 @@ def _build_precomputed_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, t
 
     try:
         values = loss.once(build_outputs, shapes)  # type: ignore[misc]
-    except Exception as error:  # code of the user, which may read values or need logits
+    except Exception as error:  # custom code may read values or need logits
         raise UserError(
             f"--compile: {loss.key}: what it computes once is not known here; leave out --compile"
         ) from error

@@ -1,8 +1,8 @@
-"""The process that compiles.
+"""Process that compiles the graphs of a run.
 
-libtpu may end its process, takes gigabytes, and reads its flags once: so a run's graphs are compiled in a
-process of their own (:mod:`portable.tpu.compile.child_process`). It prints the name of each graph as it
-begins with it.
+libtpu may end its process, takes gigabytes of memory, and reads its flags only once. The graphs of a run are
+therefore compiled in a child process (:mod:`portable.tpu.compile.child_process`). It prints the name of each
+graph when it starts to compile the graph.
 """
 
 from __future__ import annotations
@@ -30,48 +30,57 @@ if TYPE_CHECKING:
     from portable.tpu.compile.slices import TpuSlice
 
 DUMP_FOLDER = "dump"
-"""A folder beside the answer, in which the compiler says what it does."""
+"""Name of the folder next to the answer, into which the compiler writes its schedule."""
 _SCHEDULED_FILES = "*.after_optimizations.hlo.pb"
-_BUFFER_ASSIGNMENT_FILES = "*.after_optimizations_after_buffer_assignment.hlo.pb"  # is written after it
+# The compiler writes this file after the schedule.
+_BUFFER_ASSIGNMENT_FILES = "*.after_optimizations_after_buffer_assignment.hlo.pb"
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """What to compile."""
+    """Graphs to compile, and how.
+
+    Attributes:
+        libtpu_path: Path of ``libtpu.so``.
+        tpu_slice: Slice to compile for.
+        graph_paths: File with a serialized ``HloModuleProto`` for each name of a graph.
+        large_value_elements: Number of elements from which a value is listed.
+        only_memory: Whether to stop before code generation. The job has only one graph in this case.
+    """
 
     libtpu_path: Path
-    """libtpu."""
     tpu_slice: TpuSlice
     graph_paths: Mapping[str, Path]
-    """Name -> file with a serialized ``HloModuleProto``."""
     large_value_elements: int
-    """Elements from which a value is listed."""
     only_memory: bool = False
-    """End before code is made; there is one graph then."""
 
 
 def main() -> None:
-    """Compile what standard input asks for."""
+    """Run the job that standard input contains, and write its answer."""
     job: CompileJob = read_request()
     try:
         answer = run_compile_job(job, Path(sys.argv[1]).with_name(DUMP_FOLDER) if job.only_memory else None)
     except (LibtpuError, LibtpuInterfaceError) as error:
         answer = {"error": str(error)}
     if job.only_memory:
-        write_answer_and_exit(answer)  # the compiler goes on
+        write_answer_and_exit(answer)  # otherwise the compiler would continue with code generation
     write_answer(answer)
 
 
 def run_compile_job(job: CompileJob, dump_folder: Path | None) -> dict[str, Any]:
-    """Compile every graph.
+    """Compile every graph of a job.
 
     Args:
-        job: what to compile.
-        dump_folder: where the compiler writes its schedule, if that is all that is wanted.
+        job: Job to run.
+        dump_folder: Folder into which the compiler writes its schedule, if only the memory is requested;
+            otherwise None.
+
+    Returns:
+        Answer with the compiled graphs. A graph that libtpu refused has the key ``error``.
 
     Raises:
-        CompileError: libtpu knows no such slice. The refusal of a graph is part of the answer.
-        InterfaceError: it is no libtpu, or of another interface.
+        LibtpuError: If libtpu does not support the slice.
+        LibtpuInterfaceError: If the library is not libtpu, or has another interface.
     """
     topology = Libtpu(job.libtpu_path).open_topology(
         job.tpu_slice.libtpu_name, **job.tpu_slice.topology_options
@@ -100,16 +109,16 @@ def run_compile_job(job: CompileJob, dump_folder: Path | None) -> dict[str, Any]
 def compile_graph(
     topology: TpuTopology, name: str, module: bytes, large_value_elements: int
 ) -> CompiledGraph:
-    """Compile one graph and read what became of it.
+    """Compile one graph and read its memory and operations.
 
     Args:
-        topology: of the slice.
-        name: of the graph.
-        module: a serialized ``HloModuleProto``.
-        large_value_elements: elements from which a value is listed.
+        topology: The slice.
+        name: Name of the graph.
+        module: A serialized ``HloModuleProto``.
+        large_value_elements: Number of elements from which a value is listed.
 
     Raises:
-        CompileError: it does not compile, or takes too much memory.
+        LibtpuError: If the graph does not compile, or takes too much memory.
     """
     start = time.monotonic()
     executable = topology.compile_module(module)
@@ -127,14 +136,14 @@ def build_compiled_graph(
     large_value_elements: int,
     compile_seconds: float,
 ) -> CompiledGraph:
-    """What became of a graph.
+    """Read the memory and operations of an executable.
 
     Args:
-        executable: the compiled graph.
-        name: of the graph.
-        num_devices: that it is partitioned for.
-        large_value_elements: elements from which a value is listed.
-        compile_seconds: that it took to compile.
+        executable: Compiled graph.
+        name: Name of the graph.
+        num_devices: Number of devices that it is partitioned for.
+        large_value_elements: Number of elements from which a value is listed.
+        compile_seconds: Time that compilation took.
     """
     memory, cost = executable.read_memory_usage(), executable.read_cost_estimate()
     report = analyze_module(executable.read_scheduled_module(), num_devices, large_value_elements)
@@ -162,14 +171,20 @@ def build_compiled_graph(
 def compile_graph_schedule(
     topology: TpuTopology, name: str, module: bytes, large_value_elements: int, dump_folder: Path
 ) -> CompiledGraph:
-    """Compile one graph up to its schedule and the assignment of memory: code takes most of the time.
+    """Compile one graph up to its schedule and its memory assignment.
+
+    This is fast, because code generation takes most of the time of a compilation.
 
     Args:
-        topology, name, module, large_value_elements: as above.
-        dump_folder: where the compiler has been told to write what it does.
+        topology: The slice.
+        name: Name of the graph.
+        module: A serialized ``HloModuleProto``.
+        large_value_elements: Number of elements from which a value is listed.
+        dump_folder: Folder into which the compiler writes its schedule. ``XLA_FLAGS`` names it.
 
     Raises:
-        CompileError: it does not compile so far, or takes too much memory.
+        LibtpuError: If compilation fails before the schedule, or the graph takes too much memory.
+        LibtpuInterfaceError: If libtpu does not write its schedule.
     """
     start = time.monotonic()
     compile_errors: list[LibtpuError] = []
@@ -218,11 +233,14 @@ def compile_graph_schedule(
 
 
 def find_operation_in_message(message: str, module: bytes) -> str:
-    """Where in the model an operation comes from that a message names; empty if it names none.
+    """Find the operation of the model that an error message names.
 
     Args:
-        message: of libtpu.
-        module: the ``HloModuleProto`` that it refused.
+        message: Error message of libtpu.
+        module: Serialized ``HloModuleProto`` that it refused.
+
+    Returns:
+        Name and source location of the operation. Empty if the message names none.
     """
     words = set(re.findall(r"[\w.-]+", message))
     for computation in HloModule(module).computations.values():

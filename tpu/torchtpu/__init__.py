@@ -1,1 +1,4 @@
-"""The backend on TorchTPU, the TPU's own PyTorch: the engines of :mod:`portable.engines`, a rank a chip."""
+"""Backend on TorchTPU, PyTorch's native TPU support, with one rank per chip.
+
+The backend runs the engines of :mod:`portable.engines`.
+"""

@@ -1,9 +1,10 @@
-"""A chip that compiles and computes nothing: torch_tpu's client is a topology of libtpu's compiler.
+"""Simulated TPU chip, which compiles programs and computes nothing.
 
-torch_tpu opens its chips through libtpu's table of functions (PJRT). Here those functions are replaced that
-would need a chip. A program goes to the real compiler, for the slice. A buffer has a type, a shape and a
-size, but no values, which read as zero, unless it is small. So the engines run as they are, and what they
-would take of a chip's memory is counted, program for program.
+The chip is based on the topology of libtpu's compiler. torch_tpu opens its chips through libtpu's table of
+functions (PJRT). This module replaces the functions that need a chip. A program is passed to the real
+compiler, for the slice. A buffer has a type, a shape and a size. It has no values unless it is small, and is
+read as zeros. The engines therefore run without changes, and the memory that each program would take on a
+chip is counted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _READY_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 _NO_OP_DELETER = _PJRT_FUNCTION(lambda address: None)
 _HOST_ALLOCATOR = 23  # PJRT_Extension_Type_HostMemoryAllocator
 _ALIGNMENT = 64  # bytes
-# Bits of an element, by PJRT_Buffer_Type from PRED, its first: xla/pjrt/c/pjrt_c_api.h.
+# Number of bits of an element by PJRT_Buffer_Type, beginning with PRED: xla/pjrt/c/pjrt_c_api.h.
 _ELEMENT_BITS = (
     8,
     8,
@@ -65,25 +66,33 @@ _ELEMENT_BITS = (
     8,
     4,
 )
-_MAX_STORED_BYTES = 1 << 16  # bytes up to which a buffer that comes from the host keeps its values
+_MAX_STORED_BYTES = 1 << 16  # size up to which a buffer from the host keeps its values, in bytes
 
 
 @dataclass(frozen=True)
 class DryBuffer:
-    """Device memory."""
+    """Buffer in the memory of the simulated chip.
+
+    Attributes:
+        element_type: A ``PJRT_Buffer_Type``.
+        shape: ctypes array with the size of each dim. A scalar has one unused element.
+        num_dims: Number of dims.
+        first_bytes: First bytes of the content. All other bytes are zero.
+    """
 
     element_type: int
     shape: Any
     num_dims: int
     first_bytes: bytes = b""
-    """Its first bytes; all others are zero."""
 
     @classmethod
     def from_sizes(cls, element_type: int, sizes: Sequence[int]) -> DryBuffer:
+        """Create a buffer of zeros."""
         return cls(element_type, (ctypes.c_int64 * max(len(sizes), 1))(*sizes), len(sizes))
 
     @property
     def size_bytes(self) -> int:
+        """Size of the content in bytes."""
         return -(
             -math.prod(list[int](self.shape[: self.num_dims])) * _ELEMENT_BITS[self.element_type - 1] // 8
         )
@@ -91,21 +100,27 @@ class DryBuffer:
 
 @dataclass
 class DryProgram:
-    """A compiled program."""
+    """Compiled program.
+
+    Attributes:
+        graph: Memory and operations of the program.
+        outputs: Buffers that each run creates.
+        device_assignment_fields: Fields of the device assignment that torch_tpu reads: its address, its size,
+            the object that owns it, and a function that frees it.
+    """
 
     graph: CompiledGraph
     outputs: list[DryBuffer]
     device_assignment_fields: tuple[int, ...]
-    """As torch_tpu reads it: where it is, its size, and what frees it."""
 
 
 class DryChip:
-    """Takes the place of the chips in libtpu's table, which torch_tpu reads afterwards.
+    """Replaces the functions for chips in libtpu's table. Create it before torch_tpu reads the table.
 
     Args:
-        topology: the slice. This process is its first chip.
-        large_value_elements: elements from which a value of a program is listed.
-        on_compile_error: ends the process when libtpu does not compile a program.
+        topology: The slice. This process drives its first chip.
+        large_value_elements: Number of elements from which a value of a program is listed.
+        on_compile_error: Function that ends the process. Called if libtpu does not compile a program.
     """
 
     def __init__(
@@ -121,12 +136,12 @@ class DryChip:
         )
         self.programs: dict[int, DryProgram] = {}
         self.run_counts: Counter[int] = Counter()
-        """How often each program has run."""
+        """Number of runs of each program, by its handle."""
         self._live_buffers: dict[int, DryBuffer] = {}
         self.live_bytes = 0
-        """Bytes of buffers."""
+        """Bytes of the existing buffers."""
         self.peak_bytes = 0
-        """The most bytes of buffers and of the program that ran beside them."""
+        """Highest number of bytes of the buffers and of the program that ran at the same time."""
         self._kept_alive: list[Any] = []
         self._libc = ctypes.CDLL(None)
         self._libc.aligned_alloc.restype = ctypes.c_void_p
@@ -142,11 +157,12 @@ class DryChip:
         topology.library.replace_functions(replaced, extension_address=allocator)
 
     def _make_c_function(self, handler: Callable[[Any], Sequence[int] | None]) -> int:
-        """A function of the table.
+        """Make a C function for libtpu's table and return its address.
 
         Args:
-            handler: from the fields after the two that all structs begin with; returns those from the second
-                on, or has filled them in.
+            handler: Python function that receives the fields of the struct after the two fields that all
+                structs have. It returns the new values from the second of these fields on, or changes the
+                fields itself.
         """
 
         def call_handler(address: int) -> None:
@@ -157,7 +173,7 @@ class DryChip:
                 arguments[1 : 1 + len(fields)] = fields
             except LibtpuError as error:
                 self._on_compile_error(error)
-            except BaseException:  # nothing may be raised into C code
+            except BaseException:  # an exception must not propagate into C code
                 traceback.print_exc()
                 os._exit(70)
 
@@ -166,18 +182,22 @@ class DryChip:
         return _get_function_address(function)
 
     def _store_words(self, *values: int) -> int:
-        """The address of ``values``, eight bytes each."""
+        """Store 64-bit values for the lifetime of the chip, and return their address."""
         array = (ctypes.c_uint64 * len(values))(*values)
         self._kept_alive.append(array)
         return ctypes.addressof(array)
 
     def _store_bytes(self, text: bytes) -> tuple[int, int]:
+        """Store a text for the lifetime of the chip, and return its address and length."""
         buffer = ctypes.create_string_buffer(text)
         self._kept_alive.append(buffer)
         return ctypes.addressof(buffer), len(text)
 
     def _build_function_table(self) -> dict[int, Callable[[Any], Sequence[int] | None]]:
-        """By position in PJRT's table, which only grows at its end. See pjrt_c_api.h for the structs."""
+        """Build the replaced functions, by their position in PJRT's table, which only grows at its end.
+
+        See pjrt_c_api.h for the structs.
+        """
         topology, buffers, memory = self._topology, self._live_buffers, self._memory
         device_numbers = {chip: number for number, chip in topology.device_handles.items()}
         chips = list(device_numbers)
@@ -192,7 +212,7 @@ class DryChip:
             return arguments[1], self._add_buffer(buffers[arguments[0]])
 
         return {
-            # Events: all have happened.
+            # Events, which have all happened.
             5: _make_constant_handler(),  # Event_Destroy
             6: _make_constant_handler(1),  # Event_IsReady
             7: _make_constant_handler(),  # Event_Error
@@ -211,7 +231,8 @@ class DryChip:
             17: look_up_device,  # Client_LookupDevice
             18: look_up_device,  # Client_LookupAddressableDevice
             19: memories,  # Client_AddressableMemories
-            24: lambda given: [device_numbers[given[0]]],  # DeviceDescription_ProcessIndex: a process a chip
+            # DeviceDescription_ProcessIndex: one process per chip.
+            24: lambda given: [device_numbers[given[0]]],
             29: lambda given: [given[0]],  # Device_GetDescription
             30: lambda given: [given[0] == chips[0]],  # Device_IsAddressable
             31: _make_constant_handler(0),  # Device_LocalHardwareId
@@ -268,7 +289,7 @@ class DryChip:
         return array, size, array, _get_function_address(_NO_OP_DELETER)
 
     def _allocate_host_memory(self, arguments: Any) -> None:
-        """Memory of the host, from which a chip can copy."""
+        """Allocate memory of the host from which a chip can copy."""
         size = ctypes.c_size_t(-(-arguments[1] // _ALIGNMENT) * _ALIGNMENT)
         arguments[3:6] = (
             self._libc.aligned_alloc(_ALIGNMENT, size) or 0,
@@ -279,6 +300,7 @@ class DryChip:
     # -- programs -----------------------------------------------------------------------------------------
 
     def _compile_program(self, arguments: Any) -> None:
+        """Compile a StableHLO program for the first chips of the slice."""
         program = (ctypes.c_uint64 * 4).from_address(arguments[1] + 16)
         code = ctypes.string_at(program[0], program[1])
         options = xla_messages.CompileOptions.FromString(ctypes.string_at(arguments[2], arguments[3]))
@@ -299,11 +321,12 @@ class DryChip:
         arguments[4] = executable.handle
 
     def _execute_program(self, arguments: Any) -> None:
+        """Count a run of a program, and create its output buffers."""
         program = self.programs[arguments[0]]
         self.run_counts[arguments[0]] += 1
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + program.graph.working_bytes)
         values = b""
-        if program.graph.collectives and arguments[4] == 1:  # what the others send is zero
+        if program.graph.collectives and arguments[4] == 1:  # the other ranks send zeros
             (argument,) = _read_first_device_row(arguments[2], 1)
             values = self._live_buffers[argument].first_bytes
         row = _read_first_device_row(arguments[5], len(program.outputs))
@@ -315,6 +338,7 @@ class DryChip:
     # -- buffers ------------------------------------------------------------------------------------------
 
     def _add_buffer(self, buffer: DryBuffer) -> int:
+        """Add a buffer to the memory of the chip, and return its handle."""
         handle = next(self._handles)
         self._live_buffers[handle] = buffer
         self.live_bytes += buffer.size_bytes
@@ -336,6 +360,7 @@ class DryChip:
         return ctypes.addressof(buffer.shape), buffer.num_dims
 
     def _copy_buffer_to_host(self, arguments: Any) -> None:
+        """Copy the content of a buffer to host memory, or return its size if there is no host address."""
         buffer = self._live_buffers[arguments[0]]
         if arguments[2]:
             ctypes.memset(arguments[2], 0, arguments[3])
@@ -346,6 +371,7 @@ class DryChip:
 
 
 def _make_constant_handler(*fields: int) -> Callable[[Any], Sequence[int]]:
+    """Make a handler that always returns the same fields."""
     return lambda given: fields
 
 
@@ -354,5 +380,5 @@ def _get_function_address(function: Any) -> int:
 
 
 def _read_first_device_row(addresses: int, length: int) -> Any:
-    """What the first of the rows behind ``addresses``, a device's, holds."""
+    """Return the array of the first device in a C array with one array per device."""
     return (ctypes.c_uint64 * length).from_address(ctypes.c_uint64.from_address(addresses).value)

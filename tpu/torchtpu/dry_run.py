@@ -1,10 +1,10 @@
-"""A training step of backend ``tpu`` without a TPU: the engine of a run, on chips that compute nothing.
+"""Training step of backend ``tpu`` without a TPU: the engine of a run on simulated chips.
 
-``portable-plan --backend tpu --compile`` starts it in a process of its own, which stands for the first rank.
-The other ranks exist as answers of a store
-(:func:`portable.tpu.torchtpu.torch_tpu_internals.start_simulated_process_group`).
-Each program of a few steps, collectives included, goes to libtpu's compiler;
-:mod:`portable.tpu.torchtpu.dry_chip` counts what they leave in a chip's memory.
+``portable-plan --backend tpu --compile`` starts this module in a child process, which acts as the first rank.
+The other ranks exist only as entries of a store
+(:func:`portable.tpu.torchtpu.torch_tpu_internals.start_simulated_process_group`). libtpu's compiler compiles
+each program of a few steps, including collectives, and :mod:`portable.tpu.torchtpu.dry_chip` counts the
+memory of a chip.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NOTE = (
 
 
 class DryRunRequest(NamedTuple):
-    """Input of the process that runs the step."""
+    """Input of the child process."""
 
     config: RunConfig
     tpu_slice: TpuSlice
@@ -63,8 +63,9 @@ class DryRunRequest(NamedTuple):
 
 
 def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledRun:
-    """See :meth:`portable.registry.BackendPackage.compile_graphs`."""
-    # Others send parts of several sizes, of which torch_tpu's ranks tell each other at each exchange.
+    """Compile the programs of a step; see :meth:`portable.registry.BackendPackage.compile_graphs`."""
+    # The other optimizers send parts of different sizes, which torch_tpu's ranks exchange before each
+    # collective.
     require(
         config.train.optimizer in ("adamw", "adafactor", "sgd") or target.num_devices == 1,
         f"--compile: train.optimizer {config.train.optimizer} needs all ranks to run; leave it out",
@@ -96,7 +97,7 @@ def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledR
 
 
 def _build_launch_environment(tpu_slice: TpuSlice) -> dict[str, str]:
-    """What torch_tpu asks of the launcher of a rank."""
+    """Build the variables that torch_tpu requires from the launcher of rank 0."""
     topology_sides = [*tpu_slice.chip_shape.split("x"), "1", "1"][:3]
     addresses = [f"localhost:{8000 + rank}" for rank in range(tpu_slice.num_devices)]
     return {
@@ -115,6 +116,7 @@ def _build_launch_environment(tpu_slice: TpuSlice) -> dict[str, str]:
 
 
 def main() -> None:
+    """Run the step in this process, and write its answer: the graph, or the reason why there is none."""
     request: DryRunRequest = read_request()
     config, tpu_slice = request.config, request.tpu_slice
     os.environ["TPU_LIBRARY_PATH"] = str(request.libtpu_path)
@@ -129,32 +131,37 @@ def main() -> None:
         chip = DryChip(topology, request.large_value_elements, refuse)
         step = run_dry_step(config, topology, chip)
         answer |= {"graphs": [asdict(step)], "programs": len(chip.programs)}
-    except Exception as error:  # not past here: Python would end beneath threads that call it
+    except Exception as error:  # do not let Python exit, because threads of the runtime still call it
         reason = to_one_line(str(error).strip().splitlines()[0])
         if not isinstance(error, UserError):
             reason = f"--compile: a step of {config.model.setting_key} cannot be traced ({reason})"
         answer = {"refused": reason}
-    write_answer_and_exit(answer)  # the runtime's threads would wait for the other ranks
+    # Exit immediately, because threads of the runtime would wait for the other ranks.
+    write_answer_and_exit(answer)
 
 
 class DryDevice(TorchDevice):
-    """A TPU chip that this machine does not have."""
+    """Kind of device of a TPU chip that this machine does not have."""
 
     name = "tpu"
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
+        """Register torch's device ``tpu`` and return the simulated chip."""
         torch_tpu_internals.register_tpu_device()
         torch_tpu_internals.wait_without_gil()
         return torch.device("tpu", 0)
 
 
 def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> CompiledGraph:
-    """A step of the first rank, all its programs as one.
+    """Run training steps of the first rank on the simulated chip.
 
     Args:
-        config: of the run.
-        topology: a device of which is each rank's.
-        chip: is in libtpu's table already.
+        config: Config of the run.
+        topology: The slice, which has one device per rank.
+        chip: Simulated chip, which has already replaced functions in libtpu's table.
+
+    Returns:
+        All programs of one step, combined into one graph.
     """
     start = time.monotonic()
     backend = TorchBackend(DryDevice())
@@ -170,7 +177,8 @@ def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> Com
         {name: ComputedTensor.from_tensor(zero.expand(shape)) for name, shape in shapes.items()}
     )
     run_counts = []
-    # The first makes the optimizer's state, and the second DDP's buckets.
+    # The first step creates the optimizer state, and the second step DDP's buckets. The difference between
+    # the last two steps is the work of one micro-batch.
     for micro_batches in (1, 1, 1, min(2, plan.accumulation_steps)):
         runs = Counter(chip.run_counts)
         train_step(
@@ -198,12 +206,12 @@ def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> Com
 
 
 def _combine_programs_into_graph(chip: DryChip, run_counts: Counter[int], seconds: float) -> CompiledGraph:
-    """All programs of a step as one.
+    """Combine all programs of a step into one graph.
 
     Args:
-        chip: that ran them.
-        run_counts: how often each runs in a step.
-        seconds: that it took.
+        chip: Simulated chip that ran the programs.
+        run_counts: Number of runs of each program in a step, by its handle.
+        seconds: Time that tracing and compiling took.
     """
     graphs = [(program.graph, run_counts[handle]) for handle, program in chip.programs.items()]
     values = {value for graph, _ in graphs for value in graph.large_values}

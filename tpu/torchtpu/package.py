@@ -1,4 +1,4 @@
-"""The record of backend ``tpu``: see :class:`portable.engines.package.TorchPackage`."""
+"""Record of the backend ``tpu``: see :class:`portable.engines.package.TorchPackage`."""
 
 from __future__ import annotations
 
@@ -27,43 +27,54 @@ _NO_TPU = "backend: tpu needs a TPU, and this machine has none; use --backend cp
 
 
 class TorchTpuPackage(TorchPackage):
-    """A rank a chip, with TorchTPU's process group."""
+    """Record of the backend ``tpu``: one rank per chip, with TorchTPU's process group."""
 
     def is_available(self) -> bool:
+        """Return whether this machine has a TPU chip and the package torch_tpu."""
         return device_specs.count_tpu_chips() > 0 and find_spec("torch_tpu") is not None
 
     def count_local_ranks(self) -> int:
+        """Return the number of TPU chips of this machine, or 1 if it has none."""
         return max(1, device_specs.count_tpu_chips())
 
     def check_ranks(self, ranks: int) -> None:
+        """Raise UserError unless torch_tpu is installed and this machine has a TPU chip for each rank."""
         chips = device_specs.count_tpu_chips()
-        require(chips > 0, _NO_TPU)  # torch_tpu would end the process
+        require(chips > 0, _NO_TPU)  # otherwise torch_tpu would end the process
         torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
             ranks <= chips, f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}"
         )
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
+        """Return ``bf16``."""
         return "bf16"
 
     def list_devices(self) -> tuple[Device, ...]:
+        """Return the TPUs that the planner supports by name."""
         return tuple(device_specs.list_accelerators())
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
-        # torch_tpu refuses inductor; its own compiler is what the default means there.
+        """Replace the default of ``compile_backend`` by TorchTPU's compiler."""
+        # torch_tpu refuses inductor, which is the default of the setting, so use the compiler of torch_tpu.
         if config.compile and config.compile_backend == "inductor":
             return config.replaced({"compile_backend": self.default_compile_backend})
         return config
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
+        """Compile every program of a run on a machine without a TPU."""
         from portable.tpu.torchtpu.dry_run import compile_torchtpu_step
 
         return compile_torchtpu_step(self.adopt_engine_file(config, World(target.num_devices)), target)
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
+        """Return the variables of torch_tpu that name the ports of the ranks and how the chips are connected.
+
+        They are computed in a child process, because the launcher does not load torch_tpu.
+        """
         if ranks == 1 or _ADDRESSES in os.environ:
             return {}
-        # In a process of its own: it loads torch_tpu, which the launcher has no use for.
+        # Use a child process, because the launcher itself has no use for torch_tpu.
         with create_scratch_folder("portable-launch") as folder:
             answer = run_in_child_process(
                 "from portable.tpu.torchtpu.torch_tpu_internals import write_launch_environment as main; "
@@ -78,6 +89,7 @@ class TorchTpuPackage(TorchPackage):
         return dict(answer["environment"])
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
+        """Return the chip of this rank, after registering torch's device ``tpu``."""
         require(device_specs.count_tpu_chips() > 0, _NO_TPU)
         ranks = os.environ.get("WORLD_SIZE", "1")
         require(
@@ -88,9 +100,10 @@ class TorchTpuPackage(TorchPackage):
         import torch
 
         torch_tpu_internals.register_tpu_device()
-        return torch.device("tpu", 0)  # a rank sees its own chip alone
+        return torch.device("tpu", 0)  # each rank sees only its own chip
 
     def get_peak_flops(self, device: torch.device, precision: str) -> float | None:
+        """Return the peak FLOP/s of a chip for a precision, or None if unknown."""
         return device_specs.get_peak_flops(device_specs.detect_accelerator_type(), precision)
 
 

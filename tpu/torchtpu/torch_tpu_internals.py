@@ -1,4 +1,8 @@
-"""Every private or experimental name of torch_tpu; its device is registered by hand, to do it once."""
+"""All private and experimental APIs of torch_tpu that this package uses.
+
+torch registers the device of torch_tpu when it is imported, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is 0.
+This module registers it explicitly instead, so that it happens once.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,9 @@ _FEATURE = "backend: tpu"
 
 @PACKAGE.explain_missing_names(_FEATURE)
 def register_tpu_device() -> None:
-    """Import torch_tpu and register torch's device ``tpu``. Opens no chip."""
+    """Import torch_tpu and register torch's device ``tpu``. Does not open a chip."""
     os.environ.setdefault("ABSL_MIN_LOG_LEVEL", "2")
-    with redirect_stderr(StringIO()):  # four lines of what it registers, and a warning about malloc
+    with redirect_stderr(StringIO()):  # torch_tpu prints four lines, and a warning about malloc
         from torch_tpu import _loader
 
         _loader._init_device("tpu")
@@ -32,9 +36,11 @@ def register_tpu_device() -> None:
 
 @PACKAGE.explain_missing_names(_FEATURE)
 def write_launch_environment() -> None:
-    """The variables that the ranks of this host must share, which name their ports and how chips connect.
+    """Write the variables that the ranks of this host must share as the answer of this process.
 
-    See :func:`portable.tpu.compile.child_process.run_in_child_process`, which gives the number of ranks.
+    The variables name the ports of the ranks and how the chips are connected. This function is the main
+    function of a child process; see :func:`portable.tpu.compile.child_process.run_in_child_process`, whose
+    request is the number of ranks.
     """
     register_tpu_device()
     import torch
@@ -46,16 +52,18 @@ def write_launch_environment() -> None:
 
 @PACKAGE.explain_missing_names("--compile on backend tpu")
 def wait_without_gil() -> None:
-    """Have all work in one stream, which is waited for where torch_tpu would: without Python's lock.
+    """Make torch_tpu use a single stream, and wait for it without holding the GIL.
 
-    Who changes the stream or records an event waits with it, for threads that may need it, so for ever.
+    torch_tpu waits for a stream while it holds the GIL, if the stream is changed or an event is recorded. In
+    a simulated run, other threads need the GIL to complete the work, so torch_tpu would wait forever.
     """
     import torch
     from torch_tpu._internal.device import _device_ops_backend
     from torch_tpu._internal.stream import streams
 
     def wait(result: Any, *_: Any) -> Any:
-        torch.zeros((), device="tpu").cpu()  # waits in its place in the queue
+        """Wait until the work that is queued so far is complete, and return ``result``."""
+        torch.zeros((), device="tpu").cpu()  # waits for the work that is queued before it
         return result
 
     _device_ops_backend._set_current_stream_id = streams.TpuEvent.record = wait
@@ -63,13 +71,14 @@ def wait_without_gil() -> None:
 
 @PACKAGE.explain_missing_names("--compile on backend tpu")
 def start_simulated_process_group(topology: TpuTopology) -> None:
-    """Start the process group of a slice in its rank 0, which is alone: a store has the others' answers.
+    """Start the process group of a slice in rank 0, without the other ranks.
 
-    Of each group of ranks that FSDP and DDP make, all ranks of the slice must say to which one they belong.
-    Ranks of a group are at equal distances, and the others of its kind are the same ranks, shifted.
+    A store contains the entries that the other ranks would write. FSDP and DDP create groups of ranks, and
+    for each of them all ranks of the slice must report the group to which they belong. The ranks of a group
+    have equal distances, and the other groups of the same kind consist of shifted ranks.
 
     Args:
-        topology: the slice; rank r has its r-th device.
+        topology: The slice. Rank r has its r-th device.
     """
     import torch.distributed as dist
     from torch_tpu._internal.distributed import tpu_distributed
@@ -79,7 +88,7 @@ def start_simulated_process_group(topology: TpuTopology) -> None:
     def write_entries_of_other_ranks(
         group_store: Any, key: str, build_answer: Callable[[int], tuple[Any, ...]]
     ) -> None:
-        """Fill a list that all ranks read, to which each adds its name and its answer."""
+        """Write the entries of all other ranks to a list in the store, as if they had joined."""
         for rank in range(1, ranks):
             name, answer_text = f"{key}:{rank}", ",".join(map(str, build_answer(rank)))
             entry = f"{len(name)}:{name}{answer_text}"
@@ -87,14 +96,17 @@ def start_simulated_process_group(topology: TpuTopology) -> None:
             group_store.add(f"nlag:{key}:0:{ranks}:count", 1)
 
     def describe_rank_location(rank: int) -> tuple[Any, ...]:
+        """Return the location of a rank's device in the slice, as torch_tpu exchanges it."""
         attributes: Any = topology.read_device_attributes(rank)
         return rank, rank, *attributes["coords"], attributes["core_on_chip"], -1, topology.device_kind
 
     def create_process_group(options: Any, _: Any) -> Any:
+        """Create torch_tpu's process group, after writing the entries of the other ranks."""
         members = options.global_ranks_in_group or range(ranks)
         step = members[1] - members[0] if len(members) > 1 else 1
 
         def describe_group_position(rank: int) -> tuple[Any, ...]:
+            """Return the position of a rank in its group, and the key of the group."""
             block, offset_in_block = divmod(rank, step * len(members))
             group = block * step + offset_in_block % step
             return offset_in_block // step, f"{rank}:0//{options.group_id}//tpu/{group or ''}"
@@ -108,6 +120,7 @@ def start_simulated_process_group(topology: TpuTopology) -> None:
         )
 
     dist.Backend.register_backend("tpu_dist", create_process_group, extended_api=True, devices=["tpu"])
-    # torch keeps one backend of a type, and both are of the same. gloo's own ranks would have to meet.
+    # torch keeps one backend per type, and "fake" and "tpu_dist" have the same type. Register "fake" as gloo,
+    # whose ranks would otherwise have to meet.
     dist.Backend.backend_type_map["fake"] = dist.ProcessGroup.BackendType.GLOO
     dist.init_process_group("cpu:fake,tpu:tpu_dist", store=store, rank=0, world_size=ranks)

@@ -1,1 +1,1 @@
-"""The backend on torch_xla, with SPMD: one process drives all devices of a host."""
+"""Backend on torch_xla, under SPMD."""

@@ -1,8 +1,8 @@
 """Activation checkpointing for XLA: recompute a layer in the backward pass.
 
 The compiler would undo torch's checkpointing: it merges the second computation with the first and keeps the
-activations. Optimization barriers prevent that. They also delay the recomputation until the gradient of the
-layer's output exists, and make it gather sharded weights again.
+activations. Optimization barriers prevent this. They also delay the recomputation until the gradient of the
+layer's output exists, and make the compiler gather sharded weights again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def enable_layer_recompute(layer: nn.Module) -> None:
-    """Make ``layer`` save only its inputs for the backward pass, whatever its forward takes and returns."""
+    """Make a layer save only its inputs for the backward pass. Its arguments and its result may be nested.
+
+    Args:
+        layer: The layer. Its ``forward`` is replaced.
+    """
     forward = layer.forward
 
     @functools.wraps(forward)
@@ -30,7 +34,8 @@ def enable_layer_recompute(layer: nn.Module) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
-        # Without the tensors: a tensor that outlives the step would become a result of the graph.
+        # Keep the constants without the tensors, because a tensor that outlives the step would become a
+        # result of the graph.
         constants, tensors = _split_tensors_from_leaves(leaves)
         returned: Any = None
 
@@ -42,7 +47,8 @@ def enable_layer_recompute(layer: nn.Module) -> None:
             returned = others, structure_out
             return tuple(outputs)
 
-        # Autograd sees the inputs only, and with frozen parameters before the layer none may need a gradient.
+        # Autograd only sees the inputs of the Function. If all parameters before the layer are frozen, no
+        # input needs a gradient, so pass an additional tensor that does.
         has_trained_parameters = any(parameter.requires_grad for parameter in layer.parameters())
         anchor = torch.empty(0, requires_grad=has_trained_parameters)
         outputs: Any = _RecomputeFunction.apply(compute, layer, anchor, *tensors)  # type: ignore[no-untyped-call, unused-ignore]
@@ -56,16 +62,20 @@ _TENSOR_PLACEHOLDER = object()
 
 
 def _split_tensors_from_leaves(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
+    """Return the leaves with placeholders instead of tensors, and the tensors."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [_TENSOR_PLACEHOLDER if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
 
 
 def _merge_tensors_into_leaves(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """Replace the placeholders by tensors, in order."""
     remaining_tensors = iter(tensors)
     return [next(remaining_tensors) if leaf is _TENSOR_PLACEHOLDER else leaf for leaf in others]
 
 
 class _RecomputeFunction(torch.autograd.Function):
+    """Autograd function that saves its inputs, and computes its outputs again in the backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any, compute: Callable[..., tuple[Tensor, ...]], layer: nn.Module, _: Tensor, *inputs: Tensor
@@ -74,19 +84,20 @@ class _RecomputeFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.seed = xla.rng_seed(_DEVICE)
-        return compute(*inputs)  # autograd records nothing inside a Function
+        return compute(*inputs)  # autograd records nothing inside of a Function
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         inputs = [tensor.detach() for tensor in ctx.saved_tensors]
         present_gradients = [gradient for gradient in gradients if gradient is not None]
         weights = [*ctx.layer.parameters(), *ctx.layer.buffers()]
-        # In place on the lazy values, so that from here on the saved inputs are behind the barrier, too.
+        # The barrier works in place on the lazy values, so from now on the saved inputs are behind the
+        # barrier, too.
         xla.barrier_([*inputs, *present_gradients, *weights])
         for tensor, saved in zip(inputs, ctx.saved_tensors, strict=True):
             tensor.requires_grad_(saved.requires_grad)
         current_seed = xla.rng_seed(_DEVICE)
-        xla.set_rng_seed(ctx.seed, _DEVICE)  # the same dropout as the first time
+        xla.set_rng_seed(ctx.seed, _DEVICE)  # use the same dropout masks as the first time
         with torch.enable_grad():
             outputs = ctx.compute(*inputs)
         xla.set_rng_seed(current_seed, _DEVICE)

@@ -1,7 +1,7 @@
-"""Activations and logits stay sharded along batch and tokens.
+"""Keep activations and logits sharded along batch and tokens.
 
-Propagation from the parameters would choose otherwise: with a tied table, each device would hold the logits
-of all tokens.
+If the sharding was propagated from the parameters instead, each device would hold the logits of all tokens
+with a tied embedding table.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ if TYPE_CHECKING:
 
 
 def shard_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[LayerSegment]) -> None:
-    """Constrain what the modules of ``model`` take and return; a loop over a segment does so itself."""
+    """Annotate the inputs and outputs of the modules of a model with their sharding.
+
+    Args:
+        model: The transformers model. Hooks are added to its modules.
+        layout: Placement of tensors on the devices.
+        segments: Segments whose layers run in a loop. The loop itself annotates the inputs and outputs of the
+            layers.
+    """
     untyped_model: Any = model
     input_hook, output_hook = partial(_shard_first_input, layout), partial(_shard_first_output, layout)
     in_loops = {name for segment in segments for name in segment.layer_names}
     layers = [layer for name, layer in find_transformer_layers(model) if name not in in_loops]
-    for layer in layers:  # the first input may be a sum with a replicated tensor
+    for layer in layers:  # annotate inputs as well, because the first may be a sum with a replicated tensor
         layer.register_forward_pre_hook(input_hook)
     for _, layer in find_transformer_layers(model):
         for module in layer.modules():
@@ -45,7 +52,10 @@ def shard_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[L
 
 
 def shard_batch_and_tokens(layout: MeshLayout, tensor: Any) -> Any:
-    """``tensor`` sharded along batch and tokens, and so its gradient; what has neither, as it is."""
+    """Shard a tensor and its gradient along batch and tokens.
+
+    Values that are not tensors, and tensors with less than two dims, are returned unchanged.
+    """
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
         return tensor
     sharding = layout.to_op_sharding(layout.get_activation_spec(tensor.dim()))
@@ -63,7 +73,9 @@ def _shard_first_output(layout: MeshLayout, _: nn.Module, __: Any, output: Any) 
 
 
 def _prevent_loss_fusion(_: nn.Module, __: Any, logits: Any) -> None:
-    """Keep the compiler from fusing the product that makes the logits with the loss. Logits that come out of
-    such a fusion are not overwritten by their gradients: both would exist."""
+    """Prevent the compiler from fusing the product that computes the logits with the loss. A forward hook.
+
+    Logits that are the result of such a fusion are not overwritten by their gradients, so both would exist.
+    """
     if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
         xla.barrier_([logits])

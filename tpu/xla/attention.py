@@ -1,13 +1,13 @@
-"""Attention as a TPU's compiler takes little memory for it, and over sequences that devices share.
+"""Attention that takes little memory with a TPU compiler, and attention over sequences that devices share.
 
-torch_xla computes ``scaled_dot_product_attention`` by its formula: scores and probabilities of a layer take
-``[batch, heads, tokens, tokens]``. With ``xla.attention_rows``, a loop goes over the queries, and its
-backward pass computes their scores again. A row of the softmax is whole, so the results are those of the
-formula. Nor does a mask exist as a whole: of causal attention, be it within a window, a chunk or a document,
-the first and the last key that each query sees say it all.
+torch_xla computes ``scaled_dot_product_attention`` by its formula: the scores and probabilities of a layer
+take ``[batch, heads, tokens, tokens]``. With ``xla.attention_rows``, a loop iterates over the queries, and
+its backward pass computes their scores again. A row of the softmax is complete, so the results equal the
+formula. Masks are not materialized either. In causal attention, even within a window, a chunk or a document,
+the first and the last key that each query sees define the mask.
 
-Where devices share sequences, annotations before and after have the compiler exchange tokens for heads, so
-that a device attends over whole sequences with its share of the heads.
+With context parallelism, annotations before and after the attention make the compiler exchange tokens for
+heads, so that a device attends over complete sequences with its share of the heads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class _AttentionState:
-    """How models of this process attend, as the last engine wants it."""
+    """Attention settings of this process, which the replaced functions read. Set by the latest engine."""
 
     query_rows: int | None = None
     uses_spans = False
@@ -58,13 +58,16 @@ class _AttentionState:
 def configure_attention(
     model: Any, query_rows: int | None, layout: MeshLayout, *, pads_last: bool = False
 ) -> None:
-    """Compute the attention of ``model`` ``query_rows`` queries at a time; None for all at once.
+    """Set how the attention of a model is computed, and replace torch's attention.
 
     Args:
-        pads_last: whether padding follows a sequence, where causal attention does not see it.
+        model: The transformers model.
+        query_rows: Number of queries to process at a time; None for all queries at once.
+        layout: Placement of tensors on the devices.
+        pads_last: Whether padding follows a sequence. Causal attention does not see it in this case.
 
     Raises:
-        UserError: if it does not go through ``scaled_dot_product_attention``.
+        UserError: If ``query_rows`` is set, and the model does not use ``scaled_dot_product_attention``.
     """
     used = get_attention_kernel(model.config)
     require(
@@ -76,7 +79,7 @@ def configure_attention(
         layout,
         {},
     )
-    # These hand the mask on as it is; others compute with it.
+    # Models of these types pass the mask to the attention unchanged. Other models compute with the mask.
     _AttentionState.uses_spans = (
         query_rows is not None
         and model.config.model_type in DOCUMENT_SEPARATING_TYPES - {*MASK_READING_TYPES}
@@ -87,6 +90,7 @@ def configure_attention(
 
 @cache  # once per process
 def _replace_attention_functions() -> None:
+    """Replace torch's attention and transformers' mask function. Done once per process."""
     torch_internals.wrap_attention(lambda whole: _wrap_with_head_exchange(_wrap_with_query_chunks(whole)))
     enable_sdpa_grouped_queries()
     functions = get_mask_functions()
@@ -94,7 +98,10 @@ def _replace_attention_functions() -> None:
 
 
 def _wrap_mask_builder(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """Causal masks as spans, int32 ``[batch or 1, 1, tokens, 2]``: the first and last key of each query."""
+    """Wrap a mask function of transformers to return causal masks as spans.
+
+    Spans are an int32 tensor ``[batch or 1, 1, tokens, 2]`` with the first and the last key of each query.
+    """
 
     def build_mask(
         *, q_length: int, kv_length: int, mask_function: Callable[..., Any], **options: Any
@@ -107,7 +114,7 @@ def _wrap_mask_builder(make_mask: Callable[..., Any]) -> Callable[..., Any]:
         if not _AttentionState.uses_spans or device.type != "xla" or not at_start or padded or is_custom:
             return make_mask(**lengths, mask_function=mask_function, **options)
         options["attention_mask"] = None
-        if make_mask(**lengths, mask_function=mask_function, **options) is None:  # plainly causal
+        if make_mask(**lengths, mask_function=mask_function, **options) is None:  # the mask is plain causal
             return None
         last = torch.arange(q_length, device=device, dtype=torch.int32)[None]
         if isinstance(mask_function, DocumentMaskFunction):
@@ -125,16 +132,19 @@ def _wrap_mask_builder(make_mask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _find_first_visible_key(mask_function: Callable[..., Any], query_positions: Tensor) -> Tensor:
-    """The first key that the query of each place sees, which sees all from there to its own.
+    """Find the first key that each query sees. The query must see all keys from there to its own position.
 
     Args:
-        query_positions: int32 ``[batch or 1, tokens]``.
+        mask_function: Function of transformers that returns whether a query sees a key.
+        query_positions: Positions of the queries, int32 ``[batch or 1, tokens]``.
+
+    Returns:
+        Position of the first key of each query, with the shape of ``query_positions``.
     """
     low, high = torch.zeros_like(query_positions), query_positions
     batch = torch.arange(len(query_positions), device=query_positions.device)[:, None]
-    for _ in range(
-        query_positions.shape[1].bit_length()
-    ):  # by halves: functions of transformers tell of pairs alone
+    # Use binary search, because the functions of transformers only compare a query with a key.
+    for _ in range(query_positions.shape[1].bit_length()):
         middle = (low + high) >> 1
         is_visible = mask_function(batch, torch.zeros_like(batch), query_positions, middle)
         low, high = torch.where(is_visible, low, middle + 1), torch.where(is_visible, middle, high)
@@ -142,13 +152,13 @@ def _find_first_visible_key(mask_function: Callable[..., Any], query_positions: 
 
 
 def _expand_spans_to_mask(spans: Tensor, num_keys: int) -> Tensor:
-    """The bools that ``spans`` stand for, ``[batch or 1, 1, rows, tokens]``."""
+    """Expand spans to a bool mask ``[batch or 1, 1, rows, tokens]``."""
     keys = torch.arange(num_keys, device=spans.device, dtype=torch.int32)
     return (spans[..., :1] <= keys) & (keys <= spans[..., 1:])
 
 
 def _wrap_with_head_exchange(inner: Any) -> Any:
-    """Attention with tokens exchanged for heads before it, and back after it, where devices share them."""
+    """Wrap attention to exchange tokens for heads around it, if devices share sequences."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
@@ -158,8 +168,8 @@ def _wrap_with_head_exchange(inner: Any) -> Any:
             result: Tensor = inner(query, key, value, attn_mask, *rest, **options)
             return result
         if len(query) > layout.num_batch_shards and len(query) % layout.num_batch_shards == 0:
-            # One sequence of each group at a time: products flatten batch and heads, and of both, each cut,
-            # the compiler would gather the heads.
+            # Process one sequence of each group at a time. Products flatten batch and heads, and if both are
+            # sharded, the compiler would gather the heads.
             inputs = [query, key, value, attn_mask]
             split_inputs = [
                 [tensor] * (len(query) // layout.num_batch_shards)
@@ -187,6 +197,8 @@ def _wrap_with_head_exchange(inner: Any) -> Any:
 
 
 def _wrap_with_query_chunks(kernel: Any) -> Any:
+    """Wrap an attention kernel to process chunks of queries in a loop, if ``xla.attention_rows`` is set."""
+
     def attend(
         query: Tensor,
         key: Tensor,
@@ -198,7 +210,8 @@ def _wrap_with_query_chunks(kernel: Any) -> Any:
     ) -> Tensor:
         rows, layout = _AttentionState.query_rows, _AttentionState.layout
         supported = query.device.type == "xla" and query.dim() == 4
-        # In fp32 the compiler would write the probabilities then, which takes more than it saves.
+        # Not in fp32, because the compiler would then write the probabilities, which takes more memory than
+        # it saves.
         uses_short_formula = supported and query.dtype != torch.float32 and options.keys() <= {"scale"}
         if uses_short_formula and rows is None and attn_mask is not None and attn_mask.requires_grad:
             return _attend_with_trainable_bias(query, key, value, attn_mask, dropout_p, **options)
@@ -220,7 +233,7 @@ def _wrap_with_query_chunks(kernel: Any) -> Any:
         elif attn_mask is not None:
             shared.append(attn_mask)
 
-        has_spans = spans is not None  # not the tensor itself, which changes
+        has_spans = spans is not None  # do not capture the tensor itself, because it changes
 
         def attend_chunk(_: Any, slices: Sequence[Tensor], shared: Sequence[Tensor]) -> Any:
             mask = [*slices[1:], *shared[2:], None][0]
@@ -240,8 +253,11 @@ def _wrap_with_query_chunks(kernel: Any) -> Any:
 def _attend_with_trainable_bias(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None = None
 ) -> Tensor:
-    """The formula, with a bias that learns. The compiler would add it again where it makes its gradient, and
-    keep the scores before it for that, beside those after it."""
+    """Compute attention by its formula, with a bias that needs a gradient.
+
+    For the gradient, the compiler would add the bias again, and keep the scores from before the addition in
+    addition to the scores after it. A barrier prevents this.
+    """
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query * root) @ (key * root).transpose(-2, -1) + bias
     xla.barrier_([scores])
@@ -250,9 +266,10 @@ def _attend_with_trainable_bias(
 
 
 def _split_into_query_chunks(tensor: Tensor, rows_per_chunk: int) -> Tensor:
-    """``tensor``, ``[batch, heads, tokens, ...]``, cut into rows: ``[chunks, batch, heads, rows, ...]``."""
+    """Split ``[batch, heads, tokens, ...]`` into chunks of queries: ``[chunks, batch, heads, rows, ...]``."""
     missing = -tensor.shape[2] % rows_per_chunk
-    # A row that attends to nothing would be NaN, and its gradient, too.
+    # Let padded rows attend to all keys, because the result and the gradient of a row without keys would be
+    # NaN.
     padded = (
         functional.pad(tensor, (0, 0, 0, missing), value=tensor.dtype == torch.bool) if missing else tensor
     )

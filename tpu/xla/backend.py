@@ -1,4 +1,4 @@
-"""The backend on torch_xla: one process per host, all devices of the run as one under SPMD."""
+"""Backend on torch_xla: one process per host, and all devices of the run as one device under SPMD."""
 
 from __future__ import annotations
 
@@ -35,11 +35,18 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.config import RunConfig
 
-HOST_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # one host may compile while another waits
+HOST_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # one host may wait while another compiles
 
 
 class XlaBackend:
-    """Implements :class:`portable.backend.Backend` over all devices of all hosts."""
+    """Backend over all devices of all hosts. Implements :class:`portable.backend.Backend`.
+
+    Args:
+        name: Name of the backend.
+
+    Raises:
+        UserError: If a launcher has started several ranks, or the runtime has no devices.
+    """
 
     def __init__(self, name: str) -> None:
         require(
@@ -61,9 +68,11 @@ class XlaBackend:
 
     @property
     def devices_per_rank(self) -> int:
+        """Number of devices that this host drives."""
         return int(xr.addressable_runtime_device_count())
 
     def start(self) -> None:
+        """Start the process group of the hosts, if there are several, and print a note without a TPU."""
         if self.world_size > 1:
             # For host-side collectives: flags, counts, checkpoint paths.
             import torch_xla.distributed.xla_backend  # noqa: F401  (registers xla://)
@@ -76,17 +85,21 @@ class XlaBackend:
             )
 
     def stop(self) -> None:
+        """Destroy the process group of the hosts."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
-        # By default a TPU multiplies fp32 in one bf16 pass, even where a bf16 model asks for fp32.
+        """Place a model on the mesh of devices, and build its optimizer."""
+        # By default a TPU multiplies fp32 tensors in one bf16 pass, even if a bf16 model casts to fp32
+        # explicitly.
         xla.set_matmul_precision("highest")
         if (folder := _choose_compilation_cache(config.xla.compilation_cache)) is not None:
             runtime.enable_graph_cache(folder)
         self._layout = self._create_layout(config)
-        # What a former run in the process left pending would be a result of the first graph alone.
-        self._layout.execute_pending(wait=True)
+        # Execute pending operations of an earlier run in this process. Otherwise their results would be part
+        # of the first graph, and only of this graph.
+        self._layout.cut_graph(wait=True)
         use_fixed_shape_experts(model, self._layout.shard_along_tokens)
         return XlaEngine(model, config, self._layout, self._create_graph_runner())
 
@@ -106,70 +119,90 @@ class XlaBackend:
         config: RunConfig,
         take_steps: Callable[[Engine], None],
     ) -> bool | None:
+        """Return None, because XLA does not recover from out-of-memory errors. Nothing is run."""
         return None
 
     def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether ``error`` is an out-of-memory error of the runtime."""
         return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
     def abandon_process_group(self) -> None:
-        """A no-op: this backend does not try what fits."""
+        """Do nothing, because this backend has no memory trials."""
 
     def seed_device_generator(self, value: int) -> None:
+        """Seed the random number generator of the devices."""
         xla.set_rng_seed(value, str(self.device))
 
     def copy_to_device(self, batch: Batch) -> Batch:
+        """Send this host's part of a micro-batch to its devices. The result is the global micro-batch."""
         return {name: self._layout.place_batch_tensor(tensor) for name, tensor in batch.items()}
 
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
+        """Sum a number over the hosts, and replicate it to the devices."""
         if self.world_size > 1:
-            # Over the hosts: a value that the devices sum could be read only once they have taken the step.
+            # Sum over the hosts, because a sum on the devices could be read only after they have completed
+            # the step.
             total, stops = sum_over_ranks([count, stop])
             self._stop_requested = stops > 0
-            # Hosts that share sequences have counted the same ones.
+            # Hosts that share a sequence have counted the same tokens.
             count = type(count)(total / max(1, self._layout.sequence // self.devices_per_rank))
         return self._layout.replicate(torch.tensor(count))
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
+        """Return whether any host requested a stop in the latest :meth:`sum_host_numbers`."""
         return self._stop_requested if self.world_size > 1 else requested_by_rank
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
+        """Return ``value`` unchanged, because SPMD has already summed it over all devices."""
         return value  # SPMD sums over all devices already
 
     def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
+        """Execute pending operations, and return the values of device tensors as one flat list."""
         read = self._layout.read_to_cpu(values)
         return [float(number) for value in read for number in value.double().reshape(-1).tolist()]
 
     def reduce_any(self, flag: bool) -> bool:
+        """Return whether ``flag`` is True on any host."""
         return reduce_any(flag)
 
     def gather_text(self, text: str) -> list[str]:
+        """Gather ``text`` from all hosts."""
         return gather_text(text)
 
     def barrier(self) -> None:
+        """Block until all hosts have reached the barrier."""
         self.reduce_any(False)
 
     def measure_memory(self) -> MemoryUsage:
+        """Return the current and peak memory of a device in bytes.
+
+        On virtual devices, this is the resident memory of the process.
+        """
         if not runtime.is_on_tpu():
             return measure_host_memory()
         info = _read_device_memory_info()
         return MemoryUsage(info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"]))
 
     def get_shape_multiple(self, precision: str) -> int | None:
+        """Return None, because the compiler pads shapes by undocumented rules."""
         return None  # the compiler pads by undocumented rules
 
     def get_peak_flops(self, precision: str) -> float | None:
+        """Return the peak FLOP/s of a device, or None on virtual devices."""
         if not runtime.is_on_tpu():
             return None
         return devices.get_peak_flops(devices.detect_accelerator_type(), precision)
 
     def get_metrics(self) -> dict[str, float]:
+        """Return the number of compiled graphs and of transfers from the devices."""
         return graphs.read_xla_counters()
 
 
 class TpuDiagnostics(Diagnostics):
-    """The TPU runtime's counters; none on virtual devices."""
+    """Memory counters of the TPU runtime. There are none on virtual devices."""
 
     def query_driver_memory(self) -> DriverMemory | None:
+        """Return the used and total bytes of a device, or None on virtual devices."""
         if not runtime.is_on_tpu():
             return None
         info = _read_device_memory_info()

@@ -1,4 +1,4 @@
-"""Rules about XLA; see :mod:`portable.checks`."""
+"""Rules about settings that XLA does not support; see :mod:`portable.checks`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 STRATEGIES_GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
+"""Strategies that gather parameters once for the forward and the backward pass."""
 XLA_OPTIMIZERS = ("adamw", "adafactor", "sgd", "muon")
 """Built-in optimizers that run on XLA."""
 
@@ -46,7 +47,7 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
 
 
 def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of the optimizer, whose code this loads if it is custom, and of the precision."""
+    """Yield the problems of the optimizer and of the precision. Loads the code of a custom optimizer."""
     key, optimizer = "train.optimizer", config.train.optimizer
     if is_plugin_name(optimizer):
         from portable.optim import custom_optimizer  # which imports torch
@@ -69,7 +70,7 @@ def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that save memory on other backends only."""
+    """Yield the settings that save memory only on other backends."""
     if config.adapter.base in ("nf4", "int8"):
         yield SettingProblem(
             ("adapter.base",),

@@ -1,4 +1,4 @@
-"""An optimizer of the user's as part of the compiled step."""
+"""Custom optimizer as part of the compiled step."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 
 class XlaCustomOptimizer:
-    """The interface of :class:`portable.tpu.xla.optim.XlaOptimizer` for an optimizer of the user's.
+    """Custom optimizer with the interface of :class:`portable.tpu.xla.optim.XlaOptimizer`.
 
-    It acts on whole tensors, which the compiler spreads over the devices. State of a parameter's shape is
-    sharded as it is, other state replicated. torch's own optimizers get ``capturable=True``, so that their
-    step counts are on the device.
+    The optimizer updates logical tensors, which the compiler partitions over the devices. State with the
+    shape of a parameter is sharded like the parameter, and other state is replicated. Optimizers of torch get
+    ``capturable=True``, so that their step counts are on the device.
 
     Args:
-        settings: the train section.
-        model: on the meta device, for names.
-        layout: where tensors lie.
-        device_parameters: the parameters.
+        settings: Section ``train`` of the config.
+        model: Model on the meta device, whose names determine the parameter groups.
+        layout: Placement of tensors on the devices.
+        device_parameters: Parameters to update.
 
     Raises:
-        UserError: if it cannot be made, or layers in a loop have different rates.
+        UserError: If the optimizer cannot be created, or layers in a loop are in different parameter groups.
     """
 
     def __init__(
@@ -79,11 +79,12 @@ class XlaCustomOptimizer:
 
     @property
     def _state_by_name(self) -> dict[str, dict[str, Any]]:
+        """State of each parameter that has state, keyed by parameter name."""
         state = self._optimizer.state
         return {name: state[p] for name, p in self._parameters.items() if p in state}
 
     def initialize_state(self) -> None:
-        """Make the initial state, on the devices."""
+        """Create the initial state on the devices, with a trial step on copies of the parameters."""
         state, initial_states = self._optimizer.state, {}
         for name, parameter in self._parameters.items():
             saved_data, parameter.data = parameter.data, parameter.data.clone()
@@ -96,7 +97,7 @@ class XlaCustomOptimizer:
             self._host_state[name] = {
                 key: copy.deepcopy(v) for key, v in placed.items() if not _is_on_device(v)
             }
-        self._layout.execute_pending(wait=True)
+        self._layout.cut_graph(wait=True)
 
     def _shard_state_value(self, name: str, value: Any) -> Any:
         if not _is_on_device(value):
@@ -104,6 +105,10 @@ class XlaCustomOptimizer:
         return copy_with_sharding(value, self._layout.to_op_sharding(self._get_state_spec(name, value)))
 
     def _get_state_spec(self, name: str, value: Tensor) -> Spec:
+        """Return the spec of a state tensor.
+
+        State with the shape of its parameter is sharded like the parameter, and other state is replicated.
+        """
         has_parameter_shape = value.shape == self._parameters[name].shape
         return (
             self._device_parameters.get_tensor_spec(name, value.shape)
@@ -113,10 +118,15 @@ class XlaCustomOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], learning_rate: Tensor, is_allowed: Tensor) -> None:
-        """See :meth:`portable.tpu.xla.optim.XlaOptimizer.step`.
+        """Trace the update; see :meth:`portable.tpu.xla.optim.XlaOptimizer.step`.
+
+        Args:
+            gradients: Gradients, keyed by parameter name.
+            learning_rate: Learning rate, an fp32 scalar on the device.
+            is_allowed: Bool scalar on the device. If it is false, the update leaves everything unchanged.
 
         Raises:
-            UserError: if it fails, or would compile again in each step.
+            UserError: If the optimizer fails, or its step would be compiled again in each step.
         """
         state = self._state_by_name
         values_before = {
@@ -143,6 +153,7 @@ class XlaCustomOptimizer:
                     state[name][key] = buffer.copy_(torch.where(is_allowed, value, values))
 
     def _check_state_entry(self, name: str, key: str, value: Any, previous_state: Mapping[str, Any]) -> None:
+        """Raise UserError if a state entry was created after the first step, or changes on the host."""
         if _is_on_device(value):
             require(
                 key in previous_state,
@@ -161,14 +172,18 @@ class XlaCustomOptimizer:
         )
 
     def get_state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The state of every parameter, by name, without scalars."""
+        """Return the state tensors of every parameter, keyed by parameter name, without scalars."""
         return {
             name: {key: v for key, v in values.items() if _is_on_device(v) and v.dim()}
             for name, values in self._state_by_name.items()
         }
 
     def read_state_scalars(self) -> dict[str, dict[str, Any]]:
-        """The scalars of every parameter, on the CPU."""
+        """Read the state scalars of every parameter. Device scalars are copied to the CPU.
+
+        Returns:
+            Scalars by state name, for each parameter name.
+        """
         state_by_name = self._state_by_name
         scalar_keys = [
             (n, k) for n, values in state_by_name.items() for k, v in values.items() if _is_device_scalar(v)
@@ -186,7 +201,11 @@ class XlaCustomOptimizer:
         }
 
     def build_param_groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        """See :meth:`portable.tpu.xla.optim.XlaOptimizer.build_param_groups`."""
+        """Build parameter groups; see :meth:`portable.tpu.xla.optim.XlaOptimizer.build_param_groups`.
+
+        Args:
+            learning_rate: Learning rate of the last step.
+        """
         groups = []
         for group in self._optimizer.param_groups:
             names = [
@@ -203,7 +222,12 @@ class XlaCustomOptimizer:
         stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
         stored_groups: OptimizerState | None,
     ) -> None:
-        """Restore the state of a checkpoint; parameters that it lacks keep their initial state."""
+        """Restore the state of a checkpoint. Parameters that it does not contain keep their initial state.
+
+        Args:
+            stored: State by parameter name.
+            stored_groups: Optimizer state with parameter groups, whose values are restored as well.
+        """
         restore_custom_group_values(self._optimizer.param_groups, stored_groups)
         for name, state in self._state_by_name.items():
             names = self._device_parameters.get_parameter_names(name)
@@ -239,7 +263,15 @@ def build_xla_optimizer(
     device_parameters: DeviceParameters,
     compute: torch.dtype,
 ) -> XlaOptimizer | XlaCustomOptimizer:
-    """Build a :class:`portable.tpu.xla.optim.XlaOptimizer`, or :class:`XlaCustomOptimizer` for a custom one."""
+    """Build the optimizer of a run: built-in or custom.
+
+    Args:
+        settings: Section ``train`` of the config.
+        model: Model on the meta device.
+        layout: Placement of tensors on the devices.
+        device_parameters: Parameters to update.
+        compute: Dtype of Muon's products.
+    """
     if is_plugin_name(settings.optimizer):
         return XlaCustomOptimizer(settings, model, layout, device_parameters)
     return XlaOptimizer(settings, model, layout, device_parameters, compute)
@@ -258,7 +290,11 @@ def _copy_device_tensors(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Te
 
 
 class _TensorScaleMode(TorchFunctionMode):
-    """Multiplies by ``alpha`` and ``value`` where they are tensors, such as the rate; torch reads these."""
+    """Torch function mode in which the arguments ``alpha`` and ``value`` may be tensors.
+
+    torch would read the value of such a tensor, for example of the learning rate, on the host. The mode
+    multiplies by the tensor instead.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

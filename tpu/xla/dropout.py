@@ -1,8 +1,8 @@
-"""Dropout whose random numbers are sharded like what they are for.
+"""Dropout whose random numbers are sharded like the tensor that they are for.
 
-The compiler does not partition its random bit generator: under SPMD each device draws the numbers of all, and
-they lie in its memory. Here a number is a hash of its position and of a key that is drawn for each call. Each
-device computes its own part, where it is read, and the mask does not depend on how many devices there are.
+The compiler does not partition its random bit generator: under SPMD each device draws the numbers of all
+devices and stores them. Here, a number is a hash of its position and of a key that is drawn for each call.
+Each device computes its own part when it reads it, and the mask does not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -15,41 +15,47 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The multipliers of a hash of 32 bits (Wellons, "Prospecting for Hash Functions": lowbias32), and for each
-# word of the key an odd number by which positions are spread.
+# Multipliers of a 32-bit hash (Wellons, "Prospecting for Hash Functions": lowbias32), and for each word of
+# the key an odd number that positions are multiplied by.
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 _SPREAD = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
 
 
 @cache  # once per process
 def use_positional_dropout() -> None:
-    """Make every dropout on XLA, that of torch's attention among them, draw with :func:`draw_dropout_mask`."""
+    """Make every dropout on XLA, including torch's attention, use :func:`draw_dropout_mask`."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _apply_dropout, "AutogradXLA")
-    _registered_libraries.append(library)  # it undoes what it registered when it is freed
+    _registered_libraries.append(library)  # keep it, because it unregisters its functions when it is freed
 
 
 _registered_libraries: list[Any] = []
 
 
 def _apply_dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
+    """Apply dropout with the key of a new random draw. Replaces ``aten::dropout`` on XLA."""
     if not train or p == 0:
         return tensor
-    # Floats: the compiler computes with 64-bit integers in many steps, and takes minutes over a random one.
+    # Draw floats, because the compiler computes 64-bit integers in many steps, and compiles a random one for
+    # minutes.
     first, second = (torch.rand(2, device=tensor.device) * (1 << 24)).int()
     mask = draw_dropout_mask(tensor.shape, (first, second), 1 - p)
     return torch.where(mask, tensor * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
 def draw_dropout_mask(shape: torch.Size, key_words: tuple[Tensor, Tensor], keep_probability: float) -> Tensor:
-    """Bools of ``shape``, each true with probability ``keep_probability``.
+    """Draw a mask whose elements are independently true.
 
     Args:
-        shape: of the result.
-        key_words: two int32 scalars, on the device of the result.
-        keep_probability: is rounded to a multiple of 2 ** -31.
+        shape: Shape of the mask.
+        key_words: Two int32 scalars on the device of the mask.
+        keep_probability: Probability that an element is true. It is rounded to a multiple of 2 ** -31.
+
+    Returns:
+        A bool tensor.
     """
-    # A hash of the key and of the row, which is small beside the result; then one of that and of the column.
+    # First hash the key with the row. This tensor is small in comparison with the result. Then hash it with
+    # the column.
     *rows, columns = shape if len(shape) else (1,)
     stride, row = 1, torch.zeros((), dtype=torch.int32, device=key_words[0].device)
     for dim, size in reversed(list(enumerate(rows))):
@@ -66,16 +72,17 @@ def draw_dropout_mask(shape: torch.Size, key_words: tuple[Tensor, Tensor], keep_
 
 
 def _compute_positions(size: int, trailing_dims: int, device: torch.device) -> Tensor:
-    """The position along a dim of ``size`` that ``trailing_dims`` dims follow."""
+    """Return the index along a dim of ``size`` elements, with ``trailing_dims`` dims of size 1 after it."""
     return torch.arange(size, dtype=torch.int32, device=device).view(-1, *[1] * trailing_dims)
 
 
 def _hash_words(value: Tensor, other: Tensor) -> Tensor:
-    """A hash of two words."""
+    """Return a hash of two words."""
     value = _xor_shifted_bits(value, 16) * _FIRST
     value = _xor_shifted_bits(value ^ other, 15) * _SECOND
     return _xor_shifted_bits(value, 16)
 
 
 def _xor_shifted_bits(value: Tensor, bits: int) -> Tensor:
-    return value ^ ((value >> bits) & ((1 << (32 - bits)) - 1))  # int32 shifts in copies of the sign
+    # An int32 shift copies the sign bit, so mask it.
+    return value ^ ((value >> bits) & ((1 << (32 - bits)) - 1))

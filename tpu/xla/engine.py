@@ -1,4 +1,4 @@
-"""A model in training under SPMD: each step is traced lazily, compiled once, and run as one graph."""
+"""Training engine on torch_xla under SPMD, which compiles each step into one graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from portable.errors import require
 from portable.evaluation.totals import build_zero_totals, compute_new_totals
 from portable.model.auxiliary_losses import has_router_loss
 from portable.model.layers import find_transformer_layers
-from portable.model.loss import compute_micro_batch_loss, scale_loss_by_global_weight
+from portable.model.loss import forward_loss, scale_loss_by_global_weight
 from portable.optim.non_finite_updates import (
     INITIAL_COUNTERS,
     UpdateHealth,
@@ -33,7 +33,7 @@ from portable.tpu.xla.checks import STRATEGIES_GATHERED_ONCE
 from portable.tpu.xla.custom_optimizer import build_xla_optimizer
 from portable.tpu.xla.functional_call import FunctionalCaller
 from portable.tpu.xla.generation import sample_continuation
-from portable.tpu.xla.layout import constrain_with_gradient, copy_unsharded
+from portable.tpu.xla.layout import constrain_with_gradient, copy_without_sharding
 from portable.tpu.xla.lm_head import shard_head_gradient
 from portable.tpu.xla.parameter_gathering import gather_layer_parameters
 from portable.tpu.xla.parameters import DeviceParameters
@@ -65,11 +65,17 @@ DTYPES_BY_NAME = {
 
 
 class XlaEngine:
-    """Implements :class:`portable.backend.Engine`; see there for the contracts.
+    """Engine on torch_xla. Implements :class:`portable.backend.Engine`.
 
-    With one micro-batch per step, the whole step is one graph. With more, the micro-batch is one graph, which
-    accumulates gradients on the devices, and the update another, so that compile time does not grow with the
-    number of micro-batches.
+    With one micro-batch per step, the complete step is one graph. With several, one graph runs a micro-batch
+    and accumulates gradients on the devices, and another graph updates the parameters. The compile time
+    therefore does not depend on the number of micro-batches.
+
+    Args:
+        model: Model on the meta device.
+        config: Config of the run.
+        layout: Placement of tensors on the devices.
+        graphs: Runner of the compiled graphs.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, layout: MeshLayout, graphs: GraphRunner) -> None:
@@ -81,7 +87,7 @@ class XlaEngine:
         self._buffer_dtype = None if buffers is None else DTYPES_BY_NAME[buffers]
         self._gathers_once = config.strategy in STRATEGIES_GATHERED_ONCE
         self._recomputes_layers = config.memory.activation_checkpointing == "full"
-        # Of classifiers, some have it on the left.
+        # Some classifiers pad on the left.
         pads_last = config.model.task == "causal-lm"
         configure_attention(model, config.xla.attention_rows, layout, pads_last=pads_last)
         segments = find_layer_segments(model) if config.xla.scan_layers else []
@@ -95,7 +101,7 @@ class XlaEngine:
         in_loops = {name for segment in segments for name in segment.layer_names}
         for name, layer in find_transformer_layers(model):
             if name in in_loops:
-                continue  # a loop gathers and recomputes its layers itself, and does not interleave them
+                continue  # a loop itself gathers and recomputes its layers, and does not interleave them
             if not self._gathers_once:
                 gather_layer_parameters(layer, name, self._get_parameter_spec, layout)
             if self._recomputes_layers:
@@ -121,7 +127,11 @@ class XlaEngine:
     # -- setting up --------------------------------------------------------------------------------------
 
     def _find_head_to_gather(self, head: nn.Module | None) -> Tensor | None:
-        """The matrix that makes the logits, where it is gathered like those of ``shard_grad_op``."""
+        """Return the matrix of the head if it must be gathered for each pass like with ``shard_grad_op``.
+
+        Returns None if there is no head, if nothing is sharded, or if :func:`shard_head_gradient` handles the
+        head.
+        """
         weight = getattr(head, "weight", None)
         if weight is None:
             return None
@@ -130,12 +140,12 @@ class XlaEngine:
         return None if shard_head_gradient(head, self.layout, spec) or not self.layout.is_sharded else weight
 
     def _build_layer_loop(self, model: nn.Module, segment: LayerSegment, *, recompute: bool) -> None:
-        """Make the layers of ``segment`` one loop over the stacks of their parameters."""
+        """Make the layers of a segment one loop over the stacks of their parameters."""
         layout, stacks = self.layout, []
         for names in segment.list_parameter_names(model):
             stack = self._parameters[names[0]]
-            # Gathered as a whole. Where each product gathers its operand, the compiler may do so in several
-            # shapes, and so again and again.
+            # Gather the complete parameter. If each product gathered its operand, the compiler might gather
+            # it several times, in different shapes.
             shard_sharding = layout.to_op_sharding(self._get_parameter_spec(names[0], stack)[1:])
             unsharded = layout.to_op_sharding(layout.get_replicated_spec(stack.dim() - 1))
             computed = partial(self._caller.get_stack, names[0])
@@ -152,22 +162,29 @@ class XlaEngine:
         is_last_micro_batch: bool,
         with_token_metrics: bool = False,
     ) -> StepSums:
-        """See the protocol. Token metrics are always computed, because they decide the graph."""
+        """Trace the forward and backward pass of a micro-batch.
+
+        Token metrics are always computed, so that there is only one graph.
+        """
 
         def run_passes() -> StepSums:
-            # The gradients of lookup tables gather tokens. The compiler would do so inside the product that
-            # makes the logits, and what comes out of such a fusion is not overwritten: logits would lie
-            # beside their gradients. So tokens wait for the loss. If layers are recomputed, they are gathered
-            # late anyway. Lengths would become an input of the graph; here, masks keep documents apart.
+            # The gradients of embedding tables gather tokens. The compiler would fuse this gather with the
+            # product that computes the logits. The result of such a fusion is not overwritten, so the logits
+            # and their gradients would both exist. Therefore the tokens wait for the loss. If layers are
+            # recomputed, tokens are gathered late anyway. Leave out the document lengths, because they would
+            # become an input of the graph, and masks already separate the documents.
             waits = {} if self._recomputes_layers else batch
             waiting = {
-                name: copy_unsharded(rows) for name, rows in waits.items() if name != "document_lengths"
+                name: copy_without_sharding(rows)
+                for name, rows in waits.items()
+                if name != "document_lengths"
             }
-            output = compute_micro_batch_loss(self.model, {**batch, **waiting}, self.objective)
+            output = forward_loss(self.model, {**batch, **waiting}, self.objective)
             loss, sums = scale_loss_by_global_weight(output, global_weight, self.objective.global_batch_size)
-            # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
+            # The backward pass waits for the loss. Otherwise the compiler would delay the loss, and keep the
+            # logits for it.
             start = torch.ones_like(loss)
-            # Sorted: the graph is one, in whatever order a sample has its tensors.
+            # Sort the names, so that the order of the tensors in a sample does not change the graph.
             xla.barrier_([loss, start, *(waiting[name] for name in sorted(waiting))])
             loss.backward(start)
             return sums
@@ -180,7 +197,7 @@ class XlaEngine:
         return step_sums
 
     def _accumulate_gradients(self) -> None:
-        """Add this micro-batch's gradients to those accumulated on the devices."""
+        """Add the gradients of this micro-batch to the accumulated gradients on the devices."""
         gradients = self._detach_gradients()
         if self._accumulated_gradients is None:
             self._accumulated_gradients = {
@@ -194,7 +211,7 @@ class XlaEngine:
                 self._accumulated_gradients[name].add_(gradient)
 
     def _detach_gradients(self) -> dict[str, Tensor]:
-        """Detach the gradients from the parameters; each is sharded like its parameter."""
+        """Remove the gradients from the parameters and return them. Each is sharded like its parameter."""
         gradients = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
@@ -214,8 +231,11 @@ class XlaEngine:
         return self.layout.get_replicated_spec(tensor.dim())
 
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
+        """Trace the update, and start executing it. With one micro-batch, this executes the complete step."""
         self._learning_rate = learning_rate
-        norm = self._trace_update(self.layout.replicate(torch.tensor(learning_rate)), max_grad_norm, loss)
+        norm = self._trace_update_and_clear_gradients(
+            self.layout.replicate(torch.tensor(learning_rate)), max_grad_norm, loss
+        )
         self.graphs.run(
             "step" if self._accumulated_gradients is None else "update",
             [loss, norm, self._nonfinite_counters],
@@ -223,8 +243,14 @@ class XlaEngine:
         return norm
 
     @torch.no_grad()
-    def _trace_update(self, learning_rate: Tensor, max_norm: float, loss: Tensor) -> Tensor:
-        """Trace the update. In its own function, so that no temporary lives on as a result of the graph."""
+    def _trace_update_and_clear_gradients(
+        self, learning_rate: Tensor, max_norm: float, loss: Tensor
+    ) -> Tensor:
+        """Trace the update and return the gradient norm.
+
+        This is a separate function, so that no temporary tensor lives longer and becomes a result of the
+        graph.
+        """
         gradients = (
             self._detach_gradients() if self._accumulated_gradients is None else self._accumulated_gradients
         )
@@ -244,18 +270,21 @@ class XlaEngine:
         return norm
 
     def _call_with_compute_copies(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` with tensors cast to the compute type; gradients reach the master weights.
+        """Call a function with tensors cast to the compute dtype. Gradients reach the master weights.
 
-        If the strategy gathers parameters once for forward and backward pass, the copies are unsharded.
+        If the strategy gathers parameters once for the forward and the backward pass, the copies are
+        unsharded.
         """
         copies = dict(self._iter_compute_copies())
-        # Without it, every mask would look for packed sequences, and exist for each sequence by itself.
+        # With value checks, every mask function would search for packed sequences, and build one mask per
+        # sequence.
         with skip_mask_value_checks():
             if not copies:
                 return function()
             return torch.func.functional_call(self._caller, copies, (function,))
 
     def _iter_compute_copies(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the copy of each tensor that is replaced during the passes."""
         for name, parameter in self._parameters.items():
             copy: Tensor = parameter
             if parameter.is_floating_point() and parameter.dtype != self._compute_dtype:
@@ -263,7 +292,8 @@ class XlaEngine:
             if self._gathers_once or parameter is self._gathered_head:
                 unsharded = self.layout.to_op_sharding(self.layout.get_replicated_spec(parameter.dim()))
                 shard_sharding = self.layout.to_op_sharding(self._get_parameter_spec(name, parameter))
-                # The head's gradient is reduced unsharded: a shard would need the gradients of all logits.
+                # Reduce the gradient of the head unsharded, because a shard would need the gradients of all
+                # logits.
                 if parameter is self._gathered_head:
                     copy = constrain_with_gradient(copy, unsharded, unsharded)
                 else:
@@ -281,11 +311,13 @@ class XlaEngine:
                     yield self._caller.get_call_name(name), buffer.to(self._buffer_dtype)
 
     def read_update_health(self) -> UpdateHealth:
+        """Read the counters of skipped updates from the devices."""
         return UpdateHealth.from_counters(
             self.layout.read_to_cpu([self._nonfinite_counters])[0].tolist(), self._max_streak
         )
 
     def find_nonfinite_gradients(self) -> list[str]:
+        """Return the names of the parameters whose accumulated gradient is not finite."""
         present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         gradients = present if self._accumulated_gradients is None else self._accumulated_gradients
         names = [self.device_parameters.get_parameter_names(name) for name in gradients]
@@ -303,9 +335,9 @@ class XlaEngine:
 
     @torch.no_grad()
     def find_nonfinite_state(self) -> list[str]:
-        """See :class:`portable.backend.Engine`."""
-        # The shards are checked on the host, because a reduction on the devices would be another graph to
-        # compile, and the save copies them to the host anyway. A custom optimizer may start from infinity.
+        """Return the names of the trained parameters with a non-finite local weight or optimizer value."""
+        # Check the shards on the host, because a reduction on the devices would be another graph to compile,
+        # and a save copies them to the host anyway. The state of a custom optimizer may start from infinity.
         nonfinite: list[str] = []
         for name, state in self._optimizer.get_state_tensors().items():
             values = [self._parameters[name], *([] if self._custom_optimizer else state.values())]
@@ -318,12 +350,13 @@ class XlaEngine:
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
+        """Run the forward pass of an evaluation micro-batch, and return ``totals`` plus its metrics."""
         self.model.eval()
         sums: dict[str, Tensor] = self._call_with_compute_copies(
             partial(self.objective.measure_micro_batch, self.model, batch, metric_accumulator)
         )
         self.model.train()
-        # Zeros are buffers like later totals, so the first micro-batch has the graph of all others.
+        # Start from zeros on the device, so that the first micro-batch has the same graph as the others.
         totals = dict(totals) or {
             name: self.layout.replicate(zero) for name, zero in build_zero_totals(sums).items()
         }
@@ -336,7 +369,7 @@ class XlaEngine:
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
-        """See the protocol. One graph over the full length samples every token: one compilation."""
+        """Sample a continuation. The graph covers the full length for every token, so it is compiled once."""
         self.model.eval()
 
         def compute_logits(tokens: Tensor) -> Tensor:
@@ -353,21 +386,25 @@ class XlaEngine:
     # -- weights and checkpoints -------------------------------------------------------------------------
 
     def swap_ema_weights(self) -> None:
+        """Swap the weights with their exponential moving average. Call it again to swap them back."""
         state = self._optimizer.get_state_tensors()
         swap_weights_and_averages((self._parameters[name], values) for name, values in state.items())
-        self.layout.execute_pending(wait=True)
+        self.layout.cut_graph(wait=True)
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
+        """Fill this host's shards of parameters and buffers, and initialize the optimizer state."""
         for name, tensor in self.device_parameters.get_state_tensors().items():
             self.device_parameters.fill_tensor(name, tensor, self._get_tensor_spec(name, tensor), weights)
         self._optimizer.initialize_state()
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Load the model weights and the optimizer state from a checkpoint."""
         stored = match_checkpoint_to_model(checkpoint, self.model)
         self.load_weights(stored.weights)
         self._optimizer.load_state(stored.optimizer, checkpoint.optimizer)
 
     def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
+        """Write this host's shards in torch.distributed.checkpoint (DCP) format."""
         state = stage_checkpoint_state(
             self.layout, self.device_parameters, self._optimizer, self._learning_rate
         )
@@ -375,7 +412,10 @@ class XlaEngine:
 
 
 class _EngineCaller(FunctionalCaller):
-    """A module around model and stacks, whose tensors may both be replaced."""
+    """Module around a model and the stacks of its looped layers.
+
+    The tensors of both can be replaced during a call.
+    """
 
     def __init__(self, model: nn.Module, device_parameters: DeviceParameters) -> None:
         super().__init__(model)
@@ -386,17 +426,17 @@ class _EngineCaller(FunctionalCaller):
             self.register_parameter(attribute, device_parameters.by_name[name])
 
     def get_call_name(self, name: str) -> str:
-        """What ``functional_call`` calls the tensor that the engine calls ``name``."""
+        """Return the name by which ``functional_call`` replaces a tensor of the engine."""
         return self._stack_attributes.get(name, f"module.{name}")
 
     def get_stack(self, name: str) -> Tensor:
-        """The stack called ``name``, as it is at present."""
+        """Return the current value of a stack, which may be a replacement."""
         value: Tensor = getattr(self, self._stack_attributes[name])
         return value
 
 
 def _check_router_loss_support(segments: list[LayerSegment], *, recomputed: bool) -> None:
-    """Refuse what a router loss has no gradient through."""
+    """Raise UserError for settings through which a router loss has no gradient."""
     require(
         not recomputed,
         "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
@@ -410,5 +450,5 @@ def _check_router_loss_support(segments: list[LayerSegment], *, recomputed: bool
 
 
 def _insert_barrier(_: nn.Module, gradients: Any, __: Any) -> None:
-    """Keep the compiler from interleaving the backward passes of layers."""
+    """Prevent the compiler from interleaving the backward passes of layers. A backward hook."""
     xla.barrier_([gradient for gradient in gradients if gradient is not None])

@@ -1,7 +1,8 @@
-"""Memory and traffic of SPMD on XLA, computed from a model's shapes.
+"""Memory and traffic of SPMD on XLA, computed from the shapes of a model.
 
-``tests/tpu/test_footprint.py`` compares resident sizes with live shards, and temporary ones with what a TPU's
-compiler has said of some steps. XLA's compiler for CPUs writes more of them: plans are for TPUs.
+``tests/tpu/test_footprint.py`` compares the resident sizes with live shards, and the temporary sizes with
+reports of a TPU compiler for some steps. XLA's compiler for CPUs writes more temporary values, so the numbers
+are only valid for TPUs.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Check the config for XLA; see :class:`portable.planner.memory_model.FootprintModule`."""
     check_config(config.replaced({"backend": "xla"}), is_resolved=True)
     return config
 
 
 def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
-    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Yield the strategies on XLA; see :class:`portable.planner.memory_model.FootprintModule`."""
     strategies = ["no_shard", "shard_grad_op", "full_shard"]
     if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
         strategies += ["hybrid_shard_zero2", "hybrid_shard"]
@@ -42,15 +43,17 @@ def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetti
 
 
 def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Return no units; see :class:`portable.planner.memory_model.FootprintModule`."""
     return []
 
 
 OVERLAPPED_SCATTER_GROUPS = range(8, 33)
-"""Groups for which the compiler splits the product that is a gradient, and sends piece after piece."""
-# Products are written, with what elementwise operations make of them.
+"""Group sizes for which the compiler splits the product of a gradient, and sends one piece after the other.
+"""
+# Matrix products. The compiler writes their results, after the elementwise operations that follow.
 _PRODUCT_OPERATIONS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm"}
-# Reductions whose results are as large as their operand: that is read again, with the small sums of its rows.
+# Reductions whose results are as large as their operand. The compiler stores the small sums of the rows, and
+# reads the operand again to compute the results.
 _ROW_REDUCTIONS = {
     "_log_softmax",
     "_log_softmax_backward_data",
@@ -58,8 +61,8 @@ _ROW_REDUCTIONS = {
     "native_layer_norm",
     "native_layer_norm_backward",
 }
-# Operations that only move elements or make them of nothing. Dropout makes its numbers of their positions.
-# The gradient of a lookup table is added up in shards, which `compute_footprint` counts.
+# Operations that only move or create elements. Dropout computes its random numbers from positions. The
+# gradient of an embedding table is summed in shards, which `compute_footprint` counts.
 _DATA_MOVEMENT_OPERATIONS = {
     "_to_copy",
     "arange",
@@ -89,7 +92,14 @@ _DATA_MOVEMENT_OPERATIONS = {
 
 
 def classify_result(operation: str, *, elementwise: bool) -> ResultKind:
-    """What a TPU's compiler does with a result; see :data:`portable.planner.pass_cost.ResultKind`."""
+    """Classify how a TPU compiler stores the result of an operation.
+
+    See :mod:`portable.planner.pass_cost` for the classes.
+
+    Args:
+        operation: Name of the ATen operation.
+        elementwise: Whether the operation is elementwise.
+    """
     if operation in _PRODUCT_OPERATIONS:
         return "product"
     if operation in _ROW_REDUCTIONS:
@@ -98,19 +108,23 @@ def classify_result(operation: str, *, elementwise: bool) -> ResultKind:
 
 
 def compute_every_expert_in(model: Any) -> None:
-    """Make mixtures of experts compute every expert for every token, as the engine does."""
-    from portable.tpu.xla.fixed_shapes import use_fixed_shape_experts  # which needs torch
+    """Make mixtures of experts in a model compute every expert for every token, as the engine does."""
+    from portable.tpu.xla.fixed_shapes import use_fixed_shape_experts  # imports torch
 
     use_fixed_shape_experts(model, lambda tensor: tensor)
 
 
 class _WeightTotals(NamedTuple):
-    """Of all weights: bytes on a device, and elements that are sent.
+    """Totals over all weights: bytes on a device, and elements that are sent.
 
     Attributes:
-        sharded_trained_elements: elements that are trained and sharded.
-        gathered_elements, scattered_elements: elements in a pass.
-        copy_bytes: bytes of copies in the compute type, and of turned tables.
+        parameter_bytes: Bytes of the shards of the parameters.
+        gradient_bytes: Bytes of the shards of the fp32 gradients.
+        moment_bytes: Bytes of the shards of the optimizer state.
+        sharded_trained_elements: Elements that are trained and sharded.
+        gathered_elements: Elements that are gathered in a pass.
+        scattered_elements: Elements of gradients that are reduced to shards in a pass.
+        copy_bytes: Bytes of copies in the compute dtype, and of transposed tables.
     """
 
     parameter_bytes: int
@@ -125,6 +139,7 @@ class _WeightTotals(NamedTuple):
 def _sum_weights(
     model: ModelInventory, config: RunConfig, rules: ShardingRules, group: int, *, keeps_gathered: bool
 ) -> _WeightTotals:
+    """Sum memory and traffic over all weights."""
     compute = COMPUTE_BYTES.get(config.precision, FP32_BYTES)
     parameters = gradients = moments = learning = gathers = scattered = copied = 0
     for weight in model.weights:
@@ -138,7 +153,8 @@ def _sum_weights(
             shape[dim] //= group
         size = weight.num_elements // group if dim is not None else weight.num_elements
         parameters += weight.itemsize * size
-        # Casts are copies. What is not cast is copied by the barriers that make it be gathered again.
+        # A cast creates a copy. Weights that are not cast are copied by the barriers, which make the compiler
+        # gather them again.
         is_gathered_again = (
             weight.is_trained and not keeps_gathered and (weight.is_output_head or not weight.is_embedding)
         )
@@ -153,25 +169,27 @@ def _sum_weights(
             moments += moment_size
             tied = weight.is_embedding and weight.is_output_head and dim == 1
             if tied and shape[1] % LANES and not is_head_gradient_transposed(shape[1], group):
-                # Its state lies transposed, which takes less. Its gradient does not: the update copies it.
+                # The state is stored transposed, which takes less memory, but the gradient is not. The update
+                # therefore copies the state to the layout of the gradient.
                 copied += (FP32_BYTES * size + moment_size) * -(-shape[1] // LANES) * LANES // shape[1]
-    # One replicated vector of step counts, also of parameters whose rule has none.
+    # There is one replicated vector of step counts. It has an entry even for parameters whose rule does not
+    # count steps.
     uncounted = [w for w in model.trained_weights if w.uses_muon or config.train.optimizer == "sgd"]
     moments += FP32_BYTES * len(uncounted)
     return _WeightTotals(parameters, gradients, moments, learning, gathers, scattered, copied)
 
 
 def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Compute the footprint of a run; see :class:`portable.planner.memory_model.FootprintModule`."""
     group = cluster.devices
     if config.strategy in HYBRID_STRATEGIES:
         group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
     rules = ShardingRules(config, group)
     compute = COMPUTE_BYTES.get(config.precision, FP32_BYTES)
     gathers_once = config.strategy in STRATEGIES_GATHERED_ONCE
-    # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
-    # that, and so do loops: only the running layer's are there. Lookup tables are never gathered, except the
-    # head's; of these, rows are sent.
+    # The compiler keeps gathered parameters for the backward pass. Recomputation and loops prevent this, so
+    # that only the parameters of the running layer are gathered. Embedding tables are never gathered, except
+    # for the head's table.
     keeps_gathered = gathers_once or not (
         config.memory.activation_checkpointing == "full" or config.xla.scan_layers
     )
@@ -182,8 +200,9 @@ def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster
     running_bytes = compute * (sum(layers) if keeps_gathered else max(layers, default=0))
     outside_elements -= sum(w.num_elements for w in model.weights if w.is_embedding and not w.is_output_head)
     gathered = compute * (outside_elements + (sum(layers) if keeps_gathered else 0))
-    # The whole gradient of the head, which the pass has, takes the place of its gathered matrix, which only
-    # makes the gradients for the layers. If it is scattered meanwhile, there are pieces of two neighbors.
+    # The unsharded gradient of the head, which the pass contains, reuses the memory of the gathered matrix.
+    # This matrix is only needed for the gradients of the layers. If the gradient is scattered during the
+    # product, only the pieces of two neighbors exist.
     head_elements = sum(
         w.num_elements
         for w in model.trained_weights
@@ -192,7 +211,7 @@ def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster
     pieces = 2 if group in OVERLAPPED_SCATTER_GROUPS else 0
     gathered -= compute * head_elements * (group - pieces) // group
     in_layers = running_bytes
-    # In the graph of a whole step, gradients are kept as they are reduced: in the compute type.
+    # If the complete step is one graph, gradients stay in the compute dtype, in which they are reduced.
     num_batch_shards = cluster.devices // config.context_parallel_size
     is_single_graph = config.train.global_batch_size == config.train.micro_batch_size * num_batch_shards
     if is_single_graph:
@@ -241,10 +260,10 @@ class _OrthogonalizationCost(NamedTuple):
 def _compute_orthogonalization_cost(
     model: ModelInventory, compute: int, group: int
 ) -> _OrthogonalizationCost:
-    """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
+    """Compute the cost of Muon's update, which is 0 for other optimizers.
 
-    Matrices of one shape are spread over the devices, each of which has its share of them whole: operands and
-    results of the products.
+    Matrices with the same shape are distributed over the devices. Each device has its share of complete
+    matrices: the operands and results of the products.
     """
     matrices_by_shape: Counter[tuple[int, ...]] = Counter()
     for weight in model.trained_weights:

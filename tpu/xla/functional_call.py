@@ -1,4 +1,4 @@
-"""Calls of functions that read a module's tensors, with other tensors in their place."""
+"""Calls of functions that read the tensors of a module, with other tensors substituted for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 
 class FunctionalCaller(nn.Module):
-    """A module around another, for ``torch.func.functional_call``: it calls any function, and no hooks.
+    """Module around another module for ``torch.func.functional_call``, whose forward calls any function.
+
+    No hooks of the inner module are called.
 
     Args:
-        module: whose tensors are replaced during the call, as ``module.<name>``.
+        module: Module whose tensors can be replaced during the call, with the names ``module.<name>``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -22,4 +24,5 @@ class FunctionalCaller(nn.Module):
         self.module = module
 
     def forward(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` without arguments and return its result."""
         return function()

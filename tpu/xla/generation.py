@@ -1,4 +1,4 @@
-"""Sampling, with one graph for every token."""
+"""Sampling from a model, with the same graph for every token."""
 
 from __future__ import annotations
 
@@ -25,13 +25,20 @@ def sample_continuation(
     layout: MeshLayout,
     graphs: GraphRunner,
 ) -> Tensor:
-    """``prompt`` ``[1, length]`` with sampled tokens behind it, int64 on the devices.
+    """Sample tokens after a prompt.
 
     Args:
-        compute_logits: of tokens ``[rows, length]``: ``[rows, length, vocabulary]``.
+        prompt: Token ids ``[1, length]``.
+        max_new_tokens: Number of tokens to sample.
+        seed: Random seed of the sampling.
+        compute_logits: Function that computes logits ``[rows, length, vocabulary]`` from token ids ``[rows,
+            length]``.
+        layout: Placement of tensors on the devices.
+        graphs: Runner of the compiled graphs.
 
     Returns:
-        a row for each part of a batch, along which activations are sharded; the rows are equal.
+        Token ids ``[rows, length + max_new_tokens]``, int64 on the devices. There is one row per batch shard,
+        because activations are sharded along the batch. All rows are equal.
     """
     start = prompt.shape[1]
     padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
@@ -53,7 +60,7 @@ def _sample_token_at(
     compute_logits: Callable[[Tensor], Tensor],
     layout: MeshLayout,
 ) -> Tensor:
-    """``tokens`` with a sampled token at ``position``: temperature 0.8, top-k 50."""
+    """Return ``tokens`` with a sampled token at ``position``, with temperature 0.8 and top-k 50."""
     logits = compute_logits(tokens).index_select(1, position - 1).squeeze(1).float()
     top = torch.topk(logits, min(noise.shape[1], logits.shape[1]))
     sampled_rank = (top.values / 0.8 + layout.replicate(noise)[:, : top.values.shape[1]]).argmax(

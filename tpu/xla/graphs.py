@@ -1,4 +1,4 @@
-"""Run the compiled graphs of a run, count them, and report the cause of unexpected ones."""
+"""Run the compiled graphs of a run, count them, and report the cause of unexpected graphs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MAX_COMPARED_CHARS = 16 << 20  # characters of a graph to compare
+MAX_COMPARED_CHARS = 16 << 20  # longer texts of graphs are cut to this number of characters
 
 
 class GraphRunner:
-    """Runs the traced operations, one graph of each kind, and reports every further graph of a kind.
+    """Runs traced operations as graphs, and reports when a second graph with the same name is compiled.
 
     Args:
-        report: called with a line about an unexpected graph.
+        report: Function that is called with a line about an unexpected graph.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -34,7 +34,10 @@ class GraphRunner:
 
     @contextmanager
     def warn_about_value_reads(self) -> Iterator[None]:
-        """Warn if code in this block reads a tensor's value, which executes the graph too early."""
+        """Warn if code in this context reads the value of a tensor.
+
+        Reading a value executes a part of the graph too early.
+        """
         counters_before = read_xla_counters()
         yield
         if read_xla_counters() != counters_before and not self._reported:
@@ -45,11 +48,11 @@ class GraphRunner:
             )
 
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
-        """Start executing the traced operations, without waiting.
+        """Start executing the traced operations. Does not wait for them, except for a new graph.
 
         Args:
-            kind: a name for the graph, for messages.
-            results: tensors that the graph computes; their hash identifies it.
+            kind: Name of the graph, such as ``step``.
+            results: Tensors that the graph computes. Their hash identifies the graph.
         """
         texts = self._texts_by_hash.setdefault(kind, {})
         fingerprint = xla.graph_hash(list(results))
@@ -60,8 +63,8 @@ class GraphRunner:
             texts[fingerprint] = text
             if nearest is not None:
                 self._report_extra_graph(kind, describe_graph_difference(nearest, text))
-            # Waits this once: where the next graph is begun while the results of the first one are still to
-            # come, it is now and then compiled anew.
+            # Wait for the first run of a graph. If the next graph began before its results exist, torch_xla
+            # would sometimes compile the graph again.
             torch_xla.sync(wait=True)
             return
         torch_xla.sync()
@@ -79,11 +82,12 @@ class GraphRunner:
 
     @property
     def graph_counts(self) -> dict[str, int]:
-        """The number of different graphs of each kind."""
+        """Number of different graphs that were compiled, keyed by graph name."""
         return {kind: len(texts) + self._extra_graphs[kind] for kind, texts in self._texts_by_hash.items()}
 
 
 def _find_most_similar_text(text: str, texts: Iterable[str]) -> str:
+    """Return the text that differs from ``text`` in the fewest lines."""
     lines = Counter(_strip_value_numbers(line) for line in text.splitlines())
 
     def compute_distance(other: str) -> int:
@@ -94,7 +98,7 @@ def _find_most_similar_text(text: str, texts: Iterable[str]) -> str:
 
 
 def describe_graph_difference(old_text: str, new_text: str) -> str:
-    """The first line in which two graphs differ: a shape, a value, or an operation."""
+    """Describe the first line in which the texts of two graphs differ: a shape, a value, or an operation."""
     old, new = ([_strip_value_numbers(line) for line in text.splitlines()] for text in (old_text, new_text))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False) if len(old) < 4000 else None
     if matcher is None:
@@ -111,12 +115,12 @@ def describe_graph_difference(old_text: str, new_text: str) -> str:
 
 
 def _strip_value_numbers(line: str) -> str:
-    """``line`` without value numbers, which shift with every added operation."""
+    """Remove value numbers from a line, because every additional operation shifts them."""
     return re.sub(r"%\d+", "%", line).strip()
 
 
 def read_xla_counters() -> dict[str, float]:
-    """The numbers of graphs compiled and of transfers from the device, in this process."""
+    """Return the number of compiled graphs and of transfers from the devices in this process."""
     return {
         "graphs_compiled": _count_metric_samples("CompileTime"),
         "transfers_from_device": _count_metric_samples("TransferFromDeviceTime"),

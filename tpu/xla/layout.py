@@ -1,8 +1,8 @@
-"""The device mesh, and the sharding of parameters, batches and activations over it.
+"""Device mesh, and the sharding of parameters, batches and activations over it.
 
-Under SPMD a sharded tensor is one logical tensor: the program is written for one device, and the compiler
-inserts the collectives. It needs the sharding of parameters, batches and activations, and propagates the
-rest.
+Under SPMD a sharded tensor is one logical tensor. The program is written for one device, and the compiler
+inserts the collectives. The compiler needs the sharding of parameters, batches and activations, and
+propagates it to other tensors.
 """
 
 from __future__ import annotations
@@ -31,33 +31,40 @@ if TYPE_CHECKING:
 REPLICA, FSDP, SEQUENCE = "replica", "fsdp", "sequence"
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
-"""For each dim of a tensor, the mesh axes that it is sharded over, or None."""
+"""Mesh axes that each dim of a tensor is sharded over. None for a dim that is not sharded."""
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard that this host holds: its offset in each dim, and its values on the CPU."""
+    """Shard that this host holds.
+
+    Attributes:
+        offsets: Offset of the shard in each dim.
+        values: Values of the shard on the CPU.
+    """
 
     offsets: tuple[int, ...]
     values: Tensor
 
 
 class MeshLayout:
-    """The mesh, and the placement of tensors on it.
+    """Device mesh, and the placement of tensors on it.
 
     Args:
-        config: strategy, ``fsdp.shard_group_size``, ``context_parallel_size``, ``xla.sharding`` and
-            ``xla.shard_param_on_dim_0``.
-        num_devices: of the whole run.
+        config: Config of the run, with strategy, ``fsdp.shard_group_size``, ``context_parallel_size``,
+            ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
+        num_devices: Number of devices of the run.
 
     Attributes:
-        sequence: devices in a row that share each sequence.
-        num_batch_shards: groups of them, over which batches are cut.
-        shard_axes: the axes over which a dim of a parameter is sharded.
+        sequence: Number of consecutive devices that share each sequence.
+        num_batch_shards: Number of these groups of devices. Batches are sharded over them.
+        shard_axes: Mesh axes over which a dim of a parameter is sharded.
+        shard_group_size: Number of devices that one copy of the parameters is sharded over.
 
     Raises:
-        UserError: if the number of devices is not a multiple of the group size, or that of those that share
-            a sequence, or a pattern of ``xla.sharding`` is not a regular expression.
+        UserError: If the number of devices is not a multiple of the group size, if the group size is not a
+            multiple of ``context_parallel_size``, or if a pattern of ``xla.sharding`` is not a regular
+            expression.
     """
 
     def __init__(self, config: RunConfig, num_devices: int) -> None:
@@ -87,10 +94,16 @@ class MeshLayout:
     # -- specs -------------------------------------------------------------------------------------------
 
     def get_parameter_spec(self, name: str, shape: Sequence[int]) -> Spec:
-        """The spec of a parameter: sharded along one dim over the axes :attr:`shard_axes`, or replicated.
+        """Return the spec of a parameter, which is sharded along one dim or replicated.
+
+        The dim is sharded over the axes :attr:`shard_axes`.
+
+        Args:
+            name: Name of the parameter.
+            shape: Shape of the parameter.
 
         Raises:
-            UserError: if ``xla.sharding`` names a dim that is missing or not divisible by the group size.
+            UserError: If ``xla.sharding`` names a dim that is missing or not divisible by the group size.
         """
         dim = self._sharding_rules.choose_shard_dim(name, shape)
         return tuple(self.shard_axes if d == dim else None for d in range(len(shape)))
@@ -106,36 +119,50 @@ class MeshLayout:
 
     @property
     def reduces_gradients_unsharded(self) -> bool:
-        """Whether the TPU's compiler adds up gradients as a whole, and cuts them afterwards."""
+        """Whether the TPU compiler sums unsharded gradients and then shards the sum."""
         return self.shard_group_size > 32
 
     def get_batch_spec(self, num_dims: int) -> Spec:
-        """The spec of batches: sharded along dim 0 over the groups that share sequences, or all devices."""
+        """Return the spec of a batch: dim 0 is sharded over the groups of devices that share sequences.
+
+        Args:
+            num_dims: Number of dims of the batch tensor.
+        """
         return (self._batch_axes, *(None,) * (num_dims - 1))
 
     def get_activation_spec(self, num_dims: int) -> Spec:
-        """The spec of ``[batch, tokens, ...]``, or of ``[tokens of all sequences, ...]`` with two dims."""
+        """Return the spec of activations ``[batch, tokens, ...]``.
+
+        Activations with two dims are ``[tokens of all sequences, ...]``.
+
+        Args:
+            num_dims: Number of dims of the tensor.
+        """
         if num_dims == 2:
             return (self._axes, None)
         return (self._batch_axes, self._token_axis, *(None,) * (num_dims - 2))
 
     def get_heads_spec(self, *, whole_sequences: bool) -> Spec:
-        """The spec of ``[batch, heads, tokens, width]``: of whole sequences with a share of the heads, or of
-        parts of them with all heads."""
+        """Return the spec of ``[batch, heads, tokens, width]``.
+
+        Args:
+            whole_sequences: Whether a device has complete sequences and a share of the heads. Otherwise it
+                has a part of each sequence and all heads.
+        """
         last = (self._token_axis, None) if whole_sequences else (None, self._token_axis)
         return (self._batch_axes, *last, None)
 
     def get_replicated_spec(self, num_dims: int) -> Spec:
-        """The spec of a replicated tensor."""
+        """Return the spec of a replicated tensor."""
         return (None,) * num_dims
 
     def to_op_sharding(self, spec: Spec) -> Any:
-        """The bindings' form of ``spec``."""
+        """Convert a spec to the object that torch_xla's bindings expect."""
         return self.mesh.get_op_sharding(spec)
 
     def shard_along_tokens(self, tensor: Tensor) -> Tensor:
-        """``tensor``, ``[experts, tokens, ...]``, and its gradient sharded along the tokens."""
-        if tensor.is_meta:  # a trial pass
+        """Shard a tensor ``[experts, tokens, ...]`` and its gradient along the tokens."""
+        if tensor.is_meta:  # in a trial pass, there are no devices
             return tensor
         sharding = self.to_op_sharding((None, *self.get_activation_spec(tensor.dim() - 1)))
         return constrain_with_gradient(tensor, sharding, sharding)
@@ -143,9 +170,15 @@ class MeshLayout:
     # -- tensors -----------------------------------------------------------------------------------------
 
     def place_batch_tensor(self, tensor: Tensor) -> Tensor:
-        """Send this host's part of a batch to its devices; the result is the global batch.
+        """Send this host's part of a batch tensor to its devices.
 
-        Hosts that share sequences all have them.
+        Hosts that share sequences all have the same part.
+
+        Args:
+            tensor: Part of this host, on the CPU.
+
+        Returns:
+            The global batch tensor.
         """
         parts = tensor.chunk(max(1, self._num_local_devices // self.sequence))
         shards = [
@@ -155,7 +188,7 @@ class MeshLayout:
         return self._assemble_from_shards(shards, self.get_batch_spec(tensor.dim()), shape)
 
     def create_zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
-        """A tensor of zeros. The host allocates one shard, each device its own."""
+        """Create a sharded tensor of zeros. The host allocates one shard, and each device its own shard."""
         shard_shape = [
             size // self.shard_group_size if axis == self.shard_axes else size
             for size, axis in zip(shape, spec, strict=True)
@@ -167,8 +200,8 @@ class MeshLayout:
     def replicate(self, tensor: Tensor) -> Tensor:
         """Replicate a CPU tensor to every device.
 
-        Use it for changing scalars, too: ``tensor.to(device)`` would turn 0 and 1 into constants of the
-        graph.
+        Use this method for scalars that change, too, because ``tensor.to(device)`` would turn 0 and 1 into
+        constants of the graph.
         """
         return self._assemble_from_shards(
             [tensor] * self._num_local_devices, self.get_replicated_spec(tensor.dim()), tensor.shape
@@ -183,7 +216,13 @@ class MeshLayout:
         return int(xr.addressable_runtime_device_count())
 
     def fill_local_shards(self, tensor: Tensor, spec: Spec, source: ReadableTensor) -> None:
-        """Fill this host's shards of ``tensor``, placed by ``spec``, from ``source``."""
+        """Fill this host's shards of a tensor.
+
+        Args:
+            tensor: Device tensor. Its data is replaced.
+            spec: Spec of the tensor.
+            source: Full tensor. Only the shards of this host are read.
+        """
         read: dict[tuple[tuple[int, int], ...], Tensor] = {}
         shards = []
         for _, index in xla.shard_places([tensor])[0]:
@@ -195,13 +234,13 @@ class MeshLayout:
         tensor.data = self._assemble_from_shards(shards, spec, tensor.shape)
 
     def copy_local_shards(self, tensors: Sequence[Tensor]) -> list[list[LocalShard]]:
-        """CPU copies of the shards of each tensor that this host saves; one device saves each shard."""
+        """Copy the shards of each tensor that this host saves to the CPU. One device saves each shard."""
         _wait_for_device_ops()
-        return [
-            self._copy_tensor_shards(tensor) for tensor in tensors
-        ]  # one at a time: replicas are copied as well
+        # Copy one tensor at a time, because replicas are copied as well.
+        return [self._copy_tensor_shards(tensor) for tensor in tensors]
 
     def _copy_tensor_shards(self, tensor: Tensor) -> list[LocalShard]:
+        """Copy the shards of a tensor that this host saves to the CPU."""
         (replicas_and_indices,) = xla.shard_places([tensor])
         (copies,) = xla.local_shards([tensor])
         shards = []
@@ -212,18 +251,22 @@ class MeshLayout:
         return shards
 
     def read_to_cpu(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """CPU copies of whole tensors. Executes what they still need, and waits for it."""
+        """Copy full tensors to the CPU. Executes their pending operations, and waits for them."""
         copies: list[Tensor] = xla.cpu_tensors(list(tensors))
         return copies
 
-    def execute_pending(self, *, wait: bool = False) -> None:
-        """Compute what all tensors still need; ``wait`` until it is there, to be copied or filled."""
+    def cut_graph(self, *, wait: bool = False) -> None:
+        """Execute the pending operations of all tensors.
+
+        Args:
+            wait: Whether to wait for the results, so that the tensors can be copied or filled.
+        """
         torch_xla.sync()
         if wait:
             _wait_for_device_ops()
 
     def copy_replicated_to_cpu(self, tensor: Tensor) -> Tensor:
-        """A CPU copy of a replicated tensor, from one of this host's devices."""
+        """Copy a replicated tensor to the CPU, from one of this host's devices."""
         _wait_for_device_ops()
         values: Tensor = xla.local_shards([tensor])[0][0][0]
         return values
@@ -232,17 +275,25 @@ class MeshLayout:
 def constrain_with_gradient(
     tensor: Tensor, sharding: Any, gradient_sharding: Any, *, isolate_gradient: bool = False
 ) -> Tensor:
-    """Annotate ``tensor`` with a sharding, and its gradient with another.
+    """Annotate a tensor with a sharding, and its gradient with another sharding.
 
     Args:
-        isolate_gradient: write the gradient by itself. The compiler might put off what cuts it, and keep it
-        whole.
+        tensor: Tensor to annotate.
+        sharding: Sharding of the result.
+        gradient_sharding: Sharding of the gradient.
+        isolate_gradient: Whether to put an optimization barrier behind the gradient. Otherwise the compiler
+            might delay the operation that shards the gradient, and keep it unsharded.
+
+    Returns:
+        A copy of the tensor with the annotation.
     """
     constrained: Tensor = _ConstrainFunction.apply(tensor, sharding, gradient_sharding, isolate_gradient)  # type: ignore[no-untyped-call, unused-ignore]
     return constrained
 
 
 class _ConstrainFunction(torch.autograd.Function):
+    """Autograd function that annotates a tensor and its gradient with shardings."""
+
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, sharding: Any, gradient_sharding: Any, isolate_gradient: bool
@@ -259,20 +310,21 @@ class _ConstrainFunction(torch.autograd.Function):
 
 
 def copy_with_sharding(tensor: Tensor, sharding: Any) -> Tensor:
-    """A copy of ``tensor`` that is annotated with a sharding."""
-    # Marking works in place, and a clone would inherit the sharding of a placed tensor.
-    copy = copy_unsharded(tensor)
+    """Return a copy of a tensor that is annotated with a sharding."""
+    # Copy the tensor, because marking works in place, and a clone would inherit the sharding of a placed
+    # tensor.
+    copy = copy_without_sharding(tensor)
     xla.mark_sharding(copy, sharding)
     return copy
 
 
-def copy_unsharded(tensor: Tensor) -> Tensor:
-    """The same values as a tensor of its own; the compiler removes the operation."""
+def copy_without_sharding(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor without its sharding annotation. The compiler removes the copy."""
     return tensor | False if tensor.dtype == torch.bool else tensor * 1
 
 
 def _wait_for_device_ops() -> None:
-    """Wait for started computations; shards can be copied only then."""
+    """Wait for started computations. Shards can be copied only after that."""
     xla.wait([])
 
 
@@ -283,19 +335,20 @@ def _convert_index_to_slices(index: Any, shape: Sequence[int]) -> tuple[slice, .
 
 
 def _compute_device_order(num_devices: int) -> Any:
-    """Device ids ordered by slice, so that neighbors in the mesh share a fast interconnect."""
+    """Return device ids ordered by slice, so that neighbors in the mesh share a fast interconnect."""
     slices = _read_slice_indices() or [0] * num_devices
     return np.array(sorted(range(num_devices), key=lambda d: (slices[d], d)))
 
 
 def _read_slice_indices() -> list[int]:
-    """The slice index of each device, by device id."""
+    """Return the slice index of each device, ordered by device id."""
     attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
     by_number = sorted(attributes, key=lambda a: int(str(a.get("name", ":0")).rpartition(":")[2]))
     return [int(a.get("slice_index", 0)) for a in by_number]
 
 
 def _compute_shard_group_size(config: RunConfig, num_devices: int) -> int:
+    """Return the number of devices that one copy of the parameters is sharded over."""
     if config.strategy not in HYBRID_STRATEGIES:
         return num_devices
     slices = len(set(_read_slice_indices())) or 1

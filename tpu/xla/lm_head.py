@@ -1,8 +1,9 @@
-"""The product that makes the logits, and its gradient without the logits of other devices.
+"""Product that computes the logits, whose gradient does not need the logits of other devices.
 
-The head's matrix is gathered, since a shard of it would need the activations of all tokens. Its gradient is a
-sum over the tokens of all devices, of which a device keeps its rows. The compiler adds up pieces while it
-multiplies only where nothing stands between the product and its sharding.
+The matrix of the head is gathered, because a shard of it would need the activations of all tokens. Its
+gradient is a sum over the tokens of all devices, and a device keeps its rows of the sum. The compiler
+overlaps the product with the reduction only if no operation is between the product and its sharding
+annotation.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from portable.tpu.xla.layout import copy_unsharded, copy_with_sharding
+from portable.tpu.xla.layout import copy_with_sharding, copy_without_sharding
 from portable.tpu.xla.sharding import is_head_gradient_transposed
 from portable.tpu.xla.torch_xla_internals import xla
 
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
 
 
 def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec: Spec) -> bool:
-    """Give ``head`` a forward whose gradient is reduced to shards of its matrix; whether that is possible.
+    """Give the head of a model a forward whose gradient is reduced to shards.
 
     Args:
-        head: a model's output embeddings.
-        layout: of the mesh.
-        weight_spec: of the head's matrix ``[vocabulary, hidden size]``.
+        head: Output embeddings of a model, or None.
+        layout: Placement of tensors on the devices.
+        weight_spec: Spec of the matrix of the head, ``[vocabulary, hidden size]``.
+
+    Returns:
+        Whether the forward was replaced. This requires a plain linear layer and several devices.
     """
     if type(head) is not nn.Linear or layout.num_devices == 1:
         return False
@@ -56,6 +60,11 @@ def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec:
 
 
 class _HeadFunction(torch.autograd.Function):
+    """Autograd function that multiplies hidden states by the gathered matrix of the head.
+
+    The gradient of the matrix is annotated with its sharding, and transposed if ``transposes`` is set.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, unsharded: Any, gradient_sharding: Any, transposes: bool
@@ -69,16 +78,17 @@ class _HeadFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
         hidden, gathered = ctx.saved_tensors
-        # One after the other. The second may be a loop, which copies operands that are read after it: the
-        # gradients of the logits would exist twice.
-        hidden_gradient, gradient = gradient @ gathered, copy_unsharded(gradient)
+        # Compute one product after the other. The second product may be a loop, which copies its operands if
+        # they are read after it, so the gradients of the logits would exist twice.
+        hidden_gradient, gradient = gradient @ gathered, copy_without_sharding(gradient)
         xla.barrier_([hidden_gradient, gradient])
-        # Not of flattened tensors: the compiler copies gradients of logits to flatten them, where the
-        # vocabulary is no multiple of 128.
+        # Do not flatten the tensors: if the vocabulary size is not a multiple of 128, the compiler would copy
+        # the gradients of the logits to flatten them.
         if ctx.turn:
             weight_gradient = copy_with_sharding(torch.einsum("bth,btv->hv", hidden, gradient), ctx.cut)
         else:
             weight_gradient = copy_with_sharding(torch.einsum("btv,bth->vh", gradient, hidden), ctx.cut)
-        # The layers wait for it. The compiler might put it off, and keep the gradients of all logits for it.
+        # Make the layers wait for the gradient of the weight. Otherwise the compiler might delay it, and keep
+        # the gradients of all logits until then.
         xla.barrier_([hidden_gradient, weight_gradient])
         return hidden_gradient, weight_gradient.t() if ctx.turn else weight_gradient, None, None, None

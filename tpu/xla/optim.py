@@ -1,7 +1,8 @@
 """Optimizers as formulas over lazy tensors, so that the update is part of the compiled step.
 
-Names, hyperparameters and state match torch's classes, so that runs move between backends. torch's own code
-reads step counts on the host or bakes learning rates into the graph: a transfer or a compilation per step.
+Names, hyperparameters and state match torch's classes, so that runs can move between backends. torch's own
+code would cause a transfer or a compilation per step, because it reads step counts on the host or makes
+learning rates constants of the graph.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ StateLayouts = dict[str, tuple[tuple[int, ...], Spec]]
 
 @dataclass(frozen=True)
 class UpdateInputs:
-    """What the update of a parameter is computed from, in fp32.
+    """Inputs of the update of a parameter, in fp32.
 
     Attributes:
-        parameter: its values.
-        gradient: of the same shape.
-        state: by the names of :meth:`UpdateRule.get_state_layouts`.
-        step: its number, from 1, a scalar on the device.
-        learning_rate: the learning rate, a scalar on the device; where ``is_stacked``, perhaps ``[parameters,
-        1, ...]``. weight_decay: the weight decay, likewise, or a number.
-        is_stacked: whether these are many parameters of one shape, along the first dim, each by itself.
+        parameter: Values of the parameter.
+        gradient: Gradient with the shape of the parameter.
+        state: State tensors, with the names of :meth:`UpdateRule.get_state_layouts`.
+        step: Number of the step, counted from 1, a scalar on the device.
+        learning_rate: Learning rate, a scalar on the device. If ``is_stacked`` is set, it may be a tensor
+            ``[parameters, 1, ...]``.
+        weight_decay: Weight decay: a number, or a tensor like the learning rate.
+        is_stacked: Whether the tensors contain several parameters of the same shape along the first dim,
+            which are updated independently.
     """
 
     parameter: Tensor
@@ -68,19 +71,34 @@ class UpdateResult(NamedTuple):
 
 
 class UpdateRule(Protocol):
-    """The update of one parameter, or of a stack of them."""
+    """Update of one parameter, or of a stack of parameters.
+
+    Attributes:
+        counts_steps: Whether the state contains a step count.
+    """
 
     counts_steps: bool
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
-        """Where the state is kept; it starts as zeros."""
+        """Return the shape and spec of each state tensor. The state starts as zeros.
+
+        Args:
+            parameter: The parameter or stack.
+            spec: Spec of the parameter.
+            is_stacked: Whether the first dim stacks several parameters.
+        """
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
-        """The new parameter and state."""
+        """Compute the new parameter and the new state. The inputs are not changed."""
 
 
 class XlaAdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW``."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), like ``torch.optim.AdamW``.
+
+    Args:
+        betas: Decay rates of the two moments.
+        eps: Term that is added to the denominator.
+    """
 
     counts_steps = True
 
@@ -88,9 +106,11 @@ class XlaAdamW:
         self._betas, self._eps = betas, eps
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
+        """Return the layouts of the two moments."""
         return {name: (tuple(parameter.shape), spec) for name in ("exp_avg", "exp_avg_sq")}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
+        """Compute the new parameter and moments."""
         (beta1, beta2), gradient = self._betas, inputs.gradient
         first = inputs.state["exp_avg"].lerp(gradient, 1 - beta1)
         second = inputs.state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
@@ -103,12 +123,16 @@ class XlaAdamW:
 
 
 def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:
-    """``1 - beta ** step``, without the cancellation that costs fp32 four digits at beta 0.999."""
+    """Compute ``1 - beta ** step`` without the cancellation that costs fp32 four digits at beta 0.999."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
 class XlaSgd:
-    """SGD with momentum, as ``torch.optim.SGD``: the decay is added to the gradient."""
+    """SGD with momentum, like ``torch.optim.SGD``. The weight decay is added to the gradient.
+
+    Args:
+        momentum: Momentum; 0 for plain SGD.
+    """
 
     counts_steps = False
 
@@ -116,9 +140,11 @@ class XlaSgd:
         self._momentum = momentum
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
+        """Return the layout of the momentum buffer, if there is one."""
         return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
+        """Compute the new parameter and momentum buffer."""
         gradient = inputs.gradient + inputs.parameter * inputs.weight_decay
         if not self._momentum:
             return UpdateResult(inputs.parameter - inputs.learning_rate * gradient, {})
@@ -127,9 +153,12 @@ class XlaSgd:
 
 
 class XlaAdafactor:
-    """Adafactor, by the formulas of :class:`portable.optim.adafactor.AdafactorRule`.
+    """Adafactor with the formulas of :class:`portable.optim.adafactor.AdafactorRule`.
 
     Under SPMD a sharded tensor is one logical tensor, so means over it are exact on any number of devices.
+
+    Args:
+        rule: Variant of Adafactor.
     """
 
     counts_steps = True
@@ -138,11 +167,13 @@ class XlaAdafactor:
         self._rule = rule
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
+        """Return the layouts of the factored or full second moments."""
         shapes = adafactor.get_moment_shapes(parameter.shape, is_stacked)
         specs = {"variance": spec, "row_var": (*spec[:-1], None), "col_var": (*spec[:-2], None, *spec[-1:])}
         return {name: (shape, specs[name]) for name, shape in shapes.items()}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
+        """Compute the new parameter and second moments."""
         rule, parameter, gradient, state = self._rule, inputs.parameter, inputs.gradient, inputs.state
         fresh, rate = (
             rule.compute_new_gradient_share(inputs.step),
@@ -167,26 +198,29 @@ class XlaAdafactor:
 
 
 def _compute_rms(tensor: Tensor, is_stacked: bool) -> Tensor:
-    """Of a parameter, a scalar; of stacked ones, each its own, of shape ``[parameters, 1, ...]``."""
+    """Compute the root mean square of a parameter, a scalar.
+
+    For stacked parameters, compute the root mean square of each parameter, of shape ``[parameters, 1, ...]``.
+    """
     if not is_stacked:
         return tensor.square().mean().sqrt()
     return tensor.square().mean(dim=tuple(range(1, tensor.dim())), keepdim=True).sqrt()
 
 
 class MuonUpdates(NamedTuple):
-    """Orthogonalized updates and the state after them, both by parameter name."""
+    """Orthogonalized updates and the state after them, both keyed by parameter name."""
 
     updates: dict[str, Tensor]
     states: dict[str, State]
 
 
 class XlaMuon:
-    """Muon, as :class:`portable.optim.muon.Muon`, for matrices and stacks of them.
+    """Muon for matrices and stacks of matrices, like :class:`portable.optim.muon.Muon`.
 
     Args:
-        settings: the train section.
-        layout: where tensors lie.
-        compute_dtype: the type of the products.
+        settings: Section ``train`` of the config.
+        layout: Placement of tensors on the devices.
+        compute_dtype: Dtype of the products.
     """
 
     counts_steps = False
@@ -196,12 +230,13 @@ class XlaMuon:
         self._layout, self._compute_dtype = layout, compute_dtype
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
+        """Return the layout of the momentum buffer."""
         return {"momentum_buffer": (tuple(parameter.shape), spec)}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
-        """Apply the orthogonalized update, which :meth:`orthogonalize_updates` has put into ``gradient``.
+        """Apply the orthogonalized update, which the caller passes as ``inputs.gradient``.
 
-        The state was updated by the same method.
+        :meth:`orthogonalize_updates` has already updated the state.
         """
         adjusted = inputs.learning_rate * compute_learning_rate_factor(
             self._rate_rule, inputs.parameter.shape
@@ -212,10 +247,18 @@ class XlaMuon:
     def orthogonalize_updates(
         self, gradients: Mapping[str, Tensor], states: Mapping[str, State], specs: Mapping[str, Spec]
     ) -> MuonUpdates:
-        """The orthogonalized updates, fp32, and the new states, by name.
+        """Compute the orthogonalized updates and the new momentum buffers.
 
-        Matrices of one shape and cut are put together and spread over the devices, each of which has some as
-        a whole.
+        Matrices with the same shape and spec are concatenated and distributed over the devices, so that each
+        device has some complete matrices.
+
+        Args:
+            gradients: Gradients, keyed by parameter name.
+            states: State of each parameter.
+            specs: Spec of each parameter.
+
+        Returns:
+            The updates in fp32, and the new state.
         """
         new_states: dict[str, State] = {}
         matrices_by_shape: dict[tuple[tuple[int, ...], Spec | None], dict[str, Tensor]] = {}
@@ -224,9 +267,8 @@ class XlaMuon:
             update = compute_nesterov_update(gradient, buffer, self._momentum, self._compute_dtype)
             shape = tuple(update.shape[-2:])
             *leading_dims, rows, columns = specs[name]
-            matrix_spec: Spec | None = (
-                None if any(leading_dims) else (None, rows, columns)
-            )  # experts may be spread already
+            # Experts may already be sharded along their first dim.
+            matrix_spec: Spec | None = None if any(leading_dims) else (None, rows, columns)
             matrices_by_shape.setdefault((shape, matrix_spec), {})[name] = update.reshape(-1, *shape)
             new_states[name] = {"momentum_buffer": buffer}
         updates: dict[str, Tensor] = {}
@@ -244,8 +286,8 @@ class XlaMuon:
                 copy_with_sharding(stacked_matrices, spread_sharding), self._compute_dtype
             )
             if matrix_spec is not None:
-                # Cut as before on both sides: an all-to-all leads there and back. The compiler's own way
-                # takes four times as many bytes.
+                # Annotate both shardings, so that one all-to-all leads back. Otherwise the compiler would
+                # send four times the bytes.
                 orthogonal = copy_with_sharding(
                     copy_with_sharding(orthogonal, spread_sharding), self._layout.to_op_sharding(matrix_spec)
                 )
@@ -255,7 +297,10 @@ class XlaMuon:
 
 
 def build_update_rule(settings: TrainConfig) -> UpdateRule:
-    """The rule that ``train.optimizer`` names; of muon, that of what is no matrix."""
+    """Build the update rule of ``train.optimizer``.
+
+    With muon, this is the rule of parameters that are not matrices.
+    """
     beta1, beta2 = settings.betas
     if settings.optimizer in ("adamw", "muon"):
         return XlaAdamW((beta1, beta2), settings.eps)
@@ -273,10 +318,17 @@ class _GroupFactors(NamedTuple):
 
 
 class XlaOptimizer:
-    """Applies the rules to all parameters; their state is sharded as they are.
+    """Built-in optimizer, which applies the update rules to all parameters. The state is sharded like them.
 
     The step counts of all parameters are one fp32 vector ``[parameters]``, so that the compiled step has one
     argument for them instead of hundreds.
+
+    Args:
+        settings: Section ``train`` of the config.
+        model: Model on the meta device, whose names and shapes determine the parameter groups.
+        layout: Placement of tensors on the devices.
+        device_parameters: Parameters to update.
+        compute: Dtype of Muon's products.
     """
 
     def __init__(
@@ -318,7 +370,7 @@ class XlaOptimizer:
             }
 
     def _compute_group_factors(self, name: str, groups: Mapping[str, OptimizerGroup]) -> _GroupFactors:
-        """The share of the learning rate, and the weight decay, of a tensor: numbers, or one a layer."""
+        """Compute the learning rate factor and the weight decay of a tensor."""
         member_groups = [groups[member] for member in self._device_parameters.get_parameter_names(name)]
         highest = self._settings.learning_rate
         pairs = [(group.learning_rate / highest, group.weight_decay) for group in member_groups]
@@ -331,10 +383,12 @@ class XlaOptimizer:
         return _GroupFactors(share, decay)
 
     def step(self, gradients: Mapping[str, Tensor], learning_rate: Tensor, is_allowed: Tensor) -> None:
-        """Update every parameter that has a gradient, if ``is_allowed``, a bool scalar on the device, is true.
+        """Trace the update of every parameter that has a gradient.
 
         Args:
-            gradients: by parameter name. rate: the learning rate, an fp32 scalar on the device.
+            gradients: Gradients, keyed by parameter name.
+            learning_rate: Learning rate, an fp32 scalar on the device.
+            is_allowed: Bool scalar on the device. If it is false, the update leaves everything unchanged.
         """
         with torch.no_grad():
             new_step_counts = self._step_counts + 1
@@ -372,17 +426,21 @@ class XlaOptimizer:
             self._step_counts.copy_(torch.where(is_allowed, new_step_counts, self._step_counts))
 
     def get_state_tensors(self) -> dict[str, State]:
-        """The state of every parameter, by name, without the step counts."""
+        """Return the state tensors of every parameter, keyed by parameter name, without the step counts."""
         return self._state
 
     def initialize_state(self) -> None:
-        """Begin averages at the weights."""
+        """Set weight averages to the weights. Call it after the weights are loaded."""
         for name, state in self._state.items():
             if AVERAGE_KEY in state:
                 state[AVERAGE_KEY].copy_(self._parameters[name].detach())
 
     def read_state_scalars(self) -> dict[str, dict[str, Tensor]]:
-        """The step counts, fp32 scalars on the CPU by parameter name; only of rules that count."""
+        """Read the step count of each parameter whose rule counts steps.
+
+        Returns:
+            Mapping with the key ``step`` and an fp32 scalar on the CPU, for each parameter name.
+        """
         if not any(rule.counts_steps for rule in self._update_rules.values()):
             return {}
         counts = self._layout.copy_replicated_to_cpu(self._step_counts)
@@ -394,7 +452,11 @@ class XlaOptimizer:
         }
 
     def build_param_groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        """Parameter groups with their hyperparameters, in the form of torch's optimizers."""
+        """Build parameter groups with their hyperparameters, in the format of torch's optimizers.
+
+        Args:
+            learning_rate: Learning rate of the last step.
+        """
         return [
             {**group, "lr": compute_group_learning_rate(group, learning_rate, self._settings)}
             for group in self._groups
@@ -405,9 +467,12 @@ class XlaOptimizer:
         stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
         stored_groups: OptimizerState | None,
     ) -> None:
-        """Restore the state of a checkpoint; parameters that it lacks keep zeros.
+        """Restore the state of a checkpoint. The state of parameters that it does not contain stays zero.
 
-        ``stored_groups`` is for optimizers whose groups have state: those of the user's.
+        Args:
+            stored: State by parameter name.
+            stored_groups: Optimizer state with parameter groups. Ignored here, because only custom optimizers
+                have state in their groups.
         """
         steps = torch.zeros(len(self._names))
         for index, name in enumerate(self._names):
@@ -421,7 +486,7 @@ class XlaOptimizer:
                 for key, tensor in self._state[name].items():
                     value = values.get(key)
                     if value is None and key == AVERAGE_KEY:
-                        continue  # it begins here
+                        continue  # without a stored value, the average begins at the weights
                     shape = tuple(tensor.shape)[name in self._device_parameters.stacks :]
                     source = value if isinstance(value, StoredTensor) else None
                     check_state_entry(source, shape, f"{key} of {parameter_name}")
@@ -437,6 +502,7 @@ class XlaOptimizer:
 def _build_torch_groups(
     settings: TrainConfig, trained: Mapping[str, nn.Parameter], named_groups: Mapping[str, OptimizerGroup]
 ) -> list[dict[str, Any]]:
+    """Build the parameter groups that torch's class of the optimizer would have."""
     names = {id(parameter): name for name, parameter in trained.items()}
     groups = build_parameter_groups(trained, named_groups, settings.learning_rate)
     beta1, beta2 = settings.betas

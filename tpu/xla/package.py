@@ -1,6 +1,7 @@
-"""The record of backend ``xla``: see :class:`portable.registry.BackendPackage`.
+"""Record of the backend ``xla``: see :class:`portable.registry.BackendPackage`.
 
-Imports neither torch nor torch_xla at module level: the rules read a record whenever a config is built.
+This module does not import torch or torch_xla at module level, because the checks read a record whenever a
+config is built.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
     from portable.registry import CompileTarget
 
 _ATTENTION_ROWS = 512
-"""Tokens of attention at a time. The scores of twice as many may fit into a core's vector memory."""
+"""Number of query tokens that attention processes at a time.
+
+The scores of up to 2 x this number of tokens may fit into the vector memory of a core.
+"""
 
 
 class XlaPackage(BackendPackage):
-    """One process a host, which drives all its devices."""
+    """Record of the backend ``xla``: one process per host, which drives all devices of the host."""
 
     name = "xla"
     extra = "xla"
@@ -34,42 +38,51 @@ class XlaPackage(BackendPackage):
     runs_cuda = runs_zero = False
 
     def is_available(self) -> bool:
+        """Return whether the runtime would use a TPU on this host."""
         from portable.tpu.device_specs import is_tpu_selected
 
         return is_tpu_selected()
 
     def count_local_ranks(self) -> int:
+        """Return 1: one rank per host."""
         return 1
 
     def check_ranks(self, ranks: int) -> None:
+        """Raise UserError for more than one rank."""
         if ranks > 1:
             raise UserError(
                 "--nproc: XLA runs one process a host, which drives all its devices; leave it out"
             )
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
+        """Return no variables: there is only one rank per host."""
         return {}
 
     def get_world(self, ranks: int) -> World:
+        """Return the hosts of the slice as ranks, and the devices of each host. Starts the runtime."""
         from portable.tpu.xla import runtime
 
-        runtime.start_xla_runtime()  # only the runtime knows the hosts of a slice
+        runtime.start_xla_runtime()  # only the runtime can count the hosts of a slice
         return World(runtime.count_hosts(), runtime.count_local_devices())
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
+        """Return ``bf16`` on a TPU, and ``fp32`` on virtual CPU devices."""
         from portable.tpu.xla import runtime
 
         return "bf16" if runtime.is_on_tpu() else "fp32"
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
+        """Yield the settings that XLA does not support."""
         from portable.tpu.xla import checks
 
         return checks.find_problems(config, late=late)
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
+        """Return the config unchanged. A DeepSpeed JSON is ignored on this backend."""
         return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends
 
     def check_config(self, config: RunConfig, world: World) -> None:
+        """Check the graph cache, and the sharding over the devices."""
         from portable.tpu.xla import runtime
         from portable.tpu.xla.layout import MeshLayout
 
@@ -80,12 +93,15 @@ class XlaPackage(BackendPackage):
         MeshLayout(config, world.devices)
 
     def build_notes(self, config: RunConfig) -> list[str]:
+        """Return a note if the config has a DeepSpeed JSON, which has no effect."""
         if config.deepspeed.config is None:
             return []
         return ["deepspeed.config has no effect: DeepSpeed does not run on backend xla"]
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        # Nothing can be offloaded, and the logits exist once, in the compute type.
+        """Yield settings that need less device memory than ``config``."""
+        # XLA does not offload, and the logits exist only once, in the compute dtype, so a chunked loss would
+        # not help.
         if config.memory.activation_checkpointing != "full":
             yield "memory.activation_checkpointing full"
         by_rows = config.xla.attention_rows is not None or config.model.attention == "eager"
@@ -93,24 +109,29 @@ class XlaPackage(BackendPackage):
             yield f"xla.attention_rows {_ATTENTION_ROWS}"
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
+        """Return one sentence with the settings that need less host memory."""
         return "to use less, set data.num_workers or train.micro_batch_size lower"
 
     def load_footprint(self) -> FootprintModule:
+        """Import the module that computes memory and traffic. It does not import torch_xla."""
         from portable.tpu.xla import footprint
 
         return footprint
 
     def list_devices(self) -> tuple[Device, ...]:
+        """Return the TPUs that the planner supports by name."""
         from portable.tpu.device_specs import list_accelerators
 
         return tuple(list_accelerators())
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
+        """Compile every graph of a run for a TPU slice, on a machine without a TPU."""
         from portable.tpu.compile.compiler import compile_xla_graphs
 
         return compile_xla_graphs(config, target)
 
     def create_backend(self) -> Backend:
+        """Create the backend of this process. Imports torch_xla."""
         from portable.tpu.xla.backend import XlaBackend
 
         return XlaBackend(self.name)

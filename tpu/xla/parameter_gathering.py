@@ -1,8 +1,9 @@
-"""Parameters of a layer, gathered as a whole before anything is computed with them.
+"""Gather the parameters of a layer once per pass, before the layer computes.
 
-A product with a shard makes the compiler gather the shard. Forwards and backwards it sees other shapes of the
-same matrix, such as ``[heads, width, hidden size]``, and gathers each of them. A copy that is marked as whole
-is gathered once, in the shape of the parameter, and used by all products of a pass.
+If a product has a sharded operand, the compiler gathers the operand. In the forward and backward passes it
+sees other shapes of the same matrix, such as ``[heads, width, hidden size]``, and gathers each of them. A
+copy that is annotated as replicated is gathered once, in the shape of the parameter, and all products of a
+pass use it.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ if TYPE_CHECKING:
 def gather_layer_parameters(
     layer: nn.Module, layer_name: str, get_spec: Callable[[str, Tensor], Spec], layout: MeshLayout
 ) -> None:
-    """Make ``layer`` compute with gathered copies of its sharded parameters, made once a pass.
+    """Make a layer compute with gathered copies of its sharded parameters. They are gathered once per pass.
 
     Args:
-        layer: its ``forward`` is replaced.
-        layer_name: its name in the model.
-        get_spec: how a parameter of the model is sharded.
+        layer: The layer. Its ``forward`` is replaced.
+        layer_name: Name of the layer in the model.
+        get_spec: Function that returns the spec of a parameter from its name and its value.
+        layout: Placement of tensors on the devices.
     """
     op_shardings: dict[str, tuple[Any, Any]] = {}
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
             spec = get_spec(f"{layer_name}.{name}", parameter)
-            # Lookup tables are read where they lie.
+            # Embedding tables are not gathered: a lookup works on the shards.
             if any(spec) and not isinstance(module, nn.Embedding):
                 unsharded = layout.to_op_sharding(layout.get_replicated_spec(parameter.dim()))
                 op_shardings[name] = unsharded, layout.to_op_sharding(spec)
@@ -49,7 +51,7 @@ def gather_layer_parameters(
 
     @functools.wraps(forward)
     def gather_and_forward(*args: Any, **kwargs: Any) -> Any:
-        # An adapter on stacked experts renames them while it computes; those are gathered by the compiler.
+        # An adapter on stacked experts renames parameters during its computation. The compiler gathers these.
         parameters = dict(layer.named_parameters())
         present_shardings = {name: to for name, to in op_shardings.items() if name in parameters}
         copies = {

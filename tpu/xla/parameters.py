@@ -1,4 +1,4 @@
-"""The parameters of a model on the devices: one tensor each, or one for the same parameter of many layers."""
+"""Parameters on the devices, with the parameters of looped layers stacked into one tensor."""
 
 from __future__ import annotations
 
@@ -22,19 +22,24 @@ if TYPE_CHECKING:
 
 
 class DeviceParameters:
-    """What is trained, under the name of its first parameter, and its place on the mesh.
+    """Parameters of a model on the mesh. Each tensor has the name of the first parameter that it contains.
 
     The parameters of layers that run in a loop are stored as one tensor ``[layers, ...]``, so that neither
-    the loop nor the update has to put them together. In the model they stay on the meta device; a checkpoint
-    knows them by their own names.
+    the loop nor the update has to stack them. In the model they stay on the meta device. A checkpoint
+    contains them separately, with their original names.
 
     Args:
-        model: on the meta device.
-        layout: where tensors lie.
-        stacks: names of parameters to stack, in the order of their layers, by the first one's name.
+        model: Model on the meta device. Its parameters and buffers are replaced by device tensors, except for
+            stacked ones.
+        layout: Placement of tensors on the devices.
+        stacks: Names of the parameters to stack, in the order of their layers, keyed by the first name.
+
+    Attributes:
+        stacks: Names of the parameters of each stack, keyed by the first name.
+        by_name: Parameters and stacks, keyed by name.
 
     Raises:
-        UserError: if ``xla.sharding`` treats the layers of a stack differently.
+        UserError: If ``xla.sharding`` treats the layers of a stack differently.
     """
 
     def __init__(self, model: nn.Module, layout: MeshLayout, stacks: Mapping[str, Sequence[str]]) -> None:
@@ -67,22 +72,27 @@ class DeviceParameters:
             self.by_name[first] = nn.Parameter(placed, requires_grad=meta.requires_grad)
 
     def get_parameter_names(self, tensor_name: str) -> list[str]:
-        """The names of the parameters that the tensor called ``tensor_name`` holds."""
+        """Return the names of the parameters that a tensor contains."""
         return list(self.stacks.get(tensor_name, [tensor_name]))
 
     def get_tensor_spec(self, name: str, shape: Sequence[int]) -> Spec:
-        """The place of the tensor called ``name``, or of its gradient, of ``shape``."""
+        """Return the spec of a tensor of this object, or of its gradient.
+
+        Args:
+            name: Name of the tensor.
+            shape: Shape of the tensor.
+        """
         if name in self.stacks:
             return (None, *self._layout.get_parameter_spec(name, shape[1:]))
         return self._layout.get_parameter_spec(name, shape)
 
     def get_state_tensors(self) -> dict[str, Tensor]:
-        """Parameters, stacked or not, and persistent buffers."""
+        """Return parameters, stacks and persistent buffers, keyed by name."""
         unstacked = {n: t for n, t in get_state_tensors(self._model).items() if n not in self._stacked_names}
         return {**unstacked, **{name: self.by_name[name] for name in self.stacks}}
 
     def get_stored_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model, likewise."""
+        """Return the parameters, stacks and buffers that a checkpoint contains, keyed by name."""
         stored = get_checkpointed_tensors(self._model).keys()
         return {name: tensor for name, tensor in self.get_state_tensors().items() if name in stored}
 
@@ -90,7 +100,15 @@ class DeviceParameters:
     def fill_tensor(
         self, name: str, tensor: Tensor, spec: Spec, sources: Mapping[str, ReadableTensor]
     ) -> None:
-        """Fill a tensor of the size of ``name`` from ``sources``, by parameter name; what they lack stays."""
+        """Fill a parameter or stack, or a state tensor with the same shape.
+
+        Args:
+            name: Name of the parameter or stack.
+            tensor: Device tensor to fill.
+            spec: Spec of the tensor.
+            sources: Stored tensors, keyed by parameter name. If a parameter is missing, its values are not
+                changed.
+        """
         if name not in self.stacks:
             if name in sources:
                 self._layout.fill_local_shards(tensor, spec, sources[name])
@@ -98,16 +116,25 @@ class DeviceParameters:
         for index, parameter_name in enumerate(self.stacks[name]):
             if parameter_name not in sources:
                 continue
-            # One layer at a time, so that the host never holds more than its shards of one.
+            # Fill one layer at a time, so that the host never has more than its shards of one layer in
+            # memory.
             layer = self._layout.create_zeros(tensor.shape[1:], tensor.dtype, spec[1:])
             self._layout.fill_local_shards(layer, spec[1:], sources[parameter_name])
             is_layer = torch.arange(len(tensor)).eq(index).view(-1, *[1] * layer.dim())
             tensor.copy_(torch.where(self._layout.replicate(is_layer), layer, tensor))
             xla.mark_sharding(tensor, self._layout.to_op_sharding(spec))
-            self._layout.execute_pending()
+            self._layout.cut_graph()
 
     def split_stack_shards(self, name: str, shards: Sequence[LocalShard]) -> dict[str, list[LocalShard]]:
-        """The shards of the tensor called ``name``, as those of each parameter in it."""
+        """Split the shards of a stack into the shards of its parameters.
+
+        Args:
+            name: Name of the parameter or stack.
+            shards: Shards of the tensor.
+
+        Returns:
+            Shards of each parameter, keyed by parameter name.
+        """
         if name not in self.stacks:
             return {name: list(shards)}
         return {

@@ -1,6 +1,7 @@
-"""Import and start torch_xla: on a TPU if there is one, else on virtual CPU devices.
+"""Import and start torch_xla: on a TPU if there is one, otherwise on virtual CPU devices.
 
-Import torch_xla only from here: its first import reads environment variables that this module sets.
+Import torch_xla only from this module, because the first import reads environment variables that this module
+sets.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ INSTALL_COMMAND = "pip install 'portable-trainer[xla]' (on a TPU VM: 'portable-t
 
 
 def _import_torch_xla() -> Any:
-    """Import torch_xla.
+    """Set the variables for torch_xla and import it.
 
     Raises:
-        UserError: if it is missing or built for another torch.
+        UserError: If torch_xla is missing, or built for another torch.
     """
     try:
         torch_version, torch_xla_version = metadata.version("torch"), metadata.version("torch_xla")
@@ -66,10 +67,10 @@ xla_metrics: Any = torch_xla.debug.metrics
 
 
 def start_xla_runtime() -> None:
-    """Start the runtime in SPMD mode.
+    """Start the runtime in SPMD mode. A no-op if it runs already.
 
     Raises:
-        UserError: if it cannot use the devices of ``PJRT_DEVICE``.
+        UserError: If the runtime cannot use the devices of ``PJRT_DEVICE``.
     """
     try:
         if not xr.is_spmd():
@@ -84,22 +85,22 @@ def start_xla_runtime() -> None:
 
 
 def count_hosts() -> int:
-    """Hosts of the slice: one process a host."""
+    """Return the number of hosts of the slice. Each host runs one process."""
     return int(xr.process_count())
 
 
 def count_local_devices() -> int:
-    """Devices that this process drives."""
+    """Return the number of devices that this process drives."""
     return int(xr.addressable_runtime_device_count())
 
 
 def enable_graph_cache(folder: Path) -> None:
-    """Cache compiled graphs in ``folder``; call it before the first compilation."""
+    """Cache compiled graphs in ``folder``. Call it before the first compilation."""
     if not xla.caches_graphs():
         folder.mkdir(parents=True, exist_ok=True)
         xr.initialize_cache(str(folder))
 
 
 def is_on_tpu() -> bool:
-    """Whether the runtime uses TPUs rather than virtual devices."""
+    """Return whether the runtime uses TPUs and not virtual CPU devices."""
     return str(xr.device_type()) == "TPU"

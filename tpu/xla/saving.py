@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint writes of tensors on XLA: each host its own shards."""
+"""Write tensors on XLA with torch.distributed.checkpoint (DCP). Each host writes its own shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """A logical tensor with CPU copies of the shards that this host saves, possibly none."""
+    """Logical tensor with CPU copies of the shards that this host saves, which may be none."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -40,21 +40,26 @@ def stage_checkpoint_state(
     optimizer: XlaOptimizer | XlaCustomOptimizer,
     learning_rate: float,
 ) -> dict[str, Any]:
-    """What this host saves of weights and optimizer, under the names of a live model.
+    """Copy the weights and the optimizer state that this host saves to the CPU.
 
     Args:
-        optimizer: with the methods of :class:`portable.tpu.xla.optim.XlaOptimizer`.
-        learning_rate: the learning rate of the last step.
+        layout: Placement of tensors on the devices.
+        device_parameters: Parameters of the model.
+        optimizer: Optimizer of the run.
+        learning_rate: Learning rate of the last step.
+
+    Returns:
+        State dict with the names of the original model. Stacks are split into the parameters of each layer.
     """
     scalars = optimizer.read_state_scalars()
     moments: dict[str, dict[str, Any]] = {}
     for name, tensors in optimizer.get_state_tensors().items():
         for parameter_name in device_parameters.get_parameter_names(name):
             moments[parameter_name] = dict(scalars.get(parameter_name, {}))
-        for key, staged in stage_tensors(layout, tensors).items():
+        for key, staged in copy_local_shards_to_host(layout, tensors).items():
             for parameter_name, part in _split_staged_stack(device_parameters, name, staged).items():
                 moments[parameter_name][key] = part
-    model = stage_tensors(layout, device_parameters.get_stored_tensors())
+    model = copy_local_shards_to_host(layout, device_parameters.get_stored_tensors())
     return {
         "model": {
             parameter_name: part
@@ -65,8 +70,16 @@ def stage_checkpoint_state(
     }
 
 
-def stage_tensors(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str, StagedTensor]:
-    """Copies of what this host saves of each tensor."""
+def copy_local_shards_to_host(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str, StagedTensor]:
+    """Copy the shards that this host saves to the CPU.
+
+    Args:
+        layout: Placement of tensors on the devices.
+        tensors: Device tensors, keyed by name.
+
+    Returns:
+        Copies, keyed by name.
+    """
     if not tensors:
         return {}
     shards = layout.copy_local_shards(list(tensors.values()))
@@ -79,7 +92,7 @@ def stage_tensors(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str
 def _split_staged_stack(
     device_parameters: DeviceParameters, name: str, staged: StagedTensor
 ) -> dict[str, StagedTensor]:
-    """A stack as the parameters that it holds; another tensor as it is."""
+    """Split the copy of a stack into the copies of its parameters. Returns other tensors unchanged."""
     shape = staged.shape[1:] if name in device_parameters.stacks else staged.shape
     return {
         parameter_name: StagedTensor(shape, staged.dtype, shards)
@@ -88,12 +101,13 @@ def _split_staged_stack(
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans :class:`StagedTensor` tensors in addition to DCP's own types.
+    """Planner of DCP that also supports :class:`StagedTensor`.
 
-    Replicas were filtered out, so each chunk is written once and DCP has nothing to deduplicate.
+    Replicas have been filtered out, so each chunk is written once and DCP has nothing to deduplicate.
     """
 
     def create_local_plan(self) -> SavePlan:
+        """Create the plan of this host, with one item per staged shard."""
         staged = {name: value for name, value in self.state_dict.items() if isinstance(value, StagedTensor)}
         everything = self.state_dict
         self.state_dict = {name: value for name, value in everything.items() if name not in staged}
@@ -104,6 +118,7 @@ class StagedPlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the tensor of a plan item."""
         value = self.state_dict[index.fqn]
         if not isinstance(value, StagedTensor):
             return super().lookup_object(index)
@@ -111,6 +126,7 @@ class StagedPlanner(DefaultSavePlanner):
 
 
 def _build_write_items(name: str, staged: StagedTensor) -> list[WriteItem]:
+    """Build the items of a DCP plan for the staged shards of a tensor."""
     properties = TensorProperties(dtype=staged.dtype)
     return [
         WriteItem(

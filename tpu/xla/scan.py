@@ -1,9 +1,10 @@
-"""A loop over the leading dim of tensors, compiled as one XLA ``While``, and its gradient.
+"""Loop over the leading dim of tensors, compiled as one XLA ``While``, and its gradient.
 
-torch_xla has a scan of its own, which cannot be used: its backward pass imports JAX under SPMD, and it stacks
-what AOTAutograd saves of the weights. Here autograd itself records the body, once, on placeholders. What it
-saves is stacked over the iterations, each storage once; views, and the inputs of the loop, are taken from
-what is there. The gradient is a second loop, backwards.
+torch_xla has a scan, which cannot be used here: its backward pass imports JAX under SPMD, and it stacks the
+values that AOTAutograd saves of the weights. In this module autograd itself records the body, once, on
+placeholders. The tensors that autograd saves are stacked over the iterations, each storage once. Views, and
+the inputs of the loop, are recomputed from existing tensors. The gradient is a second loop, which runs
+backwards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from portable.private.torch_internals import find_view_origin, get_tensor_version
-from portable.tpu.xla.layout import constrain_with_gradient, copy_unsharded
+from portable.tpu.xla.layout import constrain_with_gradient, copy_without_sharding
 from portable.tpu.xla.runtime import xb
 from portable.tpu.xla.torch_xla_internals import lowering_context, xla
 
@@ -26,20 +27,21 @@ if TYPE_CHECKING:
 
 Tensors = tuple[torch.Tensor, ...]
 Shardings = tuple[Any, Any] | None
-"""How a slice and its gradient are sharded, in the bindings' form."""
+"""Shardings of a slice and of its gradient, as torch_xla's bindings expect them. None without annotations."""
 
 _DEVICE = "xla:0"
 _TRACING_SEED = 12345
-"""While a body is recorded; each iteration gets its own. 0 and 1 would be constants of the graph."""
+"""Seed during the recording of a body. Each iteration later gets its own. 0 and 1 would be constants of the
+graph."""
 _recorded_seeds: list[list[torch.Tensor]] = []
-"""Of each body that is being recorded, the innermost last: the seeds that its random numbers come from."""
+"""Seeds of the random numbers of each body that is being recorded. The innermost body is last."""
 
 
 class ScanResult(NamedTuple):
     """Result of a loop."""
 
     carry: Tensors
-    """The carry after the last iteration."""
+    """Carry after the last iteration."""
     stacked_results: Tensors
     """Results of the body, each of shape ``[iterations, ...]``."""
 
@@ -53,13 +55,14 @@ class _InputCounts(NamedTuple):
 
 
 class Scan:
-    """A body that is traced once for each signature of its inputs, and looped over.
+    """Loop over a body, which is traced once for each signature of its inputs.
 
     Args:
-        body: takes the carry, one slice of each stacked tensor, and the shared tensors; returns the new
-            carry, of the same shapes and dtypes, and results to stack. It may read nothing else that changes,
-            and its autograd functions must save tensors with ``save_for_backward``.
-        recompute: save the carry of each iteration and run the body again in the backward pass.
+        body: Function of the carry, one slice of each stacked tensor, and the shared tensors. It returns the
+            new carry, with the same shapes and dtypes, and results to stack. It must not read other values
+            that change, and its autograd functions must save tensors with ``save_for_backward``.
+        recompute: Whether to save only the carry of each iteration, and run the body again in the backward
+            pass.
     """
 
     def __init__(self, body: Any, *, recompute: bool) -> None:
@@ -76,17 +79,17 @@ class Scan:
         shardings: Sequence[Shardings] = (),
         key: Hashable = (),
     ) -> ScanResult:
-        """Run the loop; differentiable in ``carry``, ``stacked`` and ``shared``.
+        """Run the loop. The result is differentiable with respect to ``carry``, ``stacked`` and ``shared``.
 
         Args:
-            carry: the first iteration's.
-            stacked: each ``[iterations, ...]``.
-            shared: what every iteration gets whole.
-            shardings: of the slices of ``stacked``, in its order.
-            key: what else the body depends on, such as its mode.
+            carry: Carry of the first iteration.
+            stacked: Tensors ``[iterations, ...]``. Each iteration gets one slice of each tensor.
+            shared: Tensors that every iteration gets unchanged.
+            shardings: Shardings of the slices of ``stacked``, in its order.
+            key: Other values that the body depends on, such as its training mode.
 
         Returns:
-            The last carry, and the results, each ``[iterations, ...]``.
+            The last carry, and the stacked results.
         """
         inputs = (*carry, *stacked, *shared)
         counts = _InputCounts(len(carry), len(stacked), len(shared))
@@ -97,7 +100,8 @@ class Scan:
             needs_gradient,
             *((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs),
         )
-        # The body's random numbers come from seeds of its own, so that tracing does not move the run's.
+        # The random numbers of the body have separate seeds, so that tracing does not change the state of the
+        # run's generator.
         seed = xla.rng_seed(_DEVICE)
         if signature not in self._loops_by_signature:
             trace = _BodyTracer(self._body, counts, inputs, tuple(shardings) or (None,) * len(stacked))
@@ -116,6 +120,8 @@ class Scan:
 
 
 class _ScanFunction(torch.autograd.Function):
+    """Autograd function that runs the forward loop, and the backward loop in the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, traced: _TracedLoops, counts: _InputCounts, *inputs: Tensor) -> Tensors:
         carry, stacked, shared, seeds = _split_by_lengths(inputs, *counts)
@@ -152,16 +158,19 @@ class _ScanFunction(torch.autograd.Function):
 
 @dataclass
 class _TracedLoops:
-    """The two loops of one signature.
+    """Forward and backward loops of one signature.
 
     Attributes:
-        forward: from carry, stacked and shared tensors to the carry, the results and the saved tensors.
-        backward: from the carry's gradient and that of the shared tensors, summed so far; the gradients of
-            the results, the stacked and the saved tensors; the shared tensors.
-        num_saved: number of tensors saved for the backward loop.
-        output_types: shape and dtype of the carry and of the stacked results.
-        trained_stacked_indices, trained_shared_indices: the positions of tensors that get a gradient.
-        num_seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
+        forward: Loop that computes the carry, the results and the saved tensors from carry, stacked and
+            shared tensors.
+        backward: Loop that computes gradients. Its carry is the gradient of the carry, and the gradients of
+            the shared tensors that are summed so far. Its stacked tensors are the gradients of the results,
+            the stacked tensors and the saved tensors. None if nothing needs a gradient.
+        num_saved: Number of tensors that are saved for the backward loop.
+        output_types: Shape and dtype of the carry and of the stacked results.
+        trained_stacked_indices: Indices of the stacked tensors that get a gradient.
+        trained_shared_indices: Indices of the shared tensors that get a gradient.
+        num_seeds: Number of seeds per iteration; 0 if the body draws no random numbers.
     """
 
     forward: _CompiledLoop
@@ -174,7 +183,14 @@ class _TracedLoops:
 
 
 class _BodyTracer:
-    """Records the body on placeholders."""
+    """Records a body on placeholders, and builds its loops.
+
+    Args:
+        body: Body of the loop.
+        counts: Number of inputs of each kind.
+        inputs: Inputs of the loop, whose shapes and dtypes the placeholders get.
+        shardings: Shardings of each stacked input.
+    """
 
     def __init__(self, body: Any, counts: _InputCounts, inputs: Sequence[Tensor], shardings: Any) -> None:
         self._body, self._counts, self._shardings = body, counts, shardings
@@ -187,6 +203,7 @@ class _BodyTracer:
         ]
 
     def build_loops(self, needs_gradient: bool, recompute: bool) -> _TracedLoops:
+        """Record the body and build its forward loop, and the backward loop if an input needs a gradient."""
         if not needs_gradient:
             with torch.no_grad():
                 outputs, _ = self._call_body(placeholders := self._create_placeholders())
@@ -201,21 +218,29 @@ class _BodyTracer:
         ]
 
     def _constrain_placeholders(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs as the body sees them: constrained, and no longer placeholders.
+        """Return the inputs of the body: copies of the placeholders with their shardings.
 
-        Marking a placeholder would replace it by a tensor that is no input of the computation.
+        Annotating a placeholder itself would replace it by a tensor that is not an input of the computation.
         """
         carry, stacked, shared = _split_by_lengths(placeholders, *self._counts[:2])
         slices = [
-            copy_unsharded(tensor) if sharding is None else constrain_with_gradient(tensor, *sharding)
+            copy_without_sharding(tensor) if sharding is None else constrain_with_gradient(tensor, *sharding)
             for tensor, sharding in zip(stacked, self._shardings, strict=True)
         ]
-        return [*map(copy_unsharded, carry), *slices, *map(copy_unsharded, shared)]
+        return [*map(copy_without_sharding, carry), *slices, *map(copy_without_sharding, shared)]
 
     def _call_body(
         self, placeholders: Sequence[Tensor], on_inputs: Callable[[Sequence[Tensor]], None] = lambda _: None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The body's outputs, and the inputs that it saw; ``on_inputs`` gets them before it runs."""
+        """Call the body on copies of the placeholders.
+
+        Args:
+            placeholders: Placeholders of all inputs.
+            on_inputs: Function that is called with the copies before the body runs.
+
+        Returns:
+            The outputs of the body, and the copies that it got as inputs.
+        """
         _recorded_seeds.append([])
         try:
             _set_seed_and_record(_TRACING_SEED)
@@ -225,16 +250,16 @@ class _BodyTracer:
             self._body_seeds = _recorded_seeds.pop()
         for before, after in zip(body_inputs, carried, strict=False):
             assert (before.shape, before.dtype) == (after.shape, after.dtype), "the carry changes its shape"
-        return [
-            copy_unsharded(t) for t in (*carried, *results)
-        ], body_inputs  # an input may be an output, too
+        # Copy the outputs, because an input may also be an output.
+        return [copy_without_sharding(t) for t in (*carried, *results)], body_inputs
 
     def _trace_with_recompute(self) -> _TracedLoops:
+        """Build a forward loop that saves only its carries, and a backward loop that runs the body again."""
         with torch.no_grad():
             outputs, body_inputs = self._call_body(placeholders := self._create_placeholders())
         forward = self._build_loop(placeholders, [*outputs, *body_inputs[: self._counts[0]]])
         placeholders = self._create_placeholders()
-        # A loop around this one must not take what is saved here for its own.
+        # Hide the tensors that are saved here from the hooks of an enclosing loop.
         with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
             outputs, _ = self._call_body(placeholders)
         return self._trace_backward(
@@ -242,10 +267,11 @@ class _BodyTracer:
         )
 
     def _trace_with_saving(self) -> _TracedLoops:
+        """Build a forward loop that saves the tensors that autograd saves, and the backward loop."""
         placeholders = self._create_placeholders()
         input_indices: dict[int, int] = {}
         roots: dict[int, tuple[Tensor, int]] = {}
-        backward_values: list[Tensor] = []  # what the backward loop has in their places
+        backward_values: list[Tensor] = []  # tensors of the backward loop with the same indices
 
         def note_inputs(body_inputs: Sequence[Tensor]) -> None:
             for index, tensor in enumerate(body_inputs):
@@ -278,7 +304,7 @@ class _BodyTracer:
         with torch.no_grad():
             backward_values += [
                 *self._constrain_placeholders(backward_placeholders),
-                *map(copy_unsharded, saved),
+                *map(copy_without_sharding, saved),
             ]
         traced = self._trace_backward(forward, outputs, placeholders, backward_placeholders, saved)
         assert not traced.backward.reads(placeholders), "a function keeps tensors without save_for_backward"
@@ -292,12 +318,20 @@ class _BodyTracer:
         placeholders: Sequence[Tensor],
         saved: Sequence[Tensor],
     ) -> _TracedLoops:
-        """Record the gradient of ``outputs`` in ``leaves``, as a loop over ``placeholders`` and ``saved``."""
+        """Record the gradient of ``outputs`` with respect to ``leaves``, and build the backward loop.
+
+        Args:
+            forward: The forward loop.
+            outputs: Outputs of the recorded body.
+            leaves: Placeholders that the outputs were computed from.
+            placeholders: Placeholders that the gradients are computed from in the backward loop.
+            saved: Placeholders of the saved tensors.
+        """
         carries, stacks, _ = self._counts
         incoming_gradients = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
         trained_indices = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
         pairs = [
-            (o, copy_unsharded(g))
+            (o, copy_without_sharding(g))
             for o, g in zip(outputs, incoming_gradients, strict=True)
             if o.requires_grad
         ]
@@ -356,16 +390,19 @@ class _BodyTracer:
 
 
 class _CompiledLoop:
-    """A ``While`` that is built once: ``body(carry, slices, shared) -> carry, results``.
+    """XLA ``While`` that is built once: ``body(carry, slices, shared) -> carry, results``.
 
     Args:
-        carry, slices, shared: the placeholders that ``output_types`` were computed from.
-        outputs: the new carry, and the results to stack.
-        seeds: what the body's random numbers come from.
-        reverse: from the last slice to the first; results stay in the order of the slices.
+        carry: Placeholders of the carry.
+        slices: Placeholders of the slices of stacked tensors.
+        shared: Placeholders of the shared tensors.
+        outputs: New carry, and the results to stack, computed from the placeholders.
+        iterations: Number of iterations.
+        seeds: Seeds that the random numbers of the body were drawn from.
+        reverse: Whether to run from the last slice to the first. The results stay in the order of the slices.
 
     Attributes:
-        num_seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
+        num_seeds: Number of seeds per iteration; 0 if the body draws no random numbers.
     """
 
     def __init__(
@@ -383,7 +420,7 @@ class _CompiledLoop:
         self._lowered = lowered = lowering_context("scan")
         lowered.set_name_string("scan")
         lowered.build(list(outputs))
-        # Constants that the body made itself are arguments of its computation, too, and so are the seeds.
+        # Constants that the body creates are arguments of its computation as well, and so are the seeds.
         constants = dict(lowered.device_parameter_id_tensor_mapping())
         self.num_seeds = len(seeds) if self.reads(seeds) else 0
         arguments: dict[int, tuple[str, int]] = {}
@@ -405,7 +442,7 @@ class _CompiledLoop:
         )
 
     def reads(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the body was computed from any of ``tensors``."""
+        """Return whether the body was computed from any of ``tensors``."""
         return any(self._lowered.tensor_parameter_id(tensor) != -1 for tensor in tensors)
 
     def _build_computation(
@@ -417,6 +454,7 @@ class _CompiledLoop:
         iterations: int,
         reverse: bool,
     ) -> Any:
+        """Build the XLA computation of the loop around the computation of its body."""
         builder = xb.create_builder("scan")
         state: list[Any] = []
 
@@ -481,28 +519,33 @@ class _CompiledLoop:
 
 
 def _set_seed_and_record(seed: int) -> None:
-    """Draw what follows from ``seed``. A body that is being recorded has one more seed from here on."""
+    """Set the seed of the random number generator.
+
+    If a body is being recorded, it has one more seed from now on.
+    """
     xla.set_rng_seed(seed, _DEVICE)
     if _recorded_seeds:
-        # The seed becomes an input of graphs when something is drawn.
+        # The seed becomes an input of graphs when a random number is drawn.
         _, inputs = xla.device_data([torch.rand((), device=_DEVICE)])
         _recorded_seeds[-1] += [tensor for tensor in inputs if tensor.dtype == torch.int64]
 
 
 def _build_slice_read(stack: Any, index: Any) -> Any:
+    """Build the operation that reads slice ``index`` of ``stack``."""
     sizes = list(stack.shape().sizes)
     zero = index.zeros_like()
     return stack.dynamic_slice([index, *[zero] * (len(sizes) - 1)], [1, *sizes[1:]]).reshape(sizes[1:])
 
 
 def _build_slice_write(stack: Any, value: Any, index: Any) -> Any:
+    """Build the operation that writes ``value`` as slice ``index`` of ``stack``."""
     zero = index.zeros_like()
     indices = [index, *[zero] * (stack.shape().rank - 1)]
     return stack.dynamic_update_slice(value.broadcast([1]), indices)
 
 
 def _split_by_lengths(tensors: Sequence[Any], *lengths: int) -> tuple[tuple[Any, ...], ...]:
-    """``tensors`` in parts of ``lengths``, and one of the rest."""
+    """Split a sequence into parts of ``lengths`` elements, and a last part with the remaining elements."""
     parts, start = [], 0
     for length in lengths:
         parts.append(tuple(tensors[start : start + length]))

@@ -1,7 +1,8 @@
-"""Layers that are alike, compiled as one and run in a loop (``xla.scan_layers``).
+"""Equal layers that are compiled once and run in a loop (``xla.scan_layers``).
 
-The model's code still calls its layers one after the other. All but the last of a segment only note what they
-were called with and return their input; the last runs the loop. So nothing needs to be known of the model.
+The code of the model still calls its layers one after the other. All layers of a segment except the last only
+record their arguments and return their input. The last layer runs the loop. This works without any
+information about the model.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ DISABLE_REMEDY = "set xla.scan_layers: false"
 
 @dataclass(frozen=True)
 class LayerSegment:
-    """Consecutive layers that repeat: ``period`` of them, which may differ, again and again.
+    """Consecutive layers that repeat with a period. The layers of one period may differ.
 
     Attributes:
-        layer_names: of the layers, in order; a multiple of ``period``.
-        return_forms: what each layer of the period returns.
+        layer_names: Names of the layers, in order. Their number is a multiple of ``period``.
+        period: Number of layers of one repetition.
+        return_forms: Structure of the result of each layer of the period.
     """
 
     layer_names: tuple[str, ...]
@@ -48,7 +50,15 @@ class LayerSegment:
     return_forms: tuple[LayerOutputForm, ...]
 
     def list_parameter_names(self, model: nn.Module) -> list[list[str]]:
-        """The names of the parameters that are one stack: the same of each repetition, in order."""
+        """List the names of the parameters of each stack.
+
+        Args:
+            model: Model with the layers.
+
+        Returns:
+            One list per parameter of the period, with the names of the parameter in all repetitions, in
+            order.
+        """
         return [
             [f"{name}.{suffix}" for name in self.layer_names[phase :: self.period]]
             for phase in range(self.period)
@@ -58,11 +68,12 @@ class LayerSegment:
 
 @dataclass(frozen=True)
 class LayerOutputForm:
-    """The form of a layer's result: the hidden states, and what it hands on.
+    """Structure of a layer's result: hidden states, and arguments that the layer returns.
 
     Attributes:
-        structure: as torch's pytrees have it.
-        leaves: for each leaf the path of the argument that it is, HIDDEN, or a value.
+        structure: Structure of torch's pytrees.
+        leaves: One entry per leaf: HIDDEN_STATES for the hidden states, the path of an argument that the
+            layer returns, or a constant.
     """
 
     structure: Any
@@ -70,10 +81,13 @@ class LayerOutputForm:
 
 
 def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
-    """The segments of ``model``, on the meta device; layers between them run one by one.
+    """Find the segments of a model on the meta device. Layers between the segments run separately.
+
+    Args:
+        model: The transformers model. It is not modified.
 
     Raises:
-        UserError: if there are none, or the model's config does not allow for a loop.
+        UserError: If there are no segments, or the config of the model does not allow a loop.
     """
     kind = str(getattr(model.config, "model_type", type(model).__name__))
     config: Any = model.config
@@ -128,7 +142,10 @@ class _Repetition(NamedTuple):
 
 
 def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
-    """The period and the number of layers of the longest repetition at the start; 0 if nothing repeats."""
+    """Find the longest repetition at the start of a sequence of keys.
+
+    A layer with the key None never repeats.
+    """
     best = _Repetition(0, 0)
     for period in range(1, min(MAX_PERIOD, len(likes) // 2) + 1):
         if None in likes[:period]:
@@ -142,7 +159,7 @@ def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
 
 
 def _build_equivalence_key(layer: nn.Module) -> Any:
-    """Equal for two layers that compute the same from their parameters."""
+    """Build a key that is equal for layers that compute the same function of parameters and inputs."""
     constant_types = (bool, int, float, str, type(None))
     return (
         [(name, type(module)) for name, module in layer.named_modules()],
@@ -165,10 +182,13 @@ def _hash_buffer(buffer: Tensor) -> bytes:
 
 
 def _record_output_forms(model: nn.Module, kind: str) -> dict[str, LayerOutputForm]:
-    """What layers return that return one new tensor, by name, from a pass on the meta device.
+    """Record the results of the layers in a trial pass on the meta device.
+
+    Returns:
+        Form of each layer that returns exactly one new tensor, keyed by layer name.
 
     Raises:
-        UserError: if the pass fails.
+        UserError: If the pass fails.
     """
     kinds = list(group_layers_by_kind(model).values())
     forms_by_name: dict[str, LayerOutputForm] = {}
@@ -207,15 +227,16 @@ def _flatten_arguments(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
 
 
 class LoopedLayers:
-    """Runs the layers of a segment in a loop, once the last of them is called.
+    """Runs the layers of a segment in a loop when the last layer of the segment is called.
 
     Args:
-        model: whose layers these are; their ``forward`` is replaced.
-        segment: the layers.
-        stacks: for each entry of ``segment.parameters(model)``, a function that returns the tensor
-            ``[repetitions, ...]`` to compute with, and how a slice of it and its gradient are sharded.
-        constrain: applied to the hidden states before and after each layer.
-        recompute: whether the backward pass runs the layers again.
+        model: Model with the layers. Their ``forward`` is replaced.
+        segment: Layers to run in a loop.
+        stacks: Pairs of a function and shardings, one for each entry of
+            ``segment.list_parameter_names(model)``. The function returns the tensor ``[repetitions, ...]`` to
+            compute with. The shardings are for a slice and its gradient.
+        constrain: Function that is applied to the hidden states before and after each layer.
+        recompute: Whether the backward pass runs the layers again.
     """
 
     def __init__(
@@ -229,7 +250,8 @@ class LoopedLayers:
     ) -> None:
         self._segment, self._stacks, self._constrain = segment, stacks, constrain
         self._layers = [model.get_submodule(name) for name in segment.layer_names]
-        # One of each kind computes for all, with the slices in place of its own parameters.
+        # The first repetition computes all repetitions, with slices of the stacks instead of the
+        # parameters of its layers.
         templates = self._layers[: segment.period]
         self._caller = FunctionalCaller(nn.ModuleList(templates))
         self._forwards = [layer.forward for layer in templates]
@@ -244,6 +266,8 @@ class LoopedLayers:
             layer.forward = self._build_layer_forward(number)
 
     def _build_layer_forward(self, layer_index: int) -> Callable[..., Any]:
+        """Build a forward that records the call of a layer. The last layer's forward runs the loop."""
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = _LayerCall(args, kwargs)
             if layer_index != len(self._calls) or (layer_index and call.hidden is not self._calls[-1].hidden):
@@ -267,6 +291,7 @@ class LoopedLayers:
         return forward
 
     def _check_same_arguments(self, layer_index: int, call: _LayerCall, first_call: _LayerCall) -> None:
+        """Raise UserError if a layer is called with other arguments than in the first repetition."""
         has_same_arguments = call.structure == first_call.structure and all(
             leaf is other or (not isinstance(leaf, torch.Tensor) and bool(leaf == other))
             for index, (leaf, other) in enumerate(zip(call.leaves, first_call.leaves, strict=True))
@@ -281,6 +306,7 @@ class LoopedLayers:
         )
 
     def _run_loop(self) -> Tensor:
+        """Run the loop with the arguments of the first repetition, and return the last hidden states."""
         calls = self._calls[: self._segment.period]
         shared: dict[int, Tensor] = {}
         for call in calls:
@@ -308,6 +334,7 @@ class LoopedLayers:
     def _run_period(
         self, carry: Sequence[Tensor], slices: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> tuple[tuple[Tensor], tuple[()]]:
+        """Run the layers of one repetition. The body of the scan."""
         arguments, buffers = self._shared_order
         shared_values = dict(zip(arguments, shared, strict=False))
         values = dict(zip(self._names, slices, strict=True))
@@ -330,7 +357,7 @@ class LoopedLayers:
 
 
 class _LayerCall:
-    """The arguments of one layer. The hidden states come first, or by this name."""
+    """Arguments of one layer. The hidden states are the first argument, or the argument ``hidden_states``."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.leaves_by_path = _flatten_arguments(args, kwargs)

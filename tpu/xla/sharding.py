@@ -1,4 +1,4 @@
-"""The dim along which each parameter is sharded over the devices."""
+"""Choice of the dim along which each parameter is sharded over the devices."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ if TYPE_CHECKING:
 
 HYBRID_STRATEGIES = ("hybrid_shard", "hybrid_shard_zero2")
 
-# Lookup tables are sharded along the hidden dim, so that a lookup needs no rows of other devices.
+# Embedding tables are sharded along the hidden dim, so that a lookup does not need rows of other devices.
 _EMBEDDING_TABLES = re.compile(
     r"(^|\.)(embed_tokens|embed_positions|embed_in|embeddings|(word|position|token_type)_embeddings"
     r"|wte|wpe|shared|relative_attention_bias)(\.base_layer|\.original_module|\.modules_to_save\.default)?\.weight$"
 )
 
 _MAX_DIM_RATIO = 8
-"""A dim is short beside one of this many times its size."""
+"""A dim is too short to be sharded if another divisible dim is more than this many times as long."""
 
 LANES = 128
-"""Values that a chip holds side by side: a row takes a multiple of them."""
+"""Number of values that a chip stores in a row. The last dim of a tensor is padded to a multiple of it."""
 
 
 def is_head_gradient_transposed(shard_width: int, shard_group_size: int) -> bool:
-    """Whether the head's gradient is computed transposed, ``[hidden size, vocabulary]``.
+    """Return whether the gradient of the head is computed transposed, as ``[hidden size, vocabulary]``.
 
-    The compiler scatters along a major dim, but not along every minor one. But a turned gradient may cost
-    memory: the update takes its layout, and then copies the state of all matrices of that shape.
+    The compiler can scatter a result along a major dim, but not along every minor dim. On the other hand, a
+    transposed gradient may cost memory: the update uses its layout, and then copies the state of all matrices
+    of this shape.
 
     Args:
-        shard_width: of a shard that is cut along the hidden dim.
-        shard_group_size: devices that the head is sharded over.
+        shard_width: Width of a shard if the head is sharded along the hidden dim.
+        shard_group_size: Number of devices that the head is sharded over.
     """
     return shard_group_size >= 8 or shard_width <= LANES
 
 
 class ShardingRules:
-    """The default rule of a run, and the exceptions of ``xla.sharding``.
+    """Default rule for sharding parameters, and the exceptions of ``xla.sharding``.
 
     Args:
-        config: strategy, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
-        shard_group_size: number of devices that one copy of the state is sharded over.
+        config: Config of the run, with strategy, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
+        shard_group_size: Number of devices that one copy of the parameters is sharded over.
 
     Raises:
-        UserError: if a pattern of ``xla.sharding`` is not a regular expression.
+        UserError: If a pattern of ``xla.sharding`` is not a regular expression.
     """
 
     def __init__(self, config: RunConfig, shard_group_size: int) -> None:
@@ -63,10 +64,14 @@ class ShardingRules:
         self._table_dims: dict[tuple[int, ...], int] = {}
 
     def choose_shard_dim(self, name: str, shape: Sequence[int]) -> int | None:
-        """The dim along which a parameter is sharded; None if it is replicated.
+        """Return the dim along which a parameter is sharded, or None if it is replicated.
+
+        Args:
+            name: Name of the parameter.
+            shape: Shape of the parameter.
 
         Raises:
-            UserError: if ``xla.sharding`` names a dim that is missing or not divisible by the group size.
+            UserError: If ``xla.sharding`` names a dim that is missing or not divisible by the group size.
         """
         if not self.is_sharding:
             return None
@@ -80,19 +85,20 @@ class ShardingRules:
                     )
                 return dim
         divisible = [d for d, size in enumerate(shape) if size and size % self._shard_group_size == 0]
-        # Vectors are too small for a collective to pay.
+        # Replicate vectors: they are so small that gathering them would cost more than it saves.
         if not divisible or len(shape) < 2:
             return None
         if self._prefers_first_dim and 0 in divisible:
             return 0
         if _EMBEDDING_TABLES.search(name) and len(shape) - 1 in divisible:
             self._table_dims[tuple(shape)] = len(shape) - 1
-        # An untied head is sharded like the table before it. The compiler broadcasts a scalar of the update
-        # once for all tensors of a shape; cut along two dims, it would send that from device to device.
+        # Shard an untied head like the embedding table. The compiler broadcasts a scalar of the update once
+        # for all tensors of a shape. If these were sharded along different dims, it would send the broadcast
+        # scalar between devices.
         if tuple(shape) in self._table_dims:
             return self._table_dims[tuple(shape)]
-        # The first dim, where it is no short one such as that of experts: a gradient is reduced to shards of
-        # a major dim. Along a minor one, the compiler may add up whole matrices on every device.
+        # Prefer the first dim unless it is short, like the dim of experts. The compiler reduces a gradient to
+        # shards along a major dim. Along a minor dim, it may sum unsharded matrices on every device.
         longest = max(shape[d] for d in divisible)
         return next(d for d in divisible if shape[d] * _MAX_DIM_RATIO >= longest)
 

@@ -1,4 +1,7 @@
-"""Every private name of torch_xla: sharded transfers, seeds, barriers and graphs have no public API."""
+"""All private APIs of torch_xla that this package uses.
+
+Sharded transfers, seeds, barriers and graphs have no public API.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ _torch_xla = GuardedPackage("torch_xla", "2.9.0")
 
 
 class _XlaBinding:
-    """A function of torch_xla's C++ bindings, found when it is asked for."""
+    """Descriptor of a function in torch_xla's C++ bindings, which is looked up at each access."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -24,7 +27,7 @@ class _XlaBinding:
 
 
 class _XlaBindings:
-    """torch_xla's C++ bindings."""
+    """Functions of torch_xla's C++ bindings."""
 
     are_pending = _XlaBinding("_check_tensor_need_materialization")
     barrier_ = _XlaBinding("_xla_optimization_barrier_")
@@ -55,4 +58,4 @@ xla = _XlaBindings()
 lowering_context = _torch_xla.wrap_private_function(
     "torch_xla:_XLAC.lowering.LoweringContext", "backend: xla"
 )
-"""An empty graph with a name, to build from tensors."""
+"""Context with a name that builds an HLO graph from tensors."""

@@ -1,8 +1,8 @@
-"""The other side of :mod:`portable.tpu.compile.trace`: a process that records graphs and runs none.
+"""Process that records the graphs of a run and executes none. :mod:`portable.tpu.compile.trace` starts it.
 
-The backend, engine, loss and optimizer are those of a run. Two things differ. The state has shapes, dtypes
-and shardings but no values, so a model takes no memory. And where a run would compile and execute a graph,
-this process writes it to a file.
+The process uses the same backend, engine, loss and optimizer as a run, with two differences. The state has
+shapes, dtypes and shardings, but no values, so a model takes no memory. And at the points where a run would
+compile and execute a graph, this process writes the graph to a file.
 """
 
 from __future__ import annotations
@@ -46,47 +46,54 @@ if TYPE_CHECKING:
     from portable.tpu.xla.engine import XlaEngine
     from portable.tpu.xla.layout import Spec
 
-MAX_REAL_ELEMENTS = 1 << 14  # tensors up to this size are uploaded: learning rates, counters
+MAX_REAL_ELEMENTS = 1 << 14  # tensors up to this size keep their values, such as learning rates and counters
 GRAPH_FILE_NAMES = {"sampled token": "generation"}
 PROMPT_TOKENS = 32
 
 
 class ValuelessLayout(MeshLayout):
-    """A layout whose tensors have no values, but for the smallest.
+    """Layout whose tensors have no values, except for the smallest tensors.
 
-    Such a tensor starts as an operation. :func:`turn_pending_into_inputs` makes it an input of graphs.
+    A tensor without values is created by an operation. :func:`turn_pending_into_inputs` makes it an input of
+    graphs.
     """
 
     def create_zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+        """Create a sharded tensor without allocating shards."""
         tensor = torch.zeros(tuple(shape), dtype=dtype, device=self.device)
         xla.mark_sharding(tensor, self.to_op_sharding(spec))
         return tensor
 
     def replicate(self, tensor: Tensor) -> Tensor:
+        """Replicate a small tensor. A larger tensor loses its values."""
         if tensor.numel() <= MAX_REAL_ELEMENTS:
             return super().replicate(tensor)
         return self.create_zeros(tensor.shape, tensor.dtype, self.get_replicated_spec(tensor.dim()))
 
     def fill_local_shards(self, tensor: Tensor, spec: Spec, source: Any) -> None:
+        """Replace the tensor by a tensor without values. ``source`` is not read."""
         tensor.data = self.create_zeros(tensor.shape, tensor.dtype, spec)
 
-    def execute_pending(self, *, wait: bool = False) -> None:
+    def cut_graph(self, *, wait: bool = False) -> None:
+        """Make all pending tensors inputs of later graphs. Nothing is executed."""
         turn_pending_into_inputs()
 
     def place_batch_tensor(self, tensor: Tensor) -> Tensor:
+        """Create a global batch tensor without values."""
         placed = self.create_zeros(tensor.shape, tensor.dtype, self.get_batch_spec(tensor.dim()))
         turn_pending_into_inputs()
         return placed
 
     def read_to_cpu(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return zeros, because the tensors have no values."""
         return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
 
 
 class GraphRecorder(GraphRunner):
-    """Writes each kind of graph where a run would compile and execute it.
+    """Writes each graph to a file. A run would compile and execute it.
 
     Args:
-        folder: exists.
+        folder: Existing folder for the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,16 +101,18 @@ class GraphRecorder(GraphRunner):
         self._folder = folder
         self._last_write_time = time.monotonic()
         self.skipped_graphs: set[str] = set()
-        """Kinds that are recorded, but not written."""
+        """Names of graphs that are not written."""
         self.written_graphs: dict[str, dict[str, Any]] = {}
 
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
+        """Write the graph of the pending tensors if it is the first with its name, and make them inputs."""
         name = GRAPH_FILE_NAMES.get(kind, kind)
         if name not in self.written_graphs and name not in self.skipped_graphs:
             self._write_graph(name)
         turn_pending_into_inputs()
 
     def _write_graph(self, name: str) -> None:
+        """Write the graph of the pending tensors, with the buffers that it may reuse, to a file."""
         pending = list_pending_tensors()
         context = lowering_context("SyncTensorsGraph")
         context.build(pending)
@@ -122,10 +131,10 @@ class GraphRecorder(GraphRunner):
 
 
 class TracingBackend(XlaBackend):
-    """The backend of a run, on state without values.
+    """Backend of a run whose state has no values.
 
     Args:
-        folder: where the graphs go; it exists.
+        folder: Existing folder for the graphs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,9 +142,11 @@ class TracingBackend(XlaBackend):
         self.graphs = GraphRecorder(folder)
 
     def build_engine(self, model: nn.Module, config: RunConfig) -> XlaEngine:
+        """Build the engine, and fill its tensors in the same order as a run."""
         engine: Any = super().build_engine(model, config)
-        # As a run does: the order in which tensors were made is that of a graph's parameters and results.
-        # One layer of a loop stands for all: they are written into the same tensor.
+        # Load weights as a run does, because the order in which tensors are created is the order of the
+        # parameters and results of a graph. One layer of a stack is enough, because all layers are written
+        # into the same tensor.
         others = {name for names in engine.device_parameters.stacks.values() for name in names[1:]}
         engine.load_weights(dict.fromkeys(name for name in get_state_tensors(model) if name not in others))
         turn_pending_into_inputs()
@@ -149,11 +160,11 @@ class TracingBackend(XlaBackend):
 
 
 def turn_pending_into_inputs() -> None:
-    """Make every tensor that an operation would compute an input of later graphs, without a value."""
+    """Make each tensor with a pending operation an input of later graphs, without a value."""
     tensors = list_pending_tensors()
     xla.clear_pending(XLA_DEVICE)
-    # An input gets the sharding of its tensor when the tensor has an operation and is asked for it, in that
-    # order. The first call makes the operation.
+    # An input gets the sharding of its tensor if the tensor first gets an operation, and its sharding is
+    # queried after that. The first call creates the operation.
     xla.device_data(tensors, [])
     for tensor in tensors:
         xla.sharding_of(tensor)
@@ -163,24 +174,34 @@ XLA_DEVICE = "xla:0"
 
 
 def list_live_tensors() -> list[Tensor]:
-    """The tensors on the device, in the order in which they were made."""
+    """List the tensors on the device, in the order in which they were created."""
     tensors: dict[int, Tensor] = {}
     for candidate in gc.get_objects():
-        # By type: an isinstance asks lazy modules for their class, which imports them.
+        # Check the type, because isinstance reads __class__, which makes lazy modules import themselves.
         if issubclass(type(candidate), torch.Tensor) and candidate.device.type == "xla":
             tensors.setdefault(xla.tensor_id(candidate), candidate)
     return [tensors[number] for number in sorted(tensors)]
 
 
 def list_pending_tensors() -> list[Tensor]:
-    """The tensors that a sync would compute, in its order."""
+    """List the tensors that ``torch_xla.sync`` would compute, in its order."""
     tensors = list_live_tensors()
     needed = xla.are_pending(tensors)
     return [tensor for tensor, pending in zip(tensors, needed, strict=True) if pending]
 
 
 def find_donated_parameters(context: Any, pending: Sequence[Tensor]) -> list[int]:
-    """The parameters of a lowered graph whose buffers it may overwrite: those of tensors that it replaces."""
+    """Find the parameters of a lowered graph whose buffers the graph may overwrite.
+
+    These are the buffers of tensors that the graph replaces.
+
+    Args:
+        context: Lowering context that has built the graph.
+        pending: Results of the graph.
+
+    Returns:
+        Parameter numbers, ascending.
+    """
     replaced = {_read_alias_id(tensor) for tensor in pending}
     owners, data = xla.device_data(list(pending), [])
     return sorted(
@@ -191,19 +212,28 @@ def find_donated_parameters(context: Any, pending: Sequence[Tensor]) -> list[int
 
 
 def _read_alias_id(tensor: Tensor) -> int:
-    """The number by which a buffer knows its tensor; an update in place keeps it."""
+    """Return the number that identifies the tensor of a buffer. An in-place update does not change it."""
     match = re.search(r"^AliasID: (\d+)$", xla.debug_info(tensor), re.MULTILINE)
     assert match is not None
     return int(match[1])
 
 
 def record_graphs(config: RunConfig, folder: Path, target_hardware: str) -> list[dict[str, Any]]:
-    """Write every graph that a run of ``config`` on this process's devices compiles to ``folder``."""
+    """Write every graph that a run on the devices of this process would compile.
+
+    Args:
+        config: Config of the run.
+        folder: Existing folder for the graphs.
+        target_hardware: ``TPU``, or ``CPU`` for virtual devices. Operations are lowered for this hardware.
+
+    Returns:
+        Name, file and sizes of each graph.
+    """
     backend = TracingBackend(folder)
-    # The client is up. What torch_xla asks from here on is for which hardware to lower: layouts, gathers and
-    # scatters are others on a TPU.
+    # The client has started, so from now on torch_xla reads this variable only to choose the hardware to
+    # lower for. A TPU has other layouts, gathers and scatters.
     os.environ["PJRT_DEVICE"] = target_hardware
-    # Whole sequences, which the compiler cuts.
+    # Use complete sequences, because the compiler splits them.
     config, model, plan, batch = build_step_inputs(config, backend, sequence_parts=1)
     engine = backend.build_engine(model, config)
     _record_step_graphs(backend, engine, batch, plan, config)
@@ -220,7 +250,7 @@ def record_graphs(config: RunConfig, folder: Path, target_hardware: str) -> list
 
 
 def _build_metric_settings(config: RunConfig, model_config: Any) -> MetricSettings:
-    """The classes are the model's; those of the data are not known."""
+    """Build the settings of the metrics. The classes are read from the model, because there is no data."""
     if config.model.task != CLASSIFICATION:
         return MetricSettings(config.model.task)
     return MetricSettings(
@@ -231,8 +261,10 @@ def _build_metric_settings(config: RunConfig, model_config: Any) -> MetricSettin
 def _record_step_graphs(
     backend: TracingBackend, engine: XlaEngine, batch: Batch, plan: BatchPlan, config: RunConfig
 ) -> None:
+    """Record the graphs of a training step."""
     if plan.accumulation_steps > 1:
-        # The gradients' sums do not exist until a micro-batch has been recorded.
+        # Trace one micro-batch without writing it, because the accumulated gradients do not exist before
+        # that.
         backend.graphs.skipped_graphs.add("micro-batch")
         engine.accumulate_gradients(
             backend.copy_to_device(batch), backend.sum_host_numbers(1), is_last_micro_batch=False
@@ -250,7 +282,7 @@ def _record_step_graphs(
 
 
 class _FirstMicroBatchEngine:
-    """An engine that records the first micro-batch alone; the others of a step have the same graph."""
+    """Engine that records only the first micro-batch of a step, because the others have the same graph."""
 
     def __init__(self, engine: XlaEngine) -> None:
         self._engine = engine
@@ -260,6 +292,7 @@ class _FirstMicroBatchEngine:
     def accumulate_gradients(
         self, batch: Batch, weight: Tensor, *, is_last_micro_batch: bool, with_token_metrics: bool = False
     ) -> StepSums:
+        """Record the first micro-batch, and return zeros for the others."""
         if self._first is not None:
             zeros = self._engine.layout.replicate(torch.zeros(self._first.values.shape))
             return StepSums(zeros, self._first.names)
@@ -269,12 +302,14 @@ class _FirstMicroBatchEngine:
         return self._first
 
     def take_optimizer_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Record the update."""
         return self._engine.take_optimizer_step(*args, **kwargs)
 
 
 def main() -> None:
+    """Record the graphs in this process, and write the answer."""
     config: RunConfig = read_request()
-    gc.freeze()  # what was imported holds no tensor of a device: no search need visit it
+    gc.freeze()  # imported modules reference no device tensors, so searches can skip their objects
     answer: dict[str, Any]
     try:
         answer = {"graphs": record_graphs(config, Path(sys.argv[1]).parent, sys.argv[2])}

@@ -266,7 +266,7 @@ def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
             f"{archive.location}: is {stored.dtype} {list(stored.shape)}, "
             f".metadata says {entry.dtype} {list(sizes)}"
         )
-    return stored.to_view()
+    return stored.to_byte_view()
 
 
 def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:

@@ -162,7 +162,7 @@ def sample_rounds_to_weight(
         return None
     master_bytes = _read_unverified_elements(master.source, master.dtype, master_start, count)
     weight_bytes = _read_unverified_elements(
-        weight.to_view().source, weight.dtype, weight.offset + weight_start, count
+        weight.to_byte_view().source, weight.dtype, weight.offset + weight_start, count
     )
     if master_bytes is None or weight_bytes is None:
         return None

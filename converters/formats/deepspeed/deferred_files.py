@@ -53,7 +53,7 @@ class DeferredTensor(StoredTensor):
         self.strides = compute_row_major_strides(shape, 1)
         self._source = _DeferredSource(self, load)
 
-    def to_view(self) -> View:
+    def to_byte_view(self) -> View:
         """Return the tensor as a view in bytes."""
         return View(self._source, 0, compute_row_major_strides(self.shape, get_itemsize(self.dtype)))
 
@@ -76,7 +76,7 @@ class _DeferredSource:
             raise CheckpointError(
                 f"a rank has {tensor.dtype} {list(tensor.shape)} where another has {dtype} {list(shape)}"
             )
-        view = tensor.to_view()
+        view = tensor.to_byte_view()
         view.source.read_into(buffer, view.offset + offset, unverified_spans)
 
 

@@ -57,7 +57,7 @@ class FlatPiece:
 
 def to_flat_piece(stored: StoredTensor) -> FlatPiece:
     """Convert a flat tensor of a rank file to a piece."""
-    view, numel = stored.to_view(), prod(stored.shape)
+    view, numel = stored.to_byte_view(), prod(stored.shape)
     return FlatPiece(
         stored.dtype, numel, SourceSlice(view.source, view.offset, numel * get_itemsize(stored.dtype))
     )

@@ -92,9 +92,9 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
     return None
 
 
-def _open_universal_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open the universal checkpoint in the folder `path`."""
-    return _UniversalFiles(CheckpointFolder(path)).build_checkpoint(source.path)
+def _open_universal_checkpoint(source: CheckpointPath, universal_folder: AnyPath) -> Checkpoint:
+    """Open the universal checkpoint in the folder `universal_folder`."""
+    return _UniversalFiles(CheckpointFolder(universal_folder)).build_checkpoint(source.path)
 
 
 def load_zero_file(folder: CheckpointFolder, name: str) -> Any:
@@ -279,7 +279,7 @@ class _UniversalFiles:
         suffix = "" if state_name == MASTER else f".{state_name}"
         if not prod(shape):
             return to_lazy_tensor(stored, name + suffix)
-        view = stored.to_view()
+        view = stored.to_byte_view()
         return Tensor.from_source(name + suffix, stored.dtype, shape, view.source, view.offset)
 
     def _check_against_second_copy(

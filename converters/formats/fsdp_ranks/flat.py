@@ -265,5 +265,5 @@ def _list_module_ends(names_and_sizes: Sequence[tuple[str, tuple[int]]], first: 
 
 def _to_bytes_source(stored: StoredTensor) -> ByteSource:
     """Return the bytes of a contiguous tensor."""
-    view = stored.to_view()
+    view = stored.to_byte_view()
     return SourceSlice(view.source, view.offset, prod(stored.shape) * get_itemsize(stored.dtype))

@@ -115,7 +115,7 @@ class RankParts:
                 self.num_parts += 1
                 self.first_part = self.first_part or stored
                 # Use text as the key, because a file could contain numbers whose hashes collide.
-                view = stored.to_view if isinstance(stored, StoredTensor) else stored.boxes[0].view
+                view = stored.to_byte_view if isinstance(stored, StoredTensor) else stored.boxes[0].view
                 self.boxes.setdefault(repr((offsets, stored.shape)), Box(offsets, stored.shape, view))
 
     def to_tensor(self) -> Tensor:

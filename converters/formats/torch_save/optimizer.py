@@ -48,7 +48,7 @@ def to_lazy_tensor(stored: TensorLeaf, name: str) -> Tensor:
     if isinstance(stored, Tensor):
         return stored
     origin = (0,) * len(stored.shape)
-    return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.to_view)])
+    return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.to_byte_view)])
 
 
 def is_optimizer_state_dict(value: Any) -> bool:

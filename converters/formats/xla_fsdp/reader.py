@@ -83,7 +83,7 @@ def _list_candidate_files(path: AnyPath) -> list[str]:
     return [name for name in list_entry_names(path) if name.endswith(_SUFFIXES)]
 
 
-def _find_rank_file_folder(source: CheckpointPath) -> CheckpointFolder | None:
+def _get_folder_of_rank_files(source: CheckpointPath) -> CheckpointFolder | None:
     """Find the folder of rank files for a path to the folder or one of the files."""
     path = source.path
     folder = CheckpointFolder(path.parent if path.is_file() else path)
@@ -260,6 +260,6 @@ def _build_key_tensors(
 
 FORMAT = Format(
     "xla-fsdp",
-    _find_rank_file_folder,
+    _get_folder_of_rank_files,
     _open_xla_fsdp_checkpoint,
 )

@@ -246,7 +246,7 @@ def _join_flat_shards(
     joined = ConcatenatedSources(
         [
             SourceSlice(view.source, view.offset, length * width)
-            for view in (stored.to_view() for stored in stored)
+            for view in (stored.to_byte_view() for stored in stored)
         ]
     )
     return {
@@ -273,7 +273,7 @@ def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key:
         low = rank * rows
         size = min(rows, layout.shape[0] - low)
         if size > 0:  # the rest is padding
-            boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.to_view))
+            boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.to_byte_view))
     return Tensor(
         remove_wrapper_parts(layout.parameters[0].name) + suffix, stored[0].dtype, layout.shape, boxes
     )

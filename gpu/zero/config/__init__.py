@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON: read, check, reconcile with the run's config, merge into DeepSpeed's configuration."""
+"""DeepSpeed JSON: read it, check it, reconcile it with a run, and merge it into DeepSpeed's config."""
 
 from portable.gpu.zero.config.document import DeepSpeedDocument, read_deepspeed_document
 from portable.gpu.zero.config.merging import build_document_notes, build_merged_config

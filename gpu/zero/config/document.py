@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON: parsed, judged by DeepSpeed's models, and what it comes to as settings."""
+"""Read a DeepSpeed JSON, check it with DeepSpeed's models, and convert it to settings of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from portable.config.origins import format_short_value
 from portable.config.yaml_text import read_config_text
 from portable.errors import UserError, require, to_one_line
 from portable.gpu.zero import private_api
-from portable.gpu.zero.config.schema import check_deepspeed_config, remove_unset_keys
+from portable.gpu.zero.config.schema import check_deepspeed_config, remove_disabled_unknown_keys
 from portable.importing.deepspeed import AUTO, parse_deepspeed_json
 from portable.importing.programs import build_deepspeed_file, convert_deepspeed_file
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ImportedRun
 
 CONFIG_KEY = "deepspeed.config"
-"""The setting that names the file, or holds the mapping."""
+"""Setting that names the file or contains the mapping."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedDocument:
-    """A checked DeepSpeed configuration.
+    """Checked DeepSpeed configuration.
 
     Attributes:
-        values: the configuration, under the names of the installed release.
-        name: the file, or the setting that holds the mapping, for error messages.
-        imported: the settings that it comes to, with a note for each value that was renamed, has no effect
-            or another meaning here.
+        values: Configuration with the key names of the installed release.
+        name: Name of the file, or of the setting that contains the mapping, used in error messages.
+        imported: Settings of the run that the configuration is converted to, with a note for each value that
+            was renamed, has no effect, or has another meaning here.
     """
 
     values: dict[str, Any]
@@ -38,7 +38,7 @@ class DeepSpeedDocument:
     imported: ImportedRun
 
     def get_value(self, path: str) -> Any:
-        """The value at the dotted ``path``; None if it is missing or ``auto``."""
+        """Return the value at a dotted path. Returns None if it is missing or ``auto``."""
         value: Any = self.values
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -46,13 +46,16 @@ class DeepSpeedDocument:
 
 
 def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
-    """Read and check the JSON of ``deepspeed.config``; None if it is not set.
+    """Read and check the JSON of ``deepspeed.config``.
 
-    The file is read once: :func:`portable.gpu.zero.config.reconcile.apply_document` leaves the document in
-    the config.
+    The file is read only once, because :func:`portable.gpu.zero.config.reconcile.apply_document` stores the
+    document in the config.
+
+    Returns:
+        The document; None if ``deepspeed.config`` is not set.
 
     Raises:
-        UserError: if it cannot be read, or has a key or value that DeepSpeed does not accept.
+        UserError: If the file cannot be read, or has a key or value that DeepSpeed does not accept.
     """
     source = config.deepspeed.config
     if source is None:
@@ -74,7 +77,7 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
     )
     if (error := private_api.find_removed_key_error(file.values)) is not None:
         raise UserError(f"{name}: {to_one_line(error)}") from error
-    for path in remove_unset_keys(file.values):
+    for path in remove_disabled_unknown_keys(file.values):
         file.add_note(path, "has no effect: the installed DeepSpeed does not read it")
     check_deepspeed_config(file.values, name)
     zero["stage"] = _select_stage(config, zero, name)
@@ -82,7 +85,10 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
 
 
 def _select_stage(config: RunConfig, zero_section: dict[str, Any], document_name: str) -> int:
-    """The stage of the JSON, or of the run's strategy; without one, as in DeepSpeed, nothing is sharded."""
+    """Return the ZeRO stage of the JSON, or of the run's strategy if the JSON has none or ``auto``.
+
+    Without a stage in either, the result is 0 and nothing is sharded, as in DeepSpeed.
+    """
     stage = zero_section.get("stage", 0)
     if stage in (0, AUTO) and config.is_set("strategy"):
         return int(config.strategy[-1]) if config.strategy.startswith("zero") else 0

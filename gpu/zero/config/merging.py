@@ -1,4 +1,4 @@
-"""Merge a DeepSpeed JSON into the configuration for ``deepspeed.initialize``, and list what it changes."""
+"""Merge a DeepSpeed JSON into the configuration for ``deepspeed.initialize``, and note ignored values."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from portable.gpu.zero.config.document import DeepSpeedDocument
 
 
-# The run's optimizer decides; gpu/zero/optimizer.py has checked what these would refuse.
+# The run sets these keys. gpu/zero/optimizer.py has already checked the optimizer, which DeepSpeed would do
+# otherwise.
 _OVERRIDDEN_KEYS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 
 
 def build_merged_config(
     base: Mapping[str, Any], document: DeepSpeedDocument, hidden_size: int
 ) -> dict[str, Any]:
-    """The configuration for DeepSpeed: what the JSON passes on, over the run's.
+    """Return the configuration for DeepSpeed: values of the JSON merged over values of the run.
 
     Args:
-        base: the configuration from the run's settings.
-        document: the JSON, already reconciled with them.
-        hidden_size: of the model, for bucket sizes that are ``auto``.
+        base: Configuration from the settings of the run.
+        document: JSON, already reconciled with the settings.
+        hidden_size: Hidden size of the model, which determines bucket sizes that are ``auto``.
     """
     passed_values = {
         k: v for k, v in document.imported.values.get(CONFIG_KEY, {}).items() if k not in _OVERRIDDEN_KEYS
@@ -46,7 +47,7 @@ def build_merged_config(
 
 
 def _merge_sections(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` updated with ``values``, section by section."""
+    """Return ``base`` updated with ``values``, recursively in each section."""
     result = dict(base)
     for key, value in values.items():
         base_section = result.get(key)
@@ -63,15 +64,15 @@ VALUES_SET_BY_SWAPPING = {
     "zero_optimization.stage3_max_reuse_distance": "0, since parameters kept gathered would occupy all swap "
     "buffers",
 }
-"""Values that the run chooses if parameters are swapped to disk."""
+"""Reason for each value that the run sets if parameters are swapped to disk."""
 
 
 def build_document_notes(config: RunConfig, document: DeepSpeedDocument) -> list[str]:
-    """Notes on the JSON for the user, one line each.
+    """Return notes on the JSON for the user, one line per note.
 
     Args:
-        config: the run's, with the JSON's values.
-        document: the JSON.
+        config: Config of the run, with the values of the JSON.
+        document: JSON of the run.
     """
     swapped = config.memory.offload_params == "nvme"
     changed = [

@@ -1,7 +1,8 @@
-"""Reconcile a DeepSpeed JSON with the run's config.
+"""Reconcile a DeepSpeed JSON with the config of a run.
 
-What both can express (batch sizes, precision, optimizer, schedule, clipping, offloading) goes into the run's
-config: a default yields to the JSON, a value that the user set must agree with it.
+Some settings exist in both: batch sizes, precision, optimizer, schedule, clipping and offloading. Their
+values from the JSON replace defaults of the run. A value that the user has set must be equal to the value in
+the JSON.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-# DeepSpeed's monitors, and the package that each imports.
+# Package that each of DeepSpeed's monitors imports.
 _MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-# Switches of ZeRO++ whose kernels exist for GPUs only.
+# Switches of ZeRO++ whose kernels exist only for GPUs.
 _GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
 def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: int) -> RunConfig:
-    """The config with the JSON's values in place of defaults.
+    """Return the config with the values of the JSON instead of default values.
+
+    Args:
+        config: Config of the run.
+        document: JSON of the run. The returned config contains it.
+        world_size: Number of ranks.
 
     Raises:
-        UserError: if the JSON contradicts a setting of the run, or itself.
+        UserError: If the JSON contradicts a setting of the run, or itself.
     """
     imported = document.imported.raise_first_refusal()
     values: dict[str, Any] = {}
@@ -55,7 +61,7 @@ def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: i
     skipped_keys = {
         "deepspeed.config": True,
         "precision": (precision, config.precision) == ("fp32", "tf32"),
-        # selective recomputes as well
+        # Selective checkpointing recomputes activations as well, so it agrees with the JSON.
         "memory.activation_checkpointing": config.memory.activation_checkpointing == "selective",
     }
     for key, value in imported.values.items():
@@ -86,11 +92,14 @@ def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: i
 
 
 def check_installed(document: DeepSpeedDocument, device_type: str) -> None:
-    """Raise UserError if a package or a GPU kernel that the JSON asks for is missing.
+    """Check that the packages and the GPU kernels that the JSON enables are installed.
 
     Args:
-        document: the JSON.
-        device_type: of the run.
+        document: JSON of the run.
+        device_type: Type of the run's devices, such as ``cuda``.
+
+    Raises:
+        UserError: If a package is missing, or the JSON enables a GPU kernel on the CPU.
     """
     for monitor, package in _MONITOR_PACKAGES.items():
         require(
@@ -113,7 +122,7 @@ def _reconcile_batch(
     world_size: int,
     set_value: Callable[[str, Any, str], None],
 ) -> None:
-    """Check that batch size = micro-batch x accumulation x ranks; compute the one that is missing."""
+    """Check that batch size = micro-batch x accumulation x ranks, and compute the value that is missing."""
     origin = f"{document.name}: gradient_accumulation_steps"
     total = document.get_value("train_batch_size")
     micro = document.get_value("train_micro_batch_size_per_gpu")
@@ -123,7 +132,7 @@ def _reconcile_batch(
     if total is None and config.is_set("train.global_batch_size"):
         total = config.train.global_batch_size
     if micro == AUTO:
-        micro = None  # computed from the other two, or searched
+        micro = None  # computed from the other two values, or searched
         total = config.train.global_batch_size if total is None else total
     sets_micro_batch = document.get_value("train_micro_batch_size_per_gpu") is not None
     is_micro_batch_set = sets_micro_batch or config.is_set("train.micro_batch_size")
@@ -137,7 +146,7 @@ def _reconcile_batch(
     if steps is None and (
         (sets_micro_batch and total is None) or (sets_only_batch_size and total % world_size == 0)
     ):
-        steps = 1  # DeepSpeed accumulates only if asked to, and does not split a batch
+        steps = 1  # DeepSpeed does not accumulate by default, and does not split a batch
     if steps is None:
         if sets_micro_batch and total % (micro * world_size):
             raise UserError(

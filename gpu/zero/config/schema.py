@@ -1,9 +1,10 @@
-"""Judge a DeepSpeed JSON by the installed DeepSpeed.
+"""Check a DeepSpeed JSON with the installed DeepSpeed.
 
-DeepSpeed reads some sections with pydantic models, which are used as they are, and the rest from plain
-dictionaries, where it ignores a misspelled key and reads the text ``"false"`` as true. So DeepSpeed's own
-parser reads the file through :class:`RecordedSection`, which records the keys that the parser asks for, with
-their defaults: a key that it does not ask for is unknown, and a value must be of the type of its default.
+DeepSpeed reads some sections with pydantic models, which are used here without changes. It reads the rest
+from plain dictionaries, and there ignores a misspelled key and interprets the text ``"false"`` as true. For
+these sections, DeepSpeed's parser reads the file through :class:`RecordedSection`, which records the keys
+that the parser looks up, with their defaults. A key that the parser does not look up is unknown, and a value
+must have the type of its default.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ if TYPE_CHECKING:
 KeyPath = tuple[str, ...]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _PARSER_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-"""A batch for the parser, which needs one. The batch of the run is checked with the number of ranks."""
+"""Batch sizes for the parser, which requires them. The run checks its real batch with the number of ranks."""
 _KEYS_SET_BY_RUN = ("optimizer", "scheduler", "train_batch_size", *_PARSER_BATCH)
-"""Keys that the parser does not judge, because the run builds the batch, the optimizer and the schedule."""
+"""Keys that are not checked with the parser, because the run sets the batch, the optimizer and the schedule.
+"""
 _REFUSED_SECTIONS = REFUSED_KEYS | {"data_efficiency"}
-"""Sections that are refused if they are on, so their inner keys do not matter."""
+"""Sections that are refused if they are enabled, so their inner keys are not checked."""
 _DTYPE_KEYS = tuple(("data_types", name) for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"))
-"""Keys that DeepSpeed only reads when it trains."""
+"""Keys that DeepSpeed reads only during training."""
 
 
 def _is_judged_elsewhere(path: KeyPath) -> bool:
@@ -48,12 +50,12 @@ def _is_judged_elsewhere(path: KeyPath) -> bool:
 
 
 class RecordedSection(dict[str, Any]):
-    """A section of a configuration that records the keys that a parser asks for.
+    """Section of a configuration that records the keys that a parser looks up.
 
     Attributes:
-        defaults: Default of each key that the parser has asked for; None if it gave no default.
+        defaults: Default of each key that the parser has looked up; None if it gave no default.
         path: Path of the section.
-        looked_up_paths: Paths of the keys that the parser has asked for, in all sections.
+        looked_up_paths: Paths of all keys that the parser has looked up, in all sections.
     """
 
     def __init__(
@@ -72,13 +74,13 @@ class RecordedSection(dict[str, Any]):
         )
 
     def record_lookup(self, key: str, default: Any = None) -> None:
-        """Record that a parser asks for a key."""
+        """Record that a parser looks up a key, with the default that it gives."""
         self.looked_up_paths.append((*self.path, key))
         if self.defaults.get(key) is None:
             self.defaults[key] = default
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value."""
+        """Return a value, and record the lookup."""
         self.record_lookup(key, default)
         return super().get(key, default)
 
@@ -96,11 +98,11 @@ class RecordedSection(dict[str, Any]):
             yield key
 
     def keys(self) -> Any:
-        """Return a view that records lookups and iteration."""
+        """Return a view of the keys that records lookups and iteration."""
         return KeysView(self)
 
     def items(self) -> Any:
-        """Return the items. All keys are recorded."""
+        """Return the items. Records a lookup of every key."""
         return [(key, self[key]) for key in self]
 
     def __copy__(self) -> RecordedSection:
@@ -110,9 +112,9 @@ class RecordedSection(dict[str, Any]):
         return self
 
     def iter_read_sections(self) -> Iterator[RecordedSection]:
-        """Yield this section and the sections in it that the parser has looked into.
+        """Yield this section and the nested sections from which the parser has read keys.
 
-        The parser keeps other mappings as they are, or does not know them.
+        The parser keeps other mappings unread, or does not support them.
         """
         yield self
         for value in super().values():
@@ -120,16 +122,16 @@ class RecordedSection(dict[str, Any]):
                 yield from value.iter_read_sections()
 
     def iter_items_unrecorded(self) -> Iterator[tuple[str, Any]]:
-        """Yield the items without recording."""
+        """Yield the items without recording lookups."""
         yield from super().items()
 
 
 @dataclass
 class ConfigMistakes:
-    """The mistakes that DeepSpeed finds in a configuration.
+    """Mistakes that DeepSpeed finds in a configuration.
 
     Attributes:
-        unknown_keys: Paths of unknown keys, each with the names of the keys beside it.
+        unknown_keys: Paths of unknown keys, each with the names of the supported keys of its section.
         first_wrong_value: Message about the first wrong value, or None.
     """
 
@@ -138,7 +140,7 @@ class ConfigMistakes:
 
 
 def find_config_mistakes(document: Mapping[str, Any]) -> ConfigMistakes:
-    """Find the mistakes in a configuration: by DeepSpeed's models, and then by its parser."""
+    """Find the mistakes in a configuration, with DeepSpeed's models and then with its parser."""
     mistakes = ConfigMistakes()
     _add_model_mistakes(document, mistakes)
     if mistakes.first_wrong_value is None:
@@ -147,6 +149,7 @@ def find_config_mistakes(document: Mapping[str, Any]) -> ConfigMistakes:
 
 
 def _add_model_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -> None:
+    """Add the mistakes that DeepSpeed's pydantic models find to ``mistakes``."""
     schema, values = build_schema(document), filter_auto_values(document)
     try:
         schema(**values)
@@ -158,14 +161,15 @@ def _add_model_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -
                 mistakes.unknown_keys[path] = list_section_keys(schema, path[:-1])
         wrong = next((detail for detail in details if detail["type"] != "extra_forbidden"), None)
         if wrong is not None:
-            # A location also names members of unions.
+            # A pydantic location also contains the members of unions, which are not keys.
             path = tuple(str(part) for part in wrong["loc"] if str(part) in _collect_keys(values))
             mistakes.first_wrong_value = _describe_wrong_value(path, wrong)
-    except Exception as error:  # of one of its validators
+    except Exception as error:  # a validator may raise any exception
         mistakes.first_wrong_value = str(error) or type(error).__name__
 
 
 def _add_parser_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -> None:
+    """Add the mistakes that DeepSpeed's parser finds to ``mistakes``."""
     values = {
         key: value for key, value in filter_auto_values(document).items() if key not in _KEYS_SET_BY_RUN
     } | _PARSER_BATCH
@@ -175,14 +179,14 @@ def _add_parser_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) 
     problem: Exception | None = None
     try:
         private_api.parse_deepspeed_config(recorded)
-    except Exception as error:  # whatever its parser raises
+    except Exception as error:  # the parser may raise any exception
         problem = error
     wrong = next(_iter_wrong_type_messages(recorded), None)
     if wrong is not None:
         mistakes.first_wrong_value = wrong
     elif isinstance(problem, TypeError | AttributeError | LookupError):
         mistakes.first_wrong_value = _describe_unreadable_value(recorded.looked_up_paths[-1], values)
-    elif problem is not None:  # its sections do not say where in the file they are
+    elif problem is not None:  # the message of the parser does not name the section
         mistakes.first_wrong_value = str(problem) or type(problem).__name__
     else:
         for section in recorded.iter_read_sections():
@@ -192,7 +196,7 @@ def _add_parser_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) 
 
 
 def _describe_unreadable_value(path: KeyPath, values: dict[str, Any]) -> str:
-    """Return a message about a value that DeepSpeed's parser cannot use, because of its type."""
+    """Return a message about a value whose type DeepSpeed's parser cannot use."""
     key, value = ".".join(path), format_short_value(_find_value(values, path))
     if any(name.startswith(f"{key}.") for name in KEYS):
         return f"{key}: must be a mapping, not {value}"
@@ -200,12 +204,12 @@ def _describe_unreadable_value(path: KeyPath, values: dict[str, Any]) -> str:
 
 
 def _list_known_keys(section: RecordedSection) -> list[str]:
-    """Return the keys that the parser asks for, except for those that it refuses."""
+    """Return the keys that the parser looks up in a section, except for keys that it refuses."""
     return [key for key in section.defaults if private_api.find_removed_key_error({key: None}) is None]
 
 
 def _iter_wrong_type_messages(recorded: RecordedSection) -> Iterator[str]:
-    """Yield a message for each value that is not of the type of its default."""
+    """Yield a message for each value that does not have the type of its default."""
     for section in recorded.iter_read_sections():
         for key, value in section.iter_items_unrecorded():
             path = (*section.path, key)
@@ -230,7 +234,7 @@ def _infer_value_type(default: Any) -> Any:
 
 def _describe_wrong_value(path: KeyPath, detail: Mapping[str, Any]) -> str:
     value = "" if isinstance(detail["input"], dict) else f", not {format_short_value(detail['input'])}"
-    message = re.sub(r", (\w+) or \1$", r", \1", detail["msg"])  # of an enum with two names for a value
+    message = re.sub(r", (\w+) or \1$", r", \1", detail["msg"])  # an enum may have two names for a value
     message = re.sub(r" or instance of \w+$", "", message)
     return f"{'.'.join(path)}: {message}{value}"
 
@@ -239,7 +243,7 @@ def build_schema(document: Mapping[str, Any]) -> type[BaseModel]:
     """Build one model of the sections that DeepSpeed has models for, and of the two that the run builds.
 
     Args:
-        document: The configuration. The params of optimizer and scheduler depend on their types in it.
+        document: Configuration. The parameters of the optimizer and the scheduler depend on their types.
     """
     sections = {
         "optimizer": {
@@ -253,7 +257,10 @@ def build_schema(document: Mapping[str, Any]) -> type[BaseModel]:
 
 
 def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRICT) -> type[BaseModel]:
-    """Build a model of types by key; a mapping of types is a section. Each key may be missing or null."""
+    """Build a pydantic model from types by key, in which each key may be missing or null.
+
+    A nested mapping of types is a section.
+    """
     fields: dict[str, Any] = {
         key: ((_build_model(key, kind) if isinstance(kind, dict) else kind) | None, None)
         for key, kind in types.items()
@@ -261,15 +268,15 @@ def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRI
     return create_model(name, __config__=config, **fields)
 
 
-def remove_unset_keys(document: dict[str, Any]) -> list[KeyPath]:
-    """Remove the keys of ``document`` that the installed DeepSpeed does not read and that are off.
+def remove_disabled_unknown_keys(document: dict[str, Any]) -> list[KeyPath]:
+    """Remove keys that the installed DeepSpeed does not support and that are disabled.
 
-    A later release may have added such a key: with false or an empty value it has no effect. A key that
-    resembles a known one stays, because it may be misspelled. So do the sections that cannot be used here,
-    except for the values that DeepSpeed would assume without them.
+    A later release may have added such a key. With false or an empty value it has no effect. A key that
+    resembles a supported key is not removed, because it may be misspelled. Sections that cannot be used here
+    also stay, except for values that DeepSpeed would assume without them.
 
     Args:
-        document: The configuration, which is changed.
+        document: Configuration, which is changed.
 
     Returns:
         Path of each unknown key that was removed.
@@ -294,7 +301,7 @@ def remove_unset_keys(document: dict[str, Any]) -> list[KeyPath]:
 
 
 def _find_section(values: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
-    """Return the section at ``path``; an empty one if there is none."""
+    """Return the section at a path, or an empty section if there is none."""
     for part in path:
         section = values.get(part)
         values = section if isinstance(section, dict) else {}
@@ -306,19 +313,19 @@ def _find_value(values: dict[str, Any], path: KeyPath) -> Any:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return whether the JSON value ``value`` is the ``default`` of a model."""
+    """Return whether a value from the JSON equals the default of a model."""
     return bool(value == default) or str(value) == str(default)
 
 
 def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
-    """Check that the installed DeepSpeed reads a configuration.
+    """Check that the installed DeepSpeed can read a configuration.
 
     Args:
-        document: The configuration.
-        name: Its file or setting, used in error messages.
+        document: Configuration.
+        name: Name of its file or setting, used in error messages.
 
     Raises:
-        UserError: For all unknown keys, or for the first wrong value.
+        UserError: If there are unknown keys, or for the first wrong value.
     """
     mistakes = find_config_mistakes(document)
     if mistakes.unknown_keys:
@@ -328,7 +335,7 @@ def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
 
 
 def filter_auto_values(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """``values`` without those that are ``auto``."""
+    """Return a copy of a configuration without the values that are ``auto``."""
     return {
         key: filter_auto_values(value, (*path, key)) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -337,12 +344,13 @@ def filter_auto_values(values: Mapping[str, Any], path: tuple[str, ...] = ()) ->
 
 
 def _collect_keys(values: dict[str, Any]) -> set[str]:
-    """All keys at any depth."""
+    """Return all keys at any depth."""
     nested_keys = (_collect_keys(value) for value in values.values() if isinstance(value, dict))
     return set(values).union(*nested_keys)
 
 
 def _describe_unknown_keys(unknown: Mapping[KeyPath, list[str]]) -> str:
+    """Return a message that lists unknown keys, with suggestions or the supported keys of the section."""
     hints = []
     for path, names in unknown.items():
         hints.append(
@@ -358,19 +366,19 @@ def _describe_unknown_keys(unknown: Mapping[KeyPath, list[str]]) -> str:
 
 
 def list_section_keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    """The keys of the section at ``path``."""
+    """List the keys that a schema has at a path."""
     for part in path:
         fields = {key: field for name, field in schema.model_fields.items() for key in (name, field.alias)}
         annotation_parts = keys.iter_type_parts(fields[part].annotation) if part in fields else ()
         groups = (
             kind for kind, _ in annotation_parts if inspect.isclass(kind) and issubclass(kind, BaseModel)
         )
-        schema = next(groups, schema)  # the names of a mapping of groups are the user's
+        schema = next(groups, schema)  # the user chooses the names in a mapping of groups
     return [key for name, field in schema.model_fields.items() for key in {name, field.alias or name}]
 
 
 def _list_type_params(document: Mapping[str, Any], section_name: str, supported_types: Iterable[str]) -> Any:
-    """The params of an optimizer or scheduler; any for one that is not supported."""
+    """Return the parameters of an optimizer or scheduler type, or Any for an unsupported type."""
     section = document.get(section_name)
     kind = section.get("type") if isinstance(section, dict) else None
     type_names = {str(kind), str(kind).lower()}

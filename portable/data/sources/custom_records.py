@@ -75,12 +75,12 @@ class CustomRecords(DataSource):
             )
         )
 
-    def _detect_format(self) -> RecordFormat:
+    def _determine_record_format(self) -> RecordFormat:
         if self.fields.format is None:
             first = next(self.iter_rows(), None)
             if first is not None and {"input_ids", "labels"} <= first[1].keys():
                 return "samples"
-        return super()._detect_format()
+        return super()._determine_record_format()
 
     def check_readable(self) -> None:
         """Read the first document, unless the records are samples.

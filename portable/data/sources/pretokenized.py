@@ -98,7 +98,10 @@ def read_index(folder: AnyPath) -> TokenIndex:
 
 
 def _build_folder_finder(file: str) -> Callable[[Path], Path | None]:
-    """Build a function that returns a folder if it contains ``file``, for :func:`open_or_build`."""
+    """Build a function that returns a folder if it contains ``file``.
+
+    :func:`portable.temporary_folder.open_or_build_cache_folder` takes such a function.
+    """
     return lambda folder: folder if (folder / file).exists() else None
 
 
@@ -192,7 +195,7 @@ class PretokenizedShard(TokenSource):
         """Compute a digest of the fingerprint and of the settings that determined the tokens."""
         return compute_text_digest(f"{self.job_digest} {self._fingerprint}")
 
-    def _detect_format(self) -> RecordFormat:
+    def _determine_record_format(self) -> RecordFormat:
         if self.fields.format not in (None, self._record_format):
             raise UserError(
                 f"data.format: {self.name} was made of {self._record_format}; set it to that, or auto"

@@ -128,7 +128,10 @@ class SourceSettings:
 
     @property
     def tokenizer_languages(self) -> dict[str, Any]:
-        """Language arguments of :func:`load_tokenizer`. Empty unless the task is seq2seq."""
+        """Language arguments of :func:`portable.data.tokens.tokenizer.load_tokenizer`.
+
+        Empty unless the task is seq2seq.
+        """
         if self.task != SEQ2SEQ:
             return {}
         return {"source_language": self.data.source_language, "target_language": self.data.target_language}
@@ -258,14 +261,14 @@ class DataSource(ABC):
             UserError: If several formats fit the record, or it cannot be read.
         """
         try:
-            kind = self._detect_format()
+            kind = self._determine_record_format()
         except RecordError as error:
             raise self.collect_record_errors(error) from error
         if kind != self.settings.data.format:
             self._apply_settings(self.settings.with_format(kind))
         return kind
 
-    def _detect_format(self) -> RecordFormat:
+    def _determine_record_format(self) -> RecordFormat:
         """Detect the format of the records without changing the settings."""
         if self.fields.format is not None:
             return self.fields.format
@@ -471,18 +474,18 @@ class TokenSource(DataSource):
             f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
         )
 
-    def iter_token_chunks(self, vocab_size: int, end_token: int | None) -> Iterator[TokenChunk]:
+    def iter_token_chunks(self, vocab_size: int, document_separator: int | None) -> Iterator[TokenChunk]:
         """Yield the tokens of the source in order.
 
         Args:
             vocab_size: Number of tokens of the tokenizer. Larger ids are an error.
-            end_token: Token that ends a document, for files without document boundaries.
+            document_separator: Token that ends a document, for files without document boundaries.
 
         Raises:
             UserError: If a file is damaged, or a token is outside the vocabulary.
         """
         with convert_read_errors(self.name):
-            yield from self._read_token_chunks(vocab_size, end_token)
+            yield from self._read_token_chunks(vocab_size, document_separator)
 
     @abstractmethod
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]: ...

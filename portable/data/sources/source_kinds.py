@@ -145,9 +145,9 @@ class StreamSource(DataSource):
         """Size of all shards in bytes."""
         return sum(shard.size_bytes for shard in self.shards)
 
-    def _detect_format(self) -> RecordFormat:
+    def _determine_record_format(self) -> RecordFormat:
         first = self._first_source
-        return first.detect_and_set_format() if first.has_tokens else super()._detect_format()
+        return first.detect_and_set_format() if first.has_tokens else super()._determine_record_format()
 
     def iter_documents(self) -> Iterator[Document]:
         """Yield the documents of all shards, in the order of the files."""

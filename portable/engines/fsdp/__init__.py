@@ -1,1 +1,1 @@
-"""DDP and FSDP2."""
+"""Engine on DDP and FSDP2."""

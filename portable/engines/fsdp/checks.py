@@ -1,4 +1,4 @@
-"""Rules about offloading and sharding with FSDP2 and DDP, for resolved configs."""
+"""Rules about offloading and sharding with FSDP2 and DDP. They need a resolved config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search for the fp16 loss scale that stays on the device, without a host sync."""
+"""Search for the fp16 loss scale on the device, without host-device syncs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class DeviceLossScale(LossScaleSearch):
-    """The search with device tensors.
+    """Search for the loss scale with device tensors.
 
     Args:
-        settings: of the search.
-        device: to compute on.
+        settings: Settings of the search.
+        device: Device of the tensors.
     """
 
     def __init__(self, settings: Fp16Config, device: torch.device) -> None:
@@ -29,20 +29,20 @@ class DeviceLossScale(LossScaleSearch):
         self._window = settings.loss_scale_window
         self._hysteresis = settings.hysteresis
         start = [2.0**settings.initial_scale_power, 0, -1, settings.hysteresis]
-        # In the order of STATE. Integers and powers of two are exact in float64.
+        # The values are in the order of STATE_NAMES. Integers and powers of two are exact in float64.
         self._state = torch.tensor(start, dtype=torch.float64, device=device)
         self._overflows = torch.zeros((), device=device)
         self.scale = self._state[0].float()
-        """The factor of the loss, an fp32 scalar on the device."""
+        """Factor of the loss, an fp32 scalar on the device."""
 
     def update(self, overflow: Tensor) -> Tensor:
-        """Advance the search by one update.
+        """Advance the search by one update. Does not trigger a host-device sync.
 
         Args:
-            overflow: whether gradients of any rank were not finite, a bool scalar on the device.
+            overflow: Whether gradients of any rank were not finite, a bool scalar on the device.
 
         Returns:
-            whether they overflowed at the lowest scale, a bool scalar on the device.
+            Whether gradients overflowed at the lowest scale, a bool scalar on the device.
         """
         scale, count, last, patience = self._state
         lower = overflow & (patience <= 1)
@@ -58,12 +58,14 @@ class DeviceLossScale(LossScaleSearch):
         return exhausted
 
     def read_state(self) -> dict[str, float]:
+        """Read the state of the search from the device. Triggers a host-device sync."""
         return {
             **dict(zip(STATE_NAMES, self._state.tolist(), strict=True)),
             "overflows": int(self._overflows),
         }
 
     def restore_state(self, state: Mapping[str, float]) -> None:
+        """Set the state of the search."""
         self._state.copy_(torch.tensor([state[name] for name in STATE_NAMES], dtype=torch.float64))
         self._overflows.fill_(state["overflows"])
         self.scale = self._state[0].float()

@@ -20,7 +20,7 @@ from portable.engines.generation import sample_continuation
 from portable.engines.transforms import apply_transforms, build_objective
 from portable.evaluation.totals import compute_new_totals
 from portable.model.layers import gives_all_parameters_gradients
-from portable.model.loss import compute_micro_batch_loss, scale_loss_by_global_weight
+from portable.model.loss import forward_loss, scale_loss_by_global_weight
 from portable.model.parameter_groups import assign_parameter_groups
 from portable.model.parameters import get_checkpointed_tensors, get_state_tensors, list_embedding_weights
 from portable.optim.local_shards import to_local
@@ -148,7 +148,7 @@ class TorchEngine:
             self._cuda_graph_memory.begin_pass()
         with self._sharded.get_sync_context(last=is_last_micro_batch):
             with self._sharded.get_autocast_context(), skip_mask_value_checks():
-                output = compute_micro_batch_loss(
+                output = forward_loss(
                     self._sharded.forward_module, batch, self.objective, with_token_metrics=with_token_metrics
                 )
                 loss, sums = scale_loss_by_global_weight(
@@ -159,7 +159,9 @@ class TorchEngine:
             scaled_loss = loss * self._sharded.loss_factor
             (scaled_loss if self._loss_scale is None else scaled_loss * self._loss_scale.scale).backward()
         if self._cuda_graph_memory is not None:
-            self._cuda_graph_memory.keep_gradients(self._trainable, last=is_last_micro_batch)
+            self._cuda_graph_memory.copy_gradients_out_of_graph_memory(
+                self._trainable, last=is_last_micro_batch
+            )
         return sums
 
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
@@ -235,7 +237,7 @@ class TorchEngine:
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the forward pass of one evaluation micro-batch and add its metrics to ``totals``."""
+        """Run the forward pass of an evaluation micro-batch, and return ``totals`` plus its metrics."""
         self.model.eval()
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()

@@ -1,6 +1,6 @@
-"""Memory and traffic of DDP and FSDP2, computed from a model's shapes.
+"""Memory and traffic of DDP and FSDP2, computed from the shapes of a model.
 
-``tests/gpu/test_footprint.py`` compares the resident sizes with live engines, to the byte. See
+``tests/gpu/test_footprint.py`` checks that the resident sizes equal the sizes of live engines in bytes. See
 docs/planning.md.
 """
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from portable.planner.parameter_inventory import ModelInventory
 
 HYBRID_STRATEGIES = ("hybrid_shard", "hybrid_shard_zero2")
+"""Strategies that shard within groups of ranks and replicate across the groups."""
 STRATEGIES_KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
+"""Strategies that keep gathered parameters between the forward and the backward pass."""
 
 
 class PassMemory(NamedTuple):
@@ -27,19 +29,20 @@ class PassMemory(NamedTuple):
     before_layers: int
     """Before the pass reaches the transformer layers."""
     in_layers: int
+    """In the transformer layers."""
     at_end: int
     """At the end of the pass, when few activations are left."""
 
 
 def compute_replicated_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Memory and traffic under ``no_shard``, or on one device."""
+    """Compute the memory and traffic of DDP (``no_shard``) or of a single device."""
     gradients = FP32_BYTES * sum_elements(model.trained_weights)
     moments = model.compute_optimizer_state_bytes(config.train)
     on_host = config.memory.offload_optimizer == "cpu"
     sent_share = (cluster.devices - 1) / cluster.devices
     micro = config.train.micro_batch_size
     accumulates = micro == "auto" or config.train.global_batch_size > micro * cluster.devices
-    # DDP's buckets are resident; accumulating micro-batches add gradients beside them.
+    # DDP's buckets are resident. With several micro-batches, accumulated gradients are in addition to them.
     accumulated_bytes = gradients if cluster.devices > 1 and accumulates else 0
     compute = COMPUTE_BYTES[config.precision]
     in_update, sent = compute_muon_update_cost(model, compute, cluster.devices, replicated=True)
@@ -58,7 +61,7 @@ def compute_replicated_footprint(model: ModelInventory, config: RunConfig, clust
 
 
 def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Memory and traffic under FSDP2."""
+    """Compute the memory and traffic of FSDP2."""
     tensor_parallel_size = config.tensor_parallel_size
     tensor_parallel_traffic = _compute_tensor_parallel_traffic(model, config)
     model = model.shard_for_tensor_parallel(tensor_parallel_size)
@@ -85,7 +88,7 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     host = 0
     if offload_params:
         host = parameters + gradients + moments
-        # Shards go through the device to be gathered, gradients through it to the host.
+        # Shards are copied to the device to be gathered, and gradients from the device to the host.
     elif offload_optimizer:
         host = 2 * gradients + moments
     gathers = 1 if config.strategy in STRATEGIES_KEPT_AFTER_FORWARD else 2
@@ -94,9 +97,8 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     per_pass = (
         gathers * compute * model.num_elements + FP32_BYTES * sum_elements(model.trained_weights)
     ) * sent_share
-    replica_reduce_bytes = (
-        2 * gradients * (num_replicas - 1) / num_replicas
-    )  # of a shard, across the replicas
+    # All-reduce of a shard across the replicas.
+    replica_reduce_bytes = 2 * gradients * (num_replicas - 1) / num_replicas
     network = (
         replica_reduce_bytes
         if config.strategy in HYBRID_STRATEGIES
@@ -123,10 +125,12 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
 
 
 def _compute_tensor_parallel_traffic(model: ModelInventory, config: RunConfig) -> Traffic:
-    """Bytes that a rank of those that share layers sends in a pass, and in an update for what is whole.
+    """Compute the bytes that a tensor-parallel rank sends per pass, and per update.
 
-    They sum what a matrix that is cut along its inputs gives, and the gradient of what one that is cut along
-    its outputs gets.
+    The bytes per update are for the gradients of replicated parameters.
+
+    Row-parallel layers all-reduce their output, and column-parallel layers all-reduce the gradient of their
+    input.
     """
     ranks, data = config.tensor_parallel_size, config.data
     assert config.train.micro_batch_size != "auto"
@@ -153,12 +157,21 @@ def _compute_tensor_parallel_traffic(model: ModelInventory, config: RunConfig) -
 def _compute_pass_memory(
     model: ModelInventory, config: RunConfig, group_size: int, compute_bytes: int
 ) -> PassMemory:
-    """Bytes of gathered parameters and unreduced gradients: before the backward pass reaches a unit, in the
-    units, and at the end.
+    """Compute the memory of gathered parameters and unreduced gradients during a backward pass.
 
-    A running unit holds its own parameters and the next unit's; in the backward pass also its unsharded
-    gradients, and an fp32 copy of them to reduce, of which a shard stays. Parameters outside units stay
-    gathered; the head's gradients come first and wait for the others.
+    While a unit runs, its parameters are gathered, and FSDP2 prefetches the parameters of the next unit. The
+    backward pass also has unsharded gradients of the unit and an fp32 copy of them. After the reduction of
+    the copy, a shard remains. Parameters outside of units stay gathered. The gradients of the head are
+    computed first and wait for the other gradients outside of units.
+
+    Args:
+        model: Weights of the model, or of one tensor-parallel rank's share.
+        config: Config of the run.
+        group_size: Number of ranks that a copy of the parameters is sharded over.
+        compute_bytes: Bytes of an element in the compute dtype.
+
+    Raises:
+        UserError: If the units of the model could not be determined.
     """
     if model.unit_error is not None:
         raise UserError(model.unit_error)

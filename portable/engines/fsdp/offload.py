@@ -1,4 +1,4 @@
-"""``memory.offload_optimizer: cpu``: optimizer state and optimizer step in host memory."""
+"""Optimizer state and optimizer step in host memory (``memory.offload_optimizer: cpu``)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 class HostParameterCopies:
     """Copies in host memory of this rank's shards of the trained parameters, for the optimizer.
 
-    The copy of a DTensor is a DTensor, so that optimizers and checkpoints treat both alike.
+    The copy of a DTensor is a DTensor, so optimizers and checkpoints treat both the same way. Each step calls
+    :meth:`move_gradients_to_host`, then the optimizer, then :meth:`copy_to_device`.
 
     Args:
-        parameters: by name, on the device.
+        parameters: Parameters on the device, keyed by name. Frozen parameters are ignored.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -32,18 +33,18 @@ class HostParameterCopies:
         self._gradients: dict[str, Tensor] = {}
 
     def map_copies_to_parameters(self) -> dict[Tensor, nn.Parameter]:
-        """From each copy to its parameter on the device."""
+        """Return the parameter on the device for each copy."""
         return {self.copies[name]: parameter for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def copy_from_device(self, names: Iterable[str]) -> None:
-        """Copy the values of ``names`` from the device."""
+        """Copy the values of the parameters called ``names`` from the device to the host."""
         for name in self._parameters.keys() & set(names):
             to_local(self.copies[name]).copy_(to_local(self._parameters[name]))
 
     @torch.no_grad()
     def move_gradients_to_host(self) -> None:
-        """Move all gradients from the device to the copies."""
+        """Move all gradients from the device to the copies, and wait for the transfer."""
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 self.copies[name].grad = None
@@ -57,7 +58,7 @@ class HostParameterCopies:
 
     @torch.no_grad()
     def copy_to_device(self) -> None:
-        """Copy the values back to the device, in stream order."""
+        """Copy the values of all parameters from host memory back to the device, in stream order."""
         for name, parameter in self._parameters.items():
             to_local(parameter).copy_(to_local(self.copies[name]), non_blocking=True)
 
@@ -69,7 +70,11 @@ def _wait_for_device(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _allocate_host_tensor(tensor: Tensor) -> Tensor:
-    """Uninitialized host memory for ``tensor``, pinned if it is on a GPU; sharded as ``tensor`` is."""
+    """Allocate uninitialized host memory for a tensor.
+
+    The memory is pinned if the tensor is on a GPU. For a DTensor, the result is a DTensor with the same
+    sharding.
+    """
     part = to_local(tensor.detach())
     memory = torch.empty_like(part, device="cpu", pin_memory=part.device.type != "cpu")
     return torch_internals.build_dtensor_like(tensor, memory) if isinstance(tensor, DTensor) else memory

@@ -1,4 +1,4 @@
-"""The state of DDP's and FSDP2's optimizers: what a checkpoint gets of it, and how it is restored."""
+"""Optimizer state of DDP and FSDP2 in checkpoints: how it is saved and restored."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ def restore_optimizer_state(
     stored: StoredState,
     checkpoint_state: OptimizerState | None,
 ) -> None:
-    """Fill the state of ``optimizer``; each rank reads its own slices.
+    """Fill the state of an optimizer from a checkpoint. Each rank reads only its own slices.
 
     Args:
-        optimizer: an :class:`portable.optim.optimizers.EngineOptimizer`.
-        trained_parameters: its parameters, by name, which have the values of the checkpoint.
-        stored: their state.
-        checkpoint_state: of the checkpoint, with its parameter groups.
+        optimizer: An :class:`portable.optim.optimizers.EngineOptimizer`. Its state is replaced.
+        trained_parameters: Parameters of the optimizer, keyed by name. They already have the values of the
+            checkpoint.
+        stored: State of the checkpoint, matched to the parameters.
+        checkpoint_state: Optimizer state of the checkpoint, with its parameter groups; None if it has none.
 
     Raises:
-        CheckpointError: for state that is missing or has another shape.
+        CheckpointError: If state is missing or has another shape.
     """
     custom_optimizer = optimizer if isinstance(optimizer, CustomOptimizer) else None
     if custom_optimizer is None:
-        optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
+        optimizer.state.clear()  # an earlier attempt may have loaded a part of a damaged checkpoint
     else:
         custom_optimizer.reset_state(checkpoint_state)
     for name, values in stored.optimizer.items():
@@ -52,13 +53,22 @@ def restore_optimizer_state(
         else:
             state = custom_optimizer.allocate_state(parameter, values)
         for key, tensor in state.items():
-            if key != AVERAGE_KEY or key in values:  # it begins at the weights
+            # Without a stored value, the average begins at the weights.
+            if key != AVERAGE_KEY or key in values:
                 state[key] = _fill_state_entry(tensor, values.get(key), f"{key} of {name}")
         optimizer.state[parameter] = state
 
 
 def build_optimizer_state_dict(optimizer: Any, trained_parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
+    """Build the state dict of an optimizer, in the format of torch's ``get_optimizer_state_dict``.
+
+    Args:
+        optimizer: An :class:`portable.optim.optimizers.EngineOptimizer`.
+        trained_parameters: Parameters of the optimizer, keyed by name.
+
+    Returns:
+        Mapping with ``state`` by parameter name and ``param_groups``. The tensors are not copied.
+    """
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters.items()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     if isinstance(optimizer, CustomOptimizer):
@@ -71,7 +81,11 @@ def build_optimizer_state_dict(optimizer: Any, trained_parameters: Mapping[str, 
 
 
 def _fill_state_entry(target: Any, value: Any, entry_name: str) -> Any:
-    """One entry of a parameter's state: ``target``, filled, or a number in its place."""
+    """Fill one state tensor of a parameter in place, or convert a stored number.
+
+    Returns:
+        The filled tensor ``target``, or the number with the type of ``target``.
+    """
     shape = getattr(target, "shape", ())
     check_state_entry(value, shape, entry_name)
     if len(shape) > 0:
@@ -81,7 +95,7 @@ def _fill_state_entry(target: Any, value: Any, entry_name: str) -> Any:
 
 
 def fill_local_shard(target: Tensor, source: ReadableTensor) -> None:
-    """Copy ``source`` into ``target``: all of it, or a DTensor's local shard."""
+    """Copy ``source`` into ``target``: the full tensor, or only the local shard of a DTensor."""
     if not isinstance(target, DTensor):
         copy_into_tensor(target, source)
     elif (shard := target.to_local()).numel():

@@ -1,10 +1,10 @@
 """Write checkpoints in the format of torch.distributed.checkpoint (DCP), in the foreground or background.
 
-DCP's own ``save`` gathers the plans and the results of all ranks on rank 0, whose work grows with ranks times
-tensors. Here a rank decides by itself what it writes, and describes it in a table
-(:mod:`portable.converters.writers.dcp_tables`). Rank 0 receives one small record of each table, and the bytes
-of the tables one rank after the other, of which it makes ``.metadata``. Each rank uses DCP's planner and
-writer.
+DCP's function ``save`` gathers the plans and the results of all ranks on rank 0, whose work grows with the
+number of ranks times the number of tensors. Here each rank decides by itself which items it writes, and
+describes them in a table (:mod:`portable.converters.writers.dcp_tables`). Rank 0 receives one small record of
+each table. It then receives the bytes of the tables from one rank after the other, and assembles
+``.metadata`` from them. Each rank uses DCP's planner and writer.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ T = TypeVar("T")
 silence_checkpoint_warnings()
 
 MIN_PROCESS_BYTES = 256 << 20
-"""Smallest shard file that a background save writes in a process of its own."""
+"""Size from which a background save writes a shard file in a separate process, in bytes."""
 _MAX_COPIED_BYTES = 1024
-"""Every rank writes replicated tensors up to this size, so that a resume finds them in its own file."""
+"""Every rank writes replicated tensors up to this size, so that a resume finds them in the rank's own file.
+"""
 
 
 class DcpSaver:
     """Writes state dicts as DCP folders.
 
     Args:
-        planner: Planner for a state in host memory; None for a state of plain tensors and DTensors.
+        planner: Class of the planner for a state in host memory; None for plain tensors and DTensors.
     """
 
     def __init__(self, planner: type[DefaultSavePlanner] | None = None) -> None:
@@ -144,7 +145,7 @@ def write_dcp_checkpoint(
         try:
             metadata_file = write_and_sync(folder / ".metadata", content)
         finally:
-            for _ in pieces:  # otherwise the other ranks would wait until their pieces are received
+            for _ in pieces:  # receive the remaining pieces, otherwise the other ranks would wait forever
                 pass
         stored, expected = sum(record.numel for record in records), count_elements(keys)
         if stored != expected:
@@ -260,7 +261,7 @@ class _MergedKeys(NamedTuple):
 
     keys: list[KeyEntry]
     holders: Mapping[str, tuple[int, ...]]
-    """Ranks that have a key, for each key that not all ranks have."""
+    """Ranks that have a key, for each key that is missing on some rank."""
 
 
 def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
@@ -283,7 +284,7 @@ def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
 def _plan_local_items(
     planner: DefaultSavePlanner, ranks: _SaveCollectives, holders: Mapping[str, tuple[int, ...]]
 ) -> list[PlannedItem]:
-    """Choose the items that this rank writes: the ones that it owns, and copies of small items."""
+    """Choose the items that this rank writes: the items that it owns, and copies of small items."""
     everyone = tuple(range(ranks.world_size))
     # Bytes that each rank of a group of replicas writes. All of them compute the same numbers.
     loads: dict[tuple[int, ...], list[int]] = {}
@@ -294,7 +295,7 @@ def _plan_local_items(
             replicas = _find_replica_ranks(value)
         elif isinstance(value, torch.Tensor) or data is None:
             replicas = holders.get(item.index.fqn, everyone)
-        else:  # a planner's own type, whose pieces are on one rank each
+        else:  # a type of a custom planner; each of its pieces exists on one rank only
             replicas = (ranks.rank,)
         is_empty = data is not None and 0 in data.chunk.sizes
         if data is not None and is_empty and (ranks.rank != 0 or 0 not in data.size):

@@ -43,7 +43,7 @@ _BATCH_BYTES, _BATCH_ITEMS = 4 << 20, 64
 
 
 class PlannedItem(NamedTuple):
-    """An item that a rank writes into its shard file."""
+    """Item that a rank writes into its shard file."""
 
     item: WriteItem
     is_owned: bool
@@ -115,12 +115,12 @@ def write_and_sync(path: Path, content: Iterator[bytes]) -> WrittenFile:
 
 
 class WriterProcess:
-    """A process that writes shard files. It starts with the first file and ends with this process."""
+    """Process that writes shard files. It starts with the first file and ends with this process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._sent_items: Sequence[PlannedItem] | None = None
-        """Items that the process knows from the file before."""
+        """Items of the previous file, which the process still has."""
         self.connection: Connection | None = None
 
     def write_shards(
@@ -133,7 +133,8 @@ class WriterProcess:
     ) -> RankTable:
         """Write the shard file and the table of a rank; see :func:`write_shards`.
 
-        If ``items`` is the same object as for the file before, neither it nor ``keys`` is sent again.
+        If ``items`` is the same object as for the previous file, neither ``items`` nor ``keys`` is sent
+        again.
 
         Raises:
             OSError: If the file cannot be written, or if the process has ended.
@@ -170,7 +171,7 @@ class WriterProcess:
             if nbytes >= _BATCH_BYTES:
                 break
         self.connection.send([len(part) for part in parts])
-        while parts:  # without the lock, also while the socket is full
+        while parts:  # writev releases the lock, also while the socket is full
             sent = os.writev(self.connection.fileno(), parts)
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
@@ -180,7 +181,7 @@ class WriterProcess:
     def start(self) -> None:
         """Start the process."""
         parent_connection, child_connection = Pipe()
-        # Not as `-m`, because classes of a main module cannot be sent to another process.
+        # Do not use `-m`, because classes of a main module cannot be sent to another process.
         command = [
             sys.executable,
             "-c",
@@ -267,10 +268,10 @@ def serve_write_requests(connection: Connection) -> None:
 
 def main() -> None:
     """Serve the connection that the command line names."""
-    # The training process decides when to stop, also if a signal is sent to all processes.
+    # Ignore signals that are sent to all processes, because the training process decides when to stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
-    os.nice(5)  # if cores are scarce, the steps come first
+    os.nice(5)  # training has priority if there are few cores
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve_write_requests(Connection(int(sys.argv[1])))

@@ -38,17 +38,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShardedModel:
-    """A model sharded or replicated over the ranks.
+    """Model that is sharded or replicated over the ranks.
 
     Attributes:
-        model: the transformers model with its plain names; its parameters are DTensors if sharded.
-        forward_module: the module to call: the model, or DDP around it.
-        autocast_dtype: the compute type; None if FSDP casts the parameters, or in fp32.
-        loss_factor: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
-            communication hook could sum them, but a Python hook may deadlock with gloo's threads when the
-            process group is destroyed.)
-        average_gradients: Averages the gradients of parameters that are not sharded between tensor-parallel
-            ranks. Called before each update.
+        model: The transformers model with its original names. Its parameters are DTensors if it is sharded.
+        forward_module: Module to call: the model, or DDP around it.
+        device: Device of this rank.
+        autocast_dtype: Compute dtype for autocast; None in fp32, or if FSDP casts the parameters.
+        loss_factor: Factor of the loss that makes gradients sums over the ranks, because DDP averages them.
+            (A communication hook could sum them instead. But a Python hook may deadlock with gloo's threads
+            when the process group is destroyed.)
+        average_gradients: Function that averages the gradients of unsharded parameters between
+            tensor-parallel ranks. Called before each update.
     """
 
     model: nn.Module
@@ -59,14 +60,16 @@ class ShardedModel:
     average_gradients: Callable[[], None] = lambda: None
 
     def get_autocast_context(self) -> AbstractContextManager[Any]:
+        """Return the autocast context of a forward pass, which may do nothing."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
 
     def get_sync_context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """The context of a micro-batch: DDP reduces gradients with the last one only.
+        """Return the context of a micro-batch, in which DDP reduces gradients only for the last one.
 
-        FSDP reduces after each, so that it accumulates shards and never holds all gradients on a rank.
+        FSDP reduces gradients after each micro-batch, so that it accumulates shards and a rank never has all
+        gradients.
         """
         if isinstance(self.forward_module, DistributedDataParallel) and not last:
             return self.forward_module.no_sync()
@@ -75,8 +78,8 @@ class ShardedModel:
     def release_process_group(self) -> None:
         """Drop DDP's references to the process group before the group is destroyed.
 
-        The last reference to a group joins gloo's threads. DDP's reducer would do so holding the GIL, which
-        the threads may need: a deadlock.
+        Dropping the last reference to a group joins gloo's threads. DDP's reducer would do so while it holds
+        the GIL, which the threads may need, and deadlock.
         """
         if isinstance(self.forward_module, DistributedDataParallel):
             for name in ("logger", "reducer", "process_group"):
@@ -84,12 +87,18 @@ class ShardedModel:
 
 
 def compute_shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
-    """The number of ranks that one copy of the state is sharded over; under hybrid strategies, of a group.
+    """Compute the number of ranks that one copy of the parameters is sharded over.
 
-    Ranks that share layers count as one.
+    This is the size of a group with hybrid strategies, and otherwise the world size. Tensor-parallel ranks
+    count as one rank.
+
+    Args:
+        config: Config of the run.
+        world_size: Number of ranks of the run.
+        local_world_size: Number of ranks on this node.
 
     Raises:
-        UserError: if the world size is not a multiple of the group size.
+        UserError: If the world size is not a multiple of the group size.
     """
     world_size //= config.tensor_parallel_size
     local_world_size //= config.tensor_parallel_size
@@ -114,17 +123,20 @@ def compute_shard_group_size(config: RunConfig, world_size: int, local_world_siz
 def shard_model(
     model: nn.Module, config: RunConfig, rank_info: RankInfo, *, all_parameters_used: bool = False
 ) -> ShardedModel:
-    """Allocate the meta-device ``model``, sharded or replicated by ``config.strategy``.
+    """Allocate a model from the meta device, sharded or replicated according to ``config.strategy``.
 
-    Gradients are summed over ranks, not averaged: the loss is already divided by the valid tokens of the
-    global batch. One rank keeps a plain model, unless its parameters are offloaded.
+    Gradients are summed over ranks and not averaged, because the loss is already divided by the number of
+    target tokens in the global batch. A single rank has a plain model, unless its parameters are offloaded.
 
     Args:
         model: The model on the meta device, after its transforms.
         config: Config of the run.
-        rank_info: This rank's device, rank, and world size.
+        rank_info: Device, rank and world size of this process.
         all_parameters_used: Whether each backward pass reaches every trained parameter. Otherwise, DDP
             searches for unused parameters in each pass.
+
+    Returns:
+        The model. Its weights are uninitialized.
     """
     device = rank_info.device
     offload = config.memory.offload_params == "cpu"
@@ -142,12 +154,12 @@ def shard_model(
         scale = float(rank_info.world_size)
         replica = _wrap_in_ddp(model, device, all_parameters_used=all_parameters_used)
         return ShardedModel(model, replica, device, autocast_dtype, scale)
-    if not dist.is_initialized():  # FSDP needs a group even for one rank
+    if not dist.is_initialized():  # FSDP needs a process group even for one rank
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(get_dist_backend(device), store=store, rank=0, world_size=1)
-    # FSDP would assign their data, which no tensor takes from one of another kind of device.
+    # FSDP would assign the data of the buffers, which fails between different kinds of devices.
     replace_tensors(model, lambda _, parameter: parameter, lambda _, buffer: buffer.to(device))
-    units = find_fsdp_units(model, config)  # of the plain model: it is tried
+    units = find_fsdp_units(model, config)  # before the model is changed, because it runs a trial pass
     mesh = _build_mesh(config, rank_info, group_size)
     average = ShardedModel.average_gradients
     if size > 1:
@@ -162,7 +174,7 @@ def shard_model(
 
 
 def is_unsharded(rank_info: RankInfo, *, offload: bool) -> bool:
-    """Whether the model needs neither sharding nor offloading."""
+    """Return whether there is a single rank that does not offload, so the model stays plain."""
     return rank_info.world_size == 1 and not offload
 
 
@@ -173,9 +185,9 @@ def uses_ddp(config: RunConfig, rank_info: RankInfo) -> bool:
 
 
 def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
-    """A mesh with a shard axis and, under hybrid strategies, a replicate axis before it.
+    """Build a mesh with a shard axis, and with hybrid strategies a replicate axis before it.
 
-    Where ranks share layers, they are the last axis, so neighbors.
+    The last axis is the tensor-parallel axis, if there is one, so that tensor-parallel ranks are neighbors.
     """
     size = config.tensor_parallel_size
     axes = (
@@ -184,8 +196,9 @@ def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -
         else {}
     )
     axes |= {"shard": shard_group_size} | ({"tensor": size} if size > 1 else {})
-    # DTensor caches by mesh for the life of the process, and meshes of one shape and name are equal. A new
-    # name keeps it from finding the mesh of an earlier engine, whose process group is destroyed.
+    # DTensor caches by mesh and never clears its caches, and meshes with the same shape and names are equal.
+    # Use a new name, otherwise it would find the mesh of an earlier engine, whose process group has been
+    # destroyed.
     number = next(_mesh_numbers)
     names = tuple(f"{name}{number}" for name in axes)
     return init_device_mesh(rank_info.device.type, tuple(axes.values()), mesh_dim_names=names)
@@ -202,7 +215,9 @@ def _shard_units(
     compute_dtype: torch.dtype,
     offload_policy: OffloadPolicy,
 ) -> None:
-    model.register_forward_hook(_expose_output_tensors)  # FSDP's own hook comes between the two
+    """Apply ``fully_shard`` to the units, and then to the model."""
+    # FSDP registers its hook between this one and the next.
+    model.register_forward_hook(_expose_output_tensors)
     for module in [*reversed(units), model]:  # inner units first
         wrapped = fully_shard(
             module,
@@ -220,26 +235,29 @@ def _shard_units(
 
 
 def _expose_output_tensors(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
-    """Let FSDP see every tensor that a model returns, to gather parameters before its backward pass.
+    """Return the output with its dicts as lists, so that FSDP finds every tensor that a model returns.
 
-    Of a dataclass, as models return it, torch 2.15 sees the fields, and not the keys that were added to it.
+    FSDP gathers parameters before the backward pass in hooks on the tensors that it finds in the output. In a
+    dataclass, which models return, torch 2.15 finds the fields, but not keys that were added later. A forward
+    hook, which :func:`_restore_output` undoes.
     """
     return _replace_dicts_by_lists(output), lambda: output
 
 
 def _replace_dicts_by_lists(output: Any) -> Any:
-    """Replace the mappings in the output of a model by lists of their values."""
+    """Replace the dicts in the output of a model by lists of their values."""
     return (
         [_replace_dicts_by_lists(value) for value in output.values()] if isinstance(output, dict) else output
     )
 
 
 def _restore_output(module: nn.Module, args: Any, exposed: tuple[Any, Callable[[], Any]]) -> Any:
+    """Return the original output. A forward hook."""
     return exposed[1]()
 
 
 def _build_offload_policy(is_offloading: bool, device: torch.device) -> OffloadPolicy:
-    # Pinned memory needs a GPU.
+    # Only a GPU can pin memory.
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_offloading else OffloadPolicy()
 
 
@@ -251,6 +269,7 @@ if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).paramete
 def _wrap_in_ddp(
     model: nn.Module, device: torch.device, *, all_parameters_used: bool
 ) -> DistributedDataParallel:
+    """Wrap a model in DDP. In a memory trial, whose process group is fake, its reduction does nothing."""
     replica = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type != "cpu" else None,
@@ -259,7 +278,7 @@ def _wrap_in_ddp(
         find_unused_parameters=not all_parameters_used,
         **cast("Any", {_BUFFER_SYNC_OPTION: False}),
     )
-    if dist.get_backend() == "fake":  # in a memory trial; DDP's own reduction expects a result
+    if dist.get_backend() == "fake":  # a memory trial has no other ranks, so replace DDP's reduction
         replica.register_comm_hook(None, lambda _, bucket: _make_completed_future(bucket.buffer()))
     return replica
 

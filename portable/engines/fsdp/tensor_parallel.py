@@ -1,8 +1,9 @@
-"""Layers that several ranks compute together: ``tensor_parallel_size``.
+"""Tensor parallelism (``tensor_parallel_size``): layers that several ranks compute together.
 
-The matrices of a layer are cut over a group of ranks by the plan that transformers has for the model. Every
-parameter is a DTensor on the group's mesh axis afterwards, cut or whole on each rank, so that optimizers,
-norms and checkpoints take all of them alike. The table and the head stay whole.
+The matrices of a layer are sharded over a group of ranks by the tensor-parallel plan that transformers has
+for the model. Afterwards every parameter is a DTensor on the mesh axis of the group, either sharded or
+replicated, so that optimizers, norms and checkpoints treat all parameters the same way. The embedding table
+and the head are replicated.
 
 Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
 """
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
 
 
 def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], None]:
-    """Cut the layers of ``model``, on the meta device, over the ranks of ``mesh``, which has one axis.
+    """Shard the layers of a model on the meta device over the ranks of a mesh with one axis.
+
+    Args:
+        model: The transformers model, which is changed.
+        mesh: Mesh of the tensor-parallel group.
 
     Returns:
-        what has to be called before each update: :func:`average_replicated_gradients`.
+        Function to call before each update: :func:`average_replicated_gradients` with its arguments.
     """
     plan = map_parallel_styles(model, mesh.size())
     apply_tensor_parallel_plan(
@@ -49,7 +54,8 @@ def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], N
         return nn.Parameter(replica, parameter.requires_grad)
 
     replace_tensors(model, replicate_parameter, lambda _, buffer: buffer)
-    apply_tensor_parallel_plan(model, mesh, unplanned_styles)  # which compute with the tensors of a rank
+    # These modules compute with the local tensors of a rank.
+    apply_tensor_parallel_plan(model, mesh, unplanned_styles)
     return partial(
         average_replicated_gradients,
         model,
@@ -58,13 +64,15 @@ def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], N
 
 
 def average_replicated_gradients(model: nn.Module, summed_names: Collection[str]) -> None:
-    """Average the gradients of parameters that each rank of a group has whole. No host sync.
+    """Average the gradients of replicated parameters over the tensor-parallel ranks. No host-device sync.
 
-    They differ by rounding, where kernels add in no fixed order. Averaged, the ranks stay equal.
+    The gradients differ by rounding, because some kernels add in no fixed order. After averaging, the
+    parameters of the ranks stay equal.
 
     Args:
-        model: whose gradients are DTensors, with the group as the last axis of their mesh.
-        summed_names: the names of parameters of which a rank uses a part, whose gradients are summed.
+        model: Model whose gradients are DTensors. The tensor-parallel group is the last axis of their mesh.
+        summed_names: Names of replicated parameters whose gradients are summed instead, because each rank
+            uses a part of the parameter.
     """
     pending = []
     for name, parameter in model.named_parameters():

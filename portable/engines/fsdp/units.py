@@ -1,4 +1,4 @@
-"""The modules that FSDP2 shards as units, and when it gathers them."""
+"""Modules that FSDP2 shards as units, and the order in which it gathers them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 
 
 def find_fsdp_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """The modules below ``model`` that ``fsdp.auto_wrap_policy`` selects as units, in the model's order.
+    """Find the modules of a model that ``fsdp.auto_wrap_policy`` selects as units, in the order of the model.
 
-    A module that shares a parameter with another part of the model belongs to the unit around both, where the
-    parameter is gathered for both.
+    A module that shares a parameter with another part of the model does not become a unit. Its parameters
+    belong to the enclosing unit, which gathers the shared parameter for both modules.
+
+    Args:
+        model: The model. It is not modified.
+        config: Config of the run.
 
     Raises:
-        UserError: for a class in ``fsdp.transformer_layer_cls_to_wrap`` that is not in the model.
+        UserError: If the model has no module of a class in ``fsdp.transformer_layer_cls_to_wrap``.
     """
     fsdp = config.fsdp
     if fsdp.auto_wrap_policy == "no_wrap":
@@ -37,7 +41,8 @@ def find_fsdp_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     if fsdp.transformer_layer_cls_to_wrap is not None:
         selected_modules = _find_modules_by_class(model, fsdp.transformer_layer_cls_to_wrap)
     else:
-        # FSDP gathers parameters in hooks. Layers that text does not reach never run, so they stay sharded.
+        # FSDP gathers parameters in hooks, so it needs layers that call their hooks. Layers that text does
+        # not reach never run, so they can stay sharded.
         unhooked = find_layers_without_hooks(model) - {name for name, _ in find_unreached_layers(model)}
         selected_modules = [layer for name, layer in find_transformer_layers(model) if name not in unhooked]
     total_uses = _count_parameter_uses(model)
@@ -66,6 +71,7 @@ def find_unreached_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _find_modules_by_class(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
+    """Find the modules whose class has one of the names, and raise UserError if a name does not occur."""
     present_classes = {type(module).__name__ for module in model.modules()}
     for name in class_names:
         if name not in present_classes:
@@ -78,14 +84,14 @@ def _find_modules_by_class(model: nn.Module, class_names: Sequence[str]) -> list
 
 
 def _find_large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """The modules with at least ``min_num_params`` parameters outside of smaller units."""
+    """Find the modules with at least ``min_num_params`` parameters outside of smaller units."""
     selected: set[nn.Module] = set()
     total_uses = _count_parameter_uses(model)
 
     def count_outside_units(module: nn.Module) -> int:
         direct = sum(p.numel() for p in module.parameters(recurse=False))
         size = direct + sum(count_outside_units(child) for child in module.children())
-        # A list is never called, so its hooks never gather.
+        # A list is never called, so its hooks would never gather its parameters.
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if size < min_num_params or listed or module is model or _has_shared_parameters(module, total_uses):
             return size
@@ -97,24 +103,25 @@ def _find_large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module
 
 
 def _count_parameter_uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """How often each parameter occurs in ``module``."""
+    """Count how often each parameter occurs in a module."""
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _has_shared_parameters(module: nn.Module, total_uses: Counter[nn.Parameter]) -> bool:
-    """Whether a parameter of ``module`` also occurs outside it."""
+    """Return whether a parameter of a module also occurs outside of it."""
     return any(total_uses[parameter] > uses for parameter, uses in _count_parameter_uses(module).items())
 
 
 def configure_prefetching(units: Sequence[FSDPModule], config: RunConfig) -> None:
     """Apply ``fsdp.forward_prefetch`` and ``fsdp.backward_prefetch``.
 
-    By default FSDP2 gathers a unit when the host reaches it, ahead of the device; in the backward pass it
-    gathers the next unit before computing the current gradients, which is ``backward_pre``.
+    By default, FSDP2 gathers a unit in the forward pass when the host reaches the unit, which is ahead of the
+    device. In the backward pass it gathers the next unit before it computes the current gradients, which is
+    ``backward_pre``.
 
     Args:
-        units: the units in the order of the forward pass.
-        config: of the run.
+        units: Units in the order of the forward pass.
+        config: Config of the run.
     """
     if config.fsdp.forward_prefetch:
         for unit, following in pairwise(units):
