@@ -186,7 +186,7 @@ class BaseNameLookup:
             CheckpointError: If the files store the elements of a row in a different order.
         """
         source_shape = self._shapes.get(tile.source, ())
-        # Number of dimensions that are flattened to rows, see `RowRegion`.
+        # Number of dimensions that are flattened to rows. See `RowRegion`.
         row_dims = 2 if len(shape) == 3 else 1
         source_row_dims = 2 if len(source_shape) == 3 else 1
         has_same_rows = (
@@ -234,5 +234,5 @@ class BaseNameLookup:
 
 
 def _count_rows(shape: Sequence[int]) -> int:
-    """Count the rows of a parameter, see `RowRegion`."""
+    """Count the rows of a parameter. See `RowRegion`."""
     return prod(shape[:-1]) if len(shape) == 3 else shape[0] if shape else 1

@@ -112,7 +112,7 @@ def check_mergeable_into(adapter: StoredAdapter, base: Checkpoint) -> None:
         base: Base model.
 
     Raises:
-        CheckpointError: If the adapter cannot be merged into the base model, see `merge`.
+        CheckpointError: If the adapter cannot be merged into the base model. See `merge`.
     """
     check_mergeable_settings(adapter)
     _collect_changes(BaseChanges(adapter, base, "keep"))

@@ -491,7 +491,7 @@ def build_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[st
 
 
 def is_safe_index(value: Any) -> bool:
-    """Return whether a value is an index that can be used as a dict key, see `MAX_KEY`."""
+    """Return whether a value is an index that can be used as a dict key. See `MAX_KEY`."""
     return type(value) is int and 0 <= value < MAX_KEY
 
 

@@ -288,7 +288,7 @@ class TorchZip:
         """Load the pickled object without executing code from it. Tensors become `StoredTensor`s.
 
         Args:
-            standins: Entries of the allow-list in addition to `TORCH_STANDINS`, see `unpickle_without_code`.
+            standins: Entries of the allow-list in addition to `TORCH_STANDINS`. See `unpickle_without_code`.
             allowed_prefixes: Prefixes of modules whose classes become `PickledInstance`s.
 
         Raises:

@@ -402,7 +402,7 @@ def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationCo
 
 
 def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Convert the rows of each head between the two layouts of rotary embeddings, see `_interleave_rows`."""
+    """Convert the rows of each head between the two layouts of rotary embeddings. See `_interleave_rows`."""
     config_key, names, inverse = operation[1:]
     config: Any = context.config if config_key is None else context.config.get(config_key, context.config)
     heads = config.get("num_attention_heads", 1) if isinstance(config, dict) else 1

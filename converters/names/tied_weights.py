@@ -136,7 +136,7 @@ def find_untied_embeddings(tensors: Mapping[str, Tensor]) -> list[TiedPair]:
     to `tie_word_embeddings`.
 
     Args:
-        tensors: Tensors without aliases, see `resolve_ties`.
+        tensors: Tensors without aliases. See `resolve_ties`.
 
     Returns:
         Names of the output and input embeddings.

@@ -222,7 +222,7 @@ def quantize_like_base(
         base: Quantized checkpoint whose layout to use: FP8 with a scale per block, per output, or per tensor;
             MXFP4; or symmetric integers of compressed-tensors. Scales of activations and the dtypes of other
             tensors are copied from it.
-        dtype: Dtype of the weights before they are quantized, see `quantize_checkpoint`.
+        dtype: Dtype of the weights before they are quantized. See `quantize_checkpoint`.
         untouched: Names of tensors whose codes are copied from `base`, because their values are equal.
 
     Returns:

@@ -310,7 +310,7 @@ class SourceSlice:
         self.nbytes = nbytes
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Read bytes of the slice into a buffer, see `ByteSource.read_into`."""
+        """Read bytes of the slice into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError("a piece is shorter than its tensor")
         self.source.read_into(buffer, self.offset + offset, unverified_spans)
@@ -335,7 +335,7 @@ class ConcatenatedSources:
         self.nbytes = total
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Read bytes, possibly of several parts, into a buffer, see `ByteSource.read_into`."""
+        """Read bytes, possibly of several parts, into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError("the pieces of a tensor are shorter than the tensor")
         index = bisect_right(self.starts, offset) - 1
@@ -360,7 +360,7 @@ class InMemorySource:
         self.nbytes = len(data)
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Copy bytes into a buffer, see `ByteSource.read_into`."""
+        """Copy bytes into a buffer. See `ByteSource.read_into`."""
         buffer[:] = self.data[offset : offset + len(buffer)]
 
 

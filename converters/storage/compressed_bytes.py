@@ -54,7 +54,7 @@ class DecompressedSource:
         self._keep_until_read = False
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Read decompressed bytes into a buffer, see `ByteSource.read_into`."""
+        """Read decompressed bytes into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self._location}: a chunk is shorter than its tensor")
         buffer[:] = self.load_content(len(buffer), unverified_spans)[offset : offset + len(buffer)]

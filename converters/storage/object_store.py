@@ -23,7 +23,7 @@ credentials. A missing object raises `FileNotFoundError`. Object names are untru
 rejects names that could leave a folder when the objects are copied to a disk.
 
 This module is thread-safe. A process that was forked from a process that has used an object store must not
-use one, see `check_not_forked`.
+use one. See `check_not_forked`.
 """
 
 from __future__ import annotations

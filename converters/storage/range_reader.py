@@ -72,7 +72,7 @@ class RemoteFile(CheckpointFile):
         self._ends: set[int] = set()
 
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
-        """Read bytes of the object into a buffer, see `CheckpointFile.read_into`."""
+        """Read bytes of the object into a buffer. See `CheckpointFile.read_into`."""
         check_not_forked(self.path)
         done = 0
         min_bytes = DATA_BYTES if possible_end else HEADER_BYTES

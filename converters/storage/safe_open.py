@@ -181,7 +181,7 @@ def header_contains(path: AnyPath, content: bytes) -> bool:
 
 
 def read_small_text_file(path: AnyPath, within: AnyPath | None = None) -> str:
-    """Read a small text file, see `read_small_file`.
+    """Read a small text file. See `read_small_file`.
 
     Raises:
         ValueError: If the file is not valid UTF-8.

@@ -72,7 +72,7 @@ def translate_store_error(
         location: URL of the object.
         operation: Operation as a verb, such as `"read"`.
         error: Exception of obstore.
-        searched_credentials: Description of the credentials that were tried, see `SEARCHED_CREDENTIALS`.
+        searched_credentials: Description of the credentials that were tried. See `SEARCHED_CREDENTIALS`.
 
     Returns:
         A `RemoteError`, or a `FileNotFoundError` if the object does not exist. The caller raises it.

@@ -87,7 +87,7 @@ class ComputedRowSource:
         self._rows_per_block = max(1, block_elements // max(1, self.columns) // row_alignment) * row_alignment
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Compute bytes into a buffer, see `ByteSource.read_into`."""
+        """Compute bytes into a buffer. See `ByteSource.read_into`."""
         out, done = np.frombuffer(buffer, np.uint8), 0
         row = self.columns * get_itemsize(self.dtype)
         while done < out.size:
@@ -198,7 +198,7 @@ def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: U
 def read_rows(
     tensor: Tensor, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
 ) -> Array:
-    """Read rows of one matrix of a stack, see `RowFunction`."""
+    """Read rows of one matrix of a stack. See `RowFunction`."""
     sizes = (*(1 for _ in matrix_index), num_rows, tensor.shape[-1])
     return read_region(tensor, (*matrix_index, first_row, 0), sizes, unverified_spans).reshape(sizes[-2:])
 

@@ -250,7 +250,7 @@ def dequantize_bytes(
         name: Name of the result.
         dtype: Safetensors dtype of the result.
         weight: Codes of shape `[..., rows, columns]`.
-        scale: Scales, see `_ScaleGrid`.
+        scale: Scales. See `_ScaleGrid`.
         block: Block shape in the settings of the format, if any.
         zero_point: Zero points with the same layout as the scales, if any.
     """

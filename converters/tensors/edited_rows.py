@@ -47,7 +47,7 @@ class AffineEdit:
         self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Change rows in place, see `RowEdit.apply`."""
+        """Change rows in place. See `RowEdit.apply`."""
         if self.factor != 1:
             block *= self.factor
         if self.divisor != 1:
@@ -72,7 +72,7 @@ class _EditedRows:
     def __call__(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute rows, see `RowFunction`.
+        """Compute rows. See `RowFunction`.
 
         The result is valid until the current thread computes the next block.
         """

@@ -114,7 +114,7 @@ class _BlockQuantizer:
     def read_values(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Read rows of the weight as float32, see `RowFunction`."""
+        """Read rows of the weight as float32. See `RowFunction`."""
         if self.transposed:
             sizes = (*(1 for _ in matrix_index), self.columns, num_rows)
             values = read_region(self.weight, (*matrix_index, 0, first_row), sizes, unverified_spans)
@@ -205,7 +205,7 @@ class _BlockQuantizer:
     def compute_scales(
         self, matrix_index: Shape, first_block: int, stop_block: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the scales of block rows in their stored dtype, see `compute_block_magnitudes`."""
+        """Compute the scales of block rows in their stored dtype. See `compute_block_magnitudes`."""
         return self._compute_scales_from_magnitudes(
             self.compute_block_magnitudes(matrix_index, first_block, stop_block, unverified_spans)
         )
@@ -253,7 +253,7 @@ class _BlockQuantizer:
     def quantize_rows(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the codes of rows, see `RowFunction`.
+        """Compute the codes of rows. See `RowFunction`.
 
         Returns:
             Codes in the dtype `F8_E4M3`, `F8_E5M2`, or `I8`. FP4 codes and packed integers are uint8 with one
@@ -446,7 +446,7 @@ def _make_pair_packer(quantizer: _BlockQuantizer) -> RowFunction:
 
 
 def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Quantize a weight to FP4 codes in pairs and exponents of scales, see `dequantization.dequantize_fp4`.
+    """Quantize a weight to FP4 codes in pairs and exponents of scales. See `dequantization.dequantize_fp4`.
 
     Returns:
         The codes and the scales, keyed by name.
@@ -466,7 +466,7 @@ def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
 
 
 def quantize_to_gpt_oss(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Quantize a weight to MXFP4 as GPT-OSS stores it, see `dequantization.dequantize_gpt_oss`.
+    """Quantize a weight to MXFP4 as GPT-OSS stores it. See `dequantization.dequantize_gpt_oss`.
 
     Returns:
         The codes and the scales, keyed by name.

@@ -33,7 +33,7 @@ class _RowMajorSource:
         self.nbytes = tensor.nbytes
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Read bytes into a buffer, see `ByteSource.read_into`."""
+        """Read bytes into a buffer. See `ByteSource.read_into`."""
         width = get_itemsize(self.tensor.dtype)
         low, start = divmod(offset, width)
         stop = -(-(offset + len(buffer)) // width)

@@ -208,7 +208,7 @@ def open_atomic_output(
         file_names: Names of all files that will be written.
         marker_fields: Additional fields of the completion marker in an object store.
         is_single_file: Whether `target` is the only file to write instead of a folder.
-        has_other_writers: Whether other processes write to the same output, see `join_atomic_output`.
+        has_other_writers: Whether other processes write to the same output. See `join_atomic_output`.
         iter_copied_spans: Function that yields the spans of files that are copied unchanged. Spans whose
             blocks the file system can share need no space.
 

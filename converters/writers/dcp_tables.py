@@ -84,7 +84,7 @@ class WrittenPiece:
         sizes: Shape of the piece.
         offset: Position of the item in the file in bytes.
         length: Size of the item in the file in bytes.
-        checksum: CRC32 of the item, see `portable.converters.read_item_checksums`.
+        checksum: CRC32 of the item. See `portable.converters.read_item_checksums`.
     """
 
     key: str

@@ -186,15 +186,15 @@ def write_adapter(
     Args:
         adapter: Adapter to write.
         out: Path or URL of the output folder.
-        dtype: Dtype of the weights, see `ContentOptions`.
-        optimizer: Whether to also write the optimizer state, see `ContentOptions`.
-        **options: Additional options, see `Options`. By default, `expand` is True.
+        dtype: Dtype of the weights. See `ContentOptions`.
+        optimizer: Whether to also write the optimizer state. See `ContentOptions`.
+        **options: Additional options. See `Options`. By default, `expand` is True.
 
     Returns:
         The plan that was written.
 
     Raises:
-        CheckpointError: If the adapter cannot be written, see `write_checkpoint`.
+        CheckpointError: If the adapter cannot be written. See `write_checkpoint`.
     """
     choices = ContentOptions(dtype, optimizer=optimizer)
     options.setdefault("expand", True)

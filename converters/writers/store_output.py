@@ -9,7 +9,7 @@ A conversion that fails while uploading leaves the output unchanged. A conversio
 uploads, which the next conversion to the same output aborts. If it is killed near its end, it leaves a folder
 that is marked as incomplete, which is never read.
 
-The completion marker lists each written object with its version, see `read_written_objects`. A program that
+The completion marker lists each written object with its version. See `read_written_objects`. A program that
 writes to the same folder again can thus distinguish its objects from the objects of other programs.
 """
 
@@ -55,7 +55,7 @@ def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[st
 
     Args:
         folder: URL of the folder.
-        required_fact: Field that the marker must contain, see `StoreOutput`. Empty to accept the marker of
+        required_fact: Field that the marker must contain. See `StoreOutput`. Empty to accept the marker of
             any writer.
 
     Returns:
