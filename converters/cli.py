@@ -402,8 +402,7 @@ def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> st
 
 
 def _format_dry_run(conversion: Conversion, *, output_format: str) -> str:
-    """Format the plan of a dry run: each output file with its tensors, and the total and peak buffer sizes.
-    """
+    """Format the plan of a dry run: each output file with its tensors, and the total size."""
     from portable.converters.writers.targets import is_single_file_output
 
     checkpoint, plan, out = conversion.checkpoint, conversion.plan, conversion.out

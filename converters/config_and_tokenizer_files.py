@@ -312,8 +312,7 @@ def find_companion_file(root: AnyPath, name: str) -> AnyPath | None:
 
 
 def _list_searched_folders(root: AnyPath) -> list[AnyPath]:
-    """Return the folders to search for companions: the checkpoint's folder and its parents, the nearest
-    first."""
+    """Return the folders to search for companions: the checkpoint's folder, then its parents."""
     folder = make_absolute(_get_checkpoint_folder(root))
     folders = [folder, folder.parent]
     if folder.parent.name == _RUN_CHECKPOINTS:

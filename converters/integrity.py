@@ -687,8 +687,7 @@ def _find_deviating_shapes(
 def _find_missing_embeddings(
     shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> list[CheckpointProblem]:
-    """Find a causal language model with only one embedding matrix although its config does not tie
-    embeddings."""
+    """Find a causal language model with one embedding matrix although its config does not tie embeddings."""
     words, architecture = (
         collect_integer_settings(config).get("vocab_size", 0),
         get_architecture(config) or "",
