@@ -41,7 +41,7 @@ class RowEdit(Protocol):
 
 
 class AffineEdit:
-    """Multiplication by `factor`, division by `divisor`, and addition of `term`, in float32."""
+    """Edit that multiplies by `factor`, divides by `divisor`, and then adds `term`, in float32."""
 
     def __init__(self, factor: float = 1.0, divisor: float = 1.0, term: float = 0.0) -> None:
         self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
@@ -106,11 +106,14 @@ class _EditedRows:
 
 
 def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
-    """Append rows of zeros to a tensor, which edits can fill.
+    """Append rows of zeros to a tensor, so that edits can fill them. No data is copied.
 
     Args:
         tensor: Tensor to extend.
         total_rows: Number of rows of the result.
+
+    Returns:
+        A new lazy tensor.
     """
     old, *inner = tensor.shape
     added = (total_rows - old, *inner)
