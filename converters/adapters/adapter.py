@@ -68,7 +68,7 @@ class AdapterModule:
     tensors: Mapping[tuple[str, str], Tensor]
 
     def find_tensor(self, kind: str) -> Tensor | None:
-        """Return the tensor of a kind, a module's weight or a bare parameter; None if there is none."""
+        """Return the tensor of a kind, a module's weight or a bare parameter. None if there is none."""
         return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
 
     def get_lora_pair(self) -> LoraPair | None:

@@ -77,7 +77,7 @@ class StoredAdapterConfig:
         fan_in_fan_out: Whether the weights have inputs as rows.
         target_parameters: Parameters that have LoRA factors.
         token_indices: Trained token ids, keyed by module; the key `""` means the input embedding.
-        feedforward_modules: Modules whose inputs (IA)^3 scales, as names or one regular expression; None if
+        feedforward_modules: Modules whose inputs (IA)^3 scales, as names or one regular expression. None if
             the file does not list them.
         ties_weights: Whether tied tables share their factors (`ensure_weight_tying`).
         values: Content of the file.
@@ -314,7 +314,7 @@ class _ConfigReader:
         return tuple(value)
 
     def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
-        """Return a list of names, or a string that is a regular expression; None if it is not set."""
+        """Return a list of names, or a string that is a regular expression. None if it is not set."""
         value = self.values.get(key)
         if value is None:
             return None

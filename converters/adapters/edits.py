@@ -113,7 +113,7 @@ class LowRankEdit:
         first_row: First row to change.
         first_product_row: Row of the product that is added to `first_row`.
         num_rows: Number of rows.
-        load_magnitude: Function that returns DoRA's magnitudes, to which each row is scaled afterward; None
+        load_magnitude: Function that returns DoRA's magnitudes, to which each row is scaled afterward. None
             without DoRA.
     """
 

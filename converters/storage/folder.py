@@ -36,7 +36,7 @@ class CheckpointFolder:
     """Folder of a checkpoint, on a disk or in an object store.
 
     Names of files come from untrusted checkpoints, so they must stay inside the folder. Links must stay
-    inside the folder, too; see `portable.converters.storage.safe_open`. The folder itself may be a link,
+    inside the folder, too. See `portable.converters.storage.safe_open`. The folder itself may be a link,
     because the user has named it.
 
     Args:

@@ -450,7 +450,7 @@ def _validate_and_plan_output(
 def _open_plan_output(
     target: AnyPath, plan: ConversionPlan, *, is_single_file: bool, options: Options
 ) -> AbstractContextManager[FolderOutput | StoreOutput]:
-    """Return the context in which the files of a plan are written; see `open_atomic_output`."""
+    """Return the context in which the files of a plan are written. See `open_atomic_output`."""
     return open_atomic_output(
         target,
         needed_bytes=plan.nbytes,

@@ -80,7 +80,7 @@ class WrittenPiece:
 
     Attributes:
         key: Key of the state dict.
-        offsets: Position of the piece in its tensor; None for a value.
+        offsets: Position of the piece in its tensor. None for a value.
         sizes: Shape of the piece.
         offset: Position of the item in the file in bytes.
         length: Size of the item in the file in bytes.

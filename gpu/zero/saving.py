@@ -45,7 +45,7 @@ class ZeroSaver:
         self._has_adapter = has_peft_adapter(engine.module)
         self._stored_names = set(get_checkpointed_tensors(engine.module)) if self._has_adapter else None
         self._deferred_files: list[_CheckpointFile] | None = None
-        """Files to write later; None to write each file immediately."""
+        """Files to write later. None to write each file immediately."""
         self._uses_zip_format = private_api.replace_file_saver(engine, self._save_or_defer_file)
 
     @cached_property

@@ -327,7 +327,7 @@ class TpuTopology:
         Args:
             module: Serialized ``HloModuleProto``, with its shardings and donated buffers.
             module_format: ``hlo``, or ``mlir`` for StableHLO bytecode, which torch_tpu creates.
-            options: Serialized ``CompileOptionsProto``; None for torch_xla's options on all devices.
+            options: Serialized ``CompileOptionsProto``. None for torch_xla's options on all devices.
 
         Raises:
             LibtpuError: If the module does not compile, or takes more memory than a device has.
