@@ -1,7 +1,7 @@
-"""Typed access to values from a checkpoint's pickles and JSON files, where any value may have any type.
+"""Typed access to values from a checkpoint's pickles and JSON files. Any value may have any type.
 
-The functions `require_...` raise an error if a value has another type. The functions `get_...` return an
-empty value instead, for records that a checkpoint may lack.
+The functions `require_...` raise an error if a value does not have the expected type. The functions `get_...`
+return an empty value instead, for records that a checkpoint may lack.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def require_mapping(value: Any, name: str, location: str = "") -> dict[Any, Any]
         location: File that contains the value. Empty if the caller adds the file to the error message.
 
     Raises:
-        CheckpointError: If the value has another type.
+        CheckpointError: If the value is not a dict.
     """
     if isinstance(value, dict):
         return value

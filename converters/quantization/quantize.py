@@ -88,7 +88,7 @@ def _make_compressed_tensors_config_builder(
         bits: Number of bits per code.
         kind: `int` or `float`.
         strategy: `channel` or `group`, for the scales of the weights.
-        group: Number of columns of a group, if any.
+        group: Number of columns of a group. None if the strategy is `channel`.
         tokens: Whether activations are quantized with a dynamic scale per token.
     """
     weights: dict[str, Any] = {

@@ -30,7 +30,7 @@ CACHE_BYTES = 160 << 20
 
 @dataclass(eq=False, slots=True)
 class _CachedRun:
-    """Bytes [start, stop) of an object, which have been fetched or are being fetched."""
+    """Bytes [start, stop) of an object that have been fetched or are being fetched."""
 
     file: RemoteFile
     start: int
@@ -61,7 +61,7 @@ def _remove_from_cache(run: _CachedRun) -> None:
 
 
 class RemoteFile(CheckpointFile):
-    """Object of a checkpoint in a store, which is read through the cache."""
+    """Object of a checkpoint in a store. It is read through the cache."""
 
     path: RemotePath
 
