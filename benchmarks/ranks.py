@@ -48,7 +48,7 @@ PRELOADED = (
 
 
 def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
-    """Start processes with the variables that plain scripts set for torch.distributed."""
+    """Start processes with the environment variables that plain scripts set for torch.distributed."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -70,7 +70,7 @@ def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> l
 
 
 def run_as_rank(variables: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Call a function in a process that is a rank."""
+    """Set environment variables, and call a function in this process as a rank."""
     os.environ.update(variables)
     import torch
 
@@ -236,7 +236,7 @@ def kill_one(processes: Sequence[BaseProcess], victim: int, folder: Path) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
+    """Run all measurements and print the results. Returns 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
     parser.add_argument("--ranks", type=int, default=24)
     parser.add_argument("--fewer", type=int, default=16)
