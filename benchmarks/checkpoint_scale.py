@@ -325,7 +325,7 @@ def on_core(*core: int, back_to: Sequence[int]) -> Iterator[None]:
 
 
 def read_core_times() -> tuple[float, float]:
-    """Return the seconds that this thread has run on a core, and the seconds that it has waited for a core."""
+    """Return the seconds that this thread has run on a core, and has waited for one (0 if unknown)."""
     try:
         ran, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
     except OSError:  # not on this system

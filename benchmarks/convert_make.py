@@ -104,7 +104,7 @@ def zero(rank: int, folder: Path, config: dict[str, Any], stage: int) -> None:
 
 
 def xla(folder: Path, config: dict[str, Any]) -> None:
-    """Train with PyTorch/XLA FSDP v1, and write the files of all ranks one after the other in this process."""
+    """Train with PyTorch/XLA FSDP v1, and write the files of all ranks one after the other."""
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(WORLD)}
     import torch_xla
     import torch_xla.core.xla_model as xm

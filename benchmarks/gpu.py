@@ -342,7 +342,7 @@ class Contestant:
         theirs.close()
 
     def order(self) -> None:
-        """Tell the process to start its next turn."""
+        """Order the process to start its next turn."""
         with suppress(OSError):  # it has ended, and the answer reports this
             self._pipe.send(None)
 

@@ -254,7 +254,7 @@ class Run:
             os.kill(self._process.pid, number)
 
     def kill_everything(self) -> None:
-        """Send SIGKILL to rank 0, which renames the folders, and then to the launcher, which ends all ranks."""
+        """Send SIGKILL to rank 0, which renames the folders, and then to the launcher to end all ranks."""
         with suppress(ProcessLookupError):
             os.kill(self.ranks()[0], signal.SIGKILL)
         self.signal(signal.SIGKILL)
@@ -480,7 +480,7 @@ class Attack:
         launch.moment = self._moment(complete)
 
     def _lost(self, steps: list[int]) -> list[int]:
-        """Return complete checkpoints that are missing although fewer than ``KEEP`` newer checkpoints exist."""
+        """Return complete checkpoints that are missing although fewer than ``KEEP`` newer ones exist."""
         gone = [step for step in self._complete if step not in steps]
         return [step for step in gone if sum(other > step for other in steps) < KEEP]
 

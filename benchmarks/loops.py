@@ -421,7 +421,7 @@ class TrainerLoop:
         self.model = setting.build_model()
 
     def _tell_of_cpu_ranks(self) -> bool:
-        """Set Accelerate's state if DeepSpeed runs on CPUs, because Accelerate would assume a single process."""
+        """Set Accelerate's state if DeepSpeed runs on CPUs. Otherwise, it would assume a single process."""
         if self._deepspeed is None or self._setting.device.type != "cpu":
             return False
         from accelerate import PartialState

@@ -45,7 +45,7 @@ def print_machine(command: str, machine: Mapping[str, str]) -> None:
 
 
 def command_line(module: str, argv: Sequence[str] | None) -> str:
-    """Return the command line that repeats a benchmark, from ``argv`` or from the arguments of this process."""
+    """Return the command line that repeats a benchmark, from ``argv`` or this process's arguments."""
     return shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
 
 

@@ -4,7 +4,7 @@
 of tokens and the stop request of a step, as :mod:`portable.loop` exchanges them and as it did before, with
 a second all-reduce on the hosts. Then it trains a tiny model on ``--ranks`` ranks that were started with
 environment variables only, kills one of them after a checkpoint, and measures how long the others run on.
-It resumes the run on ``--fewer`` ranks and compares all losses with those of one rank. Every rank is a fork
+It resumes the run on ``--fewer`` ranks and compares all losses with a one-rank run. Every rank is a fork
 of one process that has imported torch, because imports would take longer than all the rest. ``unshare
 --net`` keeps other programs out of the count. Exits with 1 if a rank runs on for more than ``--seconds``,
 or a loss differs by more than rounding.

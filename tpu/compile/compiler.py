@@ -145,7 +145,7 @@ def merge_compile_answers(
         The compiled graphs. Graphs that do not fit into device memory are reported as problems.
 
     Raises:
-        UserError: If libtpu refused a graph for another reason than device memory.
+        UserError: If libtpu refused a graph for a reason other than memory.
     """
     compiled, problems, needed = [], [], 0
     for graph in (graph for answer in answers for graph in answer["graphs"]):

@@ -126,7 +126,7 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
     Args:
         device: Name of the generation, from ``--device``. None if the flag is not set.
         num_devices: Number of chips.
-        topology: Number of chips along each axis, such as ``4x4``. None for the usual slice of this size.
+        topology: Number of chips along each axis, such as ``4x4``. If None, the usual slice of this size.
 
     Raises:
         UserError: If there is no such slice.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 REPLICA, FSDP, SEQUENCE = "replica", "fsdp", "sequence"
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
-"""Mesh axes that each dim of a tensor is sharded over. None for a dim that is not sharded."""
+"""Mesh axes that each dim of a tensor is sharded over. None if a dim is not sharded."""
 
 
 @dataclass(frozen=True)
