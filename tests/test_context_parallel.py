@@ -95,7 +95,7 @@ def test_context_parallel_rejects_settings_that_need_full_sequences(
     [
         ({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, "3 heads .3 of keys."),
         ({"model_type": "gpt_oss", "num_local_experts": 2}, "runs with eager"),
-        ({"model_type": "afmoe", "output_router_logits": True}, "the router loss .* needs whole"),
+        ({"model_type": "afmoe", "output_router_logits": True}, "the router loss .* needs complete"),
         ({"model_type": "mixtral", "output_router_logits": True}, "the router loss .* without padding"),
         ({"model_type": "falcon", "num_kv_heads": 4}, "attention that cannot be divided among ranks"),
         ({"model_type": "mamba"}, "runs with eager"),

@@ -176,6 +176,8 @@ SMALLER = {
         ("steps: 60", "steps: 4"),
         ("--train.stop_after 30", "--train.stop_after 2"),
     ],
+    "tutorial-chat": [("epochs: 12", "epochs: 1"), ("steps: 60", "steps: 4")],
+    "tutorial-ranks": [("--nproc 8", "--nproc 4")],
 }
 """Values of pages that are large only for the reader, and their replacements, by page."""
 

@@ -563,7 +563,7 @@ def test_adapter_losses_match_peft_loop(
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     given: dict[str, Any] = {"adapter__type": "lora", "train__learning_rate": 1e-2, "train__steps": STEPS}
     if base == "auto":
-        from tests.test_adapter_losses_match_peft_loop import peft_losses
+        from tests.test_adapters import peft_losses
 
         expected = [loss for loss, _ in peft_losses(configured(tmp_path, corpus, **given), STEPS)]
     else:

@@ -335,10 +335,10 @@ def write(draft):
     with log.open("a") as file:
         file.write("built\\n")
     writer = TokenCacheWriter(draft, ["text"], 100)
-    writer.add("text", [1, 2], [])
+    writer.add_documents("text", [1, 2], [])
     time.sleep(delay)
-    writer.add("text", [3], [1])
-    writer.finish()
+    writer.add_documents("text", [3], [1])
+    writer.write_metadata()
 print(open_or_build_cache_folder(folder, TokenCache.open_if_intact, write).tokens["text"].tolist())
 """
 

@@ -150,7 +150,7 @@ def test_integer_labels_are_classes_in_every_file_type(suffix: str, tmp_path: Pa
     PANDAS[suffix](frame, path)
     data = build_classifier_data(path, tmp_path, on_bad_record="skip")
     assert data.classes.problem_type == "single_label_classification" and data.label_names == ("0", "1", "2")
-    assert data.tokens.documents == 11
+    assert data.first_tokens.num_documents == 11
 
 
 CELLS: dict[str, tuple[list[str], tuple[str, ...] | str]] = {
@@ -199,7 +199,7 @@ def test_label_kind_is_the_same_in_later_pieces(tmp_path: Path) -> None:
     rows = [("a", "00A")] * 10_000 + [("008", "101")] * 100
     path.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
     data = build_classifier_data(path, tmp_path)
-    assert data.label_names == ("00A", "101") and data.tokens.documents == 10_100
+    assert data.label_names == ("00A", "101") and data.first_tokens.num_documents == 10_100
 
 
 @pytest.mark.parametrize(

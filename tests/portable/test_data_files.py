@@ -332,7 +332,9 @@ def built(path: Path | str, tokenizer: str, folder: Path, **more: Any) -> Any:
 
 
 def found_in(data: Any) -> list[list[int]]:
-    return [data.tokens.read_document("text", n).tolist() for n in range(data.tokens.documents)]
+    return [
+        data.first_tokens.read_document("text", n).tolist() for n in range(data.first_tokens.num_documents)
+    ]
 
 
 @pytest.mark.parametrize("write", [nanogpt, llm_c, megatron])
@@ -402,7 +404,7 @@ def test_token_shards_of_other_programs_are_read(
     assert found == SHARDED[name]
     stream = built(WRITTEN / name, tokenizer[0], tmp_path, seq_len=4, stream=True).train
     stream._processes = 0
-    rows = stream.build_batch([stream.locate(at, 0) for at in range(length(stream))])["input_ids"].tolist()
+    rows = stream.build_batch([stream.locate_sample(at, 0) for at in range(length(stream))])["input_ids"].tolist()
     tokens = flat(SHARDED[name])
     blocks = {tuple(tokens[at : at + 4]) for at in range(len(tokens))}
     assert len(rows) >= len(tokens) // 4 - 2 * len(stream._shards) and set(map(tuple, rows)) <= blocks

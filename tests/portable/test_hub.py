@@ -306,7 +306,7 @@ def load(name):
     source = HubDataset(name, SourceSettings(DataConfig(source=name)))
     texts = [document.text for document in source.iter_documents()]
     assert len(texts) == 3, texts
-    return [texts, source.digest(), [shard.identity for shard in source.iter_shards(1000)]]
+    return [texts, source.compute_digest(), [shard.identity for shard in source.iter_shards(1000)]]
 """
 ON_RANKS = """
 for name, ranks in (("lab/alone", 1), ("lab/together", 3)):

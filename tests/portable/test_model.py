@@ -119,7 +119,7 @@ def test_initial_weights_match_from_config(model_type: str, task: str) -> None:
     at_once = draw_all(ours)
     assert at_once.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(at_once[name], theirs[name])] == []
-    in_slices = draw_all(ours, largest=0, smallest=1)
+    in_slices = draw_all(ours, max_whole_bytes=0, min_recorded_elements=1)
     assert in_slices.keys() == theirs.keys()
     differences = {name: unlike(in_slices[name], tensor) for name, tensor in theirs.items()}
     assert {name: how for name, how in differences.items() if how} == {}
@@ -171,7 +171,7 @@ def fill_by_numpy(model: PreTrainedModel) -> None:
 def test_initial_weights_of_any_operation_match_in_slices() -> None:
     settings = chosen(config={"model_type": "llama", **UNTIED})
     ours = InitialWeights.from_model(built(settings), f"{__name__}:initialize_by_views")
-    weights = draw_all(ours, largest=0, smallest=1)
+    weights = draw_all(ours, max_whole_bytes=0, min_recorded_elements=1)
     first, second = "model.layers.0.", "model.layers.1."
     q, up = weights[f"{first}self_attn.q_proj.weight"], weights[f"{first}mlp.up_proj.weight"]
     torch.testing.assert_close(q @ q.T, torch.eye(32))

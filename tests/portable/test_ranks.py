@@ -41,7 +41,7 @@ def a_step_that_never_ends():
 dog = watchdog.Watchdog(rank=3, timeout_seconds=1.5, folder=Path(sys.argv[1]), report=print)
 with dog:
     batches = BatchIterator(int, range(8), 0, False)
-    dog.watch(batches)
+    dog.watch_batches(batches)
     for batch in batches:
         time.sleep(2 if batch == 0 else 0)  # the first may take longer
         if batch == 2:

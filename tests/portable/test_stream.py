@@ -73,12 +73,12 @@ def opened(files: Path, **more: Any) -> StreamSamples:
 def length(stream: Any) -> int:
     """Return the number of samples of an epoch, which is known after all files were read."""
     while stream._count_epoch_samples() is None:
-        stream.locate(stream._ends[-1] if stream._ends else 0, 0)
+        stream.locate_sample(stream._ends[-1] if stream._ends else 0, 0)
     return int(stream._count_epoch_samples())
 
 
 def ids(stream: Any, first: int, count: int) -> list[EpochIndex]:
-    return [stream.locate(position, 0) for position in range(first, first + count)]
+    return [stream.locate_sample(position, 0) for position in range(first, first + count)]
 
 
 # -- the order ----------------------------------------------------------------------------------------------
