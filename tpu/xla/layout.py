@@ -94,7 +94,7 @@ class MeshLayout:
     # -- specs -------------------------------------------------------------------------------------------
 
     def get_parameter_spec(self, name: str, shape: Sequence[int]) -> Spec:
-        """Return the spec of a parameter, which is sharded along one dim or replicated.
+        """Return the spec of a parameter. It is sharded along one dim or replicated.
 
         The dim is sharded over the axes :attr:`shard_axes`.
 
