@@ -1,4 +1,4 @@
-"""The benchmarks: what each compares, what it needs, and about how long it takes on two cores."""
+"""List of the benchmarks, with their comparisons, requirements, and approximate run times on two cores."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PROGRAMS = {
         "hours",
     ),
 }
-"""By name: what is measured, what it needs beyond the tests' packages, what it takes."""
+"""Description, required packages, and run time of each benchmark, keyed by name."""
 
 
 def main() -> None:
-    """Print the programs."""
+    """Print the list of the benchmarks."""
     for name, (what, needs, takes) in PROGRAMS.items():
         needed = f"; needs {needs}" if needs else ""
         print(f"python -m benchmarks.{name:<16}{what}", f"{'':<8}takes {takes}{needed}", sep="\n")

@@ -16,28 +16,28 @@ _MARK = "allocations: "
 
 @dataclass
 class Phase:
-    """The peak of a phase, in bytes above the level at the start of the recording."""
+    """Peak memory of a phase, in bytes above the level at the start of the recording."""
 
     peak: int = 0
 
 
 @dataclass
 class Recording:
-    """Allocations of a block, in phases."""
+    """Recorded allocations, divided into phases."""
 
     phases: dict[str, Phase] = field(default_factory=dict)
-    """Filled when the block ends."""
+    """Peak of each phase, keyed by name. Filled when the context of the recording ends."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Allocations in this block count for the phase ``name``."""
+        """Count allocations within this context for the phase ``name``."""
         with torch.profiler.record_function(_MARK + name):
             yield
 
 
 @contextmanager
 def allocations() -> Iterator[Recording]:
-    """Record every allocation on the host that torch makes in the block."""
+    """Record every host allocation of torch within this context, using its profiler."""
     recording = Recording()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True

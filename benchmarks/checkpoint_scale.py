@@ -1,18 +1,19 @@
-"""Work of a save and of a resume by the number of ranks and tensors: seconds of CPU time and memory.
+"""Cost of a save and of a resume by the number of ranks and tensors: seconds of CPU time and memory.
 
     python -m benchmarks.checkpoint_scale growth --tensors 1137 --ranks 8 32 128
     python -m benchmarks.checkpoint_scale steps --place thread
 
-``growth`` writes a checkpoint as so many ranks would, one rank after the other in one process: tensors of
-four values a row, one row on each rank, with the weights and two moments of each parameter. It measures the
-table of one rank, rank 0's work on ``.metadata``, and the opening of the checkpoint by one rank of the same
-world, by one of half as many, and by ``portable-convert``, which reads ``.metadata``.
+``growth`` writes a checkpoint of ``--ranks`` ranks, one rank after the other in one process. Tensors have
+rows of four values, one row on each rank, and the state consists of the weights and two moments of each
+parameter. The benchmark measures the table of one rank, rank 0's work on ``.metadata``, and the opening of
+the checkpoint by one rank of the same world size, by one rank of half the world size, and by
+``portable-convert``, which reads ``.metadata``.
 
 ``steps`` trains a small model and saves a large state in the background. It compares the time of the steps
-during the save with the others. If other programs use the cores as well, the wall times say little. The time
-without core waits is the wall time without the time in which the thread was ready to run but another thread
-or program had its core: the kernel counts both. ``--cores 0 1`` keeps the training loop on one core, and what
-the save starts on the other.
+during the save with the other steps. The wall times are only meaningful if no other program uses the cores.
+The time without core waits is the wall time minus the time in which the thread was ready to run but another
+thread or program used its core. The kernel counts both times. ``--cores 0 1`` keeps the training loop on one
+core, and the threads and processes of the save on the other.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def list_keys(parameters: int, ranks: int) -> list[KeyEntry]:
 
 
 def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> RankTable:
-    """Write the shard file and the table of one rank; each value is the number of the rank."""
+    """Write the shard file and the table of one rank. Each value is the rank."""
     buffer = io.BytesIO()
     torch.save(torch.full((1, COLUMNS), float(rank)), buffer)
     item = buffer.getvalue()
@@ -85,7 +86,7 @@ def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> RankTable:
 
 
 def write_metadata(folder: Path, tables: list[RankTable]) -> int:
-    """Write ``.metadata`` and the index as rank 0 does, and return the size of ``.metadata``."""
+    """Write ``.metadata`` and the index as rank 0 does, and return the size of ``.metadata`` in bytes."""
     crc32 = nbytes = 0
     with (folder / ".metadata").open("wb") as file:
         for part in iter_metadata_bytes(tables[0], (table.pieces for table in tables[1:])):
@@ -108,8 +109,8 @@ def open_as(folder: Path, rank: tuple[int, int] | None, shared: Path | None) -> 
 
     Args:
         folder: Folder of the checkpoint.
-        rank: The rank and the world size; None to read all metadata.
-        shared: File that the first process of a node writes and the others read.
+        rank: The rank and the world size. If None, all metadata is read.
+        shared: File that the first process of a node writes and the other processes read.
     """
 
     def build_once(key: str, write: Callable[[Path], None]) -> Path | None:
@@ -133,7 +134,7 @@ def open_as(folder: Path, rank: tuple[int, int] | None, shared: Path | None) -> 
 
 
 def measure_opening(folder: Path, rank: str, shared: Path | None = None) -> tuple[float, float]:
-    """Open a checkpoint in a new process; returns the seconds of CPU time and the additional peak MB."""
+    """Open a checkpoint in a new process, and return the seconds of CPU time and the additional peak MB."""
     command = [sys.executable, "-m", "benchmarks.checkpoint_scale", "open", str(folder), "--rank", rank]
     command += [] if shared is None else ["--shared", str(shared)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
@@ -141,7 +142,7 @@ def measure_opening(folder: Path, rank: str, shared: Path | None = None) -> tupl
 
 
 def write_empty_rank(folder: Path, table: RankTable, rank: int) -> RankTable:
-    """Write an empty shard file and table for a rank, and list the table as large as another."""
+    """Write an empty shard file and table for a rank, and return a record of the size of ``table``."""
     record = table.record
     boxes = {shape: Box((rank, 0), box.sizes) for shape, box in record.boxes.items()}
     (folder / f"__{rank}_0.distcp").touch()
@@ -150,7 +151,10 @@ def write_empty_rank(folder: Path, table: RankTable, rank: int) -> RankTable:
 
 
 def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict[str, float]:
-    """Write and open the checkpoint of so many ranks; if sparse, the files of all but two ranks are empty."""
+    """Write and open the checkpoint of ``ranks`` ranks.
+
+    If sparse, the files of all but two ranks are empty.
+    """
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-scale-"))
     try:
         seconds, keys = measure_cpu(partial(list_keys, parameters, ranks))
@@ -167,7 +171,7 @@ def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict
         half, half_mb = measure_opening(folder, f"{ranks // 2 - 1}/{ranks // 2}")
         whole, whole_mb = (math.nan, math.nan) if sparse else measure_opening(folder, "all")
         earlier = dict[str, float]()
-        if not sparse:  # `.metadata` of an earlier version, which wrote no tables
+        if not sparse:  # `.metadata` of a previous version, which wrote no tables
             for name in (CHECKSUMS, *(table.record.name for table in tables)):
                 (folder / name).unlink()
             for reader in ("first rank of a node", "another rank"):
@@ -235,7 +239,7 @@ class StepTime:
 def train_with_saves(
     place: str, tensors: int, megabytes: int, device: str, *, saves: int = 4, cores: Sequence[int] = ()
 ) -> dict[str, float]:
-    """Train a small model, save in the background, and compare the steps during saves with the others.
+    """Train a small model, save in the background, and compare the steps during saves with the other steps.
 
     Args:
         place: Thread or process that writes.
@@ -243,7 +247,7 @@ def train_with_saves(
         megabytes: Size of the state.
         device: Device of the model and the state.
         saves: Number of saves. The first one is not counted, because it starts processes.
-        cores: Core of the training loop, and core of all other threads and processes; any core if empty.
+        cores: Core of the training loop, and core of all other threads and processes. Empty to use any core.
     """
     import torch.distributed as dist
 
@@ -307,7 +311,10 @@ def train_with_saves(
 
 @contextmanager
 def on_core(*core: int, back_to: Sequence[int]) -> Iterator[None]:
-    """Run this thread on a core, and then on another one. Threads started here stay on the first core."""
+    """Run this thread on the cores ``core`` within this context, and then on ``back_to``.
+
+    Threads started within this context stay on ``core``.
+    """
     if core:
         os.sched_setaffinity(0, core)
     try:
@@ -318,7 +325,7 @@ def on_core(*core: int, back_to: Sequence[int]) -> Iterator[None]:
 
 
 def read_core_times() -> tuple[float, float]:
-    """Return the seconds that this thread has run on a core, and that it has waited for one."""
+    """Return the seconds that this thread has run on a core, and has waited for one (0 if unknown)."""
     try:
         ran, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
     except OSError:  # not on this system

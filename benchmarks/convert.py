@@ -1,7 +1,7 @@
-"""`portable-convert` beside `cp` and the frameworks' own scripts.
+"""Comparison of `portable-convert` with `cp` and the frameworks' own scripts.
 
-``python -m benchmarks.convert`` has each framework write a checkpoint, then times whole processes, in turns,
-with a warm page cache. Every result is compared, tensor by tensor.
+``python -m benchmarks.convert`` has each framework write a checkpoint, then times complete processes, in
+turns, with a warm page cache. Every result is compared, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ SOURCES = {
     "merge": f"LoRA adapter of rank {RANK}, merged into its base model in bfloat16",
 }
 SUBFOLDERS = {"dcp": "pytorch_model_fsdp_0", "merge": "adapter"}
-"""Folder inside a checkpoint that is converted, by kind."""
+"""Folder inside a checkpoint to convert, keyed by kind."""
 MORE = {"fp8": "--dequantize", "merge": "--merge-into {source}/../base"}
-"""Options of `portable-convert`, by kind of checkpoint."""
+"""Additional options of `portable-convert`, keyed by kind of checkpoint."""
 _ZERO = {
     "zero_to_fp32.py, .bin": "{source}/zero_to_fp32.py {source} {out}",
     "zero_to_fp32.py, safetensors": "{source}/zero_to_fp32.py {source} {out} --safe_serialization",
@@ -75,9 +75,9 @@ PEERS = {
     },
     "merge": {"peft merge_and_unload": "-m benchmarks.convert_peers peft {source} {out}"},
 }
-"""The arguments of Python by checkpoint and contestant."""
+"""Arguments of Python, keyed by kind of checkpoint and by contestant."""
 ROUNDING = {"merge": 1}
-"""Units in the last place by which another program's result may differ, by kind of checkpoint."""
+"""Units in the last place by which the result of another program may differ, keyed by kind of checkpoint."""
 # Only packages that a user would have; no accelerator.
 ENVIRONMENT = {
     "USE_TORCH_XLA": "0",
@@ -90,12 +90,13 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """A program that turns a checkpoint into one result.
+    """Program that converts a checkpoint to one result.
 
     Attributes:
-        command: (checkpoint, output folder) -> the command line; the folder does not exist yet.
-        makes_folder: whether the program makes the output folder itself, and wants none there.
-        writes: whether there is a result to compare.
+        command: Function of the checkpoint and the output folder that returns the command line. The folder
+            does not exist yet.
+        makes_folder: Whether the program creates the output folder itself and fails if it exists.
+        writes: Whether there is a result to compare.
     """
 
     name: str
@@ -106,11 +107,12 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Run:
-    """One whole process. `cpu` is user and system time, which other load disturbs least.
+    """Cost of one complete process.
 
     Attributes:
-        rss: peak resident MiB, with the pages of mapped files.
-        anonymous: peak MiB of anonymous memory, sampled.
+        cpu: User and system time in seconds. Other load affects it less than the wall time.
+        rss: Peak resident memory in MiB, including the pages of mapped files.
+        anonymous: Peak anonymous memory in MiB, sampled.
     """
 
     wall: float
@@ -121,7 +123,7 @@ class Run:
 
 @dataclass
 class Result:
-    """All runs of one contestant on one checkpoint; `failed` is its last output line if it failed."""
+    """All runs of one contestant on one checkpoint. `failed` is its last output line if it failed."""
 
     name: str
     runs: list[Run] = field(default_factory=list)
@@ -141,7 +143,7 @@ def portable(kind: str, source: Path, out: Path, *more: str) -> list[str]:
 
 
 def copies(result: Path) -> list[Contestant]:
-    """`cp` of the weights of a result, without and with a wait for the disk."""
+    """Return contestants that copy the weights of a result with `cp`, without and with a sync to the disk."""
     copy = f'cp {shlex.quote(str(result))}/*.safetensors "$0"'
 
     def shell(name: str, script: str) -> Contestant:
@@ -151,7 +153,7 @@ def copies(result: Path) -> list[Contestant]:
 
 
 def contestants(kind: str, result: Path) -> list[Contestant]:
-    """All contestants for a checkpoint of `kind`; `cp` copies the weights of the finished `result`."""
+    """Return all contestants for a checkpoint of `kind`. `cp` copies the weights of the finished `result`."""
 
     def ours(*more: str) -> Callable[[Path, Path], list[str]]:
         return lambda source, out: portable(kind, source, out, *more)
@@ -170,9 +172,9 @@ def contestants(kind: str, result: Path) -> list[Contestant]:
 
 
 def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
-    """Run to the end; return its cost and exit code. Output goes to `log`.
+    """Run a command to its end, and return its cost and exit code. Its output is written to `log`.
 
-    Compiled Python modules are cached beside `log`, as in a real installation.
+    Compiled Python modules are cached next to `log`, as in a real installation.
     """
     compiled = {"PYTHONPYCACHEPREFIX": str(log.with_name("pycache").absolute())}
     peaks = {"VmHWM": 0, "RssAnon": 0}
@@ -206,7 +208,11 @@ def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
 
 
 def compete(kind: str, source: Path, work: Path, rounds: int, *, peers: bool = True) -> list[Result]:
-    """Every contestant in turn; AssertionError where two results differ."""
+    """Run every contestant in turn and compare the results.
+
+    Raises:
+        AssertionError: If two results differ.
+    """
     reference, log = work / f"{kind}-result", work / "log"
     shutil.rmtree(reference, ignore_errors=True)
     _, code = measure(portable(kind, source, reference), log)  # also warms the page cache
@@ -234,11 +240,15 @@ def take_turns(
     rounds: int,
     seen: Callable[[Contestant, Path], None],
 ) -> list[Result]:
-    """Every contestant in turn, `rounds` times, after a turn that is not measured.
+    """Run every contestant in turn, `rounds` times, after a turn that is not measured.
 
     Args:
-        work: a folder for the results.
-        seen: called with each result of the first turn, which also compiles modules and warms the page cache.
+        everyone: Contestants.
+        source: Checkpoint to convert.
+        work: Folder for the results.
+        rounds: Number of measured turns.
+        seen: Function that is called with each result of the first turn. This turn also compiles modules and
+            warms the page cache.
     """
     out, log = work / "out", work / "log"
     results = {contestant.name: Result(contestant.name) for contestant in everyone}
@@ -280,7 +290,11 @@ def last_line(log: Path) -> str:
 
 
 def provide(kind: str, work: Path, gigabytes: float) -> tuple[Path | None, str]:
-    """A checkpoint of `kind`, made if missing; None and the reason if it cannot be made."""
+    """Return the folder of a checkpoint of `kind`, and write the checkpoint if it is missing.
+
+    Returns:
+        The folder, or None and the reason if the checkpoint cannot be written.
+    """
     folder, log = work / f"{kind}-{gigabytes:g}", work / "log"
     if not folder.exists():
         if find_spec(NEEDS[kind]) is None:
@@ -295,14 +309,19 @@ def provide(kind: str, work: Path, gigabytes: float) -> tuple[Path | None, str]:
 
 
 def table(kind: str, results: Sequence[Result]) -> str:
-    """The medians of one checkpoint as a Markdown table."""
+    """Format the medians of one checkpoint as a Markdown table."""
     measured = {result.name: result for result in results if result.runs}
     beside = {"x cp+fsync": measured[COPY_SYNCED], "x ours": measured[OURS]}
     return f"{SOURCES[kind]}:\n\n{medians(results, beside)}"
 
 
 def medians(results: Sequence[Result], beside: Mapping[str, Result]) -> str:
-    """A Markdown table: a row for each contestant, with the ratios to some of them by column title."""
+    """Format a Markdown table with one row per contestant.
+
+    Args:
+        results: Results of the contestants.
+        beside: Results to divide by, keyed by the title of the column with the ratios.
+    """
     titles = ["wall s", "least", "processor s", "peak MiB", "anonymous MiB", *beside]
     others = [other.median("wall") for other in beside.values()]
     lines = [f"| | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
@@ -321,7 +340,10 @@ def medians(results: Sequence[Result], beside: Mapping[str, Result]) -> str:
 
 
 def sparse_checkpoint(folder: Path, count: int, shape: tuple[int, int] = (2000, 4000)) -> None:
-    """A safetensors file of zeros that are never written: ``count`` fp32 tensors of ``shape``."""
+    """Write a safetensors file of ``count`` fp32 tensors of ``shape``.
+
+    The zeros are allocated but never written.
+    """
     nbytes = 4 * prod(shape)
     header = {
         f"layers.{i}.weight": {
@@ -358,7 +380,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 unless two tools differ."""
+    """Run the benchmark. Returns 0 unless the results of two tools differ."""
     options = parse(argv)
     work = options.folder or Path(tempfile.mkdtemp(prefix="convert-", dir=Path.cwd()))
     work.mkdir(parents=True, exist_ok=True)

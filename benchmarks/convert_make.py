@@ -1,7 +1,8 @@
 """Write checkpoints for `benchmarks.convert` with each framework.
 
 ``python -m benchmarks.convert_make KIND FOLDER`` trains one step of a Llama of about the given size on two
-ranks of this machine's processor and saves it. One kind a process: the libraries conflict.
+ranks on the CPU of this machine and saves it. Each process writes only one kind, because the libraries
+conflict.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ RANK = 16
 
 
 def model_config(gigabytes: float) -> dict[str, Any]:
-    """A Llama whose fp32 weights take about that many gigabytes; untied: some peers cannot write ties."""
+    """Return the config of an untied Llama with about that many gigabytes of fp32 weights.
+
+    Embeddings are untied because some of the compared programs cannot write tied weights.
+    """
     hidden, vocabulary = (1024, 32_000) if gigabytes >= 0.5 else (64, 512)
     inner = hidden * 11 // 4
     layer = 4 * hidden * hidden + 3 * hidden * inner
@@ -34,7 +38,7 @@ def model_config(gigabytes: float) -> dict[str, Any]:
 
 
 def llama_config(hidden: int, vocabulary: int, layers: int, heads: int) -> dict[str, Any]:
-    """The settings of an untied Llama."""
+    """Return the settings of an untied Llama."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -64,7 +68,7 @@ def _tokens(rank: int) -> Any:
 
 
 def dcp(rank: int, folder: Path, config: dict[str, Any]) -> None:
-    """FSDP2 in fp32, saved with torch's distributed checkpoint in the layout that Accelerate uses."""
+    """Train with FSDP2 in fp32, and save with torch's DCP in the layout that Accelerate uses."""
     import torch
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -82,7 +86,7 @@ def dcp(rank: int, folder: Path, config: dict[str, Any]) -> None:
 
 
 def zero(rank: int, folder: Path, config: dict[str, Any], stage: int) -> None:
-    """DeepSpeed in bf16 with fp32 master weights."""
+    """Train with DeepSpeed in bf16 with fp32 master weights, and save."""
     import deepspeed
 
     model = _model(config)
@@ -100,7 +104,7 @@ def zero(rank: int, folder: Path, config: dict[str, Any], stage: int) -> None:
 
 
 def xla(folder: Path, config: dict[str, Any]) -> None:
-    """PyTorch/XLA FSDP v1: the files of every rank, one after the other in this process."""
+    """Train with PyTorch/XLA FSDP v1, and write the files of all ranks one after the other."""
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(WORLD)}
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -120,7 +124,7 @@ def xla(folder: Path, config: dict[str, Any]) -> None:
 
 
 def fp8(folder: Path, config: dict[str, Any]) -> None:
-    """Weights as DeepSeek publishes them: e4m3 with a scale for each block of 128 x 128."""
+    """Write weights in the format that DeepSeek publishes: e4m3 with a scale for each block of 128 x 128."""
     import torch
     from safetensors.torch import save_file
 
@@ -144,7 +148,7 @@ def fp8(folder: Path, config: dict[str, Any]) -> None:
 
 
 def merge(folder: Path, config: dict[str, Any]) -> None:
-    """A model in bfloat16 and a LoRA adapter on all its linear layers, as peft saves it."""
+    """Write a model in bfloat16, and a LoRA adapter on all its linear layers as peft saves it."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -159,7 +163,11 @@ def merge(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _launch(body: Callable[[int], None]) -> None:
-    """Run `body(rank)` in forked ranks joined by gloo; RuntimeError if one fails."""
+    """Run `body(rank)` in forked ranks that are connected by gloo.
+
+    Raises:
+        RuntimeError: If a rank fails.
+    """
     import torch
     import torch.distributed as dist
 

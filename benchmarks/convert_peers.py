@@ -1,9 +1,9 @@
-"""What `benchmarks.convert` runs as processes of their own, with other libraries than ours.
+"""Peers of `benchmarks.convert`, which run in separate processes with other libraries.
 
-``python -m benchmarks.convert_peers deepseek|transformers|compressed FOLDER OUT``: others' ways from fp8
-weights with a scale for each block to bfloat16. ``peft FOLDER OUT`` merges an adapter into the model in the
-folder ``base`` next to it. ``compare FOLDER FOLDER`` prints the largest difference between the tensors of two
-results, in units in the last place.
+``python -m benchmarks.convert_peers deepseek|transformers|compressed FOLDER OUT`` converts fp8 weights with a
+scale for each block to bfloat16, with another library. ``peft FOLDER OUT`` merges an adapter into the model
+in the folder ``base`` next to it. ``compare FOLDER FOLDER`` prints the largest difference between the tensors
+of two results, in units in the last place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def deepseek(source: Path, out: Path) -> None:
-    """The loop of DeepSeek's fp8_cast_bf16.py; its Triton kernel, which needs a GPU, as torch's formula."""
+    """Convert with the loop of DeepSeek's fp8_cast_bf16.py.
+
+    Its Triton kernel, which needs a GPU, is computed in torch.
+    """
     from safetensors.torch import load_file, save_file
 
     for path in sorted(source.glob("*.safetensors")):
@@ -39,7 +42,7 @@ def deepseek(source: Path, out: Path) -> None:
 
 
 def transformers(source: Path, out: Path) -> None:
-    """Load with ``dequantize``, and save."""
+    """Load a model with ``dequantize``, and save it."""
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     described = json.loads((source / "config.json").read_text("utf-8"))["quantization_config"]
@@ -49,14 +52,14 @@ def transformers(source: Path, out: Path) -> None:
 
 
 def compressed(source: Path, out: Path) -> None:
-    """The way of llm-compressor without a model, which compressed-tensors holds."""
+    """Convert like llm-compressor, but tensor by tensor with compressed-tensors instead of with a model."""
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
 
     convert_checkpoint(source, out, FP8BlockDequantizer.from_pretrained(source))
 
 
 def peft(source: Path, out: Path) -> None:
-    """Merge as peft's documentation does."""
+    """Merge an adapter as the documentation of peft does."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -65,7 +68,7 @@ def peft(source: Path, out: Path) -> None:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of one weights file, one at a time."""
+    """Yield the name and tensor of each entry of one weights file."""
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
@@ -97,7 +100,7 @@ def compare(one: Path, two: Path) -> float:
 
 
 def _count_units(one: torch.Tensor, two: torch.Tensor) -> int:
-    """Return the largest difference between two tensors of 1 or more elements, in units in the last place."""
+    """Return the largest difference between two nonempty tensors, in units in the last place."""
     if torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8)):
         return 0
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[one.element_size()]

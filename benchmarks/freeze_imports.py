@@ -1,6 +1,7 @@
-"""Last import of the process that ranks are forks of: the collector of garbage then ignores all imports.
+"""Last import of the process from which ranks are forked: hide imported objects from the garbage collector.
 
-Otherwise each rank would search through the objects of all imported modules, which takes longer than its run.
+Otherwise, each rank would search through the objects of all imported modules, which takes longer than its
+run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""One GPU: the step beside its peers, under each strategy and in fp8; planned memory, saving, a profile.
+"""Benchmark on one GPU: step time compared with peers, fp8, planned memory, saving, and a profile.
 
 ``python -m benchmarks.gpu --json gpu.json`` trains models of 0.6 to 8 billion parameters with this project,
-the Trainer, Accelerate and a bare compiled loop. Each loop is a process of its own; they load at once,
-compile one after another and then take a few steps by turns, so that whatever the card does falls on all of
-them alike. Each part is written as soon as it is measured, and the same command goes on with those that are
-missing. Without a GPU, or with ``--small``, everything is tiny, which only shows that the program works.
+the Trainer, Accelerate and a bare compiled loop. Each loop runs in a separate process. The loops load at
+once, compile one after another and then take a few steps in turns, so that changes in the speed of the card
+affect all of them. Each part is written as soon as it is measured, and the same command continues with the
+missing parts. Without a GPU, or with ``--small``, everything is tiny, which only shows that the program
+works.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from portable.run.stages import PreparedRun
 
 START = "spawn"
-"""How processes start; tests set another way."""
+"""Start method of the processes. Tests set a different one."""
 OURS, BARE, ACCELERATE, TRAINER = "portable-train", "bare PyTorch", "Accelerate", "Trainer"
 COMPILED_TRAINER = "Trainer, compiled"
 LORA = {"adapter.type": "lora", "adapter.r": 16}
@@ -82,7 +83,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full_shard, all on the host": {"strategy": "full_shard", **ALL_ON_HOST},
     "zero3, all on the host": {"strategy": "zero3", **ALL_ON_HOST},
 }
-"""Settings in the planner's order, fastest first."""
+"""Settings of each strategy, in the planner's order, the fastest first."""
 ONE_BY_ONE = {"train.micro_batch_size": 1}
 RECOMPUTED = {"memory.activation_checkpointing": "full"}
 ALL_THREE = {**ONE_BY_ONE, **RECOMPUTED, "precision": "fp16"}
@@ -105,26 +106,26 @@ TABLE: dict[str, dict[str, Any]] = {
     "8-bit Adam": {"train.optimizer": "adamw_8bit"},
     "all three, 8-bit Adam": {**ALL_THREE, "train.optimizer": "adamw_8bit"},
 }
-"""What a guide to training on one GPU tries, row by row."""
+"""Settings of each row of the table in a typical guide to training on one GPU."""
 OF_OURS: dict[str, dict[str, Any]] = {
     OURS: {},
     "ours, not compiled": {"compile": False},
     "ours, fp8": {"model.function": "benchmarks.gpu:in_fp8"},
     **{f"ours, {name}": changes for name, changes in (WAYS | SAVINGS | TABLE).items()},
 }
-"""What our own loops change of the case's settings."""
+"""Changes of the case's settings for each of this project's loops."""
 OF_PEERS: dict[str, dict[str, Any]] = {
     TRAINER: {"compile": False},  # as people run it
     **{f"{TRAINER}, {name}": changes for name, changes in TABLE.items()},
 }
 READY = 0.65
-"""Share of a part's time after which loops that are not ready are left out."""
+"""Share of a part's time after which loops that are not ready are skipped."""
 
 
 def in_fp8(model: Any) -> Any:
-    """Replace the linear layers of ``model`` but its head by torchao's, which multiply in fp8.
+    """Replace the linear layers of ``model`` except its head by torchao's fp8 layers, in place.
 
-    Layers whose sizes are no multiples of 16 stay. Where the GPU has no fp8, the arithmetic is emulated.
+    Layers whose sizes are not multiples of 16 are kept. If the GPU has no fp8, the arithmetic is emulated.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -145,15 +146,15 @@ def in_fp8(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is trained, and the loops that train it.
+    """Model, training settings, and the loops that train the model.
 
     Attributes:
-        loops: their names, in the order in which they compile.
-        model: its config.
-        sequences: of a step, and of a micro-batch.
-        settings: of ``portable-train``.
-        turns: steps that do not count, counted steps of a turn, turns.
-        together: how many of the loops the card holds at once, which take turns; None for all.
+        loops: Names of the loops, in the order in which they compile.
+        model: Config of the model.
+        sequences: Number of sequences per step, and per micro-batch.
+        settings: Settings of ``portable-train``.
+        turns: Number of steps that do not count, of counted steps per turn, and of turns.
+        together: Number of loops that fit on the card at once and take turns. None if all fit.
     """
 
     name: str
@@ -168,7 +169,7 @@ class Case:
     together: int | None = None
 
     def small(self) -> Case:
-        """The same for a CPU: it shows that the program works."""
+        """Return a tiny version of this case for a CPU, to check that the program works."""
         tiny = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
         tiny |= {"head_dim": 16} if "head_dim" in self.model else {}
@@ -183,13 +184,16 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """Steps of all turns in order. One that does not count goes before each: it fills the allocator."""
+        """Return the number of steps of each turn.
+
+        An uncounted turn before each of them fills the allocator.
+        """
         warmup, counted, rounds = self.turns
         return [warmup, *(length for _ in range(rounds) for length in (1, counted))]
 
     @property
     def tolerance(self) -> float:
-        """Largest relative difference of our last loss from the bare loop's."""
+        """Largest relative difference between our last loss and the bare loop's."""
         # Each loop draws the initial values of its adapter.
         return 1e-5 if self.precision == "fp32" and "adapter.type" not in self.settings else 2e-2
 
@@ -240,12 +244,12 @@ CASES = {
 }
 SAVING, PROFILE = "saving", "profile"
 PARTS = (*CASES, SAVING, PROFILE)
-"""In the order of worth."""
+"""Names of all parts, the most important first."""
 OF_PART = {SAVING: "plan", PROFILE: "llama-1.2b"}
 
 
 def case_of(name: str, *, small: bool, loops: Sequence[str] = ()) -> Case:
-    """The case of a part, with those of its loops that ``loops`` names, or with all."""
+    """Return the case of a part, with only the loops in ``loops`` unless it is empty."""
     case = CASES[OF_PART.get(name, name)]
     if chosen := tuple(loop for loop in case.loops if loop in loops):
         case = replace(case, loops=chosen)
@@ -253,7 +257,7 @@ def case_of(name: str, *, small: bool, loops: Sequence[str] = ()) -> Case:
 
 
 def write_case(case: Case, device: str, folder: Path) -> None:
-    """Write a model with random weights in bf16, a tokenizer, and a text of random words.
+    """Write a model with random weights in bf16, a tokenizer, and a file of random words.
 
     Weights are drawn on the device, and each word is a token, so that nothing takes long.
     """
@@ -267,7 +271,7 @@ def write_case(case: Case, device: str, folder: Path) -> None:
         model = auto_class(case.settings.get("model.task")).from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
     del model
-    free_memory(device)  # of this process, which goes on
+    free_memory(device)  # release the memory of this process, because it continues
     vocabulary = {f"w{i}": i for i in range(case.model["vocab_size"] - 1)}
     vocabulary["<|endoftext|>"] = len(vocabulary)
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
@@ -285,7 +289,14 @@ def write_case(case: Case, device: str, folder: Path) -> None:
 
 
 def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend) -> PreparedRun:
-    """The run of a case whose files are in ``folder``, with ``changes``, on ``backend``, which is started."""
+    """Prepare the run of a case.
+
+    Args:
+        case: Case whose files are in ``folder``.
+        changes: Settings that differ from the case.
+        folder: Folder of the files.
+        backend: Started backend.
+    """
     whole, micro = case.sequences
     settings = {
         "output_dir": str(folder / "run"),
@@ -317,7 +328,10 @@ def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend
 
 
 class Contestant:
-    """A process with one loop. It gets orders through a pipe, and answers each with its figures."""
+    """Process with one loop.
+
+    It receives orders through a pipe, and answers each order with its measurements.
+    """
 
     def __init__(self, name: str, work: Callable[[Connection], None]) -> None:
         context: Any = multiprocessing.get_context(START)
@@ -328,12 +342,12 @@ class Contestant:
         theirs.close()
 
     def order(self) -> None:
-        """Let it go on."""
-        with suppress(OSError):  # it has ended; the answer tells
+        """Order the process to start its next turn."""
+        with suppress(OSError):  # it has ended, and the answer reports this
             self._pipe.send(None)
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """Its next answer, or what went wrong under ``failed``."""
+        """Wait for the next answer. If there is none, return an error message under ``failed``."""
         try:
             if not self._pipe.poll(max(0.1, seconds)):
                 return {"failed": "not ready in time"}
@@ -344,7 +358,7 @@ class Contestant:
         return found
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
 
@@ -354,7 +368,7 @@ def take_turns(
 ) -> None:
     """Lead started loops through their turns in at most ``seconds``.
 
-    ``record`` gets a row for each turn that counts, or for a loop that failed.
+    ``record`` is called with a row for each counted turn, and for each loop that failed.
     """
     begun = time.monotonic()
     try:
@@ -384,7 +398,7 @@ def take_turns(
 def train(
     case: Case, device: str, folder: Path, seconds: float, record: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Let the loops of ``case`` take turns, as many at once as the card holds."""
+    """Run the loops of ``case`` in turns, as many at once as fit on the card."""
     end = time.monotonic() + seconds
     write_case(case, device, folder)
     started = [Contestant(name, partial(_contend, case, name, device, folder)) for name in case.loops]
@@ -400,7 +414,7 @@ def train(
 
 
 def _contend(case: Case, name: str, device: str, folder: Path, pipe: Connection) -> None:
-    """Be the loop ``name`` of a case, as its leader orders."""
+    """Run the loop ``name`` of a case in this process, following the orders from the pipe."""
     die_with_parent()
     try:
         _follow(case, name, device, folder, pipe)
@@ -457,7 +471,7 @@ def _loop(name: str, run: PreparedRun, folder: Path, count: int) -> Loop | Train
 
 
 def _planned(run: PreparedRun, backend: Backend) -> int:
-    """Bytes on the device that the planner expects of a run as it is."""
+    """Return the bytes on the device that the planner expects for a run, without changing its settings."""
     from portable.adapters.adapter import build_training_model
     from portable.model import build as models
 
@@ -470,7 +484,7 @@ def _planned(run: PreparedRun, backend: Backend) -> int:
 
 
 def free_memory(device: str) -> None:
-    """Give back all memory of the device that holds nothing."""
+    """Collect garbage, and release all cached memory of the device."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -488,7 +502,7 @@ KINDS = {
 
 
 def measure_profile(case: Case, device: str, folder: Path) -> dict[str, Any]:
-    """Where the time of a step goes."""
+    """Measure how the time of a step is divided between kinds of kernels."""
     write_case(case, device, folder)
     backend = create_backend(device)
     run = prepared(case, {}, folder, backend)
@@ -503,7 +517,7 @@ def measure_profile(case: Case, device: str, folder: Path) -> dict[str, Any]:
 
 
 def _profiled(loop: PortableLoop, device: str) -> dict[str, float]:
-    """Seconds of one step by kind of kernel (on the CPU: of operator), and those with none running."""
+    """Return the seconds of one step by kind of kernel (on the CPU: of operator), and the idle seconds."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device == "cuda"
@@ -526,11 +540,11 @@ TO_HOST, TO_DEVICE = "gradients to the host", "parameters to the device"
 
 
 def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> dict[str, Any]:
-    """How fast offloading copies, and what a save in the background blocks, beside bare copies.
+    """Measure the speed of offloading, and how long a background save blocks, compared with bare copies.
 
     Returns:
-        seconds by name, a list each, of which the first allocates page-locked memory; and the bytes of the
-        state and of the parameters.
+        Lists of seconds, keyed by name, and the bytes of the state and of the parameters. The first
+        measurement of each list includes the allocation of pinned memory.
     """
     write_case(case, device, folder)
     found: dict[str, list[float]] = {name: [] for name in (STAGED, BLOCKED, COMPLETE, TO_HOST, TO_DEVICE)}
@@ -569,7 +583,7 @@ def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> di
 def _engine(
     case: Case, device: str, folder: Path, changes: dict[str, Any]
 ) -> Iterator[tuple[PreparedRun, Any]]:
-    """The run of ``case``, strategy full_shard, and its engine after one step, with optimizer state."""
+    """Yield the run of ``case`` with strategy full_shard, and its engine after one step."""
     backend = create_backend(device)
     changes = {"strategy": "full_shard", "compile": False, **changes}
     run = prepared(case, changes, folder, backend)
@@ -584,7 +598,7 @@ def _engine(
 
 
 def _state(engine: Any) -> list[torch.Tensor]:
-    """The tensors of a checkpoint: weights and moments."""
+    """Return the tensors of a checkpoint: weights and moments."""
     from portable.engines.fsdp.optimizer_state import build_optimizer_state_dict
 
     optimizer = build_optimizer_state_dict(engine._optimizer, engine._optimized)
@@ -594,7 +608,7 @@ def _state(engine: Any) -> list[torch.Tensor]:
 
 
 def timed(work: Callable[[], object], device: str) -> float:
-    """Seconds of a call, and of what it queued on the device."""
+    """Return the seconds that a call takes, including the work that it queued on the device."""
     if device == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()
@@ -610,7 +624,7 @@ Rows = list[dict[str, Any]]
 
 
 def table(part: str, rows: Rows) -> str:
-    """The table of a part's rows."""
+    """Format the rows of a part as a table."""
     makes = {PROFILE: _profile_table, SAVING: _saving_table}
     return f"{rows[-1]['case']}\n" + (makes[part](rows[-1]) if part in makes else _step_table(rows))
 
@@ -656,7 +670,11 @@ def _cell(value: float | None, form: str, unit: float = 1) -> str:
 
 
 def different(rows: Rows) -> str | None:
-    """What is wrong if our last losses are not the bare loop's, or else those of our first; or None."""
+    """Compare our last losses with the bare loop's. Without a bare loop, compare them with our first loop's.
+
+    Returns:
+        A description of the difference, or None if the losses agree.
+    """
     last = {row["name"]: row["loss"] for row in rows if row.get("loss") is not None}
     base = BARE if BARE in last else OURS
     for name in (name for name in OF_OURS if name in last and base in last):
@@ -686,7 +704,7 @@ def _saving_table(found: dict[str, Any]) -> str:
 
 
 def measure(part: str, device: str, seconds: float, *, small: bool, loops: Sequence[str] = ()) -> Rows:
-    """The rows of one part, in about ``seconds``."""
+    """Measure one part in about ``seconds``, and return its rows."""
     case, rows = case_of(part, small=small, loops=loops), Rows()
     with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as scratch:
         folder = Path(scratch)
@@ -700,7 +718,7 @@ def measure(part: str, device: str, seconds: float, *, small: bool, loops: Seque
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; 1 if a part gave nothing, or our loss is not the bare loop's."""
+    """Run the benchmark. Returns 1 if a part has no results, or if our loss differs from the bare loop's."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny models; the default without a GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which to measure")

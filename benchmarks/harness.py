@@ -1,4 +1,4 @@
-"""What the benchmarks of a step share: options, results and their comparison, tables, what is written."""
+"""Options, results, comparisons, tables, and JSON output of the benchmarks that measure a training step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ loss           of the final weights on the batch that would have come next; unde
 
 @dataclass(frozen=True)
 class Options:
-    """``rounds`` turns of ``steps`` optimizer steps are measured of each loop, after ``warmup`` steps."""
+    """Options of a benchmark.
+
+    Each loop is measured for ``rounds`` turns of ``steps`` steps, after ``warmup`` steps.
+    """
 
     steps: int = 10
     warmup: int = 5
@@ -54,11 +57,11 @@ class Options:
 
     @property
     def turns(self) -> list[int]:
-        """Steps of each turn, the warm-up first."""
+        """Numbers of steps of all turns. The first turn is the warmup."""
         return [self.warmup, *[self.steps] * self.rounds]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Give ``parser`` these options, with the values here as defaults, and ``--json``."""
+        """Add these options and ``--json`` to ``parser``, with the values of this object as defaults."""
         add = parser.add_argument
         add("--steps", type=int, default=self.steps, help="optimizer steps of a turn; each logs once")
         add("--warmup", type=int, default=self.warmup, help="steps that do not count")
@@ -71,7 +74,7 @@ class Options:
 
     @staticmethod
     def given(namespace: argparse.Namespace) -> dict[str, Any]:
-        """The values of these options, by name."""
+        """Return the parsed values of these options, keyed by name."""
         return {field.name: getattr(namespace, field.name) for field in fields(Options)}
 
 
@@ -84,9 +87,9 @@ class Result:
     """Results of one loop.
 
     Attributes:
-        step_seconds: of every measured step, by turn.
-        turn_losses: of the last step of every turn, the warm-up included, where the loop tells.
-        final_loss: as the benchmark defines it.
+        step_seconds: Seconds of every measured step, by turn.
+        turn_losses: Loss of the last step of every turn, including the warmup, if the loop reports it.
+        final_loss: Final loss, as defined by the benchmark.
     """
 
     name: str
@@ -112,7 +115,7 @@ class Result:
 
     @property
     def turn_means(self) -> list[float]:
-        """Seconds per step of each turn, with the step that logs."""
+        """Seconds per step of each turn, including the step that logs."""
         return [statistics.fmean(turn) for turn in self.step_seconds]
 
     @property
@@ -121,9 +124,12 @@ class Result:
 
 
 def check_losses(results: Sequence[Result], baseline: str, tolerance: float) -> None:
-    """Raise AssertionError unless this project's losses are those of ``baseline``, but for ``tolerance``.
+    """Check that this project's losses equal the losses of ``baseline`` up to a relative tolerance.
 
-    It is relative. Where a loop, or a rank, does not read its loss, there is nothing to compare.
+    If a loop, or a rank, does not read its loss, nothing is compared.
+
+    Raises:
+        AssertionError: If a loss differs.
     """
     losses = {result.name: [*result.turn_losses, result.final_loss] for result in results}
     for expected, loss in zip(losses[baseline], losses[PortableLoop.name], strict=True):
@@ -132,7 +138,7 @@ def check_losses(results: Sequence[Result], baseline: str, tolerance: float) -> 
 
 
 def table(results: Sequence[Result], baseline: str) -> str:
-    """One line a loop; ratios are to ``baseline``."""
+    """Format one line per loop. Ratios are relative to ``baseline``."""
     bare = next(result for result in results if result.name == baseline)
     heads = f"{'step, ms':>10}{'middle half':>18}{'x bare':>9}{'with logs, ms':>15}{'x bare':>9}{'loss':>13}"
     lines = [f"{'':<16}{heads}"]
@@ -148,9 +154,12 @@ def table(results: Sequence[Result], baseline: str) -> str:
 
 
 def quickstart(options: Options, folder: Path, **more: Any) -> RunConfig:
-    """The quickstart at a constant learning rate, with neither evaluation nor checkpoints.
+    """Build the quickstart config with a constant learning rate, and without evaluation and checkpoints.
 
-    ``more`` are settings, with ``__`` for a dot.
+    Args:
+        options: Options of the benchmark.
+        folder: Folder of the run.
+        more: Further settings, with ``__`` instead of a dot.
     """
     settings: dict[str, Any] = {
         "output_dir": str(folder / "run"),
@@ -170,12 +179,12 @@ def quickstart(options: Options, folder: Path, **more: Any) -> RunConfig:
 
 
 def write(path: Path | None, command: str, machine: Mapping[str, str], **measured: Any) -> None:
-    """Write what was measured as JSON, with the command and the machine; nothing without a ``path``."""
+    """Write the measurements as JSON, with the command and the machine. Does nothing if ``path`` is None."""
     if path is not None:
         document = {"command": command, "machine": machine, **measured}
         path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
 def about(options: Options, key: str, value: Any, results: Sequence[Result]) -> dict[str, Any]:
-    """One measurement of the written document."""
+    """Return one measurement for the JSON document."""
     return {key: value, "options": asdict(options), "loops": [asdict(result) for result in results]}

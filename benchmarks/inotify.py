@@ -40,7 +40,7 @@ class Watch:
         os.close(self._fd)
 
     def add(self, folder: Path) -> None:
-        """Watch ``folder`` too; a no-op if it no longer exists."""
+        """Also watch ``folder``. Does nothing if the folder no longer exists."""
         number = _libc.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
         if number >= 0:
             self._folders[number] = folder

@@ -1,14 +1,15 @@
-"""Kill runs and conversions, and hold what is left to what is promised.
+"""Kill runs and conversions, and check the guarantees about the files that they leave behind.
 
-``python -m benchmarks.kills --kills 100 --each 10`` trains a tiny model. Each launch is ended by a blow: a
-SIGKILL of the launcher or of one rank, at a random moment or at one of a save that inotify reports; SIGTERM,
-one or two; a full disk. The next launch resumes, in the first run on another engine each time. After every
-blow each checkpoint is read through with its checksums, none that should be kept may be missing, and an error
-is one line. The launch that may finish is compared with an undisturbed run: on several engines within 1e-5
-(losses) and 1e-4 (weights), on a single one byte for byte, with the same names in the run's folder, the token
-cache and the temporary folder. ``--bucket`` does so with runs in a bucket of the tests' S3 server.
-``--conversions N`` kills ``portable-convert --overwrite`` of one step over another N times. ``--forks`` runs
-commands as forks of one process that has imported everything. Exits with 1 if a promise was broken.
+``python -m benchmarks.kills --kills 100 --each 10`` trains a tiny model. Each launch is ended by a kill: a
+SIGKILL of the launcher or of one rank, at a random moment or at a moment of a save that inotify reports; one
+or two SIGTERMs; or a full disk. The next launch resumes, in the first run on a different engine each time.
+After every kill, each checkpoint is read completely with its checksums, no retained checkpoint may be
+missing, and an error must be one line. The launch that may finish is compared with an undisturbed run: on
+several engines within 1e-5 (losses) and 1e-4 (weights), on a single engine byte for byte, with the same file
+names in the run folder, the token cache and the temporary folder. ``--bucket`` does the same with runs in a
+bucket of the tests' S3 server. ``--conversions N`` kills ``portable-convert --overwrite`` of one step over
+another N times. ``--forks`` runs commands as forks of one process that has imported everything. Exits with 1
+if a guarantee was violated.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ RANKS = 2
 EVERY, KEEP = 2, 2
 STEPS_A_KILL = 5
 MOST_LOST = 2 * EVERY
-"""Steps that a kill may cost: one save may be under way when the next is due."""
+"""Maximum number of steps that a kill may lose: one save may still be running when the next is due."""
 LOSSES, WEIGHTS = 1e-5, 1e-4
 """Largest relative differences between a run on several engines and an undisturbed one."""
 EXIT_STOPPED = 75
@@ -67,7 +68,7 @@ PATIENCE = 1800.0  # seconds, for every wait: saves to a bucket take a while
 GONE = 10.0
 """Seconds within which every process of a launch must end."""
 FORKS, FORKED = "forks", "for-"
-"""The folder of programs that forks stand for (``tests.zygote``), and how the name of one then begins."""
+"""Folder of the programs that ``tests.zygote`` forks, and prefix of their names."""
 
 KINDS = {
     "starting": "SIGKILL of the launcher as the launch starts",
@@ -82,10 +83,10 @@ KINDS = {
     "full": "full disk, and a start on it",
     "full for a moment": "full disk that is freed as the run ends",
 }
-"""Every way to end a launch."""
+"""Descriptions of all ways to end a launch."""
 WITH_DISK = ("full", "full for a moment")
 MOMENTS = ("saving", "before rename", "after rename", "removing")
-"""Blows that need the names in a folder, which inotify reports."""
+"""Kills that need the names in a folder, which inotify reports."""
 ALLOWED: Mapping[str, tuple[int, ...]] = {
     "starting": (-signal.SIGKILL,),
     "any": (-signal.SIGKILL,),
@@ -96,29 +97,29 @@ ALLOWED: Mapping[str, tuple[int, ...]] = {
     # Rank 0 is killed first, so its launcher may report that before it is killed itself.
     **dict.fromkeys(MOMENTS, (1, -signal.SIGKILL)),
 }
-"""Exit codes; 0 is that of a launch that was over when it was struck."""
+"""Allowed exit codes of each kind of kill. 0 means that the launch ended before the kill."""
 
 
 @dataclass
 class Launch:
-    """One launch: the blow, and the result."""
+    """One launch: the kill, and the result."""
 
     engine: str
     kind: str
     resumed: int = 0
     reached: int = 0
-    """The last step in its metrics."""
+    """Last step in the metrics."""
     kept: int = 0
-    """The newest complete checkpoint afterwards."""
+    """Newest complete checkpoint after the launch."""
     moment: str = "between saves"
-    """The state of the folder at the SIGKILL."""
+    """State of the folder at the SIGKILL."""
     code: int | None = None
     seconds: float = 0.0
 
 
 @dataclass
 class Outcome:
-    """A run's launches, and the promises that they broke."""
+    """Launches of a run, and the guarantees that they violated."""
 
     name: str
     launches: list[Launch] = field(default_factory=list)
@@ -128,23 +129,23 @@ class Outcome:
     equal: bool = False
     refused_starts: int = 0
     conversions: dict[str, int] = field(default_factory=dict)
-    """Kills of conversions, by what they hit."""
+    """Number of killed conversions, keyed by the state of the output."""
 
     @property
     def lost(self) -> int:
-        """The most steps that a launch repeated."""
+        """Largest number of steps that a launch repeated."""
         return max((launch.reached - launch.kept for launch in self.launches), default=0)
 
 
 class Run:
-    """One run's folder, and the launches in it.
+    """Folder of one run, and its launches.
 
     Args:
-        scratch: for the launchers' notes, the text, the token cache and temporary files.
-        folder: of the run, on a disk or in a bucket.
-        steps: of its schedule.
-        ranks: ranks or devices of each launch.
-        changes: settings that differ from this module's.
+        scratch: Folder for the launchers' notes, the training text, the token cache and temporary files.
+        folder: Folder of the run, on a disk or in a bucket.
+        steps: Number of steps of the schedule.
+        ranks: Number of ranks or devices of each launch.
+        changes: Settings that differ from the settings of this module.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class Run:
         wait_for_fork(self._process.pid)
 
     def wait(self) -> tuple[int, str]:
-        """Wait until all ranks have ended; return exit code and output."""
+        """Wait until all ranks have ended, and return the exit code and the output."""
         assert self._process is not None
         pids = self.ranks()
         code = self._process.wait(PATIENCE)
@@ -221,7 +222,7 @@ class Run:
         return code, self.output()
 
     def alone(self, engine: str) -> tuple[int, str]:
-        """A launch that nothing disturbs, to its end."""
+        """Run an undisturbed launch to its end, and return the exit code and the output."""
         self.start(engine)
         return self.wait()
 
@@ -229,21 +230,21 @@ class Run:
         return (self._notes / "stderr").read_text()
 
     def processes(self) -> list[int]:
-        """The live processes of the launch."""
+        """Return the IDs of the live processes of the launch."""
         return writing_to(self._notes / "stderr")
 
     def begun(self) -> bool:
-        """Whether the launch has reported its start and is about to train."""
+        """Return whether the launch has reported its start and is about to train."""
         return any(line.startswith(("resuming at step ", "starting")) for line in self.output().splitlines())
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def ranks(self) -> list[int]:
-        """The process of each rank that is running; for XLA the started process."""
+        """Return the process ID of each running rank. For XLA, the ID of the started process."""
         assert self._process is not None
         names = [path.name.split(".") for path in self.temporary.glob("portable-launch-*/rank*.*.pid")]
-        names = [name for name in names if _alive(int(name[1]))]  # others belong to an earlier launch
+        names = [name for name in names if _alive(int(name[1]))]  # others belong to a previous launch
         return [int(pid) for _, pid, _ in sorted(names)] or [self._process.pid]
 
     def signal(self, number: int) -> None:
@@ -253,13 +254,13 @@ class Run:
             os.kill(self._process.pid, number)
 
     def kill_everything(self) -> None:
-        """SIGKILL rank 0, which renames the folders, then the launcher, which takes all ranks with it."""
+        """Send SIGKILL to rank 0, which renames the folders, and then to the launcher to end all ranks."""
         with suppress(ProcessLookupError):
             os.kill(self.ranks()[0], signal.SIGKILL)
         self.signal(signal.SIGKILL)
 
     def step(self) -> int:
-        """The last step that the launch has told, or that is in the metrics of a folder."""
+        """Return the last step that the launch has printed, or that is in the metrics of a folder."""
         if is_in_store(self.folder):
             return max(map(int, re.findall(r"^step +(\d+)/", self.output(), re.MULTILINE)), default=0)
         path = self.folder / METRICS_FILE
@@ -267,14 +268,14 @@ class Run:
 
     @property
     def final(self) -> AnyPath:
-        """The exported model, as it is now: nothing of it was listed before."""
+        """Return the path of the exported model, without cached listings."""
         return parse_path_or_url(str(self.folder / "final"))
 
     def losses(self) -> dict[int, float]:
         return {row["step"]: row["loss"] for row in read_metrics(self.folder) if "loss" in row}
 
     def names(self) -> set[str]:
-        """Everything in the folders of the run, but for the logs of failed ranks."""
+        """Return all file names in the folders of the run, except the logs of failed ranks."""
         found = {f"run/{name}" for name in list_files_below(self.folder) if not name.startswith("log.rank")}
         for folder in (self.cache, self.temporary):
             found |= {str(path.relative_to(folder.parent)) for path in folder.rglob("*")}
@@ -286,7 +287,7 @@ def until(condition: Callable[[], bool], seconds: float = PATIENCE, poll: float 
     """Poll ``condition`` until it is true.
 
     Raises:
-        TimeoutError: it does not become true.
+        TimeoutError: If it does not become true in time.
     """
     end = time.monotonic() + seconds
     while not condition():
@@ -296,16 +297,16 @@ def until(condition: Callable[[], bool], seconds: float = PATIENCE, poll: float 
 
 
 def wait_for_fork(pid: int) -> None:
-    """Where commands are forks, wait for the fork: what stands for it has to know of it to take it along."""
+    """If commands are forks, wait for the fork, because its parent must know its ID to end it."""
     if Path(sys.executable).parent.name == FORKS:
         until(lambda: not _alive(pid) or Path(f"/proc/{pid}/comm").read_text().startswith(FORKED))
 
 
 def writing_to(notes: Path) -> list[int]:
-    """The live processes whose errors go to a file."""
+    """Return the IDs of the live processes whose standard error is a file."""
     found = []
     for process in Path("/proc").iterdir():
-        with suppress(OSError):  # no process, or one that has ended
+        with suppress(OSError):  # not a process, or it has ended
             if process.name.isdigit() and (process / "fd" / "2").readlink() == notes:
                 found.append(int(process.name))
     return found
@@ -319,7 +320,10 @@ def _alive(pid: int) -> bool:
 
 
 def files_of(folder: AnyPath) -> dict[str, bytes]:
-    """The files that an export or a conversion wrote; not its marker, which tells times."""
+    """Return the content of each file of an export or a conversion.
+
+    The marker is excluded, because it contains times.
+    """
     found = {name: (folder / name).read_bytes() for name in list_files_below(folder)}
     return {
         name: data
@@ -329,10 +333,10 @@ def files_of(folder: AnyPath) -> dict[str, bytes]:
 
 
 class Attack:
-    """Launches of one run, each with its blow and a check of the folder after it.
+    """Launches of one run. Each is killed, and the folder is checked after it.
 
     Args:
-        seconds: from a launch's start until it has trained a little.
+        seconds: Seconds from the start of a launch until it has trained a few steps.
     """
 
     def __init__(self, run: Run, disk: SmallDisk | None, dice: random.Random, seconds: float = 10.0) -> None:
@@ -343,7 +347,7 @@ class Attack:
         self._complete: list[int] = []
 
     def launch(self, engine: str, kind: str, outcome: Outcome) -> bool:
-        """Resume with ``engine`` until the blow; False if the launch ended before it."""
+        """Resume with ``engine`` until the kill. Returns False if the launch ended before the kill."""
         run, launch = self._run, Launch(engine, kind)
         begun = time.monotonic()
         at = self._newest()
@@ -351,7 +355,7 @@ class Attack:
         run.start(engine, until=at + 4 * STEPS_A_KILL)
         struck = self._strike(kind, at, target)
         launch.code, output = run.wait()
-        # The launch drops rows after its first step, so only its own output says where it started.
+        # The launch drops rows after its first step, so only its output shows the step at which it started.
         launch.resumed = _resumed(output)
         launch.reached = max(run.step(), launch.resumed)
         self.look(launch, output, outcome)
@@ -371,7 +375,7 @@ class Attack:
     # -- blows -------------------------------------------------------------------------------------------
 
     def _strike(self, kind: str, at: int, target: int) -> bool:
-        """End the running launch; False if it ended by itself."""
+        """End the running launch. Returns False if it ended by itself."""
         run = self._run
         if kind in ("starting", "any"):
             # Strike before training: a fast machine may otherwise reach the run's end.
@@ -382,7 +386,7 @@ class Attack:
             if not struck:  # launches are quicker than the first one was
                 self._seconds /= 2
             return struck
-        # It has dropped rows that the earlier launch logged after its last checkpoint.
+        # It has dropped rows that the previous launch logged after its last checkpoint.
         until(lambda: not run.running() or run.begun())
         until(lambda: not run.running() or run.step() > at)
         if kind in MOMENTS:
@@ -403,7 +407,7 @@ class Attack:
         return True
 
     def _at_moment(self, kind: str) -> bool:
-        """SIGKILL at a moment of the next save, which inotify reports."""
+        """Send SIGKILL at a moment of the next save, which inotify reports."""
         run, folder = self._run, self._run.checkpoints.path
         assert isinstance(folder, Path)
         with Watch() as watch:
@@ -424,7 +428,7 @@ class Attack:
         return struck
 
     def _start_on_full_disk(self, engine: str, outcome: Outcome) -> None:
-        """A start on a full disk must end with one line and change nothing."""
+        """Check that a start on a full disk ends with a one-line error and changes nothing."""
         assert self._disk is not None
         before = self._newest()
         self._disk.fill(leave=0)
@@ -443,7 +447,7 @@ class Attack:
         return max((step for step, _ in self._run.checkpoints.list_complete()), default=0)
 
     def look(self, launch: Launch, output: str, outcome: Outcome) -> None:
-        """Check the promises on what a launch left."""
+        """Check the guarantees about the files after a launch. Violations are added to ``outcome``."""
         broken = outcome.broken
         where = f"{launch.engine}, {KINDS[launch.kind]}, step {launch.reached}"
         try:
@@ -476,7 +480,7 @@ class Attack:
         launch.moment = self._moment(complete)
 
     def _lost(self, steps: list[int]) -> list[int]:
-        """Complete checkpoints that are missing although fewer than ``KEEP`` newer ones exist."""
+        """Return complete checkpoints that are missing although fewer than ``KEEP`` newer ones exist."""
         gone = [step for step in self._complete if step not in steps]
         return [step for step in gone if sum(other > step for other in steps) < KEEP]
 
@@ -494,14 +498,14 @@ class Attack:
 
 
 def _renamed(path: Path) -> str:
-    """Time at which ``path`` was renamed."""
+    """Return the time at which ``path`` was renamed."""
     if path.name == STATE_FILE:
         return "before rename"
     return "removing" if path.name.endswith(".old.partial") else "after rename"
 
 
 def _read_through(folder: AnyPath) -> None:
-    """Read every byte of a checkpoint, checksums and all."""
+    """Read every byte of a checkpoint, and verify its checksums."""
     checkpoint = open_checkpoint(folder)
     for tensor in checkpoint.tensors.values():
         tensor.read()
@@ -524,7 +528,7 @@ def _one_error(output: str) -> bool:
 def plan(
     dice: random.Random, engines: Sequence[str], kills: int, kinds: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Engine and blow of each launch; every blow meets every engine before a pair repeats."""
+    """Yield the engine and the kind of kill of each launch. All pairs occur before a pair repeats."""
     decks: dict[str, list[str]] = {engine: [] for engine in engines}
     for number in range(kills):
         engine = engines[number % len(engines)]
@@ -544,7 +548,7 @@ def attack(
     dice: random.Random,
     bar: tqdm[Any],
 ) -> tuple[Outcome, Run]:
-    """Strike a run in the folder ``where`` ``kills`` times, let it finish, and compare it."""
+    """Kill a run in the folder ``where`` ``kills`` times, let it finish, and compare it."""
     steps = (kills + 1) * STEPS_A_KILL
     outcome = Outcome(name)
     whole = Run(scratch / f"{name}-whole", where / f"{name}-whole" / "run", steps)
@@ -579,7 +583,7 @@ def attack(
 
 
 def compare(outcome: Outcome, run: Run, whole: Run, *, exact: bool) -> None:
-    """Compare a run with the undisturbed one."""
+    """Compare a run with the undisturbed run. Differences are added to ``outcome``."""
     ours, theirs = run.losses(), whole.losses()
     if list(ours) != list(theirs):
         outcome.broken.append(f"the metrics have steps {list(ours)[:5]}... and not each once")
@@ -611,7 +615,7 @@ def _weights(run: Run) -> Mapping[str, Any]:
 
 
 def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outcome: Outcome) -> None:
-    """A run in a bucket whose store drops every connection, for some seconds each time, from a save on."""
+    """Train in a bucket whose store drops every connection, from a save on, for each of ``seconds``."""
     changes = {
         "checkpoint.every_steps": 50,
         "log.every_steps": 10,
@@ -647,10 +651,10 @@ def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outco
 
 
 class Conversions:
-    """Conversions over one another, each killed.
+    """Conversions that overwrite each other. Each is killed.
 
     Args:
-        run: a complete one, whose two last steps are converted by turns.
+        run: Complete run. Its two last steps are converted in turns.
     """
 
     def __init__(self, scratch: Path, run: Run, dice: random.Random, outcome: Outcome) -> None:
@@ -670,7 +674,7 @@ class Conversions:
                 self._results[source, to] = self._there[to] = files_of(self._out[to])
 
     def kill(self) -> None:
-        """One conversion that a kill ends, or that ends before it comes."""
+        """Run one conversion and kill it, unless it ends before."""
         source, to = self._dice.choice(self._sources), self._dice.choice(list(self._out))
         old, new = self._there[to], self._results[source, to]
         with Watch() as watch:
@@ -700,7 +704,7 @@ class Conversions:
         self._there[to] = found
 
     def finish(self) -> None:
-        """Conversions that are left alone: the new is there, and nothing else."""
+        """Run conversions without a kill, and check that the output contains only the new files."""
         for to in self._out:
             source = self._dice.choice(self._sources)
             self._alone(source, to)
@@ -724,7 +728,7 @@ class Conversions:
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """Two Markdown tables: blows by kind, and the result of each run."""
+    """Format two Markdown tables: the kills by kind, and the result of each run."""
     launches = [launch for outcome in outcomes for launch in outcome.launches]
     lines = [
         "| blow | times | of these in that very moment | steps lost, at most |",

@@ -1,7 +1,8 @@
-"""Four training loops over one model, one data order and one optimizer, each advanced a turn at a time.
+"""Four training loops over one model, one data order and one optimizer, each advanced one turn at a time.
 
-A *turn* is some optimizer steps of one loop, at whose end it reads and logs its loss once. All loops run in
-one thread of one process and take turns, so that whatever else the machine does falls on all of them alike.
+A *turn* consists of some optimizer steps of one loop. At its end, the loop reads and logs its loss once. All
+loops run in one thread of one process and take turns, so that changes in the speed of the machine affect all
+of them.
 """
 
 from __future__ import annotations
@@ -44,23 +45,23 @@ if TYPE_CHECKING:
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRAINERS = {"adamw_8bit": "adamw_bnb_8bit", "adafactor": "adafactor"}
-"""The Trainer's names of optimizers; torch's fused AdamW without."""
+"""The Trainer's names of optimizers. Without an entry, torch's fused AdamW is used."""
 
 
 class Named(Protocol):
-    """A loop, by whose name its turns are kept."""
+    """Loop with a name. Its turns are stored under this name."""
 
     name: str
 
 
 class Contestant(Named, Protocol):
-    """A model in training."""
+    """Model in training."""
 
     model: nn.Module
 
 
 class Loop(Contestant, Protocol):
-    """A contestant that can be advanced from outside."""
+    """Contestant that can be advanced from outside."""
 
     def turn(self, steps: int) -> Turn:
         """Take ``steps`` optimizer steps."""
@@ -68,17 +69,17 @@ class Loop(Contestant, Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of each optimizer step of a turn, and the loss of its last step if the loop tells it."""
+    """Seconds of each optimizer step of a turn, and the loss of its last step if the loop reports it."""
 
     seconds: list[float]
     loss: float | None
 
 
 class StepClock:
-    """Times the steps of one turn on ``device``; the time between turns is not counted.
+    """Clock for the steps of one turn on ``device``. The time between turns is not counted.
 
-    A GPU runs behind the host, so there only a whole turn can be timed without disturbing it, from one
-    synchronization to the next; each of its steps then counts as the turn's mean.
+    A GPU runs asynchronously, so only a complete turn can be timed without disturbing it, from one
+    synchronization to the next. Each of its steps then counts as the turn's mean.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,23 +107,23 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the peers share with this project's loop."""
+    """Model, data, and options that the peers share with this project's loop."""
 
     prepared: PreparedRun
     weights: dict[str, Tensor] | None
-    """Of the model at the start, on the CPU; None for those in the folder that the run names."""
+    """Weights of the model at the start, on the CPU. None if they are in the model folder of the run."""
     batches: list[Batch]
-    """The run's micro-batches in order, on the CPU; some more than the loops take."""
+    """Micro-batches of the run in order, on the CPU. A few more than the loops need."""
 
     @classmethod
     def of(cls, prepared: PreparedRun, model: nn.Module, *, steps: int) -> Setting:
-        """``steps`` optimizer steps are to be taken, from the present weights of ``model``."""
+        """Build the setting for ``steps`` optimizer steps from the current weights of ``model``."""
         weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         return cls(prepared, weights, _batches(prepared, steps))
 
     @classmethod
     def of_files(cls, prepared: PreparedRun, *, steps: int) -> Setting:
-        """The same from the files of ``model.name_or_path``, with no model of this project's beside it."""
+        """Build the setting from the files of ``model.name_or_path``, without a model in memory."""
         return cls(prepared, None, _batches(prepared, steps))
 
     @property
@@ -142,7 +143,7 @@ class Setting:
         return self.config.train.max_grad_norm or 0.0
 
     def build_model(self) -> nn.Module:
-        """The transformers model as anyone builds it, with the common starting weights."""
+        """Build the plain transformers model with the common starting weights."""
         from transformers import AutoModelForCausalLM
 
         if self.weights is None:
@@ -194,7 +195,7 @@ class Setting:
         return cast("nn.Module", peft.get_peft_model(model, adapter.config))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """torch's fused AdamW, or bitsandbytes' in 8 bits."""
+        """Build torch's fused AdamW, or the 8-bit AdamW of bitsandbytes."""
         settings = self.config.train
         named = dict(model.named_parameters())
         groups = build_parameter_groups(
@@ -213,14 +214,14 @@ class Setting:
 
 
 def auto_class(task: str | None) -> Any:
-    """The class of transformers that makes models of a task."""
+    """Return the auto class of transformers for a task."""
     import transformers
 
     return getattr(transformers, AUTO_CLASSES[task or "causal-lm"])
 
 
 def plain_model(model: Any) -> nn.Module:
-    """The transformers model in ``model``, which peft may have wrapped."""
+    """Return the transformers model inside of ``model``, which peft may have wrapped."""
     inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return inner
 
@@ -235,7 +236,7 @@ def _batches(prepared: PreparedRun, steps: int) -> list[Batch]:
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """The run's samples in order, one by one, as a data loader wants them."""
+    """Dataset of the run's samples in order, for a data loader."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self._columns = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -248,7 +249,7 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 class ShiftedRows(Rows):
-    """The same, for a transformers model that computes its loss itself: the labels are already shifted."""
+    """Dataset for a transformers model that computes its loss itself: the labels are already shifted."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = super().__getitem__(index)
@@ -267,7 +268,7 @@ class PortableLoop:
     name = "portable-train"
 
     def __init__(self, prepared: PreparedRun, folder: Path) -> None:
-        # The last step of a turn is logged, as that of a launch, and no other.
+        # Log only the last step of a turn, as in a launch.
         config = prepared.config.replaced({"log.every_steps": 10**9})
         prepared = replace(prepared, config=config)
         restored = restore_run(prepared, None)
@@ -295,7 +296,7 @@ class PortableLoop:
 
 
 class _Ticks(Callback):
-    """Beside the reporter of a real run without checkpoints: a clock that stops when a step is complete."""
+    """Clock that stops when a step is complete. Used in addition to the reporter of a real run."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
@@ -308,7 +309,7 @@ class _Ticks(Callback):
 
 
 class BareLoop:
-    """A loop written by hand: model, loss, optimizer; batches wait in a list."""
+    """Training loop written by hand: model, loss, optimizer. All batches are prepared in a list."""
 
     def __init__(self, setting: Setting, name: str) -> None:
         self.name = name
@@ -343,7 +344,7 @@ class BareLoop:
 
 
 class AccelerateLoop:
-    """The loop of Accelerate's guide: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``."""
+    """Training loop of Accelerate's guide: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``."""
 
     name = "Accelerate"
 
@@ -393,12 +394,15 @@ class AccelerateLoop:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the positions of a micro-batch, in fp32."""
+    """Return the mean cross-entropy over the positions of a micro-batch, computed in fp32."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 class TrainerLoop:
-    """The Hugging Face Trainer. It owns its loop, so here it leads: after each turn it calls the others."""
+    """The Hugging Face Trainer.
+
+    It controls its own loop, so it leads: after each turn it calls the other loops.
+    """
 
     name = "Trainer"
 
@@ -417,7 +421,7 @@ class TrainerLoop:
         self.model = setting.build_model()
 
     def _tell_of_cpu_ranks(self) -> bool:
-        """Where DeepSpeed runs on CPUs, set the state, which Accelerate would take for a lone process."""
+        """Set Accelerate's state if DeepSpeed runs on CPUs. Otherwise, it would assume a single process."""
         if self._deepspeed is None or self._setting.device.type != "cpu":
             return False
         from accelerate import PartialState
@@ -428,14 +432,14 @@ class TrainerLoop:
         return True
 
     def run(self, turns: list[int], after_turn: Callable[[int, Turn], None]) -> None:
-        """Train for ``sum(turns)`` steps; ``after_turn`` is called with the index of every finished turn."""
+        """Train for ``sum(turns)`` steps. ``after_turn`` is called with the index of every finished turn."""
         from transformers import Trainer, TrainerCallback, TrainingArguments
 
         clock = StepClock(self._setting.device)
         left = list(turns)
 
         class TakeTurns(TrainerCallback):  # type: ignore[misc, unused-ignore]
-            """Ends the clock at a turn's last step, and starts it again when the other loops are done."""
+            """Stop the clock at the last step of a turn, and restart it when the other loops are done."""
 
             def __init__(self) -> None:
                 self.steps_left = left.pop(0)
@@ -471,7 +475,7 @@ class TrainerLoop:
             bf16=self._setting.config.precision == "bf16",
             fp16=self._setting.config.precision == "fp16",
             torch_compile=bool(self._setting.config.compile),
-            # With it, DeepSpeed would be left out; whose accelerator says what the device is.
+            # With this flag, DeepSpeed would be skipped. Its accelerator determines the device.
             use_cpu=self._setting.device.type == "cpu" and self._deepspeed is None,
             deepspeed=self._deepspeed,
             accelerator_config={"use_configured_state": self._tell_of_cpu_ranks()},
@@ -499,13 +503,16 @@ def take_turns(
     lengths: list[int],
     before_turn: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Turn]]:
-    """Advance all loops by turns of ``lengths`` steps; every loop's turns by its name.
+    """Advance all loops by turns of ``lengths`` steps.
 
     Args:
-        trainer: leads, since it owns its loop.
-        others: follow in every round, each time beginning with another one.
-        lengths: of the turns, the first of which is the warm-up.
-        before_turn: called before every turn of ``others``.
+        trainer: Leading loop, because the Trainer controls its own loop.
+        others: Loops that follow in every round. Each round begins with a different one.
+        lengths: Number of steps of each turn. The first turn is the warmup.
+        before_turn: Function that is called before every turn of ``others``.
+
+    Returns:
+        The turns of every loop, keyed by its name.
     """
     contestants: list[Contestant] = [*others, trainer]
     turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
@@ -514,7 +521,7 @@ def take_turns(
     def let_others(index: int, turn: Turn) -> None:
         turns[trainer.name].append(turn)
         start = index % len(others)
-        for loop in others[start:] + others[:start]:  # nobody always follows the same one
+        for loop in others[start:] + others[:start]:  # no loop always follows the same loop
             before_turn()
             turns[loop.name].append(loop.turn(lengths[index]))
         before_turn()
@@ -532,7 +539,7 @@ def take_turns(
 
 
 def forget_accelerators() -> None:
-    """Accelerate keeps its settings for the life of the process; the next measurement has others."""
+    """Reset the process-wide settings of Accelerate, because the next measurement has other settings."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -541,6 +548,6 @@ def forget_accelerators() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Progress lines are formatted, as in real use, but not shown."""
+    """Format progress lines as in real use, but do not show them."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -20,7 +20,10 @@ LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 
 
 def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
-    """Processor, threads and versions of libraries, those of ``more`` included where they are installed."""
+    """Return the processor, the threads, and the library versions.
+
+    Packages in ``more`` are included if installed.
+    """
     described = {
         "cpu": f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes, at the start)",
@@ -42,12 +45,12 @@ def print_machine(command: str, machine: Mapping[str, str]) -> None:
 
 
 def command_line(module: str, argv: Sequence[str] | None) -> str:
-    """The command line that repeats a benchmark: ``argv``, or this process's arguments."""
+    """Return the command line that repeats a benchmark, from ``argv`` or this process's arguments."""
     return shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
 
 
 def cpu_model() -> str:
-    """The processor's name from Linux, or else from Python."""
+    """Return the name of the processor from Linux, or otherwise from Python."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         if line.startswith("model name"):

@@ -1,9 +1,9 @@
-"""Planned memory beside measured, by model family and strategy.
+"""Comparison of planned and measured memory, by model family and strategy.
 
 ``python -m benchmarks.plan --docs docs/strategies.md`` builds each model with its live engine as rank 0 of
-several CPU ranks, of which the others do not exist (all buffers of collectives do), takes two steps of two
-micro-batches, and records the peak of torch's allocator beside the plan. With two micro-batches the gradients
-are complete when activations are at their peak, as the planner assumes.
+several CPU ranks. The other ranks do not exist, but all buffers of collectives do. It takes two steps of two
+micro-batches, and records the peak of torch's allocator next to the plan. With two micro-batches the
+gradients are complete when activations are at their peak, as the planner assumes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ STEPS, MICRO_BATCHES, BATCH, LENGTH = 2, 2, 4, 128
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     family: str
     setting: StrategySetting
@@ -113,7 +113,7 @@ def settings_of(
 
 
 def measure(config: RunConfig, ranks: int) -> int:
-    """Peak bytes in the last step on rank 0 of ``ranks`` ranks."""
+    """Return the peak bytes in the last step on rank 0 of ``ranks`` ranks."""
     machine = RankInfo(torch.device("cpu"), 0, ranks, ranks)
     module = import_engine_module(config.strategy, "engine")
     gc.collect()
@@ -154,7 +154,7 @@ def measured_here(families: Sequence[str], ranks: int, folder: str) -> Iterator[
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table with a column a strategy: measured, and in brackets planned / measured."""
+    """Format a Markdown table with one column per strategy: measured, and in brackets planned / measured."""
     columns = list(dict.fromkeys(_column(row) for row in rows))
     cells = {
         (row.family, row.recompute, _column(row)): (
@@ -177,10 +177,10 @@ def _column(row: Row) -> str:
 
 
 def put_into(page: Path, text: str, begin: str, end: str) -> None:
-    """Replace the text between the marks ``begin`` and ``end`` of ``page``.
+    """Replace the text between the marks ``begin`` and ``end`` of ``page``. The file is modified.
 
     Raises:
-        ValueError: the page lacks the marks.
+        ValueError: If the page does not contain the marks.
     """
     whole = page.read_text("utf-8")
     start, stop = whole.index(begin) + len(begin), whole.index(end)

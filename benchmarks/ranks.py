@@ -4,7 +4,7 @@
 of tokens and the stop request of a step, as :mod:`portable.loop` exchanges them and as it did before, with
 a second all-reduce on the hosts. Then it trains a tiny model on ``--ranks`` ranks that were started with
 environment variables only, kills one of them after a checkpoint, and measures how long the others run on.
-It resumes the run on ``--fewer`` ranks and compares all losses with those of one rank. Every rank is a fork
+It resumes the run on ``--fewer`` ranks and compares all losses with a one-rank run. Every rank is a fork
 of one process that has imported torch, because imports would take longer than all the rest. ``unshare
 --net`` keeps other programs out of the count. Exits with 1 if a rank runs on for more than ``--seconds``,
 or a loss differs by more than rounding.
@@ -48,7 +48,7 @@ PRELOADED = (
 
 
 def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
-    """Start processes with the variables that plain scripts set for torch.distributed."""
+    """Start processes with the environment variables that plain scripts set for torch.distributed."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -70,7 +70,7 @@ def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> l
 
 
 def run_as_rank(variables: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Call a function in a process that is a rank."""
+    """Set environment variables, and call a function in this process as a rank."""
     os.environ.update(variables)
     import torch
 
@@ -236,7 +236,7 @@ def kill_one(processes: Sequence[BaseProcess], victim: int, folder: Path) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
+    """Run all measurements and print the results. Returns 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
     parser.add_argument("--ranks", type=int, default=24)
     parser.add_argument("--fewer", type=int, default=16)

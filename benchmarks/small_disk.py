@@ -1,4 +1,4 @@
-"""A small disk that can be filled and freed: ext4 in a file, on a loop device."""
+"""Small disk that can be filled and freed: an ext4 file system in a file, on a loop device."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _BALLAST = ".ballast"
 
 
 class SmallDisk:
-    """A mounted file system that nothing else uses."""
+    """Mounted file system that is used by nothing else."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ballast = path / _BALLAST
 
     def fill(self, *, leave: int) -> None:
-        """Take all free bytes but ``leave``."""
+        """Take all free bytes except ``leave``."""
         self.free()
         status = os.statvfs(self.path)
         left = status.f_bavail * status.f_frsize - leave
         with self._ballast.open("wb") as file:
-            # A little at a time where the run takes its share meanwhile; what cannot be had is taken already.
+            # Take a little at a time, because the run may write at the same time.
             size, step = 0, max(left, status.f_frsize)
             while step >= status.f_frsize:
                 try:
@@ -47,7 +47,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(scratch: Path) -> Iterator[SmallDisk | None]:
-    """A disk mounted below ``scratch``; None where this user may not mount one."""
+    """Yield a disk mounted below ``scratch``. None if this user may not mount a disk."""
     image, path = scratch / "disk.img", scratch / "disk"
     path.mkdir()
     with image.open("wb") as file:

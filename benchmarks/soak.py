@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 EXIT_STOPPED = 75
 WARM_UP = 0.2
-"""Fraction of the samples that is left out at the start, while caches fill."""
+"""Fraction of the samples that is skipped at the start, while caches fill."""
 MEMORY_GROWTH, DESCRIPTOR_GROWTH = 16.0, 32.0
-"""Largest growth per hour that counts as none: MiB of anonymous memory, and descriptors."""
+"""Largest growth per hour that is accepted: MiB of anonymous memory, and descriptors."""
 PATIENCE = 900.0
 """Seconds until the first step, and until the end after SIGTERM."""
 
@@ -108,7 +108,7 @@ def take_sample(pid: int, output: Path, cache: Path, started: float) -> Sample:
 
 
 def write_texts(folder: Path) -> None:
-    """Write the two sources of the mixture and the texts of the evaluation."""
+    """Write the two sources of the mixture and the evaluation data."""
     dice = random.Random(0)
     words = [f"word{number}" for number in range(500)]
     for name, count in (("web", 4000), ("chat", 1000), ("eval", 40)):
@@ -152,7 +152,7 @@ def build_config(folder: Path) -> dict[str, Any]:
 
 
 def compute_slope(samples: Sequence[Sample], name: str) -> float:
-    """Return the least-squares slope of a figure per hour, without the samples of the warm-up."""
+    """Return the least-squares slope of a figure per hour, without the samples of the warmup."""
     settled = samples[int(len(samples) * WARM_UP) :]
     if len(settled) < 2:
         return 0.0
@@ -164,7 +164,7 @@ def soak(folder: Path, minutes: float, interval: float) -> tuple[list[Sample], l
     """Run the training for some minutes.
 
     Returns:
-        The samples, and the promises that were broken.
+        The samples, and the guarantees that were violated.
     """
     write_texts(folder)
     config = folder / "config.yaml"

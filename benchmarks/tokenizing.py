@@ -1,11 +1,12 @@
-"""Tokenizing a source: its speed, the memory of the process that reads it, and what a kill costs.
+"""Tokenization of a source: its speed, the memory of the process that reads it, and the cost of a kill.
 
     python -m benchmarks.tokenizing [--megabytes 60] [--processes 1 2] [--json FILE]
 
-The source is a `.jsonl` file of random words, and the tokenizer a byte-pair encoding that is trained on them.
-The file is tokenized once without an interruption, and once by a process that is killed about halfway and
-continued by another. The tokens must be the same. ``--processes`` tokenizes it with each of these numbers of
-processes instead, each of which uses one thread. The CPU time is the sum of all processes.
+The source is a `.jsonl` file of random words, and the tokenizer is a byte-pair encoding that is trained on
+them. The file is tokenized once without an interruption. It is tokenized again by a process that is killed
+about halfway, and by a second process that continues. The tokens must be the same. ``--processes`` instead
+tokenizes the file with each of these numbers of processes. Each process uses one thread. The CPU time is the
+sum of all processes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def write_source(path: Path, megabytes: float) -> None:
 def tokenize(
     source: Path, cache: Path, tokenizer_folder: Path, processes: int | None = None
 ) -> dict[str, Any]:
-    """Tokenize a file in as many processes; returns the seconds, the tokens, their digest, and the memory."""
+    """Tokenize a file, and return the seconds, the tokens, their digest, and the memory."""
     if processes is not None:
         os.environ["RAYON_NUM_THREADS"] = "1"  # the threads of the tokenizers library
     from portable.config.sections import DataConfig
@@ -95,7 +96,7 @@ def measure(
     Args:
         megabytes: Size of the file.
         folder: Folder for the file and the caches.
-        kill: Whether to tokenize it also with a kill.
+        kill: Whether to also tokenize the file with a kill.
         process_counts: Numbers of processes to compare.
     """
     source = folder / "source.jsonl"

@@ -1,9 +1,9 @@
-"""What libtpu's compiler says of a step, beside the plan: model x slice x strategy.
+"""Comparison of libtpu's compiler with the planner, by model, slice, and strategy.
 
 ``python -m benchmarks.tpu_compile`` traces each step of ``tests/tpu/compiled_steps.json`` without weights,
-compiles it for its slice, and writes what it found there beside today's plan. It needs no TPU. A row of that
-file is a case, its fields first: to add one, add a row with these alone. Large models take minutes each:
-``--case`` chooses.
+compiles it for its slice, and writes the results to this file next to today's plan. It needs no TPU. A row of
+the file begins with the fields of a case. To add a case, add a row with only these fields. Large models take
+minutes each, and ``--case`` selects some of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256),
     "mixtral-8x7b": {**_llama(4096, 14336, 32, 32, 8, 32000), **_EXPERTS, "max_position_embeddings": 8192},
 }
-# Two layers of real width: what each architecture and setting compiles to, in seconds.
+# Two layers of real width, so that each architecture and setting compiles in seconds.
 _WIDE = {**_llama(1024, 2816, 2, 8, 4, 32000), "max_position_embeddings": 1024}
 _PLAIN = {key: value for key, value in _WIDE.items() if key != "tie_word_embeddings"}
 _BERT = {
@@ -101,7 +101,7 @@ OTHER_TASKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A step to compile."""
+    """Step to compile."""
 
     model: str
     device: str
@@ -118,7 +118,7 @@ class Case:
     adapter: str | None = None
     context_parallel: int = 1
     others: bool = False
-    """Evaluation and generation as well."""
+    """Whether to also compile evaluation and generation."""
 
     @property
     def name(self) -> str:
@@ -166,7 +166,7 @@ _MODELS: dict[tuple[str, ...], MetaModel] = {}
 
 
 def planner_of(case: Case, folder: str) -> Planner:
-    """The planner of a case's run. Cases of one model share it, and the passes that it has run."""
+    """Return the planner of a case's run. Cases of one model share it and its cached passes."""
     config = resolve_adapter_config(case.config(folder))
     sections = config.model.model_dump_json(), config.adapter.model_dump_json()
     model = *sections, config.train.optimizer, config.precision
@@ -179,13 +179,13 @@ def planner_of(case: Case, folder: str) -> Planner:
 
 
 def plan(case: Case, folder: str) -> PlanOption:
-    """What the planner says of a case."""
+    """Return the planner's result for a case."""
     planner = planner_of(case, folder)
     return planner.build_option(StrategySetting.from_config(planner.config))
 
 
 def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
-    """Trace and compile one case. Sizes in bytes, of one device; FLOPs and bytes sent in a step."""
+    """Trace and compile one case. Sizes are in bytes per device. FLOPs and sent bytes are per step."""
     with tempfile.TemporaryDirectory(prefix="tpu-compile-") as scratch:
         vocabulary = planner_of(case, scratch).model.vocab_size
         folder = Path(scratch) / "graphs"
@@ -232,7 +232,7 @@ def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table, one line a case. The plan is today's."""
+    """Format a Markdown table with one line per case. The plan is today's."""
     lines = [
         "| step | slice | fits | state, GiB | + temporary | planned: state | + temporary | sum to plan | "
         "TFLOP a chip | sends, GiB | trace, s | compile, s |",
@@ -263,7 +263,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
-    """What the planner says, and by how many percent the compiler says more."""
+    """Return the planned bytes, and the percentage by which the compiler needs more."""
     with tempfile.TemporaryDirectory() as folder:
         planned = plan(case_of(row), folder).device_bytes
     taken = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]  # no code
@@ -271,7 +271,7 @@ def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
 
 
 def case_of(row: dict[str, Any]) -> Case:
-    """The case that ``row`` is of."""
+    """Return the case of a row, from the row's first fields."""
     return Case(**{field.name: row.get(field.name, field.default) for field in fields(Case)})
 
 

@@ -1,8 +1,8 @@
-"""The optimizer step of this project's loop beside a bare PyTorch loop, Accelerate and the Trainer.
+"""Comparison of this project's optimizer step with a bare PyTorch loop, Accelerate and the Trainer.
 
-``python -m benchmarks.train_overhead`` trains the quickstart model with all of them, in turns of a few
-steps, from the same weights on the same data. It fails if, in fp32, this project's losses differ from the
-bare loop's.
+``python -m benchmarks.train_overhead`` trains the quickstart model with all of them, in turns of a few steps,
+from the same weights on the same data. It fails if, in fp32, this project's losses differ from the bare
+loop's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Where torch_xla is installed, transformers and accelerate would start its runtime on import.
+# If torch_xla is installed, transformers and accelerate would start its runtime on import.
 os.environ.setdefault("USE_TORCH_XLA", "0")
 
 import torch
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from portable.run.stages import PreparedRun
 
 SAME_LOSS = 1e-6
-"""Largest relative difference of this project's fp32 losses from the bare loop's."""
+"""Largest relative difference between this project's fp32 losses and the bare loop's."""
 
 BASELINE = "bare PyTorch"
 GLOBAL_BATCH_SIZE = 8
@@ -63,10 +63,10 @@ class Options(harness.Options):
 
 
 def measure(options: Options, micro_batch_size: int) -> list[Result]:
-    """All loops with one micro-batch size; the bare loop comes first.
+    """Measure all loops with one micro-batch size. The bare loop comes first.
 
     Raises:
-        AssertionError: in fp32, this project's losses differ from the bare loop's.
+        AssertionError: If, in fp32, this project's losses differ from the bare loop's.
     """
     sizes = {"train__global_batch_size": GLOBAL_BATCH_SIZE, "train__micro_batch_size": micro_batch_size}
     adapter = {"adapter__type": "lora", "adapter__use_dora": options.adapter == "dora"}

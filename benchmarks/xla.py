@@ -1,8 +1,8 @@
-"""The optimizer step on XLA beside a bare torch_xla SPMD loop.
+"""Comparison of this project's optimizer step on XLA with a bare torch_xla SPMD loop.
 
 ``python -m benchmarks.xla`` trains one Llama with both, in turns of a few steps, from the same weights on the
-same data. Without a TPU it runs on virtual devices that share the CPU: what is measured there is what the
-host does and which graph results, not the speed of a TPU. It fails if, in fp32, the losses differ.
+same data. Without a TPU it runs on virtual devices that share the CPU. It then measures the work of the host
+and the resulting graph, not the speed of a TPU. It fails if, in fp32, the losses differ.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MODEL = {
 
 
 class Ours:
-    """The loop of ``portable-train``, with a read of the loss at the end of a turn."""
+    """Loop of ``portable-train``, with a read of the loss at the end of a turn."""
 
     name = "portable-train"
 
@@ -85,7 +85,7 @@ class Ours:
 
 
 class Bare:
-    """A loop written by hand after the torch_xla guide: mark every tensor, step, sync."""
+    """Loop written by hand after the torch_xla guide: mark every tensor, step, sync."""
 
     name = BARE
 
@@ -139,7 +139,7 @@ class Bare:
 
 
 def both(folder: Path, steps: int, **model: int) -> tuple[Backend, PreparedRun]:
-    """The run of both: no warm-up and a constant rate, one micro-batch a step."""
+    """Prepare the run of both loops: no warmup, a constant learning rate, and one micro-batch per step."""
     devices = xr.global_runtime_device_count()
     config = harness.quickstart(
         Options(steps=steps, warmup=0, rounds=1),
@@ -157,10 +157,10 @@ def both(folder: Path, steps: int, **model: int) -> tuple[Backend, PreparedRun]:
 
 
 def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) -> list[Result]:
-    """Turns of both loops, after one that compiles. A step counts as its turn's mean.
+    """Measure turns of both loops, after a turn that compiles. Each step counts as its turn's mean.
 
     Raises:
-        AssertionError: if a turn's last losses differ.
+        AssertionError: If the last losses of a turn differ.
     """
     backend, prepared = both(folder, (rounds + 1) * steps, num_hidden_layers=layers, hidden_size=hidden)
     ours = Ours(prepared, backend)

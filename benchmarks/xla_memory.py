@@ -1,7 +1,7 @@
 """Memory of a step as XLA's compiler reports it, to compare with the plan.
 
-When it has compiled a graph, torch_xla writes what the graph takes into the file that ``PT_XLA_DEBUG_FILE``
-names, if that is set before the first one.
+After compiling a graph, torch_xla writes the memory of the graph to the file that ``PT_XLA_DEBUG_FILE``
+names. The variable must be set before the first graph.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ GIB = 1 << 30
 
 
 def told_in(file: Path) -> dict[str, str]:
-    """Environment variables that make the compiler report every graph; set before the first one."""
-    # The compiler for CPUs drops barriers, and then merges what is recomputed with what was there before.
+    """Return environment variables that make the compiler report every graph.
+
+    Set them before the first graph.
+    """
+    # The compiler for CPUs drops barriers, and then merges recomputed operations with the original ones.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=cse_barrier_expander"
     return {
         "PT_XLA_DEBUG_LEVEL": "1",
         "PT_XLA_DEBUG_FILE": str(file),
-        # A graph that two cases have in common is compiled, and told of, for each.
+        # A graph that two cases have in common is compiled and reported for each case.
         "XLA_COMPILATION_CACHE_SIZE": "1",
         "XLA_FLAGS": flags.strip(),
     }
@@ -45,12 +48,12 @@ def told_in(file: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Graph:
-    """Bytes of one compiled graph on one device, to a KiB."""
+    """Sizes of one compiled graph on one device in bytes, to a KiB."""
 
     arguments: int
     results: int
     aliased: int
-    """Results that reuse the buffer of an argument."""
+    """Bytes of results that reuse the buffer of an argument."""
     temporary: int
 
     @property
@@ -59,7 +62,7 @@ class Graph:
 
 
 def graph_of(compiled: Callable[[], object]) -> Graph:
-    """The one graph that ``compiled`` has compiled."""
+    """Return the only graph that a call of ``compiled`` compiles."""
     log = Path(os.environ["PT_XLA_DEBUG_FILE"])
     before = log.stat().st_size if log.exists() else 0
     compiled()
@@ -70,12 +73,12 @@ def graph_of(compiled: Callable[[], object]) -> Graph:
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes on a device."""
+    """Memory of a step on one device, in bytes."""
 
     resident: int
     """Bytes that stay between graphs: the arguments of the update."""
     in_passes: int
-    """Further bytes of the graph of a micro-batch."""
+    """Additional bytes of the graph of a micro-batch."""
     in_update: int
 
     @property
@@ -84,7 +87,7 @@ class Step:
 
 
 def measure(config: RunConfig) -> Step:
-    """Compile the two graphs of a step of ``config`` on this process's devices, and run them once."""
+    """Compile the two graphs of a step on this process's devices, run them once, and return their memory."""
     from portable.tpu.xla.torch_xla_internals import xla
 
     backend = create_backend("xla")

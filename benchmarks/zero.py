@@ -1,8 +1,8 @@
-"""The optimizer step under DeepSpeed ZeRO beside a bare ``deepspeed.initialize`` loop and the Trainer.
+"""Comparison of the step under DeepSpeed ZeRO with a bare ``deepspeed.initialize`` loop and the Trainer.
 
 ``python -m benchmarks.zero`` trains one model with all three, from the same weights, on the same data and
-with the same DeepSpeed JSON, in turns of a few steps. It fails if, in fp32, this project's losses
-differ from the bare loop's.
+with the same DeepSpeed JSON, in turns of a few steps. It fails if, in fp32, this project's losses differ from
+the bare loop's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Where torch_xla is installed, transformers and accelerate would start its runtime on import.
+# If torch_xla is installed, transformers and accelerate would start its runtime on import.
 os.environ.setdefault("USE_TORCH_XLA", "0")
 
 import torch
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from portable.run.stages import PreparedRun
 
 SAME_LOSS = 1e-5
-"""Largest relative difference of this project's fp32 losses from the bare loop's."""
+"""Largest relative difference between this project's fp32 losses and the bare loop's."""
 
 BASELINE = "bare DeepSpeed"
 
@@ -74,7 +74,7 @@ class Options(harness.Options):
 
 
 def document(options: Options, strategy: str) -> dict[str, Any]:
-    """The DeepSpeed JSON of all contestants."""
+    """Return the DeepSpeed JSON of all contestants."""
     zero: dict[str, Any] = {"stage": int(strategy[-1])}
     if options.offload:
         on_gpu = torch.cuda.is_available() and options.backend != "cpu"
@@ -101,7 +101,7 @@ def accumulation(options: Options) -> int:
 
 
 class BareZeroLoop:
-    """DeepSpeed's guide: ``initialize``, ``engine(...)``, ``backward``, ``step``; batches wait in a list."""
+    """Training loop of DeepSpeed's guide: ``initialize``, ``engine(...)``, ``backward``, ``step``."""
 
     def __init__(self, setting: Setting, values: dict[str, Any], name: str) -> None:
         import deepspeed
@@ -137,12 +137,12 @@ class BareZeroLoop:
 
 
 def measure(options: Options, strategy: str) -> list[Result]:
-    """All loops under one strategy, on this rank of the ranks that run it together; the bare loop is first.
+    """Measure all loops under one strategy on this rank. All ranks must call it. The bare loop is first.
 
     Raises:
-        AssertionError: in fp32, if this project's losses are not those of the bare loop.
+        AssertionError: If, in fp32, this project's losses differ from the bare loop's.
     """
-    forget_accelerators()  # what else ran in this process may have set them up without DeepSpeed
+    forget_accelerators()  # other code in this process may have initialized them without DeepSpeed
     with tempfile.TemporaryDirectory(prefix="zero-") as scratch:
         folder = Path(scratch)
         backend = create_backend(resolve_backend_name(options.backend))
@@ -189,13 +189,16 @@ def _take_turns(options: Options, strategy: str, prepared: PreparedRun, folder: 
     finally:
         portable.close()
     last = {name: own[-1].loss for name, own in turns.items()}
-    nan = float("nan")  # of what does not tell its loss
+    nan = float("nan")  # for loops that do not report their loss
     found = [(loop, last[loop.name]) for loop in (*others, trainer)]
     return [Result.of(loop, turns, nan if loss is None else loss) for loop, loss in found]
 
 
 def _whole_weights(prepared: PreparedRun) -> dict[str, Tensor]:
-    """The weights that the run starts from; each rank initialises only its share."""
+    """Draw the full starting weights of the run on this rank.
+
+    In the run itself, each rank draws only its shard.
+    """
     drawn = InitialWeights.from_model(prepared.model).build_lazy_weights(prepared.config.seed)
     weights = {name: to_torch(tensor.read()) for name, tensor in drawn.items()}
     for name, others in map_tied_names(prepared.model).items():

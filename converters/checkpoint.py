@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Scalar = int | float | bool
 ParamGroups = list[dict[str, Any]]
 Aliases = Mapping[str, str]
-"""Maps each alias of a tied tensor to its owner, which is the name under which the tensor is kept."""
+"""Maps each alias of a tied tensor to its owner. The tensor is kept under the owner's name."""
 
 
 class OptimizerState:
@@ -52,7 +52,8 @@ class OptimizerState:
     def param_groups(self) -> ParamGroups:
         """Parameter groups: dicts with `params` (parameter names) and hyperparameters such as `lr`.
 
-        The groups are loaded on first access because some formats store every value as a separate entry.
+        The groups are loaded on first access and then cached, because some formats store every value as a
+        separate entry.
         """
         if callable(self._groups_or_loader):
             self._groups_or_loader = self._groups_or_loader()
@@ -259,7 +260,7 @@ class Checkpoint:
         aliases: Aliases,
         optimizer: Callable[[Aliases], OptimizerState | None],
     ) -> Checkpoint:
-        """Return a copy of the checkpoint with different tensor names, see `portable.converters.naming`.
+        """Return a copy of the checkpoint with different tensor names. See `portable.converters.naming`.
 
         Args:
             names: Kind of the new names, `"published"` or `"live"`.
@@ -306,7 +307,7 @@ class Checkpoint:
         )
 
     def _copy_with_attributes(self, **changes: Any) -> Checkpoint:
-        """Copy the checkpoint with the given attributes replaced, and clear all cached properties."""
+        """Return a shallow copy with the given attributes replaced and all cached properties cleared."""
         checkpoint = copy(self)
         vars(checkpoint).update(changes)
         for cached_name in ("optimizer", "counters", "_tensors_and_aliases"):
@@ -315,7 +316,10 @@ class Checkpoint:
 
     @cached_property
     def _tensors_and_aliases(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Stored tensors without aliases, and the mapping from alias to owner."""
+        """Stored tensors without aliases, and the mapping from alias to owner.
+
+        Empty mapping if ties are not resolved.
+        """
         if not self._should_resolve_ties:
             return dict(self._stored_tensors), {}
         config = self.companions.get("config.json")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # First arguments that are subcommands. A folder with such a name must be written as ./inspect.
 _SUBCOMMANDS = ("inspect", "diff")
 
-# Seconds after SIGTERM within which clean-up must finish.
+# Seconds after SIGTERM within which cleanup must finish.
 _CLEANUP_SECONDS = 20
 
 _USAGE = """\
@@ -85,10 +85,10 @@ then:
 
 
 class _ConvertParser(argparse.ArgumentParser):
-    """Argument parser that raises CommandError for an invalid command line."""
+    """Argument parser that raises CommandError for an invalid command line instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise CommandError."""
+        """Raise CommandError with the message and a hint to use `--help`."""
         raise CommandError(f"{message} (see portable-convert --help)")
 
 
@@ -204,7 +204,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _parse_byte_size(text: str) -> int:
-    """Parse a size such as `5GB`, `500MB`, `2GiB`, or a number of bytes."""
+    """Parse a size such as `5GB`, `500MB`, `2GiB`, or a number of bytes.
+
+    Returns:
+        The size in bytes, at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: If the size is not positive or has an unknown unit.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?", text.strip().upper())
     if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
@@ -217,10 +224,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `portable-convert`.
 
     Args:
-        argv: Command-line arguments. None for the arguments of the process.
+        argv: Command-line arguments. If None, `sys.argv[1:]` is used.
 
     Returns:
-        The exit code, see `portable.converters.commands.EXIT_CODES`.
+        The exit code. See `portable.converters.commands.EXIT_CODES`.
     """
     previous = None
     try:
@@ -229,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A checkpoint may have 100,000 tensors, and each collection would visit all of them.
             gc.set_threshold(1_000_000)
             # The threads of a conversion multiply in parallel, so OpenBLAS's own threads would only compete
-            # with them for the cores. NumPy reads the variable when it is imported, which is later.
+            # with them for the cores. Set the variable now, because NumPy reads it when it is imported.
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if arguments[:1] and arguments[0] in _SUBCOMMANDS:
             return _run_inspect_or_diff(arguments)
@@ -262,7 +269,11 @@ def _report_error(error: CheckpointError, *, as_json: bool) -> int:
 
 
 def _run_inspect_or_diff(arguments: list[str]) -> int:
-    """Run `inspect` or `diff`, which write nothing."""
+    """Run the read-only subcommand `inspect` or `diff`, and return its exit code.
+
+    Args:
+        arguments: Name of the subcommand and its arguments.
+    """
     from portable.converters.inspect_and_diff import run_diff, run_inspect
 
     command = {"inspect": run_inspect, "diff": run_diff}[arguments[0]]
@@ -270,15 +281,15 @@ def _run_inspect_or_diff(arguments: list[str]) -> int:
 
 
 def _exit_on_sigterm(signum: int, frame: object) -> NoReturn:
-    # An exception, so that the temporary folder is removed. If clean-up hangs, SIGALRM ends the process and
-    # the next conversion removes the folder.
+    # Raise an exception, so that the temporary folder is removed. If cleanup hangs, SIGALRM ends the process
+    # and the next conversion removes the folder.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_CLEANUP_SECONDS)
     raise SystemExit(BY_SIGNAL + signum)
 
 
 def _run_conversion(options: argparse.Namespace) -> int:
-    """Run a conversion, and print a summary of the output."""
+    """Run a conversion, print a summary or JSON to standard output, and return the exit code."""
     # Imported here, so that --help and errors in the options are printed without a delay.
     from portable.converters.convert_checkpoint import convert
 
@@ -305,7 +316,7 @@ def _run_conversion(options: argparse.Namespace) -> int:
 
 
 def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
-    """Format the result of a conversion or of a dry run as JSON."""
+    """Format the result of a conversion or of a dry run as one line of JSON."""
     from portable.converters.tensors.dtypes import TO_TORCH
 
     checkpoint, plan = conversion.checkpoint, conversion.plan
@@ -393,7 +404,7 @@ def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> st
 
 
 def _format_dry_run(conversion: Conversion, *, output_format: str) -> str:
-    """Format the plan of a dry run: every output file with its tensors."""
+    """Format the plan of a dry run: each output file with its tensors, and the total size."""
     from portable.converters.writers.targets import is_single_file_output
 
     checkpoint, plan, out = conversion.checkpoint, conversion.plan, conversion.out

@@ -23,7 +23,7 @@ DONE, FAILED, NOT_EXPORTED, STOPPED = 0, 1, 74, 75
 REFUSED, DAMAGED = CommandError.exit_code, CheckpointError.exit_code
 BY_SIGNAL = 128
 _OUT_OF_MEMORY_MESSAGE = re.compile("failed to map segment|annot allocate memory")
-"""Messages of the operating system if there is too little memory to load the libraries of a package."""
+"""Matches errors of the dynamic linker if there is too little memory to load shared libraries."""
 _BROKEN_PIPE = BY_SIGNAL + 13
 
 EXIT_CODES = {
@@ -66,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
     """Argument parser that reports an invalid command line as one `error:` line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit."""
+        """Print one `error:` line to standard error, and exit with the code for invalid usage."""
         print_error(f"error: {to_printable(message)} (see {self.prog} --help)")
         self.exit(REFUSED)
 
@@ -78,7 +78,7 @@ class ShowVersion(argparse.Action):
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print the version and exit."""
+        """Print the version to standard output, and exit with code 0."""
         print(format_version())
         parser.exit()
 
@@ -105,7 +105,11 @@ def exit_without_traceback(main: MainFunction) -> Callable[..., int]:
 
 
 def _run_main_with_exit_codes(main: MainFunction, argv: Sequence[str] | None) -> int:
-    """Call a main function, and convert its exceptions to an error line and an exit code."""
+    """Call a main function, flush standard output, and convert known exceptions to exit codes.
+
+    Known exceptions print one error line. Unknown exceptions are raised again. A closed standard stream is
+    redirected to `/dev/null`, so that the interpreter can exit without an error.
+    """
     try:
         try:
             return main(argv)
@@ -138,7 +142,7 @@ def _run_main_with_exit_codes(main: MainFunction, argv: Sequence[str] | None) ->
 
 
 def _is_closed_pipe(stream: IO[str]) -> bool:
-    """Return whether a stream is a pipe whose reader has exited."""
+    """Return whether a stream is a pipe whose reader has exited. False if the stream is not a file."""
     try:
         watch = select.poll()
         watch.register(stream.fileno(), select.POLLOUT)

@@ -42,7 +42,7 @@ TOKENIZER_NAMES = re.compile(
 )
 """Names of tokenizer files and chat templates."""
 MERGED_ADAPTERS_FILE = "merged_adapters.json"
-"""Record of the adapters that were merged into a model, see `portable.converters.adapters.merging`."""
+"""Record of the adapters that were merged into a model. See `portable.converters.adapters.merging`."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 COMPANION_NAMES = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
@@ -129,7 +129,7 @@ def find_companions(root: AnyPath) -> dict[str, AnyPath]:
 
 
 def is_companion(name: str) -> bool:
-    """Return whether a small file with this name is a companion."""
+    """Return whether a small file with this name is a companion. Only the name is considered."""
     return bool(COMPANION_NAMES.fullmatch(name)) or _get_exclusion_reason(name) is None
 
 
@@ -191,7 +191,7 @@ def _get_checkpoint_folder(root: AnyPath) -> AnyPath:
 
 
 def _get_exclusion_reason(name: str) -> str | None:
-    """Return the reason why a file is not a companion, or None if it is a companion."""
+    """Return the reason why a file is not a companion, such as `"hidden"`, or None if it is a companion."""
     if name.startswith("."):
         return "hidden"
     return next((reason for reason, names in _EXCLUSION_REASONS if names.fullmatch(name)), None)
@@ -273,7 +273,12 @@ def _get_size_limit(name: str) -> int:
 
 
 def _read_sentence_modules(file: AnyPath | None, folder: AnyPath) -> list[str]:
-    """Return the folders of the modules that sentence-transformers lists in `modules.json`."""
+    """Read the names of the module folders that sentence-transformers lists in `modules.json`.
+
+    Returns:
+        The folder names. Empty if the file is missing, damaged, or too large. Names that are not a single
+        path component are ignored.
+    """
     if file is None or not _is_usable_companion(file, file.name):
         return []
     try:
@@ -307,7 +312,7 @@ def find_companion_file(root: AnyPath, name: str) -> AnyPath | None:
 
 
 def _list_searched_folders(root: AnyPath) -> list[AnyPath]:
-    """Return the folder of a checkpoint, and the parent folders that may contain its companions."""
+    """Return the folders to search for companions: the checkpoint's folder, then its parents."""
     folder = make_absolute(_get_checkpoint_folder(root))
     folders = [folder, folder.parent]
     if folder.parent.name == _RUN_CHECKPOINTS:
@@ -414,7 +419,16 @@ def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) 
 def _find_files_in_folders(
     folders: Iterable[AnyPath], name_pattern: re.Pattern[str] = COMPANION_NAMES
 ) -> dict[str, AnyPath]:
-    """Search folders and their model subfolders for files with matching names."""
+    """Search folders and their model subfolders for files with matching names.
+
+    Args:
+        folders: Folders to search. The first file with a name takes precedence.
+        name_pattern: Regular expression of the file names.
+
+    Returns:
+        Resolved paths, keyed by file name. Symlinks that point outside their folder are skipped with a
+        warning.
+    """
     files: dict[str, AnyPath] = {}
     for folder in folders:
         direct_entries = _list_entries(folder)
@@ -468,7 +482,7 @@ def read_trainer_metadata(folder: AnyPath) -> dict[str, Any]:
 
 
 def _is_usable_companion(path: AnyPath, name: str) -> bool:
-    """Return whether a file is small enough, and a `config.json` belongs to a model.
+    """Return whether a companion is not too large and, if it is a `config.json`, belongs to a model.
 
     Raises:
         CheckpointError: If a `config.json` is damaged.
@@ -508,8 +522,8 @@ def plan_companion_files(checkpoint: Checkpoint, written_tensors: Iterable[Outpu
     """Prepare the companion files of an output.
 
     The dtype in `config.json` is updated, because `from_pretrained` converts the weights to this dtype. The
-    checkpoint's settings override values in `config.json` and its nested configs. Keys that only earlier
-    versions of transformers wrote are added, because other programs still read them.
+    checkpoint's settings override values in `config.json` and its nested configs. Legacy keys that
+    transformers no longer writes are added, because other programs still read them.
 
     Args:
         checkpoint: Checkpoint to write.
@@ -525,7 +539,12 @@ def plan_companion_files(checkpoint: Checkpoint, written_tensors: Iterable[Outpu
 def _build_updated_config(
     checkpoint: Checkpoint, written_tensors: Iterable[OutputTensor]
 ) -> OutputCompanions:
-    """Update the dtype and the settings in `config.json`, see `plan_companion_files`."""
+    """Update the dtype and the settings in `config.json`. See `plan_companion_files`.
+
+    Returns:
+        The updated `config.json` as a document, and the other companions to copy. If nothing has to change,
+        all companions are copied.
+    """
     # Imported here, because importing numpy is slow.
     from portable.converters.tensors.dtypes import CASTABLE_DTYPES, TO_TORCH
 
@@ -564,7 +583,11 @@ def _build_updated_config(
 
 
 def _find_config_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Find the settings of a config that contradict the tensors, see `portable.converters.integrity`."""
+    """Find the settings of a config that contradict the tensors. See `portable.converters.integrity`.
+
+    Returns:
+        The corrected values, keyed by config key. None removes the setting.
+    """
     from portable.converters.names.contradictions import (
         find_contradicted_tie,
         has_contradicted_text_tie,
@@ -582,7 +605,10 @@ def _find_config_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _set_config_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype of a config and of all nested configs that have a dtype."""
+    """Set the dtype of a config and of all nested configs that have a dtype.
+
+    The config is modified in place.
+    """
     present = [key for key in _DTYPE_KEYS if key in config]
     config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], dtype))
     for key, nested_config in config.items():

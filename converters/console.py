@@ -20,16 +20,16 @@ class OutputError(Exception):
 
 
 def escape_control_characters(text: str) -> str:
-    r"""Escape the control characters of a text, except line feeds and tabs.
+    r"""Escape the control characters of a string, except line feeds and tabs.
 
-    The text may come from an untrusted file. Its control characters could clear the terminal or change its
+    The string may come from an untrusted file. Its control characters could clear the terminal or change its
     title.
 
     Args:
-        text: Text to print.
+        text: String to print.
 
     Returns:
-        The text with escape sequences such as `\x1b`.
+        The string with escape sequences such as `\x1b`.
     """
     if text.isprintable():
         return text
@@ -37,11 +37,11 @@ def escape_control_characters(text: str) -> str:
 
 
 def print_line(text: str, *, is_colored: bool = False) -> None:
-    """Print a text to standard output, and flush it.
+    """Print a string to standard output with a line feed, and flush it.
 
     Args:
-        text: Text to print. Its control characters are escaped.
-        is_colored: Whether the text contains color codes, so that it is printed unchanged. Untrusted parts
+        text: String to print. Its control characters are escaped.
+        is_colored: Whether the string contains color codes, so that it is printed unchanged. Untrusted parts
             must already be escaped.
 
     Raises:
@@ -95,14 +95,14 @@ def get_terminal_width(stream: TextIO | None) -> int | None:
 
 
 def wrap_lines(text: str, stream: TextIO | None) -> str:
-    """Wrap the long lines of a text at word boundaries, if the text is printed to a terminal.
+    """Wrap long lines at word boundaries if the stream is a terminal.
 
     Args:
-        text: Text to wrap.
-        stream: Stream to which the text is printed. If it is not a terminal, the text is returned unchanged.
+        text: Lines to wrap.
+        stream: Output stream. If it is not a terminal, `text` is returned unchanged.
 
     Returns:
-        The text. Continuation lines are indented by two more columns.
+        The wrapped lines. Continuation lines are indented by two more columns.
     """
     width = get_terminal_width(stream)
     if width is None:
@@ -124,7 +124,9 @@ def wrap_lines(text: str, stream: TextIO | None) -> str:
 def color_error_label(line: str) -> str:
     """Color the `error:` or `warning:` at the start of a line if standard error is a terminal.
 
-    The environment variable NO_COLOR disables colors, see https://no-color.org.
+    Returns:
+        The line. Unchanged if it has no such label, or if the environment variable NO_COLOR
+        (https://no-color.org) or `TERM=dumb` disables colors.
     """
     first = line.split(" ", 1)[0]
     if first not in _LABEL_COLORS or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
@@ -136,7 +138,10 @@ def color_error_label(line: str) -> str:
 
 @contextmanager
 def _raise_output_errors() -> Iterator[None]:
-    """Convert OSError to OutputError within this context, except for a closed pipe."""
+    """Convert OSError to OutputError within this context, except for a closed pipe.
+
+    After an error, standard output is redirected to `/dev/null`.
+    """
     try:
         yield
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint as one function, which `portable-convert` calls.
+"""Function `convert` behind `portable-convert`: convert a checkpoint to another format.
 
 Example:
     >>> from portable import convert
@@ -229,8 +229,8 @@ class _AdapterOutcome(NamedTuple):
 
     Attributes:
         checkpoint: Checkpoint to write.
-        adapter: Adapter, if it is written without a base model. None for a model.
-        stored: Checkpoint with the stored values of the experts, see `find_model_problems`.
+        adapter: Adapter, if it is written without a base model. None if a complete model is written.
+        stored: Checkpoint with the stored values of the experts. See `find_model_problems`.
     """
 
     checkpoint: Checkpoint
@@ -255,8 +255,8 @@ class _ConversionRequest:
     """Options of `convert` that change the model, and the notes that arise while they are applied.
 
     Attributes:
-        model_paths: Places from which files other than weights are copied.
-        config_from_companions: Files of `config_from`, keyed by name. None without `config_from`.
+        model_paths: Folders or files of the models from which files other than weights are copied.
+        config_from_companions: Files of `config_from`, keyed by name. None if `config_from` is not set.
         problems: Problems of an incomplete model that the user allowed.
     """
 
@@ -283,8 +283,14 @@ class _ConversionRequest:
     def prepare_conversion(self, checkpoint: Checkpoint) -> _PlannedConversion:
         """Merge, dequantize, rename, and quantize as requested.
 
+        Nothing is written, and tensor data stays lazy.
+
         Returns:
             The resulting checkpoint, and a function that plans the output files.
+
+        Raises:
+            CheckpointError: If the model is incomplete or does not support an option.
+            CommandError: If options contradict each other.
         """
         from portable.converters.names.model_config import check_config_fits_tensors
 
@@ -327,7 +333,16 @@ class _ConversionRequest:
         return _PlannedConversion(checkpoint, functools.partial(plan_adapter, adapter, choices))
 
     def _merge_or_extract_adapter(self, checkpoint: Checkpoint) -> _AdapterOutcome:
-        """Merge or extract the adapter in the source, if there is one."""
+        """Merge or extract the adapter in the source.
+
+        Without an adapter, the checkpoint is returned unchanged.
+
+        Appends a note if tensors of the base model are dropped.
+
+        Raises:
+            CommandError: If an adapter option is given for a source without an adapter, or for another output
+                format.
+        """
         from portable.converters.adapters.adapter import find_adapter
 
         options = {
@@ -365,7 +380,13 @@ class _ConversionRequest:
     def _merge_adapter_into_base(
         self, checkpoint: Checkpoint, adapter: StoredAdapter, base_path: AnyPath
     ) -> _MergedModel:
-        """Merge an adapter into its base model."""
+        """Merge an adapter into its base model.
+
+        If the base path is the source itself, use the weights in the source.
+
+        Raises:
+            CommandError: If the optimizer state is requested, because a merged model has none.
+        """
         from portable.converters.adapters.merging import merge
 
         if self.optimizer:
@@ -388,7 +409,10 @@ class _ConversionRequest:
         return _MergedModel(merged, stored)
 
     def _read_base_config(self, adapter: StoredAdapter) -> Mapping[str, Any]:
-        """Read the config of the model that an adapter was trained on."""
+        """Read the config of the adapter's base model.
+
+        Downloaded from the Hub if necessary, and empty if unknown.
+        """
         from portable.converters.storage.safe_open import read_json_object_or_empty
 
         companions, path = self.config_from_companions, adapter.trained_config
@@ -397,7 +421,12 @@ class _ConversionRequest:
         return read_json_object_or_empty(path if companions is None else companions.get("config.json"))
 
     def _rename_tensors_for_format(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Convert the tensors to the names that `--names` specifies, or to the default of the format."""
+        """Convert the tensors to the names that `--names` specifies, or to the default of the output format.
+
+        Returns:
+            A new checkpoint. Without `--names`, `checkpoint` itself for formats that keep the names of the
+            source.
+        """
         from portable.converters.naming import (
             find_name_rules,
             read_published_names,
@@ -420,7 +449,12 @@ class _ConversionRequest:
         )
 
     def _quantize_weights(self, checkpoint: Checkpoint, adapter: StoredAdapter | None) -> Checkpoint:
-        """Quantize the weights with `--quantize` or `--quantize-like`."""
+        """Quantize the weights with `--quantize` or `--quantize-like`.
+
+        Raises:
+            CommandError: If the option is combined with another that excludes it, or if the source is an
+                adapter.
+        """
         from portable.converters.quantization.quantize import quantize_checkpoint, quantize_like_base
 
         option = "--quantize" if self.quantize_like is None else "--quantize-like"
@@ -449,7 +483,10 @@ def _dequantize_checkpoint(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
-    """Return the step or tag that was chosen below the source, or None if the source is the checkpoint."""
+    """Return the step or tag that was chosen below the source.
+
+    None if the source itself is the checkpoint.
+    """
     tag = checkpoint.metadata.get("tag")
     if isinstance(tag, str):
         return tag if tag != source.name else None
@@ -458,13 +495,16 @@ def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
 
 
 def _list_uncopied_files(checkpoint: Checkpoint, models: Sequence[AnyPath]) -> dict[str, str]:
-    """Return the reason for each file of the model that is not copied, keyed by file name."""
+    """Return the exclusion reasons of files next to the models, keyed by file name.
+
+    Copied companions are omitted.
+    """
     excluded = {name: reason for model in models for name, reason in find_excluded_files(model).items()}
     return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
 
 
 def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
-    """Describe the values that a cast changed to infinity or zero."""
+    """Return a note about the values that a cast changed to infinity or zero. Empty if there are none."""
     losses = plan.losses
     if not losses.first_tensor_name:
         return []
@@ -474,7 +514,10 @@ def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
 
 
 def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
-    """Describe the files that are not copied, except weights, training state, logs, and hidden files."""
+    """Return a note about files that are not copied.
+
+    Empty if only weights, training state, logs, and hidden files are.
+    """
     reported = {name: reason for name, reason in excluded.items() if reason not in _EXPECTED_REASONS}
     if not reported or to == "gguf":
         return []
@@ -483,7 +526,10 @@ def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
 
 
 def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
-    """Describe the problems of an incomplete model, except for names in memory, which `--names` handles."""
+    """Describe the problems of an incomplete model.
+
+    Names in memory are omitted, because `--names` handles them.
+    """
     return [
         str(problem) if problem.repaired else f"--partial: {problem}"
         for problem in problems
@@ -492,7 +538,10 @@ def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
 
 
 def _describe_missing_config(plan: ConversionPlan, source: AnyPath, out: str | AnyPath, to: str) -> list[str]:
-    """Explain why `from_pretrained` cannot load an output without a config."""
+    """Return a note that `from_pretrained` cannot load a safetensors output without a config.
+
+    Otherwise empty.
+    """
     if to != "safetensors" or plan.names & {"config.json", ADAPTER_CONFIG}:
         return []
     return [
@@ -502,7 +551,7 @@ def _describe_missing_config(plan: ConversionPlan, source: AnyPath, out: str | A
 
 
 def _describe_foreign_names(checkpoint: Checkpoint, plan: ConversionPlan, to: str) -> str | None:
-    """Return a warning if most tensor names do not belong to the model type in the config."""
+    """Return a warning if most tensor names do not belong to the model type in the config, otherwise None."""
     from portable.converters.names.known_words import find_foreign_name
 
     if to not in ("safetensors", "torch") or ADAPTER_CONFIG in plan.names:

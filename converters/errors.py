@@ -17,15 +17,15 @@ _MAX_SHOWN = 2000
 
 
 def to_printable(text: object) -> str:
-    """Convert a text to one line without control characters.
+    """Convert a value to one line without control characters.
 
     Names in files are untrusted, so error messages pass them through this function.
 
     Args:
-        text: Text, or an object such as a path.
+        text: String, or an object such as a path, which is formatted with `str`.
 
     Returns:
-        The line, which is truncated if it is very long.
+        The line. Truncated if it is very long.
     """
     line = " ".join(str(text).split())
     if len(line) > _MAX_SHOWN:
@@ -43,13 +43,13 @@ class CheckpointError(Exception):
 
 
 class CommandError(CheckpointError):
-    """Error that the user corrects in the command: in an option, SRC or OUT."""
+    """Error that the user can correct on the command line: in an option, SRC, or OUT."""
 
     exit_code = 2
 
 
 class OptimizerStateError(CheckpointError):
-    """The optimizer state cannot be read, but the weights can be.
+    """Error for an optimizer state that cannot be read although the weights can be read.
 
     The only argument of the exception is the reason.
     """
@@ -66,6 +66,8 @@ class OptimizerStateError(CheckpointError):
 @contextmanager
 def prefix_checkpoint_errors(prefix: object) -> Iterator[None]:
     """Add a prefix to the message of each `CheckpointError` that is raised within this context.
+
+    The exception keeps its type.
 
     Args:
         prefix: Path or option that caused the error.
@@ -121,10 +123,10 @@ _SECRET_NAME = re.compile(
 
 
 def redact_credentials(text: str) -> str:
-    """Replace credentials by ``***``.
+    """Replace credentials in a string by ``***``.
 
-    Credentials are recognized in URLs, by the name of a parameter, by their first letters, and by the values
-    of environment variables.
+    Credentials are recognized in URLs, by the name of a parameter, by their prefix, and by the values of
+    environment variables.
     """
     text = _URL_USERINFO.sub(r"\g<scheme>***@", text)
     text = _URL_QUERY.sub(r"\g<url>?***", text)
@@ -137,7 +139,7 @@ def redact_credentials(text: str) -> str:
 
 
 def _list_secret_values() -> list[str]:
-    """Return the values of environment variables to redact, longest first."""
+    """Return the values of environment variables that may be secrets, the longest first."""
     secrets = {
         value
         for name, value in os.environ.items()

@@ -65,7 +65,7 @@ class TensorStatistics:
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add_block(self, block: Array) -> None:
-        """Add the elements of a block of the tensor."""
+        """Update all statistics in place with a block of the tensor."""
         values = _convert_to_float64(block)
         values = np.abs(values) if values.dtype.kind == "c" else values
         finite = values[np.isfinite(values)]
@@ -81,7 +81,7 @@ class TensorStatistics:
             self.mean, self.rms = self._sums[0] / left, sqrt(self._sums[1] / left)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the statistics to JSON values. The extremes are None if no element is finite."""
+        """Convert the statistics to JSON values. The minimum and maximum are None if no element is finite."""
         values = {key: value for key, value in asdict(self).items() if key != "_sums"}
         return {key: None if value in (inf, -inf) else value for key, value in values.items()}
 
@@ -102,7 +102,7 @@ class TensorDifference:
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add_blocks(self, left: Array, right: Array) -> None:
-        """Add the elements of corresponding blocks of both tensors."""
+        """Update the difference in place with corresponding blocks of both tensors."""
         left_values = _convert_to_float64(left)
         with np.errstate(all="ignore"):
             self._sums[1] += float(np.square(np.abs(left_values[np.isfinite(left_values)])).sum())
@@ -204,6 +204,9 @@ def build_inspection(
         checkpoint: Checkpoint to describe.
         tensors: Tensors to list, keyed by name.
         tensor_statistics: Statistics of the tensors, keyed by name. Empty without `--stats`.
+
+    Returns:
+        The description as a dict. `format_inspection` prints it.
     """
     tensor_entries: dict[str, dict[str, Any]] = {
         name: {
@@ -236,7 +239,12 @@ def build_inspection(
 
 
 def _describe_adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Describe the adapter in a checkpoint as JSON values, or return None if there is no adapter."""
+    """Describe the adapter in a checkpoint as JSON values.
+
+    Returns:
+        The type, rank, alpha and base model. A dict with only `error` if the adapter is damaged. None if
+        there is no adapter.
+    """
     try:
         adapter = find_adapter(checkpoint)
     except CheckpointError as error:
@@ -345,7 +353,8 @@ def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
 def _rename_to_common_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """Convert both checkpoints to published names if their names differ.
 
-    If the name rules of one checkpoint are unknown, the rules of the other checkpoint are used.
+    If the name rules of one checkpoint are unknown, the rules of the other checkpoint are used. If both are
+    unknown, the checkpoints are returned unchanged.
     """
     left, right = checkpoints
     if left.tensors.keys() == right.tensors.keys():

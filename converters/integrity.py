@@ -103,7 +103,7 @@ def check_model_complete(
     Args:
         checkpoint: Checkpoint to convert.
         partial: Whether to accept an incomplete model.
-        expert_source: Checkpoint with the values of the experts, see `find_model_problems`.
+        expert_source: Checkpoint with the values of the experts. See `find_model_problems`.
 
     Returns:
         The problems that a conversion repairs. If `partial` is True, all problems.
@@ -186,10 +186,13 @@ def _affects_only_experts(problem: CheckpointProblem) -> bool:
 
 
 def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
-    """Find LoRA factors that are empty, or whose shapes do not fit each other.
+    """Find LoRA factors that are empty, or whose ranks do not match.
 
     Args:
         tensors: Tensors of an adapter, keyed by name.
+
+    Returns:
+        At most one problem. Factors that are not matrices or have no partner are not compared.
     """
     empty = tuple(name for name, tensor in tensors.items() if tensor.numel == 0)
     if empty:
@@ -223,7 +226,7 @@ def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointPr
 
 
 def _find_empty_tensors(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
-    """Find weights and biases without elements."""
+    """Find weights and biases without elements. At most one problem, which lists all of them."""
     empty = tuple(
         name
         for name, tensor in tensors.items()
@@ -287,7 +290,12 @@ def _compare_with_expected_tensors(
 def _rename_shapes_to_live(
     checkpoint: Checkpoint, shapes: Mapping[str, Shape], expected: ExpectedTensors
 ) -> dict[str, Shape] | None:
-    """Return the shapes under the names in memory, or None if the names are of another layout."""
+    """Return the shapes under the names in memory.
+
+    Returns:
+        The shapes, keyed by name. Unknown names are kept. None if the name rules are unknown, if a tensor
+        cannot be rearranged, or if fewer than half of the names belong to the class.
+    """
     rules = find_name_rules(checkpoint)
     if rules is None:
         return None
@@ -329,7 +337,10 @@ def _rename_shapes_to_live(
 
 
 def _is_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
-    """Return whether weights are quantized. A `quantization_config` without quantized tensors is ignored."""
+    """Return whether weights are quantized.
+
+    A stale `quantization_config` without quantized tensors is ignored.
+    """
     quantized = config.get("quantization_config") is not None or any(
         tensor.dtype in QUANTIZED_DTYPES and len(tensor.shape) > 1 for tensor in tensors.values()
     )
@@ -337,7 +348,7 @@ def _is_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> b
 
 
 class _TensorNames:
-    """Set of tensor names that also finds quantized weights, which consist of several tensors."""
+    """Set of tensor names. If the weights are quantized, any tensor of a module counts as its weight."""
 
     def __init__(self, names: Iterable[str], *, is_quantized: bool) -> None:
         self.names = set(names)
@@ -352,15 +363,20 @@ class _TensorNames:
             }
 
     def has_tensor(self, name: str) -> bool:
-        """Return whether a tensor exists, or a tensor of its module if the weights are quantized."""
+        """Return whether a tensor exists.
+
+        If the weights are quantized, another tensor of its module suffices.
+        """
         if name in self.names or name in self.masks:
             return True
         return name.rpartition(".")[0] in self.modules
 
     def has_non_expert_siblings(self, name_pattern: str) -> bool:
-        """Return whether the parent module of a tensor of layers has other tensors.
+        """Return whether the parent module of a tensor has tensors outside of experts.
 
-        A model may have no layer of a kind, such as layers with an MLP in a mixture of experts.
+        True outside of layers.
+
+        Without such tensors, the module is not required: a mixture of experts may have no layer with an MLP.
         """
         parent = name_pattern.rpartition(".")[0].rpartition(".")[0]
         siblings = {name for name in self.masks if name.startswith(f"{parent}.")}
@@ -374,7 +390,11 @@ def _find_missing_layers(
     config: Mapping[str, Any],
     required: Iterable[str],
 ) -> list[CheckpointProblem]:
-    """Find layers that are missing completely, and layers beyond the number in the config."""
+    """Find layers that are missing completely, and layers beyond the number in the config.
+
+    Without a number in the config, only gaps between layers are found. Layers beyond the number are accepted
+    if the model has layers for multi-token prediction.
+    """
     key, depth = layers.depth, collect_integer_settings(config).get(layers.depth or "")
     if depth is None:
         key, depth = _find_tower_depth(stack, config)
@@ -420,7 +440,11 @@ class _TowerDepth(NamedTuple):
 
 
 def _find_tower_depth(stack: str, config: Mapping[str, Any]) -> _TowerDepth:
-    """Find the number of layers of an image or audio encoder in its nested config."""
+    """Find the number of layers of an image or audio encoder in its nested config.
+
+    Returns:
+        The config key and the number. Empty and None if the nested config has no unique depth.
+    """
     for word, part in _ENCODER_CONFIGS:
         nested = config.get(part)
         if word in stack and isinstance(nested, dict) and stack.rpartition(".")[2] in _BLOCK_NAMES:
@@ -440,7 +464,7 @@ def _find_incomplete_layers(
     config: Mapping[str, Any],
     matcher: _TensorNames,
 ) -> list[str]:
-    """Return the missing tensors of layers that are not missing completely."""
+    """Return the names of missing tensors, sorted, for layers that have at least one tensor."""
     depth = collect_integer_settings(config).get(layers.depth or "", 1 << 60)
     missing = []
     mixtures = _find_mixture_modules(layers)
@@ -546,7 +570,12 @@ def _find_wrong_shapes(
     config: Mapping[str, Any],
     expected: ExpectedTensors,
 ) -> list[CheckpointProblem]:
-    """Compare the shapes with the config."""
+    """Compare the shapes with the config.
+
+    Empty if the weights are quantized, because their shapes are packed.
+
+    At most one problem is returned. It lists all tensors with the wrong shape.
+    """
     if _is_quantized(checkpoint.tensors, config):
         return []
     sizes = compute_formula_sizes(config)
@@ -591,7 +620,10 @@ def _find_wrong_shapes(
 
 
 def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
-    """Find missing layers, and single layers that lack tensors of all other layers."""
+    """Find gaps between layers, and single layers that lack tensors of all other layers.
+
+    The rules need no config. They only compare the layers of a stack with each other.
+    """
     problems = []
     for stack, layers in group_names_by_layer(shapes).items():
         if stack.rpartition(".")[2] not in _BLOCK_NAMES or len(layers) < 2:
@@ -627,9 +659,9 @@ def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
 def _find_deviating_shapes(
     shapes: Mapping[str, Shape], layers: Mapping[int, Mapping[str, str]]
 ) -> list[CheckpointProblem]:
-    """Find layers in which one tensor has another shape than in all other layers.
+    """Find layers in which one tensor has a different shape from all other layers.
 
-    Layers of another width differ in several tensors. Only a damage changes one tensor of one layer.
+    Layers of a different width differ in several tensors. Only damage changes one tensor of one layer.
     """
     deviating: dict[int, list[str]] = {}
     for rest in set.intersection(*(set(rests) for rests in layers.values())):
@@ -655,7 +687,7 @@ def _find_deviating_shapes(
 def _find_missing_embeddings(
     shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> list[CheckpointProblem]:
-    """Find a causal language model with one table of words although its config does not tie embeddings."""
+    """Find a causal language model with one embedding matrix although its config does not tie embeddings."""
     words, architecture = (
         collect_integer_settings(config).get("vocab_size", 0),
         get_architecture(config) or "",
@@ -684,7 +716,7 @@ def _find_missing_embeddings(
 
 
 def _replace_expert_numbers(rests: Iterable[str]) -> set[str]:
-    """Replace the number of the expert in each tensor name by `*`."""
+    """Replace the expert index in each tensor name by `*`."""
     return {
         f"{match['module']}.*.{match['rest']}" if (match := _EXPERT_NAME.fullmatch(rest)) else rest
         for rest in rests
@@ -749,7 +781,15 @@ def _find_expert_problems(
 
 
 def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int]:
-    """Return the numbers of experts that a config allows. Empty if the config does not contain any."""
+    """Return the numbers of experts per layer that a config allows.
+
+    Args:
+        config: Content of the `config.json`.
+        least: Smallest number to include.
+
+    Returns:
+        The numbers. Empty if the config does not contain any.
+    """
     counts: set[int] = set()
     parts: list[Any] = [config]
     while parts:
@@ -773,7 +813,11 @@ def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int
 def _group_expert_weights(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> dict[tuple[str, str], list[_ExpertWeight]]:
-    """Return the weights of the experts of each layer that may be compared with each other."""
+    """Group the expert weights of each layer that may be compared with each other.
+
+    Returns:
+        The weights, keyed by experts module and name inside an expert. The name is empty for stacked experts.
+    """
     unused = config.get(_ZERO_EXPERTS)
     groups: dict[tuple[str, str], list[_ExpertWeight]] = {}
     for name, tensor in tensors.items():
@@ -793,7 +837,7 @@ def _group_expert_weights(
 
 
 def _read_samples(weights: Sequence[_ExpertWeight]) -> dict[_ExpertWeight, Array]:
-    """Read the samples of weights in an object store with several connections."""
+    """Read a sample of each weight in an object store, with several connections in parallel."""
     from concurrent.futures import ThreadPoolExecutor  # not at the top, because the import is slow
 
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
@@ -803,7 +847,10 @@ def _read_samples(weights: Sequence[_ExpertWeight]) -> dict[_ExpertWeight, Array
 def _find_zero_or_equal_experts(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], *, is_remote: bool
 ) -> list[CheckpointProblem]:
-    """Find experts whose weights are zero, or equal to the weights of another expert of the layer."""
+    """Find experts whose weights are zero, or equal to the weights of another expert of the layer.
+
+    Reads tensor data.
+    """
     groups = _group_expert_weights(tensors, config)
     samples: dict[_ExpertWeight, Array] = {}
     if is_remote:
@@ -859,7 +906,7 @@ class _ExpertWeight:
     Attributes:
         name: Name in messages.
         tensor: Tensor with the weight.
-        index: Index along dimension 0, or None if the tensor is only of this expert.
+        index: Index along dimension 0, or None if the tensor belongs only to this expert.
     """
 
     name: str
@@ -889,11 +936,14 @@ class _ExpertWeight:
         return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
 
     def is_zero(self) -> bool:
-        """Return whether all elements are zero; stops at the first other element."""
+        """Return whether all elements are zero. Stops reading at the first nonzero element."""
         return not any((self._read_rows(rows) != 0).any() for rows in self._list_row_blocks())
 
     def has_same_bytes(self, other: _ExpertWeight) -> bool:
-        """Return whether another weight has the same bytes; stops at the first difference."""
+        """Return whether another weight has the same dtype, shape, and bytes.
+
+        Stops reading at the first difference.
+        """
         if self._shape != other._shape or self.tensor.dtype != other.tensor.dtype:
             return False
         return all(

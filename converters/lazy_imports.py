@@ -38,7 +38,7 @@ def build_lazy_getattr(package: str) -> Callable[[str], Any]:
 
 @cache
 def _find_modules_of_names(package: str) -> dict[str, str]:
-    """Return the module of each name that the source of a package imports."""
+    """Parse the source of a package, and return the module that each name is imported from. Cached."""
     import ast  # not at the top, because only the first use of a name needs it
 
     loader: Any = sys.modules[package].__loader__  # also reads the source of a package in a zip archive
@@ -55,7 +55,7 @@ class DeferredModule(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Import the module and return its attribute."""
+        """Import the module, and return and store one of its attributes."""
         # Store the attribute, so that later reads of it do not call this method.
         value = self.__dict__[name] = getattr(import_module(self.__name__), name)
         return value

@@ -1,14 +1,14 @@
-"""Upper limits of the numbers and sizes in the files of a checkpoint, far above the values of real files.
+"""Upper limits of the counts and sizes in the files of a checkpoint, far above the values of real files.
 
-Files are untrusted. Without these limits, a small file could declare numbers that make a reader use all
-memory or run for hours. Other modules define the limits that depend on the size of a file, and the limits of
-a format, such as the number of dimensions in torch.
+Files are untrusted. Without these limits, a small file could declare counts that make a reader use all memory
+or run for hours. Limits that depend on the size of a file, and limits of a format, such as the number of
+dimensions in torch, are defined in other modules.
 """
 
 from __future__ import annotations
 
 MAX_COUNT = 1 << 20
-"""Number of ranks or rows, size of a model's dimension, rank of an adapter, or a block size in KiB."""
+"""Number of ranks or rows, size of a model dimension, rank of an adapter, or block size in KiB."""
 MAX_LAYERS = 1 << 17
 """Number of layers of a model."""
 MAX_EXPERTS = 1 << 16
@@ -28,10 +28,13 @@ MAX_DEPTH = 200
 MAX_PATH = 64
 """Number of nested keys from which a key of a DCP state dict was flattened."""
 MAX_CONTAINER_DEPTH = 16
-"""Number of containers around a state dict in the checkpoint of another program."""
+"""Number of containers around a state dict in a checkpoint written by another program."""
 
 MAX_INT_BYTES = 32
-"""Size of an integer in a pickle in bytes. No size, step or seed is longer, and long integers are slow."""
+"""Size of an integer in a pickle in bytes.
+
+Real sizes, steps, and seeds are shorter, and long integers are slow.
+"""
 MAX_KEY = 1 << 60
 """Absolute value of an integer that is a dict key in a pickle.
 
@@ -39,9 +42,9 @@ Python does not randomize the hashes of numbers, so larger integers can be chose
 of n colliding keys takes n * n comparisons.
 """
 MAX_TUPLE_KEYS = 10_000
-"""Number of dict keys in a pickle that are tuples, which can be chosen to collide as well."""
+"""Number of dict keys in a pickle that are tuples. Like integers, tuples can be chosen to collide."""
 MAX_KEY_IN_PATH = 1 << 31
-"""Absolute value of an integer key on the path to a state dict in the checkpoint of another program."""
+"""Absolute value of an integer key on the path to a state dict in a checkpoint written by another program."""
 
 MAX_GROUP_VALUES = 10_000_000
 """Number of values in the parameter groups of an optimizer."""
@@ -50,7 +53,7 @@ MAX_GROUP_TENSOR = 16
 MAX_SETTINGS = 50_000_000
 """Number of values in the settings that a DeepSpeed checkpoint with tensor parallelism contains."""
 MAX_VALUES = 5_000_000
-"""Number of values that are searched for state dicts in the checkpoint of another program."""
+"""Number of values that are searched for state dicts in a checkpoint written by another program."""
 MAX_OPTIMIZERS = 64
 """Number of optimizers in a checkpoint."""
 MAX_STATES = 100_000
@@ -59,9 +62,9 @@ MAX_TIED_PAIRS = 1000
 """Number of pairs of names that may be tied."""
 
 MAX_ORDER_WORK = 10_000_000
-"""Number of comparisons of shapes with orders of parameters, which take a few seconds."""
+"""Number of shape comparisons while parameter orders are matched. They take a few seconds."""
 MAX_FLAT_WORK = 2_000_000
-"""Number of comparisons of pieces with flat parameters, which take a few seconds."""
+"""Number of comparisons of pieces with flat parameters. They take a few seconds."""
 
 MAX_HEADER = 100_000_000
 """Size of the header of a safetensors file in bytes. The library safetensors has the same limit."""

@@ -259,7 +259,11 @@ def _build_renamed_checkpoint(
 def _rearrange_optimizer_state(
     optimizer: OptimizerState, arrangements: Mapping[str, Arrangement], tensors: Mapping[str, Tensor]
 ) -> OptimizerState:
-    """Rearrange the optimizer state in the same way as the parameters."""
+    """Rearrange the optimizer state in the same way as the parameters. The state stays lazy.
+
+    Raises:
+        OptimizerStateError: If a parameter consists of several source parameters, and only some have a state.
+    """
     new_names: dict[str, list[str]] = {}
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
     for name, values in arrangements.items():

@@ -170,7 +170,10 @@ def _validate_inside(root: AnyPath, step: AnyPath) -> AnyPath:
 
 
 def _is_finished_write(path: AnyPath) -> bool:
-    """Return whether a path is not marked as being written, in an object store or in a copy of one."""
+    """Return whether a path has no marker of an incomplete write.
+
+    Only object stores and copies of them have markers.
+    """
     return not is_incomplete_folder(path.parent if path.is_file() else path)
 
 
@@ -189,9 +192,12 @@ class _StepFolder(NamedTuple):
 
 
 def _list_step_folders(root: AnyPath) -> list[_StepFolder]:
-    """List the step folders of a run, newest first.
+    """List the step folders of a run, newest first. Folders that cannot be listed are ignored.
 
     The folders are in `root`, or in its subfolder `checkpoints/` (torchtitan: `checkpoint/`).
+
+    Raises:
+        LinkError: If a symlink points outside the run folder.
     """
     steps = []
     for folder in (root / "checkpoints", root / "checkpoint", root):

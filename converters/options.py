@@ -19,7 +19,7 @@ DTYPES: dict[str, str | None] = {
     "q4_0": "Q4_0",
     "mxfp4": "MXFP4",
 }
-# Values of --quantize, see portable.converters.quantization.quantize.
+# Values of --quantize. See portable.converters.quantization.quantize.
 QUANTIZATION_FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")
 # Maximum ratio of the size of the output to the size of the source, unless --expand is given. A cast to a
 # wider dtype multiplies the size by up to four.
@@ -33,7 +33,7 @@ WRITERS = {
     "deepspeed-universal": "portable.converters.writers.universal_writer:plan_universal",
     "gguf": "portable.converters.writers.gguf_writer:plan_gguf",
 }
-# Values of --names, see portable.converters.naming.
+# Values of --names. See portable.converters.naming.
 NAME_KINDS = ("published", "live")
 # Formats that have published tensor names by default. The programs that read the other formats use the names
 # of the model in memory.
@@ -45,7 +45,7 @@ VERL_CONFIG = "lora_train_meta.json"
 
 
 def is_unset(value: object) -> bool:
-    """Return whether a setting of another program is null, false, or empty.
+    """Return whether a setting written by another program is None, False, or empty.
 
     Programs write settings that a later release added, although they have no effect, so an unknown setting
     with such a value is not an error.

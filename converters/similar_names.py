@@ -1,4 +1,4 @@
-"""Suggestions for misspelled names of keys, words, files, and tensors in error messages."""
+"""Suggestions for misspelled keys, values, file names, and tensor names in error messages."""
 
 from __future__ import annotations
 

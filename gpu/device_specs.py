@@ -135,13 +135,16 @@ def list_gpus() -> list[Device]:
 
 
 def _look_up_by_prefix(table: dict[str, Value], name: str) -> Value | None:
-    """Return the value of the longest key that the name of a GPU starts with, or None."""
+    """Return the value of the longest key that is a prefix of a GPU name. None if there is no such key."""
     keys = sorted(filter(name.startswith, table), key=len)
     return table[keys[-1]] if keys else None
 
 
 def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
-    """List the peak FLOP/s per precision of a GPU by its name in the planner, such as ``a100-80``."""
+    """List the peak FLOP/s per precision of a GPU by its name in the planner, such as ``a100-80``.
+
+    Empty if unknown.
+    """
     for card, half, tf32 in GPU_PEAK_TERAFLOPS:
         key = card.lower().removeprefix("rtx ").replace(" ", "-")
         if name == key or name.startswith(f"{key}-"):

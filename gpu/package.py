@@ -37,7 +37,11 @@ class CudaPackage(TorchPackage):
         return torch.cuda.device_count()
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise UserError unless this machine has a GPU for each of its ranks."""
+        """Check that this machine has a GPU for each of its ranks.
+
+        Raises:
+            UserError: If it has fewer GPUs, or none.
+        """
         from portable.gpu.device_specs import NO_GPU_MESSAGE
 
         if ranks > (devices := self.count_local_ranks()):

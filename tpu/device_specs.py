@@ -24,7 +24,7 @@ class TpuGeneration:
             a megacore.
         chips_per_slice: Number of chips of the largest slice.
         reached_mfu: Range of the model FLOPs utilization that published runs reached on a chip.
-        link_bytes_per_second: Bytes per second that a chip sends in one direction on all its links; None if
+        link_bytes_per_second: Bytes per second that a chip sends in one direction on all its links. None if
             unknown.
     """
 
@@ -111,7 +111,7 @@ def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None
     """Return the dense peak FLOP/s of one device of the runtime, or None if unknown.
 
     Args:
-        accelerator_type: Accelerator type from :func:`detect_accelerator_type`; None if unknown.
+        accelerator_type: Accelerator type from :func:`detect_accelerator_type`. None if unknown.
         precision: ``bf16``, or ``fp32``, whose products take six bf16 passes at the highest precision.
     """
     generation = None if accelerator_type is None else find_tpu_generation(accelerator_type)

@@ -68,7 +68,10 @@ class AdapterModule:
     tensors: Mapping[tuple[str, str], Tensor]
 
     def find_tensor(self, kind: str) -> Tensor | None:
-        """Return the tensor of a kind, a module's weight or a bare parameter; None if there is none."""
+        """Find the tensor of a kind. The module's `weight` precedes a bare parameter.
+
+        None if there is none.
+        """
         return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
 
     def get_lora_pair(self) -> LoraPair | None:
@@ -157,7 +160,7 @@ class StoredAdapter:
 
     @property
     def base_fingerprint(self) -> str | None:
-        """Fingerprint of the weights that the adapter was trained on, or None if it is not recorded."""
+        """Fingerprint of the weights that the adapter was trained on. None if it is not recorded."""
         metadata = self.checkpoint.metadata
         state, header = metadata.get("trainer_state"), metadata.get("header")
         saved_metadata = state.get("metadata") if isinstance(state, dict) else None

@@ -172,20 +172,20 @@ class BaseChanges:
         return self.base_checkpoint.tensors[self.ties.get(name, name)].shape
 
     def get_new_row_count(self, name: str) -> int | None:
-        """Return the new number of rows of a tensor, or None if the adapter does not change the number."""
+        """Return the new number of rows of a tensor. None if the adapter does not change the number."""
         source = self.changes.get(name, TensorChange()).source
         rows = None if source is None else source.shape[0]
         return rows if rows != self.get_base_shape(name)[0] else None
 
     def is_replaced(self, name: str) -> bool:
-        """Return whether the adapter contains the complete tensor."""
+        """Return whether the adapter contains the complete tensor as a replacement."""
         source = self.changes.get(name, TensorChange()).source
         return source is not None and any(source is tensor for tensor in self.adapter.replacements.values())
 
     def build_shape_error(
         self, live_name: str, base_shape: Sequence[int], *adapter_tensors: Tensor
     ) -> CheckpointError:
-        """Build the error for tensors of the adapter that do not fit the shape of a parameter."""
+        """Build (but do not raise) the error for adapter tensors that do not fit the shape of a parameter."""
         shapes = " and ".join(str(list(tensor.shape)) for tensor in adapter_tensors)
         return CheckpointError(
             f"{self.base_checkpoint.root}: {live_name!r} has shape {list(base_shape)}, which {shapes} in "
@@ -196,7 +196,7 @@ class BaseChanges:
         """Return the change of a tensor, after adding an empty change if there is none.
 
         Raises:
-            CheckpointError: If an earlier change has another number of row dimensions.
+            CheckpointError: If a previous change has a different number of row dimensions.
         """
         change = self.changes.setdefault(name, TensorChange(num_row_dims))
         if change.num_row_dims != num_row_dims:
@@ -204,7 +204,10 @@ class BaseChanges:
         return change
 
     def has_inputs_first(self, live_name: str) -> bool:
-        """Return whether a square weight has its inputs as rows."""
+        """Return whether a square weight has its inputs as rows.
+
+        The model type decides. Without a model type, `fan_in_fan_out` of the adapter decides.
+        """
         kind = self.base_config.get("model_type")
         leaf = live_name.removesuffix(".weight").rpartition(".")[2]
         if isinstance(kind, str):
@@ -230,8 +233,8 @@ class BaseChanges:
 
         Args:
             parameter: Location of the parameter.
-            num_row_dims: Number of leading dimensions that are flattened to rows; 0 to choose 2 for a stack
-                of experts and 1 otherwise.
+            num_row_dims: Number of leading dimensions that are flattened to rows. 0 chooses 2 for a stack of
+                experts and 1 otherwise.
         """
         for region in parameter.regions:
             is_stack = (
@@ -242,7 +245,9 @@ class BaseChanges:
             yield ChangedRegion(change, region, region.stop_row - region.start_row)
 
     def add_zero_bias_edit(self, module: str) -> None:
-        """Set the bias of a module to zero, if the base model has one.
+        """Add an edit that sets the bias of a module to zero.
+
+        Does nothing if the base model has no such bias.
 
         peft's head has no bias if it has trained tokens or is tied to a saved embedding.
         """
@@ -305,7 +310,7 @@ class BaseChanges:
     def _has_same_changes(self, alias: str, owner: str) -> bool:
         """Return whether an alias and its owner change in the same way.
 
-        A resized owner also resizes the alias.
+        A resized owner also resizes the alias: an alias without a new source gets the owner's.
         """
         owner_change = self.changes.get(owner, TensorChange())
         resized = (
@@ -317,10 +322,10 @@ class BaseChanges:
         return self.changes.get(alias, TensorChange()).has_same_effect(owner_change)
 
     def build_merged_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Build the merged tensor of a name in the files, which is computed when it is read.
+        """Build the merged tensor of a name in the files. It is computed when it is read.
 
         Raises:
-            CheckpointError: If the tensor is quantized or has another shape than its replacement.
+            CheckpointError: If the tensor is quantized or its shape differs from its replacement.
         """
         change = self.changes.get(name)
         if change is None:

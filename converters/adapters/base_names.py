@@ -150,7 +150,8 @@ class BaseNameLookup:
     def _uncomputed_parameters(self) -> Iterator[_LiveParameters]:
         """Generator of the parameters for the classes that were not needed before."""
         for rules in iter_possible_rules(self._config):
-            # If the base has names in memory, convert them to published names, which the adapter may have.
+            # If the base has names in memory, convert them to published names, because the adapter may have
+            # published names.
             if are_memory_names(self._shapes, rules):
                 yield _LiveParameters(arrange_for_files(self._shapes, rules), {}, rules.base)
                 continue
@@ -186,7 +187,7 @@ class BaseNameLookup:
             CheckpointError: If the files store the elements of a row in a different order.
         """
         source_shape = self._shapes.get(tile.source, ())
-        # Number of dimensions that are flattened to rows, see `RowRegion`.
+        # Number of dimensions that are flattened to rows. See `RowRegion`.
         row_dims = 2 if len(shape) == 3 else 1
         source_row_dims = 2 if len(source_shape) == 3 else 1
         has_same_rows = (
@@ -234,5 +235,5 @@ class BaseNameLookup:
 
 
 def _count_rows(shape: Sequence[int]) -> int:
-    """Count the rows of a parameter, see `RowRegion`."""
+    """Count the rows of a parameter: of all matrices of a stack, otherwise along dim 0. See `RowRegion`."""
     return prod(shape[:-1]) if len(shape) == 3 else shape[0] if shape else 1

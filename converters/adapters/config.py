@@ -77,7 +77,7 @@ class StoredAdapterConfig:
         fan_in_fan_out: Whether the weights have inputs as rows.
         target_parameters: Parameters that have LoRA factors.
         token_indices: Trained token ids, keyed by module; the key `""` means the input embedding.
-        feedforward_modules: Modules whose inputs (IA)^3 scales, as names or one regular expression; None if
+        feedforward_modules: Modules whose inputs (IA)^3 scales, as names or one regular expression. None if
             the file does not list them.
         ties_weights: Whether tied tables share their factors (`ensure_weight_tying`).
         values: Content of the file.
@@ -109,7 +109,7 @@ class StoredAdapterConfig:
 
     @property
     def peft_version(self) -> tuple[int, int] | None:
-        """Major and minor version of peft that wrote the adapter, or None if it is not known."""
+        """Major and minor version of peft that wrote the adapter. None if it is not known."""
         version = self.values.get("peft_version")
         match = (
             re.match(r"(\d{1,4})\.(\d{1,4})(?:\.\d{1,6})?(\.dev)?", version)
@@ -152,7 +152,8 @@ class StoredAdapterConfig:
     def is_feedforward(self, module: str) -> bool | None:
         """Return whether (IA)^3 scales the inputs of a module instead of its outputs.
 
-        Returns None if the file does not list such modules.
+        Returns:
+            True or False, or None if the file does not list such modules.
         """
         if self.feedforward_modules is None:
             return None
@@ -162,7 +163,7 @@ class StoredAdapterConfig:
         return any(module == name or module.endswith("." + name) for name in self.feedforward_modules)
 
     def _find_pattern_key(self, values_by_pattern: Mapping[str, Any], name: str) -> str:
-        """Return the first pattern that matches the end of `name`, or `name` itself if none does."""
+        """Return the first pattern that matches the end of `name`, or `name` itself if no pattern matches."""
         with self._prefix_pattern_errors(
             "rank_pattern" if values_by_pattern is self.rank_pattern else "alpha_pattern"
         ):
@@ -263,7 +264,7 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
 class _ConfigReader:
     """Typed access to the settings of one file.
 
-    Each method raises CheckpointError if a value has another type.
+    Each method raises CheckpointError if a value does not have the expected type.
 
     Args:
         path: Path of the file, used in error messages.
@@ -293,7 +294,7 @@ class _ConfigReader:
         return bool(value)
 
     def read_number(self, key: str, value: Any, *, integer_only: bool = False) -> float:
-        """Check and return a number.
+        """Return a number after checking its type and range.
 
         Args:
             key: Name of the setting, used in error messages.
@@ -306,7 +307,10 @@ class _ConfigReader:
         return float(value)
 
     def read_names(self, key: str) -> tuple[str, ...]:
-        """Return a list of names, which may also be a single name; an empty tuple if it is not set."""
+        """Return a list of names as a tuple.
+
+        A single name becomes a tuple of one, and a missing setting is empty.
+        """
         value = self.values.get(key)
         value = [value] if isinstance(value, str) else value if value is not None else []
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -314,14 +318,14 @@ class _ConfigReader:
         return tuple(value)
 
     def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
-        """Return a list of names, or a string that is a regular expression; None if it is not set."""
+        """Return a tuple of names, or a regular expression as a string. None if the setting is not set."""
         value = self.values.get(key)
         if value is None:
             return None
         return self.validate_pattern(key, value) if isinstance(value, str) else self.read_names(key)
 
     def validate_pattern(self, key: str, text: str) -> str:
-        """Check that a text is a regular expression, and return it."""
+        """Return a string after checking that it is a regular expression."""
         try:
             self.matcher.check_pattern(_anchor_pattern_at_end(text))
         except PatternError:
@@ -329,7 +333,7 @@ class _ConfigReader:
         return text
 
     def read_patterns(self, key: str, *, integer_only: bool = False) -> dict[str, float]:
-        """Return a table of numbers, keyed by regular expressions."""
+        """Return numbers, keyed by regular expressions. Empty if the setting is not set."""
         value = self.values.get(key)
         if value is None:
             return {}
@@ -343,7 +347,7 @@ class _ConfigReader:
         }
 
     def read_indices(self, key: str, value: Any) -> tuple[int, ...]:
-        """Check and return a list of distinct token ids."""
+        """Return distinct token ids as a tuple, after checking them."""
         if not isinstance(value, list) or not all(
             type(index) is int and 0 <= index < 1 << 40 for index in value
         ):
@@ -353,7 +357,10 @@ class _ConfigReader:
         return tuple(value)
 
     def read_token_indices(self, key: str) -> dict[str, tuple[int, ...]]:
-        """Return the trained token ids, keyed by module; the key `""` means the input embedding."""
+        """Return the trained token ids, keyed by module. The key `""` means the input embedding.
+
+        Empty if not set.
+        """
         value = self.values.get(key)
         if value is None:
             return {}

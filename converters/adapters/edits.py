@@ -2,7 +2,7 @@
 
 A weight is handled as a matrix of rows. A stack of experts consists of the rows of all its matrices. A
 convolution has one row for each output channel. Each edit has a method `apply(block, first_row)`, which
-changes a block of rows in place. `first_row` is the number of the block's first row in the tensor.
+changes a block of rows in place. `first_row` is the index of the block's first row in the tensor.
 
 Source: `get_delta_weight` in peft/tuners/lora/layer.py, the merging of DoRA in peft/tuners/lora/variants.py,
 peft/tuners/ia3/layer.py, peft/tuners/trainable_tokens/layer.py.
@@ -36,7 +36,10 @@ _products = local()
 
 
 def _get_product_buffer(count: int) -> Array:
-    """Return this thread's buffer of at least `count` float32 elements, with arbitrary content."""
+    """Return this thread's buffer of at least `count` float32 elements, with arbitrary content.
+
+    Grows if needed.
+    """
     buffer: Array | None = getattr(_products, "buffer", None)
     if buffer is None or buffer.size < count:
         buffer = _products.buffer = np.empty(count, np.float32)
@@ -94,7 +97,7 @@ def _find_row_overlap(block: Array, block_start: int, first_row: int, num_rows: 
 
     Args:
         block: Block of rows.
-        block_start: Number of the block's first row in the tensor.
+        block_start: Index of the block's first row in the tensor.
         first_row: First row that the edit changes.
         num_rows: Number of rows that the edit changes.
     """
@@ -113,8 +116,8 @@ class LowRankEdit:
         first_row: First row to change.
         first_product_row: Row of the product that is added to `first_row`.
         num_rows: Number of rows.
-        load_magnitude: Function that returns DoRA's magnitudes, to which each row is scaled afterward; None
-            without DoRA.
+        load_magnitude: Function that returns DoRA's magnitudes. Each row is then scaled to its magnitude.
+            None if DoRA is not used.
     """
 
     load_factors: Callable[[], LoraFactors]
@@ -124,7 +127,10 @@ class LowRankEdit:
     load_magnitude: Callable[[], Array] | None = None
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Add the product to the rows of a block, in place."""
+        """Add the product to the rows of a block in place, and scale them to DoRA's magnitudes.
+
+        Other rows are unchanged.
+        """
         overlap = _find_row_overlap(block, first_row, self.first_row, self.num_rows)
         if overlap is None:
             return
@@ -145,8 +151,8 @@ class ColumnMagnitudeEdit:
 
     Attributes:
         load_magnitude: Function that returns the magnitudes.
-        build_unscaled: Function that builds the weight before this edit. The weight is a matrix, which is
-            read once.
+        build_unscaled: Function that builds the weight before this edit. The weight is a matrix and is read
+            once.
     """
 
     load_magnitude: Callable[[], Array]
@@ -205,7 +211,7 @@ class ScaleEdit:
 
 @dataclass
 class AddVectorEdit:
-    """Edit that adds a scaled vector to a bias, which is a tensor of one row.
+    """Edit that adds a scaled vector to a bias. A bias is a tensor of one row.
 
     Attributes:
         load_vector: Function that returns the vector.

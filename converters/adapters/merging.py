@@ -72,7 +72,7 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
 
     Raises:
         CheckpointError: If this type of adapter cannot be merged, or if the adapter was already merged or
-            belongs to another base model.
+            belongs to a different base model.
     """
     check_mergeable_settings(adapter)
     changes = BaseChanges(adapter, base, dtype)
@@ -112,14 +112,14 @@ def check_mergeable_into(adapter: StoredAdapter, base: Checkpoint) -> None:
         base: Base model.
 
     Raises:
-        CheckpointError: If the adapter cannot be merged into the base model, see `merge`.
+        CheckpointError: If the adapter cannot be merged into the base model. See `merge`.
     """
     check_mergeable_settings(adapter)
     _collect_changes(BaseChanges(adapter, base, "keep"))
 
 
 def _collect_changes(changes: BaseChanges) -> None:
-    """Add the changes of the adapter to `changes`, for all tensors."""
+    """Add all changes of the adapter to `changes`, in place."""
     if changes.adapter_config.type == "IA3":
         for module in changes.adapter.modules:
             _add_ia3_edits(changes, module)
@@ -187,7 +187,10 @@ def _check_base_model(changes: BaseChanges) -> None:
 
 
 def _read_merge_records(base: Checkpoint) -> list[dict[str, Any]]:
-    """Read the records of the adapters that were merged into the base model earlier."""
+    """Read the records of adapters that were previously merged into the base model.
+
+    Empty if there are none.
+    """
     records = read_json_object_or_empty(base.companions.get(MERGED_ADAPTERS_FILE)).get("merged")
     return [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
 
@@ -281,7 +284,11 @@ def _load_token_matrix(changes: BaseChanges, tensor: Tensor) -> Array:
 
 
 def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
-    """Add the edits of an (IA)^3 vector, which scales the inputs or the outputs of a linear layer."""
+    """Add the edits of an (IA)^3 vector. The vector scales the inputs or the outputs of a linear layer.
+
+    Raises:
+        CheckpointError: If the vector does not fit a linear layer of the base model.
+    """
     values = module.find_tensor("ia3_l")
     if values is None or len(values.shape) != 2:
         raise CheckpointError(
@@ -312,7 +319,10 @@ def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
 def _add_replacement(changes: BaseChanges, module: str, leaf: str, tensor: Tensor) -> None:
     """Replace a tensor of the base model by a tensor of the adapter, or add it if the base model lacks it.
 
-    A replaced embedding or head may have another number of rows.
+    A replaced embedding or head may have a different number of rows, which changes `vocab_size`.
+
+    Raises:
+        CheckpointError: If the shapes do not fit, or if the base model lacks a module that it must have.
     """
     live = f"{module}.{leaf}" if module else leaf
     with prefix_checkpoint_errors(changes.base_checkpoint.root):
@@ -426,7 +436,11 @@ class _LoraEditBuilder:
             self._add_parameter_edits(path, modules)
 
     def _add_module_edits(self, module: AdapterModule, pair: LoraPair) -> None:
-        """Add the edits of one linear layer, embedding or convolution."""
+        """Add the edits of one linear layer, embedding or convolution.
+
+        Raises:
+            CheckpointError: If the factors do not fit the weight.
+        """
         down, up, embedding = pair
         live = f"{module.path}.weight"
         parameter = self.changes.locate_parameter(live)
@@ -508,7 +522,7 @@ class _LoraEditBuilder:
     def _find_stack_orientation(
         self, path: str, leaf: str, parameter: ParameterLocation, pair: LoraPair
     ) -> bool | None:
-        """Return whether the factors have the parameter's inputs as rows, or None if they do not fit."""
+        """Return whether the factors have the parameter's inputs as rows. None if they do not fit."""
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
         if (
@@ -569,7 +583,7 @@ class _LoraEditBuilder:
             down: `lora_A`, with the ranks of all experts along dim 0.
             up: `lora_B`, whose columns alternate between the experts.
             scaling: Factor of the product.
-            num_experts: Number of experts in the stack; 1 for a plain layer.
+            num_experts: Number of experts in the stack. 1 for a plain layer.
             expert: Index of the expert.
             transposed: Whether the weight has inputs as rows.
         """

@@ -31,7 +31,7 @@ class PatternError(ValueError):
 
 
 class PatternMatcher:
-    """Matcher of the patterns of one file, which share a time limit."""
+    """Matcher of the patterns of one file. The patterns share a time limit."""
 
     def __init__(self) -> None:
         self._remaining_seconds = _TIMEOUT_SECONDS

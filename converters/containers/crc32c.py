@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli), which zlib lacks, computed in NumPy for many parts of the data at the same time."""
+"""CRC-32C (Castagnoli) in NumPy, computed for many parts of the data in parallel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 @cache
 def _build_byte_table_list() -> list[int]:
-    """Return the CRC of each byte value as a list, which is faster to index than an array."""
+    """Return the CRC of each byte value as a list, because a list is faster to index than an array."""
     listed: list[int] = _build_byte_table().tolist()
     return listed
 

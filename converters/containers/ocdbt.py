@@ -73,7 +73,7 @@ class _DataFileName(NamedTuple):
     """Name of a data file.
 
     Attributes:
-        base: Start of `name`, which is also the start of the names in nodes of this file.
+        base: Start of `name`. Names in nodes of this file begin with it.
         name: Path of the file in the folder of the database.
     """
 
@@ -124,7 +124,11 @@ def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
 
 
 def _read_newest_root(fields: _FieldReader) -> _Root:
-    """Read the root of the newest version from the manifest."""
+    """Read the root of the newest version from the manifest.
+
+    Raises:
+        CheckpointError: If the database is empty, damaged, or has numbered manifests.
+    """
     fields.read_bytes(16)  # UUID of the database
     if fields.read_varint() != 0:
         raise CheckpointError(
@@ -256,7 +260,7 @@ def _read_checked_body(
         offset: Offset in the file, in bytes.
         length: Size in bytes.
         magic: Expected magic number, `_MANIFEST_MAGIC` or `_NODE_MAGIC`.
-        cost: Memory cost of the complete tree, which is updated.
+        cost: Memory cost of the complete tree. Updated in place.
 
     Raises:
         CheckpointError: If the manifest or the node is damaged or too large.
@@ -286,7 +290,11 @@ def _read_checked_body(
 
 
 def _decompress(data: bytes, location: str) -> bytes:
-    """Decompress zstd data of at most `MAX_NODE` bytes."""
+    """Decompress zstd data of at most `MAX_NODE` bytes.
+
+    Raises:
+        CheckpointError: If the data is damaged or larger.
+    """
     import pyarrow  # Imported here because the import is slow.
 
     try:
@@ -312,7 +320,7 @@ class _MemoryCost:
 
 
 class _FieldReader:
-    """Reader for the fields of a manifest or a node, which must be read in order.
+    """Reader for the fields of a manifest or a node. Fields must be read in order.
 
     Args:
         data: Decompressed bytes of the manifest or the node.
@@ -356,7 +364,11 @@ class _FieldReader:
         return count
 
     def read_bytes(self, count: int) -> bytes:
-        """Read the next `count` bytes."""
+        """Read the next `count` bytes.
+
+        Raises:
+            CheckpointError: If fewer bytes remain.
+        """
         if count > len(self.data) - self.position:
             raise self.build_damage_error("the OCDBT tree ends early")
         self.position += count
@@ -396,13 +408,21 @@ class _FieldReader:
         return numbers
 
     def select_data_file(self, names: Sequence[_DataFileName], index: int) -> _DataFileName:
-        """Return the data file with an index in the table of data files."""
+        """Return the data file with an index in the table of data files.
+
+        Raises:
+            CheckpointError: If the index is too large.
+        """
         if index >= len(names):
             raise self.build_damage_error(f"names data file {index}, of {len(names)}")
         return names[index]
 
     def check_fully_read(self) -> None:
-        """Raise an error if there are bytes after the last field."""
+        """Check that there are no bytes after the last field.
+
+        Raises:
+            CheckpointError: If there are.
+        """
         if self.position != len(self.data):
             raise self.build_damage_error(
                 f"a node has {len(self.data) - self.position:,} bytes more than its entries"

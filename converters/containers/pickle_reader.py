@@ -163,7 +163,11 @@ class _PickleMachine:
         self.tuple_keys = MAX_TUPLE_KEYS
 
     def call_standin(self, replacement: Any, args: Any) -> Any:
-        """Call a stand-in. The lengths of its arguments count as work, because it may copy them."""
+        """Call a stand-in. The lengths of its arguments count as work, because it may copy them.
+
+        Raises:
+            PickleRefusedError: If the called object is not on the allow-list, or if there is too much work.
+        """
         if type(replacement) is not PickledGlobal or type(args) is not tuple:
             raise PickleRefusedError("calls something that is not a known class")
         self.work -= len(args)
@@ -175,7 +179,11 @@ class _PickleMachine:
         return replacement(*args)
 
     def validate_key(self, key: Any) -> Any:
-        """Return a dict key or set item if it is a plain value that can be hashed and compared quickly."""
+        """Return a dict key or set item if it is a plain value that can be hashed and compared quickly.
+
+        Raises:
+            PickleRefusedError: If it is any other value, too large a number, or if there are too many tuples.
+        """
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:
             raise PickleRefusedError("a dict key or set item is too large a number")
@@ -206,7 +214,11 @@ class _PickleMachine:
             target[key if type(key) is str else self.validate_key(key)] = flat[i + 1]
 
     def load_global(self, module: Any, name: Any) -> PickledGlobal:
-        """Return a global on the allow-list. The same object is returned for the same name."""
+        """Return a global on the allow-list. The same object is returned for the same name.
+
+        Raises:
+            PickleRefusedError: If the global is not on the allow-list.
+        """
         if type(module) is not str or type(name) is not str:
             raise PickleRefusedError("a global has no name")
         if len(module) > MAX_NAME or len(name) > MAX_NAME:
@@ -227,7 +239,7 @@ class _PickleMachine:
         return loaded
 
     def run(self) -> Any:  # This is one loop for speed, with the most frequent opcodes first.
-        """Interpret the opcodes, and return the value."""
+        """Interpret the opcodes, and return the unpickled value."""
         data, end = self.data, len(self.data)
         stack: list[Any] = []
         push, pop = stack.append, stack.pop
@@ -381,7 +393,7 @@ class _PickleMachine:
 
 
 def _extend_list(target: Any, values: list[Any]) -> None:
-    """Append values to a list or to the elements of an instance."""
+    """Append values in place to a list, or to the elements of an instance."""
     if type(target) is PickledInstance:
         target = target.elements
     if type(target) is not list:
@@ -491,7 +503,7 @@ def build_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[st
 
 
 def is_safe_index(value: Any) -> bool:
-    """Return whether a value is an index that can be used as a dict key, see `MAX_KEY`."""
+    """Return whether a value is an index that can be used as a dict key. See `MAX_KEY`."""
     return type(value) is int and 0 <= value < MAX_KEY
 
 

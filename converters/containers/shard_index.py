@@ -91,9 +91,12 @@ def check_rank_files_complete(
 
 
 def _check_distinct_files(folder: CheckpointFolder, name: str, files: Mapping[str, CheckpointFile]) -> None:
-    """Raise an error if two names refer to the same file, such as a link or `a//b`.
+    """Check that no two names refer to the same file, such as a link or `a//b`.
 
     Otherwise, the file would be read several times.
+
+    Raises:
+        CheckpointError: If a file is listed twice.
     """
     names_by_path: dict[object, str] = {}
     for shard, file in files.items():

@@ -94,8 +94,8 @@ class TorchZip:
 
     Attributes:
         members: Members, keyed by name.
-        archive: Name of the archive, which is the first folder in the name of each member.
-        checksum: CRC32 of the directory, which contains the CRC32 of each member.
+        archive: Name of the archive. It is the first folder in the name of each member.
+        checksum: CRC32 of the directory. The directory contains the CRC32 of each member.
 
     Raises:
         CheckpointError: If the file is not a zip archive of torch.save, is truncated, compressed, or
@@ -145,7 +145,11 @@ class TorchZip:
         return CheckpointError(f"{self.location}: {reason}")
 
     def _read_bytes(self, start: int, count: int) -> bytes:
-        """Read bytes of the archive, using the bytes that were read at its end if possible."""
+        """Read bytes of the archive, using the bytes that were read at its end if possible.
+
+        Raises:
+            CheckpointError: If the range extends beyond the archive.
+        """
         if start < 0 or count < 0 or start + count > self.length:
             raise self._build_error("truncated or damaged zip")
         if start >= self._tail_offset:
@@ -153,7 +157,11 @@ class TorchZip:
         return self.file.read_bytes(self.offset + start, count)
 
     def _read_directory(self) -> _Directory:
-        """Read and check the end records and the central directory."""
+        """Read and check the end records and the central directory.
+
+        Raises:
+            CheckpointError: If a record is damaged, or if records disagree.
+        """
         end_offset = self.length - _END.size
         if end_offset < 0 or self._read_bytes(end_offset, 4) != b"PK\5\6":
             raise self._build_not_a_zip_error()
@@ -236,7 +244,10 @@ class TorchZip:
         return _MemberSizes(packed_bytes=values[1], nbytes=values[0], header=values[2])
 
     def _build_not_a_zip_error(self) -> CheckpointError:
-        """Return an error for a file without the end record of a zip archive."""
+        """Build an error for a file without the end record of a zip archive.
+
+        The message names the likely cause.
+        """
         start = self.file.read_bytes(self.offset, min(16, self.length))
         if start.startswith(b"PK\3\4"):
             return self._build_error("truncated: the end of the zip is missing")
@@ -288,7 +299,7 @@ class TorchZip:
         """Load the pickled object without executing code from it. Tensors become `StoredTensor`s.
 
         Args:
-            standins: Entries of the allow-list in addition to `TORCH_STANDINS`, see `unpickle_without_code`.
+            standins: Entries of the allow-list in addition to `TORCH_STANDINS`. See `unpickle_without_code`.
             allowed_prefixes: Prefixes of modules whose classes become `PickledInstance`s.
 
         Raises:
@@ -306,7 +317,11 @@ class TorchZip:
         )
 
     def _resolve_storage(self, persistent_id: Any) -> ZipStorage:
-        """Return the storage of a persistent ID in the pickle."""
+        """Return the storage of a persistent ID in the pickle.
+
+        Raises:
+            CheckpointError: If the ID is damaged, or if the storage is missing or has a different size.
+        """
         if not (
             type(persistent_id) is tuple
             and len(persistent_id) == 5
@@ -336,7 +351,7 @@ class ZipStorage:
     Args:
         zip: Archive that contains the storage.
         key: Name of the storage in the archive.
-        dtype: Safetensors dtype of the elements, or None for an untyped storage.
+        dtype: Safetensors dtype of the elements, or None if the storage is untyped.
         nbytes: Size of the storage in bytes.
     """
 
@@ -351,7 +366,7 @@ class ZipStorage:
 
     @property
     def span(self) -> FileSpan:
-        """File span with the content of the storage."""
+        """File span with the content of the storage. Created on first access and then shared."""
         # All tensors and threads share one span, because the span records which bytes have been read.
         with self.zip.lock:
             if self._span is None:
@@ -360,7 +375,7 @@ class ZipStorage:
 
 
 class StoredTensor:
-    """Pickled tensor, which is a strided view of a storage.
+    """Pickled tensor: a strided view of a storage.
 
     Args:
         storage: Storage that contains the elements.
@@ -426,7 +441,11 @@ def _rebuild_tensor_v3(
     dtype: Any,
     bits: Any = None,
 ) -> Any:
-    """Rebuild a tensor whose storage is untyped, so the dtype is an argument."""
+    """Rebuild a tensor with an untyped storage and an explicit dtype.
+
+    Raises:
+        PickleRefusedError: If the dtype is not supported.
+    """
     _check_math_bits(bits)
     kind = (
         dtype.key.removeprefix("torch.")
@@ -440,7 +459,11 @@ def _rebuild_tensor_v3(
 
 
 def _check_math_bits(bits: Any) -> None:
-    """Raise an error for a lazily conjugated or negated tensor, whose stored data differs from its values."""
+    """Check that a tensor is not lazily conjugated or negated, because its stored data would differ.
+
+    Raises:
+        PickleRefusedError: If it is.
+    """
     if bits and (not isinstance(bits, dict) or any(bits.values())):
         raise PickleRefusedError(
             "holds a lazily conjugated or negated tensor; save it after resolve_conj() and resolve_neg()"
@@ -448,7 +471,11 @@ def _check_math_bits(bits: Any) -> None:
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
-    """Return the CPU copy of a tensor on a device without storages."""
+    """Return the CPU copy of a tensor on a device without storages.
+
+    Raises:
+        ValueError: If the dtype of the copy differs.
+    """
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, PickledGlobal) else None
     if not isinstance(data, StoredTensor) or name != data.dtype:
         raise ValueError("a device tensor of another type than its copy")
@@ -461,7 +488,11 @@ def _return_first(value: Any, *rest: Any) -> Any:
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Rebuild a tensor of a subclass as a plain tensor."""
+    """Rebuild a tensor of a subclass as a plain tensor.
+
+    Raises:
+        TypeError: If the function does not rebuild a tensor.
+    """
     if not isinstance(function, PickledGlobal) or function.key not in _REBUILD:
         raise TypeError("not a tensor")
     return function(*args)

@@ -1,7 +1,7 @@
-"""Typed access to values from a checkpoint's pickles and JSON files, where any value may have any type.
+"""Typed access to values from a checkpoint's pickles and JSON files. Any value may have any type.
 
-The functions `require_...` raise an error if a value has another type. The functions `get_...` return an
-empty value instead, for records that a checkpoint may lack.
+The functions `require_...` raise an error if a value does not have the expected type. The functions `get_...`
+return an empty value instead, for records that a checkpoint may lack.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def require_mapping(value: Any, name: str, location: str = "") -> dict[Any, Any]
     Args:
         value: Value from a checkpoint.
         name: Description of the value for the error message.
-        location: File that contains the value; empty if the caller adds the file to the error message.
+        location: File that contains the value. Empty if the caller adds the file to the error message.
 
     Raises:
-        CheckpointError: If the value has another type.
+        CheckpointError: If the value is not a dict.
     """
     if isinstance(value, dict):
         return value
@@ -33,14 +33,14 @@ def require_mapping(value: Any, name: str, location: str = "") -> dict[Any, Any]
 
 
 def require_list(value: Any, name: str, location: str = "") -> list[Any]:
-    """Return `value` as a list if it is a list or a tuple; see `require_mapping`."""
+    """Return `value` as a list if it is a list or a tuple. See `require_mapping`."""
     if isinstance(value, (list, tuple)):
         return list(value)
     raise _build_error(name, "a list", location)
 
 
 def require_names(value: Any, name: str, location: str = "") -> list[str]:
-    """Return `value` as a list if it is a list or a tuple of strings; see `require_mapping`."""
+    """Return `value` as a list if it is a list or a tuple of strings. See `require_mapping`."""
     names = require_list(value, name, location)
     if all(isinstance(name, str) for name in names):
         return names
@@ -48,14 +48,14 @@ def require_names(value: Any, name: str, location: str = "") -> list[str]:
 
 
 def require_shape(value: Any, name: str, location: str = "") -> Shape:
-    """Return `value` as a tuple if it can be a shape, offsets, or strides; see `require_mapping`."""
+    """Return `value` as a tuple if it can be a shape, offsets, or strides. See `require_mapping`."""
     if is_shape(value):
         return tuple(value)
     raise _build_error(name, "a list of sizes", location)
 
 
 def require_attributes(value: Any, class_name: str, location: str = "") -> dict[str, Any]:
-    """Return the attributes of an unpickled instance of the class `class_name`; see `require_mapping`."""
+    """Return the attributes of an unpickled instance of the class `class_name`. See `require_mapping`."""
     if isinstance(value, PickledInstance) and value.key.rpartition(".")[2] == class_name:
         return require_mapping(value.state, f"the state of a {class_name}", location)
     raise _build_error("a record", f"a {class_name}", location)

@@ -1,6 +1,6 @@
 """Reader for zarr arrays of versions 2 and 3, as Orbax writes them.
 
-An array has a JSON header and one stored value per chunk. In version 3, a chunk may be a shard, which
+An array has a JSON header and one stored value per chunk. In version 3, a chunk may be a shard. A shard
 contains smaller chunks followed by an index of their locations. Chunks at the upper edges of an array are
 stored with the full chunk shape. Features that Orbax does not use, such as filters, Fortran order, and other
 codecs, raise an error that names the feature.
@@ -218,7 +218,7 @@ def _build_chunk_view(
         header: Header of the array.
         value: Stored value.
         index: Index of the shard, or None if the value is not a shard.
-        chunk_number: Number of the chunk in the shard.
+        chunk_number: Index of the chunk in the shard.
         used_bytes: Number of bytes of the chunk that are inside the array.
         location: Array and key of the value, used in error messages.
     """
@@ -272,7 +272,11 @@ class _ShardIndex:
         return SourceSlice(self._value, offset, length)
 
     def _read_entries(self) -> list[_IndexEntry]:
-        """Read the index, and verify its checksum."""
+        """Read the index, and verify its checksum if it has one.
+
+        Raises:
+            CheckpointError: If the checksum does not match.
+        """
         raw = bytearray(16 * self._num_chunks + 4 * self._has_crc)
         self._value.read_into(memoryview(raw), self._value.nbytes - len(raw), set())
         if self._has_crc and compute_crc32c(memoryview(raw)[:-4]) != struct.unpack("<I", raw[-4:])[0]:
@@ -293,7 +297,11 @@ def _parse_header(header: bytes, version: int) -> _ArrayHeader:
 
 
 def _parse_version2(header: Any) -> _ArrayHeader:
-    """Parse a header of version 2."""
+    """Parse a header of version 2.
+
+    Raises:
+        CheckpointError: If the header is damaged or uses an unsupported feature.
+    """
     fields = _validate_header(header, 2)
     shape, chunk = require_shape(fields.get("shape"), "shape"), require_shape(fields.get("chunks"), "chunks")
     _check_chunk_shape(shape, chunk)
@@ -328,7 +336,11 @@ def _parse_version2(header: Any) -> _ArrayHeader:
 
 
 def _parse_version3(header: Any) -> _ArrayHeader:
-    """Parse a header of version 3."""
+    """Parse a header of version 3.
+
+    Raises:
+        CheckpointError: If the header is damaged or uses an unsupported feature.
+    """
     fields = _validate_header(header, 3)
     shape = require_shape(fields.get("shape"), "shape")
     chunk = require_shape(
@@ -381,7 +393,11 @@ def _parse_version3(header: Any) -> _ArrayHeader:
 
 
 def _validate_header(header: Any, version: int) -> dict[str, Any]:
-    """Return a header if it is a JSON object of the expected zarr version."""
+    """Return a header if it is a JSON object of the expected zarr version.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
     if not isinstance(header, dict) or header.get("zarr_format") != version:
         raise CheckpointError(f"damaged, no header of zarr version {version}")
     return header
@@ -391,7 +407,7 @@ def _get_extension_settings(value: Any, name: str) -> dict[str, Any]:
     """Return the settings of a named extension of version 3.
 
     Raises:
-        CheckpointError: If the extension has another name, which is not supported.
+        CheckpointError: If the name of the extension differs and is therefore not supported.
     """
     if not isinstance(value, dict) or value.get("name") != name:
         raise CheckpointError(
@@ -412,9 +428,10 @@ def _parse_codecs(value: Any) -> list[_Codec]:
 
 
 def _check_chunk_shape(shape: Shape, chunk: Shape) -> None:
-    """Raise an error if a chunk shape does not fit the array.
+    """Check that a chunk shape fits the array. Otherwise, a small header could describe any number of chunks.
 
-    Otherwise, a few bytes of a header could describe any number of chunks.
+    Raises:
+        CheckpointError: If it does not fit.
     """
     if len(chunk) != len(shape) or any(
         not 0 < n <= max(1, size) for n, size in zip(chunk, shape, strict=True)
@@ -434,7 +451,11 @@ def parse_zarr_dtype(name: Any) -> str:
 
 
 def _encode_fill_value(fill: Any, dtype: str) -> bytes:
-    """Encode one element with the fill value of a header. A fill value of null is zero, as in TensorStore."""
+    """Encode one element with the fill value of a header. A fill value of null is zero, as in TensorStore.
+
+    Raises:
+        CheckpointError: If the value cannot be converted to the dtype.
+    """
     try:
         # JSON has no NaN or Infinity, so they are strings.
         value = float(fill) if isinstance(fill, str) else fill or 0

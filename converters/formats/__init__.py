@@ -43,10 +43,10 @@ class CheckpointPath:
 
     Attributes:
         path: Folder or file.
-        tag: Name of the step folder to open, for formats that select it themselves; None for the folder that
-            the file `latest` names (DeepSpeed), or `path` itself.
-        parameter_order: Names of the model's parameters in module order; empty if the order is not known.
-        config_file: The model's `config.json`; None to look for it in the folder of the files.
+        tag: Name of the step folder to open, for formats that select it themselves. If None, the folder that
+            the file `latest` names (DeepSpeed), or `path` itself, is opened.
+        parameter_order: Names of the model's parameters in module order. Empty if the order is not known.
+        config_file: The model's `config.json`. If None, the folder of the files is searched.
         rank: Rank and world size of the reader, if each rank of a job opens the checkpoint and reads its
             slices. Formats may then read the metadata of other ranks only when it is needed.
         build_once: Function that writes a file in one process of each node, so that the processes of a node
@@ -63,12 +63,12 @@ class CheckpointPath:
 
 @dataclass(frozen=True)
 class Format:
-    """A checkpoint format.
+    """Checkpoint format: functions that recognize and open its files.
 
     Attributes:
         name: Value of `Checkpoint.format`.
         find_files: Function that looks for the files of this format at a path. It returns the argument for
-            `open`, such as the folder, or None if the path has another format or is not complete. It uses
+            `open`, such as the folder, or None if the path has a different format or is incomplete. It uses
             file names and reads almost nothing.
         open: Function that opens the files that `find_files` returned. It raises CheckpointError if the files
             are damaged.
@@ -108,7 +108,10 @@ class DetectedFormat(NamedTuple):
 
 
 def detect_format(source: CheckpointPath) -> DetectedFormat | None:
-    """Return the first format that recognizes a path, or None."""
+    """Return the first format that recognizes a path, or None.
+
+    Imports format modules until one recognizes it.
+    """
     for format in iter_formats():
         if (found_files := format.find_files(source)) is not None:
             return DetectedFormat(format, source, found_files)

@@ -53,7 +53,11 @@ def _list_shard_names(path: AnyPath) -> list[str]:
 
 
 def _find_shard_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder of the shards. The path may be a shard, the folder, or its parent folder."""
+    """Find the folder of the shards. The path may be a shard, the folder, or its parent folder.
+
+    Returns:
+        The folder, or None if there are no shards.
+    """
     if path.is_file():
         return path.parent if _SHARD.fullmatch(path.name) else None
     if _list_shard_names(path):
@@ -66,7 +70,11 @@ def _find_shard_folder(path: AnyPath) -> AnyPath | None:
 
 
 def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open the shards in the folder `path` as a checkpoint."""
+    """Open the shards in the folder `path` as a checkpoint.
+
+    Raises:
+        CheckpointError: If a shard is missing or damaged, or if shards disagree about a dtype or shape.
+    """
     folder, location = CheckpointFolder(path), str(path)
     names = _list_shard_names(path)
     _check_shard_numbers(names, path)
@@ -118,7 +126,11 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
 
 
 def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
-    """Check that the shards have all numbers, because an unsharded tensor is in one shard only."""
+    """Check that the shards have all numbers, because an unsharded tensor is in one shard only.
+
+    Raises:
+        CheckpointError: If a shard is missing, or if the shards are from two saves.
+    """
     matches = [match for name in names if (match := _SHARD.fullmatch(name))]
     counts = {int(match[3]) for match in matches}
     if len(counts) > 1:
@@ -140,7 +152,11 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
 
 
 def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tuple[int, ...]]:
-    """Parse the offsets of each part in a shard from the header of its file."""
+    """Parse the offsets of each part in a shard from the header of its file.
+
+    Raises:
+        CheckpointError: If the header entry is missing or damaged.
+    """
     table = parse_json(file.path, text.encode("utf-8", "surrogatepass")) if text is not None else None
     if not isinstance(table, dict):
         raise CheckpointError(f"{file.path}: holds no {DCP_INFO_KEY}, so it is not a shard of DCP")
@@ -156,7 +172,11 @@ def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tu
 
 
 def _check_consolidated_shapes(path: AnyPath, stored: dict[str, Tensor]) -> None:
-    """Compare the shapes with the consolidated files in the parent folder, if there are any."""
+    """Compare the shapes with the consolidated files in the parent folder. Does nothing if there are none.
+
+    Raises:
+        CheckpointError: If a tensor is missing or shorter, because a shard is missing.
+    """
     above = make_absolute(path).parent
     if path.name != _FOLDER or not (above / INDEX_FILE_NAME).is_file():
         return

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 def _find_model_file(source: CheckpointPath) -> str | None:
     """Find the index, `model.safetensors`, or the only .safetensors file, in this order.
 
-    Returns its name or None.
+    Returns:
+        The file name, or None if there is no such file or no unique one.
     """
     path = source.path
     if path.is_file():
@@ -65,7 +66,7 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a folder has several .safetensors files without an index."""
+    """Explain that a folder has several .safetensors files without an index. None for other paths."""
     if (
         source.path.is_dir()
         and sum(name.endswith(".safetensors") for name in list_entry_names(source.path)) > 1
@@ -157,8 +158,8 @@ class SafetensorsContent(NamedTuple):
     """Content of one safetensors file.
 
     Attributes:
-        tensors: Tensors by name, whose values are read lazily.
-        metadata: Strings in `__metadata__` of the header; empty if it has another form.
+        tensors: Lazy tensors, keyed by name.
+        metadata: Strings in `__metadata__` of the header. Empty if it is not a dict of strings.
     """
 
     tensors: dict[str, Tensor]
@@ -209,7 +210,7 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
 
 
 class _HeaderEntry(NamedTuple):
-    """An entry of the header.
+    """Header entry of one tensor.
 
     Attributes:
         dtype: Safetensors dtype.

@@ -129,7 +129,7 @@ class _Metadata(NamedTuple):
 
 
 def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
-    """Find the folder of a checkpoint for a path to the folder or a file in it, or return None."""
+    """Find the folder of a checkpoint for a path to the folder or to a file in it. None if there is none."""
     path = source.path if source.path.is_dir() else source.path.parent
     if _METADATA not in list_file_names(path) or not any(
         header_contains(path / _METADATA, mark) for mark in _MARKS
@@ -140,7 +140,11 @@ def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
 
 
 def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open the checkpoint in the folder `path`."""
+    """Open the checkpoint in the folder `path`. The files of all ranks are read and merged.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged or contains no model.
+    """
     folder = CheckpointFolder(path)
     world, items = _read_metadata(path)
     leaves: dict[str, Any] = {}
@@ -196,7 +200,7 @@ def _read_metadata(path: AnyPath) -> _Metadata:
     """Read `metadata.pkl`.
 
     Raises:
-        CheckpointError: If the table is damaged or has another version.
+        CheckpointError: If the table is damaged or its version is not supported.
     """
     file = path / _METADATA
     try:
@@ -228,7 +232,11 @@ def _read_metadata(path: AnyPath) -> _Metadata:
 
 
 def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
-    """Parse the entry of one item in `metadata.pkl`."""
+    """Parse the entry of one item in `metadata.pkl`.
+
+    Raises:
+        CheckpointError: If the entry is damaged or does not list a file for each rank.
+    """
     if type(name) is not str or not isinstance(entry, dict):
         raise CheckpointError("damaged, an item without a name")
     file_records, layout_records = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
@@ -250,7 +258,7 @@ def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
 
 
 def _parse_item_file(name: str, rank: int, layout: Any) -> _ItemFile:
-    """Parse the file of an item on one rank."""
+    """Parse the file of an item on one rank. Without a record, the file is `<item>_<rank>.pt`."""
     if layout is None:
         return _ItemFile(f"{name}_{rank}.pt", _TORCH)
     file = layout.get("file_path") if isinstance(layout, dict) else None
@@ -264,7 +272,11 @@ def _parse_item_file(name: str, rank: int, layout: Any) -> _ItemFile:
 
 
 def _parse_tensor_path(text: Any) -> KeyPath:
-    """Parse the path of a tensor within its item: a JSON list of keys."""
+    """Parse the path of a tensor within its item: a JSON list of keys.
+
+    Raises:
+        CheckpointError: If the value is not a nonempty list of strings and integers.
+    """
     try:
         parts = json.loads(text) if type(text) is str else None
     except (ValueError, RecursionError):
@@ -275,7 +287,11 @@ def _parse_tensor_path(text: Any) -> KeyPath:
 
 
 def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayout]:
-    """Read the layouts of a tensor, each with its ranks."""
+    """Parse the layouts of a tensor, one for each group of ranks.
+
+    Raises:
+        CheckpointError: If there are no layouts, or if the groups of ranks overlap.
+    """
     layouts: list[_GroupLayout] = []
     seen: set[int] = set()
     for group in groups if isinstance(groups, list) else ():
@@ -294,7 +310,11 @@ def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayou
 
 
 def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
-    """Parse the layout of a tensor on one group of ranks."""
+    """Parse the layout of a tensor on one group of ranks.
+
+    Raises:
+        CheckpointError: If the layout is damaged, or if it is not a DTensor of a supported dtype.
+    """
     kind = packed.get("type") if isinstance(packed, dict) else None
     data = packed.get("data") if isinstance(packed, dict) else None
     if kind != _DTENSOR:
@@ -364,7 +384,11 @@ def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> 
 
 
 def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) -> None:
-    """Check that no two ranks have the same file."""
+    """Check that no two ranks have the same file.
+
+    Raises:
+        CheckpointError: If a file is listed twice, also under two names.
+    """
     files_by_identity: dict[object, str] = {}
     for file in files.values():
         other = files_by_identity.setdefault(folder.get_file(file).get_file_identity(), file)
@@ -375,7 +399,11 @@ def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) ->
 
 
 def _check_recorded_layout(path: KeyPath, value: Any, item: _SavedItem, rank: int, location: str) -> None:
-    """Check a value of a rank's file against `metadata.pkl`."""
+    """Check the dtype and shape of a value in a rank's file against `metadata.pkl`.
+
+    Raises:
+        CheckpointError: If they differ, or if a sharded tensor is not listed. Other values may be unlisted.
+    """
     layout = _get_layout(item, path, rank)
     if layout is None and isinstance(value, ShardedRecord):
         raise CheckpointError(
@@ -405,7 +433,14 @@ def _get_layout(item: _SavedItem, path: KeyPath, rank: int) -> _TensorLayout | N
 def _iter_safetensors_parts(
     folder: CheckpointFolder, name: str, rank: int, item: _SavedItem
 ) -> Iterator[tuple[KeyPath, ShardedRecord]]:
-    """Read the parts in a rank's safetensors file, and yield their paths and positions."""
+    """Read the parts in a rank's safetensors file.
+
+    Yields:
+        The path and the record of each part, with its position in the complete tensor.
+
+    Raises:
+        CheckpointError: If the file does not contain exactly the listed parts.
+    """
     file = folder.get_file(name)
     tensors, _ = read_safetensors_file(file)
     for path in item.layouts:
@@ -433,7 +468,11 @@ def _iter_safetensors_parts(
 
 
 def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the path and value of each entry in a nested state dict. Lists count as values."""
+    """Yield the path and value of each entry in a nested state dict. Lists count as values.
+
+    Raises:
+        CheckpointError: If the content is not a dict, is nested too deeply, or has unsupported keys.
+    """
     if not isinstance(content, dict):
         raise CheckpointError(f"{location}: not a state dict but a {type(content).__name__}")
     remaining_values = MAX_VALUES
@@ -457,14 +496,18 @@ def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, 
 def _add_rank_value_to(
     merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, location: str
 ) -> None:
-    """Add a value of one rank to the values of the ranks before it.
+    """Add a value of one rank to the values of the previous ranks.
 
     Args:
-        merged: Values of the previous ranks, which this function changes.
+        merged: Values of the previous ranks. Modified in place.
         path: Path of the value in the item.
         value: Value of the rank.
         rank: The rank.
         location: File and name of the value, used in error messages.
+
+    Raises:
+        CheckpointError: If the ranks have different kinds of values, or different values that are not
+            tensors.
     """
     previous = merged.get(path)
     if isinstance(value, (ShardedRecord, StoredTensor)):
@@ -487,26 +530,29 @@ def _is_merged_tensor(leaf: Any) -> bool:
 
 
 def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
-    """Return the first stored part with elements of a sharded tensor, which identifies tied tensors."""
+    """Return the first nonempty stored part of a sharded tensor, used to find tied tensors.
+
+    Otherwise None.
+    """
     return (
         leaf.first_part if isinstance(leaf, RankParts) and isinstance(leaf.first_part, StoredTensor) else None
     )
 
 
 def _to_optimizer_state(leaf: Any) -> Tensor | Scalar | None:
-    """Convert a merged value to an optimizer state: a tensor or a number; None for other values."""
+    """Convert a merged value to an optimizer state: a tensor or a number. None if it is neither."""
     if isinstance(leaf, (RankParts, RankCopies)):
         return leaf.to_tensor()
     return leaf if isinstance(leaf, (int, float)) else None
 
 
 def _to_plain_value(leaf: Any) -> Any:
-    """Convert a merged value to plain values: numbers for a tensor."""
+    """Convert a merged tensor to Python numbers. Other values are returned unchanged."""
     return leaf.to_tensor().tolist() if isinstance(leaf, (RankParts, RankCopies)) else leaf
 
 
 def _read_step(folder: CheckpointFolder) -> dict[str, int]:
-    """Read the step from the file of the item `step`, or from the name of the folder."""
+    """Read the step from the file of the item `step`, as `{"step": step}`. Empty if it is not recorded."""
     name = next((name for name in list_file_names(folder.path) if _STEP.fullmatch(name)), None)
     step = None
     if name is not None and name.endswith(".json"):

@@ -138,14 +138,14 @@ def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | N
 
 
 class _TorchtitanConversion:
-    """The conversion of one checkpoint's tensors.
+    """Conversion of one checkpoint's tensors to published names.
 
     Args:
         checkpoint: Checkpoint with the old names.
         config: The model's `config.json`.
 
     Attributes:
-        module_names: Published names of the modules in a layer, keyed by their names in torchtitan; None if
+        module_names: Published names of the modules in a layer, keyed by their names in torchtitan. None if
             the model type is unknown.
     """
 
@@ -189,11 +189,15 @@ class _TorchtitanConversion:
         return name if new_name is None else f"model.layers.{self._get_layer_index(match)}.{new_name}"
 
     def _get_layer_index(self, match: re.Match[str]) -> int:
-        """Return the number of a layer. Layers for multi-token prediction follow the other layers."""
+        """Return the index of a layer. Layers for multi-token prediction follow the other layers."""
         return int(match[2]) + (self._get_config_count("num_hidden_layers") if match[1] else 0)
 
     def list_published_names(self, name: str, shape: Shape) -> list[str]:
-        """Return the published names of a tensor. There are several for stacked experts."""
+        """Return the published names of a tensor. Several for stacked experts, none for rotary frequencies.
+
+        Raises:
+            CheckpointError: If there are too many experts.
+        """
         if _FREQUENCIES.fullmatch(name):
             return []
         match = _LAYER.fullmatch(name)
@@ -206,7 +210,10 @@ class _TorchtitanConversion:
         return [f"{prefix}.{i}.{_EXPERTS[expert[1]]}.weight" for i in range(shape[0])]
 
     def convert_tensor(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the published tensors of one tensor, or of its optimizer state, keyed by name."""
+        """Convert one tensor, or an optimizer state of its shape, to the published tensors, keyed by name.
+
+        Tensors that are only renamed are not copied. Otherwise, the results are lazy.
+        """
         new_names = self.list_published_names(name, tensor.shape)
         if not self.is_rearranged(name, tensor.shape):
             return dict.fromkeys(new_names, tensor)
@@ -237,7 +244,11 @@ class _TorchtitanConversion:
 def _convert_optimizer(
     optimizer: OptimizerState, conversion: _TorchtitanConversion, shapes: Mapping[str, Shape]
 ) -> OptimizerState:
-    """Convert the optimizer state in the same way as the parameters."""
+    """Convert the optimizer state in the same way as the parameters.
+
+    Raises:
+        OptimizerStateError: If a parameter is rearranged, and its state has a different shape.
+    """
     new_names = {name: conversion.list_published_names(name, shape) for name, shape in shapes.items()}
     state: dict[str, dict[str, Tensor | Scalar]] = {}
     for name, values in optimizer.state.items():
@@ -276,7 +287,11 @@ def _convert_optimizer(
 
 
 def _permute_rotary_rows(tensor: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head: the first row of every pair, and then the second row of every pair."""
+    """Reorder the rows of each head: the first row of every pair, then the second row of every pair.
+
+    Raises:
+        CheckpointError: If the rows cannot be divided into heads with an even number of rows.
+    """
     rows, *rest = tensor.shape
     if rows % (2 * heads):
         raise CheckpointError(f"{to_printable(tensor.name)}: {rows} rows cannot be split into {heads} heads")

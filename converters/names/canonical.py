@@ -33,7 +33,7 @@ _OUTER_MODEL_PREFIX, _INNER_MODEL_PREFIXES = (
 
 
 def is_parameter_index(text: str) -> bool:
-    """Return whether a text is a number with at most nine digits, such as the index of a parameter.
+    """Return whether a string is a number with at most nine digits, such as the index of a parameter.
 
     `str.isdigit` also accepts superscripts and numbers of any length.
     """
@@ -48,7 +48,7 @@ def remove_wrapper_parts(name: str) -> str:
 
 
 def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
-    """Check that no name belongs to a flat parameter, which FSDP1 saves with LOCAL_STATE_DICT.
+    """Check that no name belongs to a flat parameter. FSDP1 saves them with LOCAL_STATE_DICT.
 
     Args:
         names: Names in a state dict.
@@ -287,7 +287,11 @@ def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateD
 
 
 def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -> _OptimizerPath | None:
-    """Split the path of a key of an optimizer. Returns None if the key does not belong to an optimizer."""
+    """Split the path of a key of an optimizer into its container, table, and rest.
+
+    Returns:
+        The parts, or None if the key does not belong to an optimizer.
+    """
     for i in range(len(path)):
         part = path[i]
         if path[:i] in containers and isinstance(part, str):

@@ -2,7 +2,7 @@
 
 An integer tensor is not always a code: modules also have lookup tables, masks, and counters. The codes of
 quantized weights are recognized by their own names, by the scales that belong to them, or by an 8-bit
-floating-point dtype, which only codes have.
+floating-point dtype, because only codes have such a dtype.
 """
 
 from __future__ import annotations

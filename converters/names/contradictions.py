@@ -76,7 +76,10 @@ def describe_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -
 
 
 def _describe_valid_values(key: str, value: Any, is_known: bool, has_experts: bool) -> str | None:
-    """Return a description of the values that a setting may have, or None if the value is valid."""
+    """Return a description of the values that a setting may have.
+
+    None if the value is valid or not checked.
+    """
     if key in _TYPES:
         valid, description = _TYPES[key]
         is_valid = isinstance(value, valid)
@@ -150,7 +153,7 @@ def has_contradicted_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str
 
 
 def find_tensors_of_class(config: Mapping[str, Any]) -> ExpectedTensors | None:
-    """Return the parameters of the class that a config names, or None if the class is unknown."""
+    """Return the parameters of the model class in a config. None if there is no class or if it is unknown."""
     model_type, architecture = config.get("model_type"), get_architecture(config)
     if not isinstance(model_type, str) or architecture is None:
         return None

@@ -1,7 +1,7 @@
-"""Config keys of transformers 4 that transformers 5 stores elsewhere in `config.json`.
+"""Legacy config keys of transformers 4 that transformers 5 stores elsewhere in `config.json`.
 
 transformers 5 moves `rope_theta` and similar keys into `rope_parameters`, and renames a few others. Programs
-that read the earlier keys, such as transformers 4.57, mlx-lm, and the converter of llama.cpp, use their
+that read the legacy keys, such as transformers 4.57, mlx-lm, and the converter of llama.cpp, use their
 defaults instead or fail. `earlier_config_keys.json` contains the keys of each model type, with the path under
 which transformers 5 stores the value, and the model types whose `rope_scaling` has a `type` instead of a
 `rope_type`. `python -m tests.earlier_keys` generates the file.
@@ -23,10 +23,10 @@ _UNSCALED = {"rope_type", "partial_rotary_factor"}
 
 
 def add_earlier_keys_to_config(config: dict[str, Any]) -> bool:
-    """Add the earlier keys that a config and its nested configs lack.
+    """Add missing legacy keys to a config and its nested configs.
 
     Args:
-        config: Content of a `config.json`, changed in place.
+        config: Content of a `config.json`. Modified in place.
 
     Returns:
         Whether keys have been added.
@@ -40,7 +40,7 @@ def add_earlier_keys_to_config(config: dict[str, Any]) -> bool:
 
 
 def remove_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the earlier keys that repeat another value.
+    """Return a copy of a config without the legacy keys that duplicate another value.
 
     This removes the keys that `add_earlier_keys_to_config` adds.
     """
@@ -69,7 +69,10 @@ def _iter_nested_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _compute_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the earlier keys of a model type and their values, read from the keys of transformers 5."""
+    """Compute the legacy keys of a model type and their values from the keys of transformers 5.
+
+    Missing keys are skipped.
+    """
     model_type = config.get("model_type")
     paths = _read_table()["types"].get(model_type, {}) if isinstance(model_type, str) else {}
     values = {key: _find_value(config, path) for key, path in paths.items()}

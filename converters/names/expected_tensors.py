@@ -49,7 +49,7 @@ _KEYS = {
     "G": ("global_head_dim",),
 }
 SIZE_KEYS = frozenset(key for letter, keys in _KEYS.items() if letter not in "LP" for key in keys)
-"""Config keys of sizes, without the numbers of labels and positions, which may be negative."""
+"""Config keys of sizes. The numbers of labels and positions are excluded, because they may be negative."""
 SIZES = (
     *_KEYS,
     "HD",
@@ -125,7 +125,7 @@ def may_tie_embeddings(config: Mapping[str, Any], *, default: bool) -> bool:
 
 
 def replace_layer_number(name: str) -> str:
-    """Replace the number of the layer in a name by an asterisk."""
+    """Replace the layer index in a name by an asterisk. A name outside of layers is returned unchanged."""
     match = _LAYER.fullmatch(name)
     return f"{match['stack']}.*.{match['rest']}" if match else name
 
@@ -137,8 +137,7 @@ def group_names_by_layer(names: Iterable[str]) -> dict[str, dict[int, dict[str, 
         names: Names of tensors.
 
     Returns:
-        Names keyed by the stack (such as `model.layers`), the number of the layer, and the name inside the
-        layer.
+        Names keyed by the stack (such as `model.layers`), the layer index, and the name inside the layer.
     """
     stacks: dict[str, dict[int, dict[str, str]]] = {}
     for name in names:
@@ -167,7 +166,7 @@ class LayerStack:
 class ExpectedTensors:
     """Parameters of one model class, under the names that transformers uses in memory.
 
-    The number of the layer is replaced by an asterisk.
+    The layer index is replaced by an asterisk.
 
     Attributes:
         required: Parameters that the class always has.
@@ -191,7 +190,7 @@ def _load_table() -> dict[str, Any]:
 
 @cache
 def find_expected_tensors(model_type: str, architecture: str) -> ExpectedTensors | None:
-    """Return the parameters of a class, or None if the table does not contain the class."""
+    """Return the parameters of a class, or None if the table does not contain the class. Cached."""
     table = _load_table()
     index = table["classes"].get(f"{model_type} {architecture}")
     if index is None:

@@ -1,7 +1,7 @@
 """Recognition of tensor names that do not belong to a model type of transformers.
 
-`module_words.json` contains the words in the tensor names of each model type, and
-`python -m tests.module_words` generates the file. A name of another program, such as
+`module_words.json` contains the words in the tensor names of each model type, and `python -m
+tests.module_words` generates the file. A name that another program has written, such as
 `transformer.h.0.attn.qkv.weight` in a Llama, contains words that the model type does not have.
 """
 
@@ -52,7 +52,7 @@ def find_unknown_names(names: Iterable[str], config: Mapping[str, Any]) -> list[
 
 
 def find_foreign_name(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
-    """Check whether the tensor names belong to another program than transformers.
+    """Find a tensor name that transformers does not use for this model type, if most names are like this.
 
     Args:
         names: Names of the tensors.

@@ -57,10 +57,10 @@ def sort_in_module_order(names: Iterable[str], config_path: AnyPath | None) -> l
 
     Args:
         names: Names of parameters.
-        config_path: Path of a `config.json` with the `model_type`, if there is one.
+        config_path: Path of a `config.json` with the `model_type`. None if there is no config.
 
     Returns:
-        The sorted names, or None if the order of the model type or the place of a name is unknown.
+        The sorted names, or None if the order of the model type or the position of a name is unknown.
     """
     model_type = read_json_object_or_empty(config_path).get("model_type")
     order = _ORDERS.get(model_type) if isinstance(model_type, str) else None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TABLE = Path(__file__).with_name("published_names.json")
 RENAME, CONVERT, PREFIX, GROUP, SHIFT, PAIRS = "rename", "convert", "prefix", "group", "shift", "pairs"
 EXCEPT_DENSE = r"(?!(?:gate|up|down)_proj\.)"
-"""Part of a pattern that excludes the layers without experts from the renaming to ``block_sparse_moe``.
+"""Part of a pattern that excludes dense layers from the renaming to ``block_sparse_moe``.
 
 Published files of Kimi Linear have ``mlp`` in these layers, but ``save_pretrained`` renames all layers.
 """
@@ -39,7 +39,7 @@ class RuleDirection:
     Attributes:
         pattern: Regular expression that contains a group `g<i>` for each source pattern.
         sources: Source patterns.
-        targets: Target patterns, in which `\1` is replaced by the first group inside the match.
+        targets: Target patterns. `\1` is replaced by the first group inside the match.
         operations: Operations to apply to the tensors, in order. Each operation consists of its name and its
             arguments.
         offset: Number to add to the layer number.
@@ -62,8 +62,8 @@ class NameRule:
             layer number, and `pairs` joins two layers.
         read: Direction from files to memory.
         write: Direction from memory to files.
-        scope: Path of the submodule to which the rule applies, or None for the complete model.
-        base: Name of the base model's module, which may be missing at the beginning of `scope`.
+        scope: Path of the submodule to which the rule applies, or None if it applies to the complete model.
+        base: Name of the base model's module. It may be missing at the beginning of `scope`.
     """
 
     kind: str
@@ -138,7 +138,7 @@ def _parse_direction(value: Mapping[str, Any]) -> RuleDirection:
 
 
 def _serialize_direction(direction: RuleDirection) -> dict[str, Any]:
-    """Return the JSON form of one direction of a rule."""
+    """Return the JSON form of one direction of a rule. Default values are omitted."""
     value: dict[str, Any] = {
         "find": direction.pattern,
         "sources": list(direction.sources),
@@ -196,7 +196,7 @@ def _load_table() -> _RuleTable:
 
 
 def get_architecture(config: Mapping[str, Any]) -> str | None:
-    """Return the first class that a `config.json` names, or None if it does not name a class."""
+    """Return the first class in the `architectures` of a config, or None if there is none."""
     names = config.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
     return first if isinstance(first, str) else None
@@ -258,7 +258,7 @@ def iter_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
 
 
 def get_legacy_rules() -> tuple[NameRule, ...]:
-    """Return the rules for names in old files, which apply to all model types."""
+    """Return the rules for names in old files. They apply to all model types."""
     return tuple(_load_table().get_rules("legacy"))
 
 
@@ -268,7 +268,10 @@ def add_legacy_rules(rules: NameRules) -> NameRules:
 
 
 def _resolve_rules_key(submodel: _Submodel, config: Mapping[str, Any]) -> str:
-    """Return the key of a submodel's rules, which depends on its model type in the config."""
+    """Return the key of a submodel's rules. The model type in the submodel's config determines it.
+
+    Without a model type in the config, the default key of the submodel is returned.
+    """
     table = _load_table()
     value: Any = config
     for name in submodel.config:
@@ -345,14 +348,17 @@ class MatchedRule(NamedTuple):
 
 
 class ConvertedName(NamedTuple):
-    """Name after the first matching `convert` rule, and this rule, or None if no rule matches."""
+    """Name after the first matching `convert` rule, and the rule. The rule is None if no rule matches."""
 
     name: str
     rule: MatchedRule | None
 
 
 class _RenamedKey(NamedTuple):
-    """Name after a rule, and the source pattern that matched, or None if the rule does not match."""
+    """Name after a rule, and the source pattern that matched.
+
+    The pattern is None if the rule does not match.
+    """
 
     key: str
     source: str | None
@@ -395,7 +401,10 @@ class Renamer:
         return ConvertedName(key, None)
 
     def apply_rename_rules(self, key: str) -> str:
-        """Apply all rules of other kinds than `convert` to a name, one after the other."""
+        """Apply all rules except `convert` rules to a name, one after the other.
+
+        Records the rules that were used.
+        """
         for index, rule in enumerate(self.rules):
             if rule.kind != CONVERT:
                 key, _ = self._apply_rule(index, key)
@@ -451,7 +460,7 @@ _LAYER_OF_TWO = re.compile(r"layers\.(\d{1,9})\.(mixer|attn_alpha|mlp_alpha)(?=\
 
 
 def _join_layer_pairs(key: str) -> str:
-    """Rename an attention block and an MLP block, which some files number as two layers, to one layer."""
+    """Rename an attention block and an MLP block to one layer. Some files number them as two layers."""
 
     def rename_layer(match: re.Match[str]) -> str:
         number, module = int(match[1]), match[2]

@@ -183,7 +183,11 @@ def find_unclaimed_names(
 
 
 def _match_base_prefix(key: str, base: str, memory_names: Collection[str]) -> str:
-    """Add or remove the base model's module at the beginning of a name if this gives a name of the model."""
+    """Add or remove the base model's module at the beginning of a name if this gives a name of the model.
+
+    Returns:
+        The new name, or `key` if neither is a name of the model.
+    """
     if not base:
         return key
     if key.startswith(base) and key[len(base) + 1 :] in memory_names:
@@ -293,14 +297,18 @@ class _TensorGroup:
 
 
 def _get_single_arrangement(arrays: Arrays) -> Arrangement:
-    """Return the only tensor. Raises an error if there are several tensors."""
+    """Return the only tensor.
+
+    Raises:
+        CheckpointError: If there are several tensors.
+    """
     if len(arrays) != 1 or any(len(values) != 1 for values in arrays.values()):
         raise CheckpointError("consists of several tensors, but the rule expects one")
     return next(iter(arrays.values()))[0]
 
 
 def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Stack the tensors of each source pattern, such as the experts of a layer."""
+    """Stack the tensors of each source pattern along a new dimension, such as the experts of a layer."""
     (dim,) = operation[1:]
     if len(arrays) == 1:
         return {context.direction.targets[0]: [stack_arrangements(next(iter(arrays.values())), dim)]}
@@ -308,7 +316,11 @@ def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContex
 
 
 def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Split each stack into its tensors."""
+    """Split each stack into its tensors, one name per index.
+
+    Raises:
+        CheckpointError: If there are too many experts.
+    """
     (dim,) = operation[1:]
     experts: Arrays = {}
     for pattern, (values, *_) in arrays.items():
@@ -356,7 +368,11 @@ def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Split a tensor into parts that have the shapes of the targets."""
+    """Split a tensor into parts that have the shapes of the targets. At most one shape may be unknown.
+
+    Raises:
+        CheckpointError: If several shapes are unknown.
+    """
     (dim,) = operation[1:]
     targets = context.direction.targets
     values = _get_single_arrangement(arrays)
@@ -384,7 +400,7 @@ def _transpose_weights(arrays: Arrays, operation: Operation, context: _Operation
             raise CheckpointError(
                 f"cannot be converted, because its layout depends on the model; {_KEEP_NAMES}"
             )
-        # Compare only these dimensions, because a base may have another number of experts.
+        # Compare only these dimensions, because a base may have a different number of experts.
         if len(shape) == len(values.shape) and (shape[first], shape[second]) == (
             values.shape[first],
             values.shape[second],
@@ -402,7 +418,7 @@ def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationCo
 
 
 def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Convert the rows of each head between the two layouts of rotary embeddings, see `_interleave_rows`."""
+    """Convert the rows of each head between the two layouts of rotary embeddings. See `_interleave_rows`."""
     config_key, names, inverse = operation[1:]
     config: Any = context.config if config_key is None else context.config.get(config_key, context.config)
     heads = config.get("num_attention_heads", 1) if isinstance(config, dict) else 1
@@ -487,7 +503,11 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
 
 
 def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Remove the padding rows of the output head, or restore them as zeros."""
+    """Remove the padding rows of the output head, or restore them as zeros.
+
+    Raises:
+        CheckpointError: If the config does not contain the number of rows.
+    """
     (inverse,) = operation[1:]
     values = _get_single_arrangement(arrays)
     key = "vocab_size" if inverse else "unpadded_vocab_size"
@@ -502,7 +522,11 @@ def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationCon
 
 
 def _pass_float_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Return experts unchanged, raising an error if they are quantized and therefore have scales."""
+    """Return experts unchanged.
+
+    Raises:
+        CheckpointError: If the experts are quantized and therefore have scales.
+    """
     return {context.direction.targets[0]: [_get_single_arrangement(arrays)]}
 
 

@@ -31,7 +31,7 @@ EMBEDDING_NAMES = (
     "shared.weight",
     "word_embedding.weight",
 )
-# Each alias with its possible owners, from transformers' `_tied_weights_keys`. These are ends of names, too.
+# Each alias with its possible owners, from transformers' `_tied_weights_keys`. These are name suffixes, too.
 _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("encoder.embed_tokens.weight", ("shared.weight",)),
     ("decoder.embed_tokens.weight", ("shared.weight",)),
@@ -136,7 +136,7 @@ def find_untied_embeddings(tensors: Mapping[str, Tensor]) -> list[TiedPair]:
     to `tie_word_embeddings`.
 
     Args:
-        tensors: Tensors without aliases, see `resolve_ties`.
+        tensors: Tensors without aliases. See `resolve_ties`.
 
     Returns:
         Names of the output and input embeddings.
@@ -175,12 +175,12 @@ def are_tensors_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def ends_with_name(name: str, endings: Sequence[str]) -> bool:
-    """Return whether a dotted name equals or ends in one of the names."""
+    """Return whether a dotted name equals one of the names or has it as its last parts."""
     return any(name == end or name.endswith(f".{end}") for end in endings)
 
 
 def _read_tie_setting(config: AnyPath | None) -> bool | None:
-    """Read `tie_word_embeddings` from a config. None if the config does not contain it."""
+    """Read `tie_word_embeddings` from a config or its text config. None if neither contains it."""
     values = read_json_object_or_empty(config)
     for source in (values, values.get("text_config")):
         if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):

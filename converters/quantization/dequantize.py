@@ -84,7 +84,7 @@ class _QuantizedWeights:
                     yield _NameAndStem(name, name.removesuffix(end))
 
     def pop_tensor(self, name: str) -> Tensor | None:
-        """Remove a tensor from the remaining tensors, and return it, or None if there is no such tensor."""
+        """Remove a tensor from the remaining tensors and return it. None if there is no such tensor."""
         return self.remaining.pop(name, None)
 
     def pop_required_tensor(self, name: str, required_by: str) -> Tensor:
@@ -108,8 +108,8 @@ class _QuantizedWeights:
         """Dequantize all weights with 8-bit codes for which there is a tensor of scales.
 
         Args:
-            scale_suffixes: Possible suffixes of the scales, which follow the name of the weight.
-            block: Block shape of the scales in the settings, if any.
+            scale_suffixes: Possible suffixes of the scales. They follow the name of the weight.
+            block: Block shape of the scales in the settings. If None, it is computed from the shapes.
         """
         for name, tensor in list(self.remaining.items()):
             if tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8") or len(tensor.shape) < 2:
@@ -217,7 +217,8 @@ def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None
 def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Find the quantization settings in a `config.json` or in one of its nested configs.
 
-    Returns None if there are none.
+    Returns:
+        The first settings, or None if there are none.
     """
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for key in (CONFIG_KEY, "compression_config"):
@@ -233,7 +234,7 @@ def can_dequantize(settings: Mapping[str, Any]) -> bool:
 
 
 def _get_quant_method(settings: Mapping[str, Any]) -> str:
-    """Return the `quant_method`, which may be a string or an enumeration of transformers.
+    """Return the `quant_method` as a string. It may be an enumeration of transformers.
 
     Settings of bitsandbytes need not contain it.
     """
@@ -265,7 +266,11 @@ def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape 
 
 
 def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], location: str) -> None:
-    """Raise an error if a setting has an unsupported value, which would change the meaning of the codes."""
+    """Check that a setting has a supported value, because other values would change the meaning of the codes.
+
+    Raises:
+        CheckpointError: If the value is set and not allowed.
+    """
     if not is_unset(settings.get(key)) and settings[key] not in allowed:
         values = ", ".join(str(value) for value in allowed)
         raise CheckpointError(f"{location}: {key} {to_printable(repr(settings[key]))} is not one of {values}")
@@ -308,7 +313,11 @@ def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], l
 def _dequantize_compressed_tensors(
     weights: _QuantizedWeights, settings: Mapping[str, Any], location: str
 ) -> None:
-    """Dequantize weights of compressed-tensors, which are packed or have one code per byte."""
+    """Dequantize weights of compressed-tensors. They are packed or have one code per byte.
+
+    Raises:
+        CheckpointError: If a setting or a layout is not supported.
+    """
     for key in ("sparsity_config", "transform_config"):
         setting = settings.get(key)
         if setting and not (isinstance(setting, dict) and setting.get("format") == "dense"):

@@ -88,7 +88,7 @@ def _make_compressed_tensors_config_builder(
         bits: Number of bits per code.
         kind: `int` or `float`.
         strategy: `channel` or `group`, for the scales of the weights.
-        group: Number of columns of a group, if any.
+        group: Number of columns of a group. None if the strategy is `channel`.
         tokens: Whether activations are quantized with a dynamic scale per token.
     """
     weights: dict[str, Any] = {
@@ -224,7 +224,7 @@ def quantize_like_base(
         base: Quantized checkpoint whose layout to use: FP8 with a scale per block, per output, or per tensor;
             MXFP4; or symmetric integers of compressed-tensors. Scales of activations and the dtypes of other
             tensors are copied from it.
-        dtype: Dtype of the weights before they are quantized, see `quantize_checkpoint`.
+        dtype: Dtype of the weights before they are quantized. See `quantize_checkpoint`.
         untouched: Names of tensors whose codes are copied from `base`, because their values are equal.
 
     Returns:

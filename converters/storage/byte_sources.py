@@ -79,7 +79,7 @@ class FileDescriptor:
 
 
 class CheckpointFile:
-    """File of a checkpoint, which is opened at the first read.
+    """File of a checkpoint. It is opened at the first read.
 
     This is the base class of the files on a disk and of the objects in a store.
 
@@ -112,7 +112,7 @@ class CheckpointFile:
         raise NotImplementedError
 
     def open_descriptor(self) -> FileDescriptor | None:
-        """Return the open file for `os.copy_file_range`, or None for an object in a store."""
+        """Return the open file for `os.copy_file_range`. None if the file is an object in a store."""
         return None
 
     def get_file_identity(self) -> object:
@@ -172,7 +172,7 @@ class _ReadPart(NamedTuple):
 
 
 class FileSpan:
-    """Span of a file, with the CRC32 that the writer of the file stored for the complete span, if any.
+    """Span of a file, and its CRC32 if the writer of the file stored it.
 
     The CRC of each part is computed when the part is read, in any order, and the CRCs of adjacent parts are
     combined. Therefore, verifying a span that was read part by part does not read the file again:
@@ -310,7 +310,7 @@ class SourceSlice:
         self.nbytes = nbytes
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Read bytes of the slice into a buffer, see `ByteSource.read_into`."""
+        """Read bytes of the slice into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError("a piece is shorter than its tensor")
         self.source.read_into(buffer, self.offset + offset, unverified_spans)
@@ -335,7 +335,7 @@ class ConcatenatedSources:
         self.nbytes = total
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Read bytes, possibly of several parts, into a buffer, see `ByteSource.read_into`."""
+        """Read bytes, possibly of several parts, into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError("the pieces of a tensor are shorter than the tensor")
         index = bisect_right(self.starts, offset) - 1
@@ -360,7 +360,7 @@ class InMemorySource:
         self.nbytes = len(data)
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Copy bytes into a buffer, see `ByteSource.read_into`."""
+        """Copy bytes into a buffer. See `ByteSource.read_into`."""
         buffer[:] = self.data[offset : offset + len(buffer)]
 
 
@@ -368,7 +368,7 @@ def read_json_object(file: CheckpointFile) -> dict[str, Any]:
     """Read a JSON file that contains an object.
 
     Raises:
-        CheckpointError: If the file is damaged, contains another JSON value, or has a duplicate key.
+        CheckpointError: If the file is damaged, does not contain an object, or has a duplicate key.
     """
     value = parse_json(file.path, file.read_bytes(0, file.nbytes))
     if not isinstance(value, dict):
@@ -384,7 +384,7 @@ def parse_json(location: object, data: bytes) -> Any:
         data: JSON text in UTF-8.
 
     Raises:
-        CheckpointError: If the text is not valid JSON, or if an object in it has a duplicate key.
+        CheckpointError: If the data is not valid JSON, or if an object in it has a duplicate key.
     """
 
     def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

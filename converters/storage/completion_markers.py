@@ -43,7 +43,7 @@ def mark_folder_incomplete(folder: RemotePath, **facts: Any) -> str:
             incomplete.
 
     Returns:
-        Token to pass to `mark_folder_complete`, which uses the token to detect a second writer.
+        Token to pass to `mark_folder_complete`. The token is used to detect a second writer.
     """
     token = os.urandom(8).hex()
     content = {

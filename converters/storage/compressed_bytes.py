@@ -1,9 +1,9 @@
-"""Random access to compressed bytes, which are decompressed completely at the first read.
+"""Random access to compressed bytes. The first read decompresses them completely.
 
 Zarr compresses chunks of any size, and a stack of layers is read from one chunk layer by layer. Therefore,
 the decompressed content is kept until every byte has been read once. It is kept in memory if it is small or
-if the memory budget `CACHE_BYTES` allows it, and otherwise in an unnamed file in the temporary folder
-(`TMPDIR`), which the kernel can write to the disk.
+if the memory budget `CACHE_BYTES` allows it. Otherwise, it is kept in an unnamed file in the temporary folder
+(`TMPDIR`), so that the kernel can write it to the disk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DecompressedSource:
     Args:
         source: Compressed bytes.
         codec: Compression format, one of `CODECS`.
-        nbytes: Size of the decompressed content in bytes. Content of another size raises an error.
+        nbytes: Size of the decompressed content in bytes. Content of a different size raises an error.
         used_bytes: Number of bytes that a reader of the complete tensor reads. The remaining bytes are
             padding. The content is dropped after this many bytes have been read.
         location: File that contains the bytes, used in error messages.
@@ -54,7 +54,7 @@ class DecompressedSource:
         self._keep_until_read = False
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Read decompressed bytes into a buffer, see `ByteSource.read_into`."""
+        """Read decompressed bytes into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self._location}: a chunk is shorter than its tensor")
         buffer[:] = self.load_content(len(buffer), unverified_spans)[offset : offset + len(buffer)]
@@ -71,8 +71,8 @@ class DecompressedSource:
             unverified_spans: See `ByteSource.read_into`.
 
         Raises:
-            CheckpointError: If the compressed data is damaged or its content has another size, or if the disk
-                is full.
+            CheckpointError: If the compressed data is damaged or its content has a different size, or if the
+                disk is full.
         """
         with self._lock:
             content = self._content
@@ -85,7 +85,7 @@ class DecompressedSource:
         return content
 
     def _free_content(self) -> None:
-        """Drop the content. The next read decompresses it again."""
+        """Drop the content and release its memory budget. The next read decompresses it again."""
         self._content = None
         _memory_budget.release_bytes(self._reserved_bytes)
         self._reserved_bytes = 0
@@ -94,7 +94,11 @@ class DecompressedSource:
         _memory_budget.release_bytes(self._reserved_bytes)
 
     def _decompress(self, unverified_spans: UnverifiedSpans) -> memoryview:
-        """Decompress into memory, or into a temporary file if the memory budget is used up."""
+        """Decompress into memory, or into a temporary file if the memory budget is used up.
+
+        Raises:
+            CheckpointError: If the data is damaged, has the wrong size, or if the disk is full.
+        """
         import pyarrow  # Imported here because the import is slow.
 
         raw = pyarrow.PythonFile(_SourceAsFileObject(self._source, unverified_spans), mode="r")
@@ -111,7 +115,11 @@ class DecompressedSource:
         return memoryview(target)
 
     def _decompress_to_temporary_file(self, stream: pyarrow.NativeFile) -> memoryview:
-        """Decompress into an unnamed temporary file, and return a memory map of the file."""
+        """Decompress into an unnamed temporary file, and return a memory map of the file.
+
+        Raises:
+            CheckpointError: If the file cannot be written.
+        """
         done = 0
         try:
             with tempfile.TemporaryFile() as file:

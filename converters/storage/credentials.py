@@ -78,7 +78,7 @@ def _build_s3_options(bucket: str) -> dict[str, Any]:
 
 @cache
 def _fetch_bucket_region(bucket: str) -> str:
-    """Request the region of an S3 bucket from Amazon, which does not require credentials.
+    """Request the region of an S3 bucket from Amazon. This does not require credentials.
 
     Returns:
         The region, or an empty string if the request fails.
@@ -236,7 +236,9 @@ def _build_missing_credentials_error(protocol: str, reason: str = "") -> AccessD
 
 
 def _is_metadata_host_reachable(protocol: str) -> bool:
-    """Return whether the metadata server of a cloud machine responds, which provides the machine's role.
+    """Return whether the metadata server of a cloud machine responds.
+
+    This server provides the machine's role.
 
     Without this check, obstore would retry for minutes on other machines.
     """

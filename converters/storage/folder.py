@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder, whose names cannot leave the folder."""
+"""Files of a checkpoint folder. Their names cannot leave the folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def _compute_max_open_files() -> int:
-    """Return a quarter of this process's limit of open files. The caller needs the remaining files."""
+    """Compute a quarter of this process's limit of open files, between 16 and 4096. 64 on Windows.
+
+    The caller needs the remaining files.
+    """
     try:
         import resource
     except ImportError:  # `resource` is not available on Windows.
@@ -36,7 +39,7 @@ class CheckpointFolder:
     """Folder of a checkpoint, on a disk or in an object store.
 
     Names of files come from untrusted checkpoints, so they must stay inside the folder. Links must stay
-    inside the folder, too; see `portable.converters.storage.safe_open`. The folder itself may be a link,
+    inside the folder, too. See `portable.converters.storage.safe_open`. The folder itself may be a link,
     because the user has named it.
 
     Args:
@@ -65,7 +68,11 @@ class CheckpointFolder:
         return file
 
     def _create_file(self, name: str) -> CheckpointFile:
-        """Create the object for a file, which is opened at the first read. Checks the name and the file."""
+        """Create the object for a file. The file is opened at the first read.
+
+        Raises:
+            CheckpointError: If the name leaves the folder, or if the file is missing or not a regular file.
+        """
         if not is_safe_relative_path(name):
             raise CheckpointError(
                 f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
@@ -84,7 +91,11 @@ class CheckpointFolder:
 
 
 def _get_regular_file_size(path: Path) -> int:
-    """Return the size of a file in bytes. Raises a CheckpointError if the file is not a regular file."""
+    """Return the size of a file in bytes.
+
+    Raises:
+        CheckpointError: If the file is not a regular file.
+    """
     try:
         status = path.stat()
     except OSError as error:
@@ -100,7 +111,7 @@ class _LocalFile(CheckpointFile):
     Args:
         name: Name of the file, relative to the folder of the checkpoint.
         path: Path of the file.
-        resolved_path: Path without links, which is opened.
+        resolved_path: Path without links. This path is opened.
         nbytes: Size of the file in bytes.
         open_cached: Function that opens a path. It returns the same object while the file is open.
     """

@@ -43,7 +43,7 @@ P = TypeVar("P", Path, "RemotePath")
 """Type of several paths that are all local or all in an object store."""
 
 PARTIAL_SUFFIX = ".partial"
-"""End of the name of a hidden folder on a disk that is being written or deleted."""
+"""Suffix of the name of a hidden folder on a disk that is being written or deleted."""
 DAMAGED_MARKER = "_DAMAGED"
 """Name of the object that marks a quarantined folder in an object store."""
 
@@ -178,14 +178,14 @@ def fsync_path(path: Path) -> None:
 
 
 def copy_folder(folder: AnyPath, target: Path) -> None:
-    """Copy all files below a folder into a new folder on a disk."""
+    """Copy all files below a local or remote folder into a local folder, creating it if necessary."""
     for name in list_files_below(folder):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         copy_file(folder / name, target / name)
 
 
 def create_folder(folder: AnyPath) -> None:
-    """Create a folder and its parents. Does nothing in an object store, which needs no folders."""
+    """Create a folder and its parents. Does nothing in an object store, because it needs no folders."""
     if not is_in_store(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -267,7 +267,7 @@ def is_taken(path: AnyPath) -> bool:
 
 
 def is_incomplete_folder(folder: AnyPath) -> bool:
-    """Return whether a folder has a marker for an incomplete write and none for completion.
+    """Return whether a folder has a marker for an incomplete write and no completion marker.
 
     The folder is in an object store, or was copied from an object store.
     """

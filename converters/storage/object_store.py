@@ -5,9 +5,9 @@
         run.is_dir(); run.iterdir(); (run / "a" / "b.json").read_bytes()
 
 A `RemotePath` has a few methods of `pathlib.Path`: `name`, `parent`, `/`, `exists`, `is_file`, `is_dir`,
-`iterdir`, `read_bytes`, and `str()`. For other operations that exist for both kinds of paths, see the
-functions in `portable.converters.storage.path_or_url` and `folder_operations`. Never convert a URL to a
-`Path`, which would collapse the two slashes.
+`iterdir`, `read_bytes`, and `str()`. The functions in `portable.converters.storage.path_or_url` and
+`folder_operations` provide other operations for both kinds of paths. Never convert a URL to a `Path`, because
+this would collapse the two slashes.
 
 Listings of folders are cached in the `Bucket` that all paths derived from the same `RemotePath.from_url`
 share. Writing through one of these paths, or `clear_listings`, drops the cache.
@@ -23,7 +23,7 @@ credentials. A missing object raises `FileNotFoundError`. Object names are untru
 rejects names that could leave a folder when the objects are copied to a disk.
 
 This module is thread-safe. A process that was forked from a process that has used an object store must not
-use one, see `check_not_forked`.
+use one. See `check_not_forked`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def get_max_connections() -> int:
 
 
 def get_retry_seconds() -> float:
-    """Return the number of seconds for which a failed request is repeated.
+    """Return the number of seconds for which a failed request is retried.
 
     The value comes from `PORTABLE_STORAGE_MINUTES`. The default is 3 minutes.
 
@@ -145,9 +145,12 @@ def _read_numeric_env(name: str, default: float) -> float:
 
 
 def _check_endpoints() -> None:
-    """Raise a RemoteError if an endpoint is not a URL.
+    """Check that all endpoints in the environment are URLs.
 
     Otherwise, obstore would panic and print a backtrace.
+
+    Raises:
+        RemoteError: If an endpoint is not a URL.
     """
     for name, text in os.environ.items():
         if _ENDPOINT_VARIABLE.fullmatch(name) and text and not _ENDPOINT.fullmatch(text):
@@ -216,7 +219,7 @@ def _open_store(
     Args:
         protocol: Protocol, such as `s3`.
         bucket_name: Name of the bucket.
-        retry_seconds: Number of seconds for which a failed request is repeated.
+        retry_seconds: Number of seconds for which a failed request is retried.
         timeout_seconds: Number of seconds without a response after which a request fails.
         environment: Environment variables that affect the store. They are only part of the cache key.
 
@@ -262,8 +265,8 @@ class Bucket:
     Attributes:
         protocol: Protocol of the store, such as `s3`.
         name: Name of the bucket.
-        url_protocol: Protocol in the user's URL, which may be an alias.
-        max_retry_seconds: Maximum number of seconds for which a failed request is repeated.
+        url_protocol: Protocol in the user's URL. May be an alias.
+        max_retry_seconds: Maximum number of seconds for which a failed request is retried.
         listings: Sizes of the entries of each listed folder, keyed by the key of the folder and the name of
             the entry. Folders have the size `FOLDER_SIZE`.
     """
@@ -283,7 +286,10 @@ class _ParsedUrl(NamedTuple):
 
 
 class VersionedContent(NamedTuple):
-    """Content of an object, and its version, which `RemotePath.write_bytes` accepts as `expected_version`."""
+    """Content of an object and its version.
+
+    `RemotePath.write_bytes` accepts the version as `expected_version`.
+    """
 
     data: bytes
     version: Any
@@ -333,7 +339,7 @@ class RemotePath:
         return cls(Bucket("hf", repository), "")
 
     def with_retry_limit(self, seconds: float) -> RemotePath:
-        """Return this path with a limit of the seconds for which failed requests are repeated.
+        """Return a copy of this path that retries failed requests for at most `seconds` seconds.
 
         The new path has an empty cache of listings.
         """
@@ -364,12 +370,12 @@ class RemotePath:
 
         Args:
             operation: Operation as a verb, used in error messages, such as `"read"`.
-            function: Function to call with the module `obstore` and the opened store. obstore repeats its
+            function: Function to call with the module `obstore` and the opened store. obstore retries its
                 requests.
 
         Raises:
             FileNotFoundError: If the object does not exist.
-            RemoteError: If the request fails for another reason.
+            RemoteError: If the request fails for any other reason.
         """
         import obstore  # Imported here because the import is slow.
 
@@ -397,11 +403,14 @@ class RemotePath:
             ) from None
 
     def _call_store_with_retries(self, operation: str, function: Callable[[Any, Any], T]) -> T:
-        """Call `call_store`, and repeat the call while the response of the store is incomplete.
+        """Call `call_store`, and retry while the response of the store is incomplete.
 
-        obstore does not repeat a request if its XML response is cut off. This concerns the responses to a
+        obstore does not retry a request if its XML response is cut off. This concerns the responses to a
         list, copy, or delete request, and to the beginning and the end of an upload. See docs/decisions.md
         for measurements.
+
+        Raises:
+            RetriesExhaustedError: If the last attempt fails after the retry time.
         """
         deadline = time.monotonic() + self._get_retry_seconds()
         while True:
@@ -485,7 +494,7 @@ class RemotePath:
         self.bucket.listings.clear()
 
     def _find_size(self) -> int | None:
-        """Return the size of the object, `FOLDER_SIZE` for a folder, or None if neither exists."""
+        """Return the size of the object in bytes, `FOLDER_SIZE` for a folder, or None if neither exists."""
         if self.key != self.root and f"{self.key}/".startswith(f"{self.root}/" if self.root else ""):
             return self.parent._get_listing().get(self.name)
         if self._get_listing():
@@ -603,7 +612,7 @@ class RemotePath:
 
         Args:
             data: Content of the object.
-            expected_version: Version that the object must have, from `read_versioned` or an earlier
+            expected_version: Version that the object must have, from `read_versioned` or a previous
                 `write_bytes`. An empty string requires that the object does not exist. None writes
                 unconditionally.
 
@@ -611,7 +620,7 @@ class RemotePath:
             Version of the new object.
 
         Raises:
-            ConflictError: If the object has another version, because another process has written it.
+            ConflictError: If the version differs, because another process has written the object.
             NoConditionalWritesError: If the store has no conditional writes.
         """
         options = (
@@ -636,8 +645,7 @@ class RemotePath:
         Args:
             data: Path of a local file, or an iterator over blocks of bytes.
             nbytes: Size of the data.
-            call_store: `call_store` or `_call_store_with_retries`, which can only repeat the upload of a
-                file.
+            call_store: `call_store` or `_call_store_with_retries`, which can only retry the upload of a file.
         """
         options = {"chunk_size": compute_part_bytes(nbytes), "max_concurrency": get_max_connections()}
         call = lambda obs, store: obs.put(store, self.key, data, **options)  # noqa: E731
@@ -648,14 +656,14 @@ class RemotePath:
     def tolerate_lost_upload_response(self, expected_bytes: int) -> Iterator[None]:
         """Return a context manager for the request that completes an upload.
 
-        If the response to this request is lost, obstore repeats the request, and the store no longer has the
+        If the response to this request is lost, obstore retries the request, and the store no longer has the
         upload. In this case, the upload is successful if the object has the expected size.
 
         Args:
             expected_bytes: Size of the complete object in bytes.
 
         Raises:
-            LostUploadError: If the object does not exist or has another size, because another process aborted
+            LostUploadError: If the object does not exist or its size differs, because another process aborted
                 the upload.
         """
         try:
@@ -784,7 +792,7 @@ def _matches_pattern(parts: list[str], pattern: list[str]) -> bool:
 
 
 def abort_open_uploads(folder: RemotePath, *, recursive: bool = True) -> None:
-    """Abort unfinished uploads below a folder, which an interrupted process leaves behind.
+    """Abort unfinished uploads below a folder. An interrupted process leaves them behind.
 
     This only works for S3 with boto3 installed, because obstore cannot list uploads. In other cases and after
     any failure, the uploads remain until the lifecycle rules of the bucket remove them.
@@ -825,7 +833,7 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def _run_interruptibly(call: Callable[[], T]) -> T:
-    """Return `call()`, so that Ctrl-C interrupts it in the main thread.
+    """Return `call()`. In the main thread, Ctrl-C interrupts the wait for it.
 
     obstore does not handle signals. Therefore, the main thread runs the function in another thread and waits.
     """

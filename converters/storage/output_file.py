@@ -37,7 +37,7 @@ class OutputFile:
     """New file that is written in pieces by several threads, and flushed with fsync after the last piece.
 
     Args:
-        path: Path of the file, which must not exist.
+        path: Path of the file. It must not exist.
         piece_lengths: Size of each piece in bytes. The pieces are stored one after the other.
 
     Raises:

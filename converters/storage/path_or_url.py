@@ -1,4 +1,4 @@
-"""Paths given by the user, which are local paths or URLs of object stores."""
+"""Paths given by the user: local paths or URLs of object stores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 
 def is_url(text: object) -> bool:
-    """Return whether a text is the URL of an object store, such as `s3://bucket/run`, and not a path."""
+    """Return whether a value is the URL of an object store, such as `s3://bucket/run`."""
     return isinstance(text, str) and _URL.match(text) is not None
 
 
@@ -45,11 +45,11 @@ def parse_path_or_url(path_or_url: str | AnyPath) -> AnyPath:
     `~` and environment variables are expanded as in a shell. `file:///folder` is a local path.
 
     Args:
-        path_or_url: Text from the user. A path object is returned unchanged.
+        path_or_url: String from the user. A path object is returned unchanged.
 
     Raises:
         RemoteError: If the URL is not valid.
-        CheckpointError: If it contains an unknown environment variable or user.
+        CheckpointError: If the string contains an unknown environment variable or user.
     """
     if not isinstance(path_or_url, str):
         return path_or_url
@@ -70,12 +70,12 @@ def parse_path_or_url(path_or_url: str | AnyPath) -> AnyPath:
 
 
 def make_absolute(path: AnyPath) -> AnyPath:
-    """Return the path from the root of the disk, with its links. A URL does not change."""
+    """Return the absolute path without resolving links. A URL is returned unchanged."""
     return path if is_in_store(path) else path.absolute()
 
 
 def resolve_links(path: AnyPath) -> AnyPath:
-    """Return the path from the root of the disk, without links. A URL does not change."""
+    """Return the absolute path with all links resolved. A URL is returned unchanged."""
     return path if is_in_store(path) else path.resolve()
 
 
@@ -118,7 +118,7 @@ def format_path_suggestion(path: AnyPath) -> str:
 
 
 def strip_file_scheme(text: str) -> str:
-    """Convert a URL of the form `file:///path` to a path. Any other text is returned unchanged."""
+    """Convert a URL of the form `file:///path` to a path. Any other string is returned unchanged."""
     return _LOCAL_URL.sub("", text, count=1)
 
 

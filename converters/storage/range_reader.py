@@ -30,7 +30,7 @@ CACHE_BYTES = 160 << 20
 
 @dataclass(eq=False, slots=True)
 class _CachedRun:
-    """Bytes [start, stop) of an object, which have been fetched or are being fetched."""
+    """Bytes [start, stop) of an object that have been fetched or are being fetched."""
 
     file: RemoteFile
     start: int
@@ -61,7 +61,7 @@ def _remove_from_cache(run: _CachedRun) -> None:
 
 
 class RemoteFile(CheckpointFile):
-    """Object of a checkpoint in a store, which is read through the cache."""
+    """Object of a checkpoint in a store. It is read through the cache."""
 
     path: RemotePath
 
@@ -72,7 +72,7 @@ class RemoteFile(CheckpointFile):
         self._ends: set[int] = set()
 
     def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
-        """Read bytes of the object into a buffer, see `CheckpointFile.read_into`."""
+        """Read bytes of the object into a buffer. See `CheckpointFile.read_into`."""
         check_not_forked(self.path)
         done = 0
         min_bytes = DATA_BYTES if possible_end else HEADER_BYTES

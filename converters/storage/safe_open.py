@@ -1,9 +1,9 @@
 """Reading from untrusted folders: only regular files, and no links to other folders.
 
-A checkpoint from an unpacked archive may contain a link such as `vocab.txt -> /etc/shadow`, whose copy would
-disclose the file, or a named pipe, which would block a read forever. Links to files in the same folder are
-followed. Links from a snapshot in the cache of the Hugging Face Hub to the blobs of the same repository are
-followed, too.
+A checkpoint from an unpacked archive may contain a link such as `vocab.txt -> /etc/shadow`. A copy of the
+link would disclose the file. It may also contain a named pipe, and reading it would block forever. Links to
+files in the same folder are followed. Links from a snapshot in the cache of the Hugging Face Hub to the blobs
+of the same repository are followed, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | geta
 
 
 class LinkError(CheckpointError):
-    """Error for a link that leaves its folder."""
+    """Error for a link that points outside its folder."""
 
 
 def resolve_local_path_inside(path: Path, within: Path) -> str:
@@ -41,7 +41,7 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
             the result may also be a blob of the same repository.
 
     Raises:
-        LinkError: If the result is in another location.
+        LinkError: If the result is outside of these folders.
     """
     real, root = os.path.realpath(path), os.path.realpath(within)
     if not (_is_below(real, root) or any(_is_below(real, blobs) for blobs in _list_blob_folders(root))):
@@ -61,7 +61,7 @@ def is_safe_relative_path(name: str) -> bool:
 
 
 def get_child_inside(folder: AnyPath, name: str) -> AnyPath:
-    """Return the path of an entry of a folder, which is not resolved.
+    """Return the path of an entry of a folder, without resolving links.
 
     Raises:
         LinkError: If the entry is a link that leaves the folder.
@@ -92,7 +92,7 @@ def open_regular_file(path: str | Path) -> int:
     """Open a regular file for reading, without following a link or blocking on a named pipe.
 
     Returns:
-        File descriptor, which the caller must close.
+        File descriptor. The caller must close it.
 
     Raises:
         OSError: If the file cannot be opened or is not a regular file.
@@ -123,7 +123,7 @@ def open_for_writing(path: Path, flags: int, mode: int = 0o666) -> int:
         mode: Permissions of a new file.
 
     Returns:
-        File descriptor, which the caller must close.
+        File descriptor. The caller must close it.
 
     Raises:
         OSError: If the file cannot be opened, or if the path is a link or not a regular file.
@@ -181,7 +181,7 @@ def header_contains(path: AnyPath, content: bytes) -> bool:
 
 
 def read_small_text_file(path: AnyPath, within: AnyPath | None = None) -> str:
-    """Read a small text file, see `read_small_file`.
+    """Read a small text file. See `read_small_file`.
 
     Raises:
         ValueError: If the file is not valid UTF-8.

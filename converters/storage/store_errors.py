@@ -35,11 +35,11 @@ class AccessDeniedError(RemoteError):
 
 
 class RetriesExhaustedError(RemoteError):
-    """Error if a failure that may be temporary did not disappear while the request was repeated."""
+    """Error if a failure that may be temporary persisted after all retries."""
 
 
 class ConflictError(RemoteError):
-    """Error if a conditional write found another version of the object than expected."""
+    """Error if a conditional write found a different version of the object."""
 
 
 class LostUploadError(RemoteError):
@@ -54,7 +54,7 @@ class NoConditionalWritesError(RemoteError):
 
 
 def parse_hub_page_url(url: str) -> str | None:
-    """Return the name of the repository if a URL is its web page on the Hugging Face Hub, else None."""
+    """Return the repository name if a URL is its web page on the Hugging Face Hub, otherwise None."""
     page = re.fullmatch(
         r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?"
         r"(?!(?:spaces|docs|blog|collections|papers|api)/)([\w.-]+/[\w.-]+)(?:[/?#].*)?",
@@ -72,7 +72,7 @@ def translate_store_error(
         location: URL of the object.
         operation: Operation as a verb, such as `"read"`.
         error: Exception of obstore.
-        searched_credentials: Description of the credentials that were tried, see `SEARCHED_CREDENTIALS`.
+        searched_credentials: Description of the credentials that were tried. See `SEARCHED_CREDENTIALS`.
 
     Returns:
         A `RemoteError`, or a `FileNotFoundError` if the object does not exist. The caller raises it.

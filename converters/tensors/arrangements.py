@@ -96,7 +96,7 @@ def arrange_source(name: str, shape: Sequence[int]) -> Arrangement:
 
 
 def arrange_zeros(shape: Sequence[int]) -> Arrangement:
-    """Create an arrangement that is filled with zeros."""
+    """Create an arrangement that is filled with zeros, as a single tile."""
     shape = tuple(shape)
     ndim = len(shape)
     return Arrangement(shape, (Tile((0,) * ndim, shape, ZEROS, (), (-1,) * ndim, (1,) * ndim),))
@@ -150,7 +150,11 @@ def slice_arrangement(
 
 
 def select_from_arrangement(arrangement: Arrangement, dim: int, index: int) -> Arrangement:
-    """Select one element along `dim` and remove this dimension, as `torch.select` does."""
+    """Select one element along `dim` and remove this dimension, as `torch.select` does.
+
+    Raises:
+        CheckpointError: If the index exceeds the dimension.
+    """
     dim %= len(arrangement.shape)
     element = slice_arrangement(arrangement, dim, index, 1)
 
@@ -244,7 +248,11 @@ def concat_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
 
 
 def stack_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
-    """Stack arrangements of the same shape along a new dimension `dim`."""
+    """Stack arrangements of the same shape along a new dimension `dim`, as `torch.stack` does.
+
+    Raises:
+        CheckpointError: If the shapes differ, or if there are too many tiles.
+    """
     dim %= len(parts[0].shape) + 1
 
     def insert(sizes: Shape, value: int) -> Shape:
@@ -272,7 +280,7 @@ def stack_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
 
 
 def transpose_arrangement(arrangement: Arrangement, first: int, second: int) -> Arrangement:
-    """Swap two dimensions."""
+    """Swap two dimensions, as `torch.transpose` does."""
     order = list(range(len(arrangement.shape)))
     order[first], order[second] = order[second], order[first]
 
@@ -354,7 +362,11 @@ def build_arranged_tensor(name: str, arrangement: Arrangement, tensors: Mapping[
 
 
 def _intersect_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
-    """Return the intersections of a tile with the boxes of its source tensor."""
+    """Return the boxes of the result that one tile fills, one for each overlapping box of its source tensor.
+
+    The data stays lazy: if the view of a source box is not known yet, the new box computes its view on the
+    first read.
+    """
     extents = [1] * len(tensor.shape)
     for dim, size, step in zip(tile.source_dims, tile.sizes, tile.steps, strict=True):
         if dim >= 0:

@@ -30,7 +30,7 @@ def parse_target_dtype(name: str, *, allow_ggml: bool = False) -> str | None:
 
     Args:
         name: Name of a dtype, or `"keep"`.
-        allow_ggml: Whether to accept the block formats of ggml, which only a conversion to GGUF writes.
+        allow_ggml: Whether to accept the block formats of ggml. Only a conversion to GGUF writes them.
 
     Returns:
         The safetensors dtype or the ggml format, or None to keep the dtypes.
@@ -94,14 +94,14 @@ class CastLosses:
 
 
 class _ElementCounts(NamedTuple):
-    """Number of infinite elements of a block, and number of elements that are not zero."""
+    """Number of infinite elements and number of nonzero elements of a block."""
 
     infinite: int
     nonzero: int
 
 
 def _count_infinite_and_nonzero(block: Array) -> _ElementCounts:
-    """Count the infinite elements of a block, and the elements that are not zero."""
+    """Count the infinite elements and the nonzero elements of a block."""
     if block.dtype.itemsize > 2:
         return _ElementCounts(int(np.count_nonzero(np.isinf(block))), int(np.count_nonzero(block)))
     # Compare the 16-bit floats as integers without the sign, because NumPy and ml_dtypes are slow for these
@@ -126,7 +126,7 @@ def iter_cast_blocks(
         dtype: Safetensors dtype of the blocks.
         unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
         block_bytes: Maximum block size in bytes before the cast.
-        losses: Counters to update, if any.
+        losses: Counters that are updated in place. If None, losses are not counted.
 
     Yields:
         1-D arrays. Each block is valid only until the next block is requested.

@@ -67,7 +67,7 @@ _last = threading.local()
 class ComputedRowSource:
     """Byte source of a tensor whose rows are computed, in row-major order.
 
-    Each thread keeps the last computed block, which all sources of the thread share.
+    Each thread caches the last block that it computed. This cache is shared by all sources of the thread.
 
     Args:
         shape: Shape of the tensor, with at least two dimensions.
@@ -87,7 +87,7 @@ class ComputedRowSource:
         self._rows_per_block = max(1, block_elements // max(1, self.columns) // row_alignment) * row_alignment
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Compute bytes into a buffer, see `ByteSource.read_into`."""
+        """Compute bytes into a buffer. See `ByteSource.read_into`."""
         out, done = np.frombuffer(buffer, np.uint8), 0
         row = self.columns * get_itemsize(self.dtype)
         while done < out.size:
@@ -105,7 +105,7 @@ class ComputedRowSource:
             done += part.size
 
     def _get_block(self, matrix: int, number: int, nbytes: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Return a block, which is kept because the rest of it is usually requested next."""
+        """Return a computed block, and cache it, because the rest of it is usually requested next."""
         if getattr(_last, "key", None) != (self, matrix, number):
             # Free the old block first, because otherwise two blocks would be in memory.
             _last.key = _last.block = None
@@ -119,8 +119,8 @@ class ComputedRowSource:
         """Compute a block of rows into a buffer.
 
         Args:
-            matrix: Number of the matrix in the stack.
-            number: Number of the block in the matrix.
+            matrix: Index of the matrix in the stack.
+            number: Index of the block in the matrix.
             out: Buffer of bytes with the size of the block.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
         """
@@ -175,13 +175,16 @@ def build_computed_tensor(
 
 
 def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: UnverifiedSpans) -> Array:
-    """Read a region of a tensor.
+    """Read a region of a tensor without verifying the stored CRCs.
 
     Args:
         tensor: Tensor to read.
         starts: Start index of the region along each dimension.
         sizes: Size of the region along each dimension.
         unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+
+    Returns:
+        A new array of shape `sizes` with the tensor's dtype.
 
     Raises:
         CheckpointError: If the region is not inside the tensor.
@@ -198,7 +201,7 @@ def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: U
 def read_rows(
     tensor: Tensor, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
 ) -> Array:
-    """Read rows of one matrix of a stack, see `RowFunction`."""
+    """Read rows of one matrix of a stack as a 2-D array with the tensor's dtype. See `RowFunction`."""
     sizes = (*(1 for _ in matrix_index), num_rows, tensor.shape[-1])
     return read_region(tensor, (*matrix_index, first_row, 0), sizes, unverified_spans).reshape(sizes[-2:])
 

@@ -51,6 +51,9 @@ def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
         tensor: Tensor that contains the scales, used for the dtype and in error messages.
         values: Scales as they are stored.
 
+    Returns:
+        The scales as float32, in the shape of `values`.
+
     Raises:
         CheckpointError: If the tensor does not contain scales, or if a scale is infinite or NaN.
     """
@@ -86,7 +89,7 @@ def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tens
 
 
 class BlockShape(NamedTuple):
-    """Number of rows and columns of a weight that have a common scale."""
+    """Block size of a weight: number of rows and columns that share a scale."""
 
     rows: int
     columns: int
@@ -98,10 +101,11 @@ class _ScaleGrid:
     Args:
         scale: Tensor that contains the scales or zero points.
         shape: Shape of the weight.
-        block: Block shape in the settings of the format. None to compute it from the shapes of the tensors.
+        block: Block shape in the settings of the format. If None, it is computed from the shapes of the
+            tensors.
 
     Raises:
-        CheckpointError: If the shape of `scale` does not belong to the shape of the weight.
+        CheckpointError: If the shape of `scale` does not fit the shape of the weight.
     """
 
     def __init__(self, scale: Tensor, shape: Shape, block: BlockShape | None = None) -> None:
@@ -214,7 +218,7 @@ class _ScaleGrid:
             matrix_index: Index of the matrix along the leading dimensions of the weight.
             first_row: Index of the first row.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
-            extra_factor: Factor by which to multiply the scales, if any.
+            extra_factor: Factor by which to multiply the scales. None for no factor.
         """
         scale = _to_finite_scale(
             self.tensor, self.read_scale_rows(matrix_index, first_row, len(values), unverified_spans)
@@ -250,9 +254,9 @@ def dequantize_bytes(
         name: Name of the result.
         dtype: Safetensors dtype of the result.
         weight: Codes of shape `[..., rows, columns]`.
-        scale: Scales, see `_ScaleGrid`.
-        block: Block shape in the settings of the format, if any.
-        zero_point: Zero points with the same layout as the scales, if any.
+        scale: Scales. See `_ScaleGrid`.
+        block: Block shape in the settings of the format. If None, it is computed from the shapes.
+        zero_point: Zero points with the same layout as the scales. None if the codes are symmetric.
     """
     table, shape = _build_byte_value_table(weight), weight.shape
     check_tensor(len(shape) >= 2, weight, "is not a matrix")
@@ -304,9 +308,9 @@ def dequantize_fp4(
         dtype: Safetensors dtype of the result.
         packed: Codes of shape `[..., rows, columns / 2]`.
         scale: Scales of shape `[..., rows, column blocks]`.
-        global_scale: Scale of the tensor by which the scales are multiplied (NVFP4 of ModelOpt), if any.
-        global_scale_divisor: Scale of the tensor by which the scales are divided (NVFP4 of
-            compressed-tensors), if any.
+        global_scale: Factor of all block scales (NVFP4 of ModelOpt). None if there is no factor.
+        global_scale_divisor: Divisor of all block scales (NVFP4 of compressed-tensors). None if there is no
+            divisor.
     """
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     check_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
@@ -331,7 +335,7 @@ def dequantize_fp4(
 
 
 def _read_scalar(tensor: Tensor, unverified_spans: UnverifiedSpans) -> np.float32:
-    """Read the only element of a tensor as a scale."""
+    """Read the only element of a tensor as a finite float32 scale."""
     check_tensor(tensor.numel == 1, tensor, "is not one number")
     value = read_region(tensor, (0,) * len(tensor.shape), tensor.shape, unverified_spans)
     return np.float32(_to_finite_scale(tensor, value.reshape(-1))[0])
@@ -435,8 +439,9 @@ def dequantize_packed_rows(
         scale: Scales of shape `[rows, groups]`.
         shape: Rows and columns of the weight.
         bits: Number of bits per code.
-        zero_point: Zero points, packed along the rows, if any.
-        column_groups: Group of each column. None if the groups are consecutive columns of equal number.
+        zero_point: Zero points, packed along the rows. None if the codes are symmetric.
+        column_groups: Group of each column. If None, each group consists of the same number of consecutive
+            columns.
     """
     offset = np.float32(1 << (bits - 1))
     count_rows, columns = shape
@@ -478,7 +483,7 @@ def dequantize_packed_rows(
 
 
 def _read_column_groups(groups: Tensor, count: int, unverified_spans: UnverifiedSpans) -> Array:
-    """Read the group of each column, and check that it is less than `count`."""
+    """Read the group index of each column, and check that it is less than `count`."""
     index = read_region(groups, (0,), groups.shape, unverified_spans)
     check_tensor(
         bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups"

@@ -41,13 +41,13 @@ class RowEdit(Protocol):
 
 
 class AffineEdit:
-    """Multiplication by `factor`, division by `divisor`, and addition of `term`, in float32."""
+    """Edit that multiplies by `factor`, divides by `divisor`, and then adds `term`, in float32."""
 
     def __init__(self, factor: float = 1.0, divisor: float = 1.0, term: float = 0.0) -> None:
         self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
 
     def apply(self, block: Array, first_row: int) -> None:
-        """Change rows in place, see `RowEdit.apply`."""
+        """Change rows in place. See `RowEdit.apply`."""
         if self.factor != 1:
             block *= self.factor
         if self.divisor != 1:
@@ -72,7 +72,7 @@ class _EditedRows:
     def __call__(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute rows, see `RowFunction`.
+        """Compute rows. See `RowFunction`.
 
         The result is valid until the current thread computes the next block.
         """
@@ -106,11 +106,14 @@ class _EditedRows:
 
 
 def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
-    """Append rows of zeros to a tensor, which edits can fill.
+    """Append rows of zeros to a tensor, so that edits can fill them. No data is copied.
 
     Args:
         tensor: Tensor to extend.
         total_rows: Number of rows of the result.
+
+    Returns:
+        A new lazy tensor.
     """
     old, *inner = tensor.shape
     added = (total_rows - old, *inner)

@@ -16,7 +16,7 @@ class OutputTensor:
     """Tensor to write.
 
     Attributes:
-        name: Name of the tensor, which must be unique in the output.
+        name: Name of the tensor. Must be unique in the output.
         dtype: Safetensors dtype of the written tensor, such as `"F32"`.
         tensor: Source tensor. If its dtype differs from `dtype`, the tensor is cast during writing.
     """
@@ -27,5 +27,5 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the written tensor in bytes."""
+        """Size in bytes of the written tensor, after the cast."""
         return self.tensor.numel * get_itemsize(self.dtype)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 GGML_KINDS = frozenset({"Q8_0", "Q4_0", "MXFP4"})
-BLOCK_ELEMENTS = 32  # Number of elements of a block of each kind
+BLOCK_ELEMENTS = 32  # Number of elements per block of each kind
 
 
 def quantize_to_ggml(tensor: Tensor, kind: str) -> Tensor:

@@ -1,8 +1,9 @@
 """Quantization of weights, computed a few rows at a time while they are read.
 
 This is the inverse of `portable.converters.tensors.dequantization`. Each function takes the float tensor of
-one weight and returns the tensors that the format stores for it. Each block of a matrix has a scale, which is
-computed from the largest magnitude in the block, as the program of the format does without calibration data.
+one weight and returns the tensors that the format stores for it. Each block of a matrix has a scale. The
+scale is computed from the largest magnitude in the block, as the format's reference implementation does
+without calibration data.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _count_blocks(length: int, size: int) -> int:
 
 
 class _BlockQuantizer:
-    """Quantizer of one weight, which computes its scales and codes.
+    """Quantizer of one weight. Its methods compute the scales and the codes.
 
     Args:
         weight: Weight of shape `[..., rows, columns]` in float32, float16, or bfloat16.
@@ -83,7 +84,7 @@ class _BlockQuantizer:
         transposed: Whether to quantize the transposed matrices.
 
     Raises:
-        CheckpointError: If the weight has another dtype or is not a matrix.
+        CheckpointError: If the weight has a different dtype or is not a matrix.
     """
 
     def __init__(self, weight: Tensor, scheme: QuantizationScheme, *, transposed: bool = False) -> None:
@@ -114,7 +115,7 @@ class _BlockQuantizer:
     def read_values(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Read rows of the weight as float32, see `RowFunction`."""
+        """Read rows of the (possibly transposed) weight as float32. See `RowFunction`."""
         if self.transposed:
             sizes = (*(1 for _ in matrix_index), self.columns, num_rows)
             values = read_region(self.weight, (*matrix_index, 0, first_row), sizes, unverified_spans)
@@ -159,7 +160,7 @@ class _BlockQuantizer:
     def _compute_high_block_magnitudes(
         self, matrix_index: Shape, row: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the largest magnitudes of one row of blocks, reading a few rows of the weight at a time."""
+        """Compute the largest magnitudes of one row of tall blocks, reading a few rows at a time."""
         end = min((row + 1) * self.block_height, self.rows)
         at_once = max(1, BLOCK_ELEMENTS // max(1, self.columns))
         largest = np.zeros((1, self.scale_shape[-1]), np.float32)
@@ -205,13 +206,16 @@ class _BlockQuantizer:
     def compute_scales(
         self, matrix_index: Shape, first_block: int, stop_block: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the scales of block rows in their stored dtype, see `compute_block_magnitudes`."""
+        """Compute the scales of block rows in their stored dtype. See `compute_block_magnitudes`."""
         return self._compute_scales_from_magnitudes(
             self.compute_block_magnitudes(matrix_index, first_block, stop_block, unverified_spans)
         )
 
     def _compute_scales_from_magnitudes(self, magnitudes: Array) -> Array:
-        """Compute scales from the largest magnitudes of their blocks."""
+        """Compute scales in their stored dtype from the largest block magnitudes.
+
+        Powers of two are uint8 exponents.
+        """
         rule, stored = self.scheme.scale_rule, to_numpy_dtype(self.scale_dtype)
         if rule == "inverse":
             scale = np.float32(1) / self._compute_inverse_scales(magnitudes)
@@ -253,7 +257,7 @@ class _BlockQuantizer:
     def quantize_rows(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the codes of rows, see `RowFunction`.
+        """Compute the codes of rows. See `RowFunction`.
 
         Returns:
             Codes in the dtype `F8_E4M3`, `F8_E5M2`, or `I8`. FP4 codes and packed integers are uint8 with one
@@ -286,7 +290,7 @@ class _BlockQuantizer:
         return self._encode_scaled_values(blocks.reshape(num_rows, self.columns))
 
     def _encode_scaled_values(self, values: Array) -> Array:
-        """Convert values that are divided by their scales to codes."""
+        """Convert values that were divided by their scales to codes. `values` is modified in place."""
         codes = self.scheme.code_dtype
         if codes in _MAX_MAGNITUDES:
             most = np.float32(_MAX_MAGNITUDES[codes])
@@ -319,7 +323,7 @@ class _BlockQuantizer:
 
     @property
     def row_alignment(self) -> int:
-        """Divisor of the first row of each block of rows that is computed at once."""
+        """Divisor of the index of the first row of each block of rows that is computed at once."""
         return self.block_height if self.block_height <= _MAX_RECOMPUTED_HEIGHT else 1
 
 
@@ -435,7 +439,7 @@ def _pack_codes(codes: Array, bits: int) -> Array:
 
 
 def _make_pair_packer(quantizer: _BlockQuantizer) -> RowFunction:
-    """Create a function that computes rows of 4-bit codes, with two codes per byte."""
+    """Create a function that computes rows of 4-bit codes, packed as two codes per byte."""
 
     def pack_rows(
         matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
@@ -446,7 +450,7 @@ def _make_pair_packer(quantizer: _BlockQuantizer) -> RowFunction:
 
 
 def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Quantize a weight to FP4 codes in pairs and exponents of scales, see `dequantization.dequantize_fp4`.
+    """Quantize a weight to FP4 codes in pairs and exponents of scales. See `dequantization.dequantize_fp4`.
 
     Returns:
         The codes and the scales, keyed by name.
@@ -466,7 +470,7 @@ def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
 
 
 def quantize_to_gpt_oss(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Quantize a weight to MXFP4 as GPT-OSS stores it, see `dequantization.dequantize_gpt_oss`.
+    """Quantize a weight to MXFP4 as GPT-OSS stores it. See `dequantization.dequantize_gpt_oss`.
 
     Returns:
         The codes and the scales, keyed by name.

@@ -97,7 +97,10 @@ class Box:
         return self._view_or_loader if isinstance(self._view_or_loader, View) else self._cached_view
 
     def release(self) -> None:
-        """Drop the view returned by the function, so the next read calls the function again."""
+        """Drop the view returned by the function, so the next read calls the function again.
+
+        Has no effect if a `View` was passed to the constructor.
+        """
         self._cached_view = None
 
 
@@ -178,7 +181,7 @@ class Tensor:
 
     @property
     def boxes(self) -> Sequence[Box]:
-        """Pieces of the tensor, which are guaranteed to cover each element exactly once."""
+        """Pieces of the tensor. Together, they cover each element exactly once. Empty for an empty tensor."""
         if self._boxes is None:
             source, offset = self._contiguous_source
             view = View(source, offset, compute_row_major_strides(self.shape, get_itemsize(self.dtype)))
@@ -213,11 +216,11 @@ class Tensor:
                 can be at most one slice per dimension. If None, the entire tensor is read.
             out: Contiguous array to read into, with the shape of the result and the tensor's dtype. For
                 dtypes that NumPy does not support natively (`BF16` and the 8-bit floats), it may also be an
-                integer array with the same item size, which then receives the raw bits of the elements.
+                integer array with the same item size. The array then receives the raw bits of the elements.
 
         Returns:
-            `out` if it was passed, otherwise a new array, which is 0-D for a scalar. For `BF16` and the 8-bit
-            floats, the dtype of a new array comes from the `ml_dtypes` package.
+            `out` if it was passed, otherwise a new array. The array is 0-D for a scalar. For `BF16` and the
+            8-bit floats, the dtype of a new array comes from the `ml_dtypes` package.
 
         Raises:
             CheckpointError: If a file is missing, truncated, or damaged.
@@ -313,7 +316,10 @@ class Tensor:
             yield block
 
     def tolist(self) -> Any:
-        """Read the tensor as a Python number or nested lists of numbers, like `torch.Tensor.tolist`."""
+        """Read the tensor as a Python number or nested lists of numbers, like `torch.Tensor.tolist`.
+
+        A scalar is read without importing NumPy if Python supports its dtype.
+        """
         if not self.shape:
             unverified_spans: UnverifiedSpans = set()
             data = b"".join(map(bytes, self.iter_byte_blocks(self.nbytes, unverified_spans)))
@@ -417,7 +423,8 @@ class Tensor:
             located: If True, return None if a file would have to be read to locate the elements.
 
         Returns:
-            The span, or None if there is no such span or its CRC has not been verified yet.
+            The span, or None if the elements are not contiguous in one file or their CRC has not been
+            verified yet.
         """
         if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
             return None
@@ -455,7 +462,11 @@ class Tensor:
         return sources[0] if len(sources) == 1 else ConcatenatedSources(sources)
 
     def _resolve_index(self, index: tuple[slice, ...] | slice | None) -> _Region:
-        """Return the start and size of the indexed slice along each dimension."""
+        """Return the start and size of the indexed slice along each dimension.
+
+        Raises:
+            ValueError: If there are too many slices, or if a slice has a step other than 1.
+        """
         slices = () if index is None else (index,) if isinstance(index, slice) else tuple(index)
         if len(slices) > len(self.shape):
             raise ValueError(
@@ -608,7 +619,10 @@ def _copy_region(
 
 
 def _get_scratch_buffer() -> memoryview:
-    """Return the current thread's scratch buffer, which has at least `SCRATCH_BYTES` bytes."""
+    """Return the current thread's scratch buffer of at least `SCRATCH_BYTES` bytes.
+
+    Allocated on the first call.
+    """
     buffer: memoryview | None = getattr(_thread_local, "scratch", None)
     if buffer is None or len(buffer) < SCRATCH_BYTES:
         # np.empty only reserves address space. Physical memory is allocated when a page is first accessed.

@@ -1,7 +1,7 @@
 """Lazy operations on tensors: slicing, concatenation, transposition, permutation, and reshaping.
 
 The result of an operation consists of regions of the source tensors. A region is a strided view of the
-row-major bytes of a tensor, which `get_row_major_source` returns for any layout of its pieces.
+row-major bytes of a tensor. `get_row_major_source` returns these bytes for any layout of the tensor's pieces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _RowMajorSource:
         self.nbytes = tensor.nbytes
 
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
-        """Read bytes into a buffer, see `ByteSource.read_into`."""
+        """Read bytes into a buffer. See `ByteSource.read_into`."""
         width = get_itemsize(self.tensor.dtype)
         low, start = divmod(offset, width)
         stop = -(-(offset + len(buffer)) // width)
@@ -48,7 +48,10 @@ class _RowMajorSource:
 
 
 def get_row_major_source(tensor: Tensor) -> ByteSource:
-    """Return a byte source with the elements of a tensor in row-major order."""
+    """Return a byte source with the elements of a tensor in row-major order.
+
+    This is the stored source if its bytes are already in order. Otherwise, reads rearrange the elements.
+    """
     return tensor.find_run() or _RowMajorSource(tensor)
 
 
@@ -69,7 +72,7 @@ def build_region_box(
 
 
 def slice_tensor(tensor: Tensor, dim: int, start: int, count: int) -> Tensor:
-    """Return the elements [start, start + count) along one dimension."""
+    """Return the elements [start, start + count) along one dimension, as a lazy tensor."""
     lows, sizes = [0] * len(tensor.shape), list(tensor.shape)
     lows[dim], sizes[dim] = start, count
     return Tensor(tensor.name, tensor.dtype, sizes, [build_region_box(tensor, [0] * len(sizes), lows, sizes)])
@@ -94,7 +97,7 @@ def concat_tensors(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def transpose_matrix(tensor: Tensor) -> Tensor:
-    """Transpose a matrix."""
+    """Transpose a matrix lazily. Each read transposes a few columns of the source."""
     length, columns = tensor.shape
     size = get_itemsize(tensor.dtype)
     row = max(1, length * size)
@@ -132,7 +135,7 @@ def permute_split_dims(tensor: Tensor, split: Sequence[int], order: Sequence[int
 
 
 def select_index(tensor: Tensor, dim: int, index: int) -> Tensor:
-    """Return `tensor.select(dim, index)`, for example one layer of a stack."""
+    """Return `tensor.select(dim, index)` lazily, for example one layer of a stack."""
 
     def drop_dim(sizes: Sequence[int]) -> Shape:
         return (*sizes[:dim], *sizes[dim + 1 :])
@@ -150,7 +153,7 @@ def select_index(tensor: Tensor, dim: int, index: int) -> Tensor:
 
 
 def permute_dims(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Return `tensor.permute(order)`."""
+    """Return `tensor.permute(order)` lazily, by permuting the strides."""
 
     def permute_values(values: Sequence[int]) -> Shape:
         return tuple(values[dim] for dim in order)
@@ -168,5 +171,5 @@ def permute_dims(tensor: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def reshape_tensor(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return `tensor.reshape(shape)`."""
+    """Return `tensor.reshape(shape)` lazily, in row-major order."""
     return Tensor.from_source(tensor.name, tensor.dtype, shape, _RowMajorSource(tensor))

@@ -38,7 +38,7 @@ def validate_output_path(
     is_single_file: bool = False,
     replaceable_names: Collection[str] = (),
 ) -> AnyPath:
-    """Check that writing an output cannot destroy the sources or the files of other programs.
+    """Check that writing an output cannot destroy the sources or files written by other programs.
 
     On a disk, leftovers of a killed process are removed first.
 
@@ -87,7 +87,11 @@ def validate_output_path(
 
 
 def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collection[str]) -> None:
-    """Check that an existing output folder may be replaced."""
+    """Check that an existing output folder may be replaced.
+
+    Raises:
+        CheckpointError: If it is not a folder, is in use, contains other files, or `overwrite` is False.
+    """
     if not os.path.lexists(str(out)):
         return
     target = out.resolve()
@@ -105,14 +109,14 @@ def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collecti
 
 
 class FolderOutput:
-    """Temporary folder on a disk, which replaces the output when it is complete.
+    """Temporary folder on a disk that replaces the output when it is complete.
 
     Args:
-        folder: Path of the temporary folder, which must exist.
+        folder: Path of the temporary folder. It must exist.
 
     Attributes:
         folder: Folder from which the written files can be read after `complete_files`.
-        num_threads: Number of threads to write with. None to choose the number that suits the source.
+        num_threads: Number of threads to write with. If None, the number that suits the source is used.
     """
 
     num_threads: int | None = None
@@ -154,7 +158,7 @@ class FolderOutput:
             sizes: Size of each file in bytes, keyed by its name.
 
         Raises:
-            CheckpointError: If a file is missing or has another size.
+            CheckpointError: If a file is missing or its size differs.
         """
         for name, size in sizes.items():
             path = self.folder / name
@@ -166,7 +170,7 @@ class FolderOutput:
             fsync_path(folder)
 
     def write_small_file(self, name: str, data: bytes) -> None:
-        """Write a small file.
+        """Write a small file. Its parent folders are created.
 
         Args:
             name: Path of the file, relative to the output folder.
@@ -208,7 +212,7 @@ def open_atomic_output(
         file_names: Names of all files that will be written.
         marker_fields: Additional fields of the completion marker in an object store.
         is_single_file: Whether `target` is the only file to write instead of a folder.
-        has_other_writers: Whether other processes write to the same output, see `join_atomic_output`.
+        has_other_writers: Whether other processes write to the same output. See `join_atomic_output`.
         iter_copied_spans: Function that yields the spans of files that are copied unchanged. Spans whose
             blocks the file system can share need no space.
 
@@ -315,7 +319,11 @@ def _count_shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
 
 
 def _create_missing_folders(folder: Path) -> list[Path]:
-    """Create a folder, and return the folders that were missing, innermost first."""
+    """Create a folder and its parents, and return the folders that were missing, innermost first.
+
+    Raises:
+        CommandError: If a folder cannot be created.
+    """
     missing = []
     current = folder
     while not current.exists():
@@ -329,7 +337,11 @@ def _create_missing_folders(folder: Path) -> list[Path]:
 
 
 def _move_to_target(temporary: Path, target: Path, *, overwrite: bool) -> None:
-    """Move the complete output to its path, replacing an existing output if `overwrite` is True."""
+    """Move the complete output to its path, replacing an existing output if `overwrite` is True.
+
+    Raises:
+        CommandError: If the target has appeared in the meantime and `overwrite` is False.
+    """
     if not target.exists() or (overwrite and temporary.is_file()):
         temporary.rename(target)
     elif not overwrite:

@@ -146,7 +146,11 @@ def list_model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = Fa
 
 
 def _check_tensor_name(name: str, root: AnyPath) -> None:
-    """Raise CheckpointError if a name contains lone surrogates, which cannot be encoded as UTF-8."""
+    """Check that a name can be encoded as UTF-8.
+
+    Raises:
+        CheckpointError: If the name contains lone surrogates.
+    """
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -450,7 +454,7 @@ def _validate_and_plan_output(
 def _open_plan_output(
     target: AnyPath, plan: ConversionPlan, *, is_single_file: bool, options: Options
 ) -> AbstractContextManager[FolderOutput | StoreOutput]:
-    """Return the context in which the files of a plan are written; see `open_atomic_output`."""
+    """Return the context in which the files of a plan are written. See `open_atomic_output`."""
     return open_atomic_output(
         target,
         needed_bytes=plan.nbytes,
@@ -470,7 +474,11 @@ def _write_tensor_files(
     files: Sequence[PlannedFile],
     report_bytes: ReportBytes,
 ) -> None:
-    """Write files of a plan, and verify every checksum of the source that their tensors depend on."""
+    """Write files of a plan in several threads, and verify the CRCs of all source data that was read.
+
+    Raises:
+        CheckpointError: If a CRC does not match.
+    """
     num_threads = output.num_threads or get_read_concurrency(checkpoint.root)
     unverified_spans: UnverifiedSpans = set()
     late_jobs: list[Job] = []
@@ -492,7 +500,10 @@ def _write_small_files(output: FolderOutput | StoreOutput, plan: ConversionPlan)
 
 @contextmanager
 def _open_progress_bar(total_bytes: int, target: AnyPath, options: Options) -> Iterator[ReportBytes]:
-    """Yield a function that takes a number of bytes, and show its progress if stderr is a terminal."""
+    """Yield a function that reports a number of written bytes.
+
+    Shows a progress bar if stderr is a terminal.
+    """
     if not options.get("progress", True) or not sys.stderr.isatty():
         yield int
         return
@@ -672,7 +683,7 @@ def _write_piece(
     losses: CastLosses,
     report_bytes: ReportBytes,
 ) -> None:
-    """Write the parts of a piece to the output file."""
+    """Write the parts of a piece to the output file, and finish the piece."""
     crc = 0
     for i, part in enumerate(parts):
         if isinstance(part, OutputTensor):
@@ -694,7 +705,11 @@ def _write_tensor(
     *,
     compute_crc: bool,
 ) -> int:
-    """Write a tensor and return the CRC32 of its data, or 0 if `compute_crc` is False."""
+    """Write a tensor, if possible by a copy in the file system, and verify CRCs of completely read spans.
+
+    Returns:
+        The CRC32 of the written data, or 0 if `compute_crc` is False.
+    """
     if not compute_crc and entry.dtype == entry.tensor.dtype:
         span = entry.tensor.find_span()
         if span is not None and piece.copy(span, report_bytes):
@@ -730,7 +745,11 @@ def _iter_output_bytes(
 
 
 def _iter_verification_jobs(written_folder: AnyPath, plan: ConversionPlan) -> Iterator[Job]:
-    """Iterate over jobs that each compare a written tensor with its source tensor."""
+    """Iterate over jobs that each compare a written tensor with its source tensor.
+
+    Raises:
+        CheckpointError: If a written tensor is missing or has an unexpected shape or dtype.
+    """
     written_tensors = plan.reopen_tensors(written_folder)
     for file in plan.files:
         for entry in file.entries:
@@ -746,7 +765,11 @@ def _iter_verification_jobs(written_folder: AnyPath, plan: ConversionPlan) -> It
 def _check_written_tensor(
     file_name: str, planned_tensor: OutputTensor, written_tensor: Tensor, report_bytes: ReportBytes
 ) -> None:
-    """Raise CheckpointError unless a written tensor is bitwise equal to the cast source tensor."""
+    """Check that a written tensor is bitwise equal to the cast source tensor.
+
+    Raises:
+        CheckpointError: If a block differs.
+    """
     block_bytes = (
         BLOCK_BYTES // get_itemsize(planned_tensor.tensor.dtype) * get_itemsize(planned_tensor.dtype)
     )

@@ -1,4 +1,4 @@
-"""Metadata of a sharded DCP save, which is written without gathering it on one rank.
+"""Metadata of a sharded DCP save, written without gathering it on one rank.
 
 Each rank describes the pieces that it has written in a separate table, such as `__3.metadata`. The table has
 the format that DCP uses for ranks that save without communicating. It consists of three parts:
@@ -64,7 +64,7 @@ class KeyEntry:
     Attributes:
         key: Flattened key, such as `model.layers.0.weight`.
         path: Keys of the nested dicts and indices of the lists that the key was flattened from.
-        dtype: Safetensors dtype of a tensor, None for any other value.
+        dtype: Safetensors dtype. None if the value is not a tensor.
         shape: Unsharded shape of a tensor.
     """
 
@@ -80,11 +80,11 @@ class WrittenPiece:
 
     Attributes:
         key: Key of the state dict.
-        offsets: Position of the piece in its tensor; None for a value.
+        offsets: Position of the piece in its tensor. None if the item is not a tensor.
         sizes: Shape of the piece.
         offset: Position of the item in the file in bytes.
         length: Size of the item in the file in bytes.
-        checksum: CRC32 of the item, see `portable.converters.read_item_checksums`.
+        checksum: CRC32 of the item. See `portable.converters.read_item_checksums`.
     """
 
     key: str
@@ -109,7 +109,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class TableRecord:
-    """Summary of the table of one rank, which is sent to rank 0.
+    """Summary of the table of one rank. Each rank sends it to rank 0.
 
     The size of the summary is independent of the number of tensors.
 
@@ -117,7 +117,7 @@ class TableRecord:
         name: Name of the table, such as `__3.metadata`.
         nbytes: Size of the table in bytes.
         crc32: CRC32 of the table.
-        header_crc32: CRC32 of the header, which must be equal on all ranks.
+        header_crc32: CRC32 of the header. Must be equal on all ranks.
         pieces_nbytes: Size in bytes of the pieces that are copied to `.metadata`.
         numel: Number of elements in these pieces.
         boxes: For each shape of a tensor, the smallest box that contains all pieces of tensors with this
@@ -139,7 +139,7 @@ class RankTable:
 
     Attributes:
         header: First part of the table, equal on all ranks.
-        pieces: Second part, which is copied to `.metadata`.
+        pieces: Second part. It is copied to `.metadata`.
         record: Summary of the table for rank 0.
     """
 
@@ -213,7 +213,7 @@ def count_elements(keys: Iterable[KeyEntry]) -> int:
 def write_rank_tables_index(
     folder: AnyPath, records: Sequence[TableRecord], *, metadata_crc32: int, metadata_nbytes: int
 ) -> None:
-    """Write `shard_checksums.json`, which lists the tables of all ranks.
+    """Write `shard_checksums.json`, the list of all ranks' tables.
 
     Args:
         folder: Folder of the checkpoint.
@@ -238,7 +238,7 @@ def _compute_numel(sizes: Dims) -> int:
 
 
 def _extend_box(box: Box | None, offsets: Dims, sizes: Dims) -> Box:
-    """Return the smallest box that contains a box and a piece."""
+    """Return the smallest box that contains a box and a piece. If the box is None, the box of the piece."""
     if box is None:
         return Box(offsets, sizes)
     low = tuple(map(min, box.offsets, offsets))
@@ -300,7 +300,7 @@ def _build_tensor_properties(dtype: str) -> PickledObject:
 
 
 def _encode_pieces(shard_file: str, pieces: Sequence[WrittenPiece], header_memo: PickleMemo) -> bytes:
-    """Encode the opcodes that add pieces to the containers of the header."""
+    """Encode the opcodes that add pieces to the containers of the header. Empty if there are no pieces."""
     if not pieces:
         return b""
     memo = dict(header_memo)

@@ -354,14 +354,14 @@ class _ConfigTable:
         return number
 
     def take_allowed_setting(self, name: str, *allowed: Any) -> Any:
-        """Return a setting that may only have certain values.
+        """Return a setting that may only have certain values, and mark it as used.
 
         Args:
             name: Name of the setting.
             allowed: Allowed values. The first value is the default of a setting without any other default.
 
         Raises:
-            CheckpointError: If the setting has another value.
+            CheckpointError: If the setting has a different value.
         """
         is_set = name in self.values or name in self.defaults
         value = self.take_setting(name) if is_set else allowed[0]
@@ -384,11 +384,14 @@ class _ConfigTable:
         )
 
     def raise_unsupported(self, name: str, reason: str) -> NoReturn:
-        """Raise CheckpointError for a setting.
+        """Raise an error about a setting.
 
         Args:
             name: Name of the setting.
             reason: Reason why its value is not supported.
+
+        Raises:
+            CheckpointError: Always.
         """
         value = self.values.get(name, self.defaults.get(name))
         raise CheckpointError(
@@ -484,7 +487,11 @@ def parse_gguf_settings(
 
 
 def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
-    """Check which layers have a sliding window or no rotary embedding, and add the size of the window."""
+    """Check which layers have a sliding window or no rotary embedding, and add the window size to `settings`.
+
+    Raises:
+        CheckpointError: If llama.cpp uses other windows.
+    """
     layer_numbers, window_period = range(1, settings.values["block_count"] + 1), model_type.window_period or 1
     uses_windows = table.take_setting("use_sliding_window") is not False and "layer_types" not in table.values
     kinds = ["sliding_attention" if number % window_period else "full_attention" for number in layer_numbers]
@@ -569,7 +576,7 @@ def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings:
 
 
 def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float) -> list[float]:
-    """Compute the divisors of the rotary embedding's frequencies for the scaling type `llama3`."""
+    """Compute the divisor of each rotary frequency for the scaling type `llama3`."""
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, old = map(rope.take_positive_number, names)
     if not low < high:

@@ -32,7 +32,7 @@ _END_TOKEN_KINDS = ("eos", "eot", "eom")  # llama.cpp stops at one token of each
 def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Add the tokenizer and the chat template to a GGUF writer.
 
-    A warning is logged if llama.cpp may split texts differently, so that the tokenizer is not written.
+    A warning is logged if llama.cpp may split text differently. The tokenizer is then not written.
 
     Args:
         writer: The `gguf.GGUFWriter`.
@@ -213,7 +213,7 @@ def _detect_added_bos(
     """Detect whether the tokenizer adds the BOS token to the beginning of each text.
 
     Returns:
-        Whether it does. None if the tokenizer changes the tokens in another way.
+        Whether it does. None if the tokenizer changes the tokens in a different way.
     """
     if post_processor is None or post_processor.get("type") == "ByteLevel":
         return False

@@ -1,4 +1,4 @@
-"""Writer of GGUF files, which llama.cpp runs.
+"""Writer of GGUF files for llama.cpp.
 
 `portable.converters.writers.gguf_models` defines which models and settings are supported. Matrices keep their
 dtype, or get the dtype of `--dtype`, which may also be q8_0, q4_0 or mxfp4. Norms, biases and other vectors
@@ -124,7 +124,7 @@ class _LoraFactors(NamedTuple):
 def plan_gguf_adapter(
     adapter: StoredAdapter, config: Mapping[str, Any], choices: ContentOptions
 ) -> ConversionPlan:
-    """Plan the output of `--to gguf` for a LoRA adapter, which `llama-server --lora FILE` loads.
+    """Plan the output of `--to gguf` for a LoRA adapter. `llama-server --lora FILE` loads it.
 
     Source: https://github.com/ggml-org/llama.cpp, convert_lora_to_gguf.py, src/llama-adapter.cpp.
 
@@ -184,7 +184,11 @@ def plan_gguf_adapter(
 
 
 def _parse_matrix_type(choices: ContentOptions) -> str | None:
-    """Return the GGML type of the matrices. None to keep their dtypes."""
+    """Return the GGML type of the matrices. None to keep their dtypes.
+
+    Raises:
+        CommandError: If the optimizer state is requested.
+    """
     if choices.optimizer:
         raise CommandError("--to gguf: holds no optimizer state; leave out --optimizer")
     return parse_target_dtype(choices.dtype, allow_ggml=True)
@@ -267,7 +271,13 @@ def _encode_header(writer: Any) -> bytes:
 def _rename_tensors_to_gguf(
     tensors: Mapping[str, Tensor], model_type: GGUFModelType, settings: GGUFSettings, root: AnyPath
 ) -> dict[str, Tensor]:
-    """Return the tensors under the names of llama.cpp, with the experts of each layer stacked."""
+    """Return the tensors under the names of llama.cpp, with the experts of each layer stacked.
+
+    Adds the divisors of the rotary frequencies and a tied output matrix if llama.cpp needs them.
+
+    Raises:
+        CheckpointError: If an untied output matrix is missing, or if llama.cpp does not support a tensor.
+    """
     renamed: dict[str, Tensor] = {}
     if settings.rope_factors:
         data = struct.pack(f"<{len(settings.rope_factors)}f", *settings.rope_factors)
@@ -374,7 +384,14 @@ def _iter_stacked_experts(
 def _convert_tensor_layout(
     gguf_name: str, tensor: Tensor, model_type: GGUFModelType, settings: GGUFSettings
 ) -> Tensor:
-    """Convert a tensor to the row order, norm weights, and query scale that llama.cpp expects."""
+    """Convert a tensor to the row order, norm weights, and query scale that llama.cpp expects. Lazy.
+
+    Returns:
+        The converted tensor, or `tensor` itself if nothing changes.
+
+    Raises:
+        CheckpointError: If the number of rows does not match the heads in the config.
+    """
     values, layer_name = settings.values, re.sub(r"blk\.\d+\.", "", gguf_name)
     if layer_name.startswith(("attn_q.", "attn_k.")):
         heads = values["head_count" if layer_name.startswith("attn_q.") else "head_count_kv"]
@@ -390,7 +407,8 @@ def _convert_tensor_layout(
         and layer_name.startswith(("attn_", "ffn_"))
     ):
         return transpose_matrix(tensor)
-    # If queries are normalized, scale the weight of the norm, because the norm would undo an earlier scaling.
+    # If queries are normalized, scale the weight of the norm, because the norm would undo a scaling of its
+    # input.
     scaled = "attn_q_norm.weight" if model_type.local_rope_base else "attn_q.weight"
     factor = settings.query_scale if layer_name == scaled else 1.0
     term = factor if model_type.norms_add_one and layer_name.endswith("norm.weight") else 0.0

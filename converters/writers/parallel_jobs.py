@@ -23,7 +23,7 @@ class _StoppedError(Exception):
 
 
 def count_usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use, considering its CPU affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -71,7 +71,7 @@ def run_jobs_in_threads(
             bytes it has processed. The function raises an exception to stop the job after another job has
             failed.
         report_bytes: Function that receives these numbers, from one thread at a time.
-        num_threads: Number of threads. None for `get_default_thread_count()`.
+        num_threads: Number of threads. If None, `get_default_thread_count()`.
     """
     from concurrent.futures import (
         ThreadPoolExecutor,

@@ -129,7 +129,8 @@ def move_into_place(new: Path, target: Path, old_path: Path) -> None:
     if not os.path.lexists(target):
         new.rename(target)
         return
-    # Rename `new` first: `recover_replaced_folder` deletes its path, which must never be the old folder.
+    # Rename `new` first: `recover_replaced_folder` deletes the path of `new`, so this path must never be the
+    # old folder.
     new.rename(old_path)
     try:
         if exchange_paths(old_path, target):
@@ -193,13 +194,13 @@ def try_lock_folder(folder: Path) -> int | None:
 
 
 def release_folder_lock(lock: int | None) -> None:
-    """Release a lock that `try_lock_folder` has returned. Do nothing for None."""
+    """Release a lock that `try_lock_folder` has returned. Does nothing if the lock is None."""
     if lock is not None:
         os.close(lock)
 
 
 class LockedFolder(NamedTuple):
-    """New folder, and the lock that marks it as in use.
+    """New folder and its lock. The lock marks the folder as in use.
 
     Attributes:
         path: Path of the folder.

@@ -1,9 +1,9 @@
-"""Writer of safetensors files, which `from_pretrained` loads.
+"""Writer of safetensors files for `from_pretrained`.
 
 For `--to dcp-safetensors`, the files are numbered and have an index, their headers contain the metadata of
 torch's `HuggingFaceStorageWriter`, and tied tensors are written under all of their names, as in the state
 dict of a model. Both `HuggingFaceStorageReader` and `from_pretrained` can therefore open the folder. The
-optimizer state, which the format of torch does not support, is written as in other safetensors outputs.
+optimizer state is written as in other safetensors outputs, because the format of torch does not support it.
 
 Source: https://github.com/huggingface/safetensors ("Format"); `save_pretrained` of transformers for the
 index; torch/distributed/checkpoint/hf_storage.py, filesystem.py, _hf_utils.py.
@@ -186,15 +186,15 @@ def write_adapter(
     Args:
         adapter: Adapter to write.
         out: Path or URL of the output folder.
-        dtype: Dtype of the weights, see `ContentOptions`.
-        optimizer: Whether to also write the optimizer state, see `ContentOptions`.
-        **options: Additional options, see `Options`. By default, `expand` is True.
+        dtype: Dtype of the weights. See `ContentOptions`.
+        optimizer: Whether to also write the optimizer state. See `ContentOptions`.
+        **options: Additional options. See `Options`. By default, `expand` is True.
 
     Returns:
         The plan that was written.
 
     Raises:
-        CheckpointError: If the adapter cannot be written, see `write_checkpoint`.
+        CheckpointError: If the adapter cannot be written. See `write_checkpoint`.
     """
     choices = ContentOptions(dtype, optimizer=optimizer)
     options.setdefault("expand", True)
@@ -253,7 +253,11 @@ def _compute_header_padding(header_nbytes: int, entries: Iterable[OutputTensor])
 
 
 def _encode_json(value: Any) -> bytes:
-    """Encode a value as JSON. Raises CheckpointError if a string is not valid Unicode."""
+    """Encode a value as indented JSON.
+
+    Raises:
+        CheckpointError: If a string is not valid Unicode.
+    """
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
         return text.encode()

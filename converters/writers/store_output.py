@@ -1,4 +1,4 @@
-"""Output folder in an object store, which cannot rename folders.
+"""Output folder in an object store. Object stores cannot rename folders.
 
 Files are written as multipart uploads, which are invisible until they are completed. When all files are
 uploaded, the folder is marked as incomplete (see `portable.converters.storage.completion_markers`), old
@@ -7,10 +7,10 @@ completion marker follow.
 
 A conversion that fails while uploading leaves the output unchanged. A conversion that is killed leaves
 uploads, which the next conversion to the same output aborts. If it is killed near its end, it leaves a folder
-that is marked as incomplete, which is never read.
+that is marked as incomplete. Such a folder is never read.
 
-The completion marker lists each written object with its version, see `read_written_objects`. A program that
-writes to the same folder again can thus distinguish its objects from the objects of other programs.
+The completion marker lists each written object with its version. See `read_written_objects`. A program that
+writes to the same folder again can thus distinguish its objects from objects written by other programs.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[st
 
     Args:
         folder: URL of the folder.
-        required_fact: Field that the marker must contain, see `StoreOutput`. Empty to accept the marker of
+        required_fact: Field that the marker must contain. See `StoreOutput`. Empty to accept the marker of
             any writer.
 
     Returns:
         The size and version of each object that was written, or that was found and may have been replaced,
-        keyed by name. None for an object that a writer has planned and may not have written. Empty if the
-        folder has no valid marker.
+        keyed by name. The value is None if a writer has planned the object and may not have written it. Empty
+        if the folder has no valid marker.
     """
     marker = read_json_object_or_empty(folder / COMPLETE_MARKER) or read_json_object_or_empty(
         folder / INCOMPLETE_MARKER
@@ -71,7 +71,7 @@ def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[st
         required_fact and not (isinstance(facts, dict) and required_fact in facts)
     ):
         return {}
-    if isinstance(planned, list):  # earlier releases listed the planned objects separately
+    if isinstance(planned, list):  # previous releases listed the planned objects separately
         objects |= dict.fromkeys(map(str, planned))
     return {
         name: None if object_ is None else ListedFile(*object_)
@@ -115,7 +115,7 @@ def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
 
 
 class StoreUploads:
-    """Uploads of one process to a folder of an object store, which are invisible until `complete_files`.
+    """Uploads of one process to a folder of an object store. They are invisible until `complete_files`.
 
     Args:
         folder: URL of the folder, or of the only object if `single` is True.
@@ -250,7 +250,7 @@ class StoreOutput(StoreUploads):
             sizes: Size of each object in bytes, keyed by its name.
 
         Raises:
-            CheckpointError: If an object is missing or has another size.
+            CheckpointError: If an object is missing or its size differs.
         """
         self.folder.clear_listings()
         there = list_content_objects(self.folder)
@@ -278,7 +278,7 @@ class StoreOutput(StoreUploads):
     def publish_folder(self) -> None:
         """Write the completion marker, after which the output is complete."""
         if not self._single:
-            # Abort unknown uploads, which remain if the response to the start of an upload was lost.
+            # Abort unknown uploads, because they remain if the response to the start of an upload was lost.
             abort_open_uploads(self.folder, recursive=False)
             there = list_content_objects(self.folder)
             objects = {name: there[name] for name in self._planned_names if name in there}
@@ -293,7 +293,7 @@ class StoreOutput(StoreUploads):
 
 
 class FileUpload:
-    """Multipart upload of a file, to which pieces are appended.
+    """Multipart upload of a file. Pieces are appended to it in order.
 
     Pieces are prepared in parallel, and appended in the order of their numbers. A piece that is not the next
     one is kept in memory, and its thread waits at the end of the piece. No more pieces are therefore in
@@ -301,11 +301,11 @@ class FileUpload:
 
     Args:
         path: URL of the object.
-        nbytes: Expected size of the object in bytes, which determines the size of the upload's parts.
+        nbytes: Expected size of the object in bytes. Determines the size of the upload's parts.
 
     Attributes:
         path: URL of the object.
-        next_piece: Number of the piece to append next.
+        next_piece: Index of the piece to append next.
         piece_turn: Condition that is notified when `next_piece` changes.
     """
 
@@ -351,13 +351,13 @@ class FileUpload:
 
 
 class PieceUpload:
-    """Piece of a file in an object store, which one thread writes.
+    """Piece of a file in an object store, written by one thread.
 
     See `FileUpload` for the order in which pieces are uploaded.
 
     Args:
         file: Upload that the piece is appended to.
-        number: Number of the piece, from 0.
+        number: Index of the piece, from 0.
     """
 
     def __init__(self, file: FileUpload, number: int) -> None:

@@ -86,13 +86,13 @@ def write_checkpoint(
         checkpoint: Checkpoint to write.
         out: Path or URL of the output.
         to: Output format, one of `portable.converters.options.WRITERS`.
-        dtype: Dtype of the weights, see `ContentOptions`.
-        max_shard_size: Maximum size of a shard in bytes, see `ContentOptions`.
-        optimizer: Whether to also write the optimizer state, see `ContentOptions`.
+        dtype: Dtype of the weights. See `ContentOptions`.
+        max_shard_size: Maximum size of a shard in bytes. See `ContentOptions`.
+        optimizer: Whether to also write the optimizer state. See `ContentOptions`.
         names: Names and shapes of the tensors: `published` converts to the names of published files, `live`
             converts to the names that transformers uses in memory, and `stored` keeps the names of the
             checkpoint. The default is `published` for safetensors, torch, and gguf, and `stored` otherwise.
-        options: Further options, see `Options`.
+        options: Further options. See `Options`.
 
     Returns:
         The executed plan.
@@ -131,7 +131,7 @@ def write_safetensors(
         The executed plan.
 
     Raises:
-        CheckpointError: If the checkpoint cannot be written, see `write_checkpoint`.
+        CheckpointError: If the checkpoint cannot be written. See `write_checkpoint`.
     """
     return write_checkpoint(checkpoint, out, "safetensors", **options)
 
@@ -150,6 +150,6 @@ def write_dcp(
         The executed plan.
 
     Raises:
-        CheckpointError: If the checkpoint cannot be written, see `write_checkpoint`.
+        CheckpointError: If the checkpoint cannot be written. See `write_checkpoint`.
     """
     return write_checkpoint(checkpoint, out, "dcp", **options)

@@ -56,7 +56,11 @@ def plan_torch(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPla
 
 
 def _build_optimizer_state_dict(optimizer: OptimizerState, root: AnyPath) -> dict[str, Any]:
-    """Build `optimizer.state_dict()` with an `OutputTensor` for each tensor."""
+    """Build `optimizer.state_dict()` with an `OutputTensor` for each tensor.
+
+    Raises:
+        CheckpointError: If the groups do not list each parameter with state exactly once.
+    """
     groups = convert_param_groups_to_plain(optimizer)
     names = [name for group in groups for name in group.get("params", [])]
     numbers = {name: number for number, name in enumerate(names)}

@@ -62,7 +62,7 @@ class PickledObject:
 
 @dataclass(frozen=True)
 class PickledPersistentId:
-    """Persistent ID, by which torch.save refers to a storage."""
+    """Persistent ID of a storage in a torch.save pickle."""
 
     value: tuple[Any, ...]
 
@@ -168,7 +168,7 @@ def build_torch_size(shape: tuple[int, ...]) -> PickledCall:
 
 
 class _NumberedEntry(NamedTuple):
-    """Tensor, and the number of its storage in the archive."""
+    """Tensor and the index of its storage in the archive."""
 
     number: int
     entry: OutputTensor
@@ -261,7 +261,7 @@ def reopen_tensors(values: Mapping[str, Any], folder: AnyPath) -> dict[str, Tens
 
 
 def _record_crc_and_build_descriptor(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
-    """Build the data descriptor after a tensor, and record the CRC32 of the tensor for the directory."""
+    """Store the CRC32 of a tensor in `crcs`, and build the data descriptor after the tensor."""
     crcs[number] = crc
     return _build_descriptor(crc, nbytes)
 
@@ -308,8 +308,8 @@ def _build_local_header(name: str, align_from: int | None = None) -> bytes:
 
     Args:
         name: Name of the member, without the folder of the archive.
-        align_from: Position of the header in the file, to pad it so that the data is aligned. None for no
-            padding.
+        align_from: Position of the header in the file, used to pad the header so that the data is aligned. If
+            None, the header is not padded.
     """
     path = f"{_ARCHIVE}/{name}".encode()
     # With the zip64 field, the sizes in the data descriptor are 64 bits wide.

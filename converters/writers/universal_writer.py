@@ -1,4 +1,4 @@
-"""Writer of DeepSpeed universal checkpoints, which ZeRO 1 to 3 load at any world size.
+"""Writer of DeepSpeed universal checkpoints. ZeRO 1 to 3 load them at any world size.
 
 `zero/<parameter>/` contains the fp32 master weights and each moment, and `zero/optimizer_state.pt` contains
 the parameter groups. The model states are written twice, under the names that stages 1 and 2 and stage 3
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from portable.converters.checkpoint import Checkpoint, OptimizerState
 
 _MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-# Version of DeepSpeed whose layout is written. DeepSpeed compares it with versions that have another layout.
+# Version of DeepSpeed whose layout is written. DeepSpeed compares it with versions that have a different
+# layout.
 _VERSION = "0.19.8"
 _STEP = "step"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -113,7 +114,12 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
 def _check_param_groups(
     checkpoint: Checkpoint, group_names: list[list[str]], model: dict[str, OutputTensor]
 ) -> None:
-    """Check that the groups list each parameter once, and that parameter names can be names of folders."""
+    """Check that the groups list each parameter once, and that parameter names can be names of folders.
+
+    Raises:
+        CheckpointError: If a parameter name cannot be the name of a folder.
+        OptimizerStateError: If a parameter is repeated or is not in the model.
+    """
     location, names = checkpoint.root, [name for group in group_names for name in group]
     if not names or len(set(names)) != len(names):
         raise OptimizerStateError(f"{location}: its optimizer's groups do not list each parameter once")
@@ -157,7 +163,7 @@ def _build_model_states(
     Args:
         checkpoint: Checkpoint with the counters.
         groups: Tensors of each parameter group, keyed by name.
-        rest: Tensors that do not belong to the optimizer, which the file contains.
+        rest: Tensors that do not belong to the optimizer. They are stored in this file.
         step: Step of the engine.
     """
     counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}

@@ -69,10 +69,12 @@ STAGE_BY_STRATEGY = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def check_deepspeed(config: RunConfig, device_type: str) -> None:
-    """Raise UserError if the DeepSpeed of this machine cannot run a config.
+    """Check that DeepSpeed on this machine can run a config: its JSON, optimizer and swap disk.
 
-    Checks the JSON, the optimizer and the disk to swap to. May compile C++ ops, which takes minutes once per
-    machine.
+    May compile C++ ops, which takes minutes once per machine.
+
+    Raises:
+        UserError: If it cannot.
     """
     deepspeed = zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read_deepspeed_document(config)
@@ -111,7 +113,7 @@ def build_deepspeed_notes(config: RunConfig, device_type: str) -> list[str]:
 def build_engine(
     model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
 ) -> EngineWithMetrics:
-    """Shard a model with ZeRO; see :class:`portable.engines.engine_interface.EngineModule`."""
+    """Shard a model with ZeRO. See :class:`portable.engines.engine_interface.EngineModule`."""
     stage = STAGE_BY_STRATEGY[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(rank_info.device.type)
     zero_runtime.start_deepspeed(deepspeed, rank_info.device, at_stop)
@@ -167,7 +169,10 @@ def build_engine(
 
 
 def _destroy_deepspeed_engine(engine: Any) -> None:
-    """Destroy a DeepSpeed engine. It references itself and would otherwise keep all its memory."""
+    """Destroy a DeepSpeed engine, ignoring errors.
+
+    It references itself and would otherwise keep all its memory.
+    """
     with suppress(Exception):  # this fails if the device is broken, and that error is being raised already
         private_api.wait_for_swapping(engine.optimizer)
     with suppress(Exception):
@@ -194,9 +199,9 @@ def _create_swap_folder(model: nn.Module, config: RunConfig, rank_info: RankInfo
 def _materialize_partitioned(
     deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device, compute: torch.dtype
 ) -> None:
-    """Allocate a model from the meta device, and partition each parameter immediately.
+    """Allocate a model from the meta device in place, and partition each parameter immediately.
 
-    A rank never has more than its shards and one complete parameter in memory.
+    A rank never has more than its shards and one complete parameter in memory. A collective call.
     """
     # Inside of its context, Init would cast the modules that are built. Its method for a single parameter
     # does not.
@@ -419,7 +424,7 @@ class ZeroEngine:
 
 
 def _read_optimizer_steps(checkpoint: Checkpoint) -> int:
-    """Read the number of optimizer steps before a checkpoint; 0 if the checkpoint does not record it."""
+    """Read the number of optimizer steps before a checkpoint. 0 if the checkpoint does not record it."""
     state: Any = next(iter(checkpoint.optimizer.state.values()), {}) if checkpoint.optimizer else {}
     step = state.get("step", checkpoint.metadata.get("step", 0))
     return int(step.read() if isinstance(step, StoredTensor) else step)

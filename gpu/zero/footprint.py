@@ -89,7 +89,7 @@ class _RankShares:
 
     @cached_property
     def _parameter_groups(self) -> list[list[ParameterEntry]]:
-        """Parameter groups of the optimizer; see :func:`portable.optim.optimizers.build_parameter_groups`."""
+        """Parameter groups of the optimizer. See :func:`portable.optim.optimizers.build_parameter_groups`."""
         groups: dict[Any, list[ParameterEntry]] = {}
         for weight in self._trained:
             groups.setdefault(weight.group, []).append(weight)

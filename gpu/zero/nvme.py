@@ -70,9 +70,10 @@ def _get_nvme_folder(config: RunConfig) -> Path:
 
 
 def check_async_io(deepspeed: Any) -> None:
-    """Raise UserError if DeepSpeed's op ``async_io`` cannot be built.
+    """Check that DeepSpeed's op ``async_io`` can be built. Waits for a build in another process.
 
-    Waits for a build in another process.
+    Raises:
+        UserError: If it cannot be built.
     """
     builder = deepspeed.ops.op_builder.AsyncIOBuilder()
     require(
@@ -130,10 +131,7 @@ def get_swap_folder(config: RunConfig) -> Path:
 
 
 def find_filesystem_type(path: Path) -> str:
-    """Return the type of the file system of a path.
-
-    Returns an empty string if ``/proc/mounts`` does not exist.
-    """
+    """Return the type of the file system of a path. Empty if ``/proc/mounts`` does not exist."""
     mounts = Path("/proc/mounts")
     if not mounts.exists():
         return ""

@@ -50,7 +50,7 @@ def wait_for_op_build(op_name: str) -> None:
 
 
 def _is_open_in_any_process(file: Path) -> bool:
-    """Return whether a process on this machine has a file open, as the process that builds has."""
+    """Return whether a process on this machine has a file open. The process that builds holds it open."""
     lock_path = str(file.resolve())
     for handle in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has ended, or belongs to another user

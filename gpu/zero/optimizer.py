@@ -80,7 +80,7 @@ def build_zero_optimizer(
 
     Args:
         config: Config of the run.
-        document: DeepSpeed JSON of the run, if there is one.
+        document: DeepSpeed JSON of the run. None if there is none.
         model: The transformers model.
         groups: Parameter group of each parameter, keyed by parameter name.
     """

@@ -158,14 +158,14 @@ class FlatPartitions:
         """Yield the name of each parameter with this rank's part of its weight and optimizer state.
 
         Args:
-            weights_only: Whether to leave out the optimizer state.
+            weights_only: Whether to skip the optimizer state.
         """
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             state = {} if weights_only else self._base_optimizer.state.get(flat, {})
             yield from _iter_fragment_values(flat, fragments, state)
 
     def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state from state by parameter name; see :func:`_assemble_partition_state`."""
+        """Fill the optimizer state from state by parameter name. See :func:`_assemble_partition_state`."""
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             self._base_optimizer.state[flat] = _assemble_partition_state(
                 flat, fragments, state, self._base_optimizer.state[flat], state_samples
@@ -219,7 +219,7 @@ class ShardedPartitions:
             self._fragments.append(fragments)
 
     def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
-        """List the matrices in each flat partition; see :meth:`FlatPartitions.list_matrices`.
+        """List the matrices in each flat partition. See :meth:`FlatPartitions.list_matrices`.
 
         Args:
             ranks: Number of ranks.
@@ -263,7 +263,7 @@ class ShardedPartitions:
                 yield from _iter_fragment_values(flat, fragments, state)
 
     def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state from state by parameter name; see :func:`_assemble_partition_state`."""
+        """Fill the optimizer state from state by parameter name. See :func:`_assemble_partition_state`."""
         for index, fragments in enumerate(self._fragments):
             with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
                 states = self._zero_optimizer.optimizer.state
@@ -289,7 +289,7 @@ class ShardedPartitions:
     def load_frozen_parameter(
         self, parameter: Any, source: ReadableTensor, *, return_exact: bool
     ) -> Tensor | None:
-        """Fill this rank's shard of a frozen parameter, which has no master copy.
+        """Fill this rank's shard of a frozen parameter. It has no master copy.
 
         Args:
             parameter: Partitioned parameter.
@@ -339,7 +339,7 @@ class _SwappedInSubGroup:
 def _iter_fragment_values(
     flat: Tensor, fragments: list[ParameterFragment], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of a flat partition and its state that belong to parameters. Padding is left out."""
+    """Yield the parts of a flat partition and its state that belong to parameters. Padding is skipped."""
     tensors = [flat, *(value for value in state.values() if getattr(value, "shape", None) == flat.shape)]
     for fragment in fragments:
         for tensor in tensors:

@@ -71,7 +71,7 @@ def get_basic_optimizer(engine: Any) -> Any:
 
 
 def set_step_count(engine: Any, steps: int) -> None:
-    """Set the step count, by which DeepSpeed names its folder inside a checkpoint."""
+    """Set the step count. DeepSpeed names its folder inside a checkpoint by it."""
     engine.global_steps = steps
 
 
@@ -89,7 +89,7 @@ def set_clipping_norm(zero_optimizer: Any, max_norm: float) -> None:
 
 
 def get_dynamic_loss_scaler(zero_optimizer: Any) -> Any:
-    """Return DeepSpeed's loss scaler, or None if the loss scale is fixed."""
+    """Return DeepSpeed's loss scaler. None if the loss scale is fixed."""
     scaler = zero_optimizer.loss_scaler
     return scaler if scaler.dynamic else None
 
@@ -186,7 +186,7 @@ def drop_secondary_shard(parameter: Any) -> None:
 
 
 def drop_secondary_shards(zero_optimizer: Any) -> None:
-    """Drop hpZ's second copies, from which a forward pass would gather outdated values."""
+    """Drop hpZ's second copies, because a forward pass would gather outdated values from them."""
     zero_optimizer.invalidate_secondary_tensor()
 
 
@@ -319,7 +319,7 @@ def list_type_params(type_name: str) -> set[str]:
 
 
 def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
-    """Return DeepSpeed's error for a key that it has removed, or None if ``values`` has no such key."""
+    """Return DeepSpeed's error for a key that it has removed. None if ``values`` has no such key."""
     from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys
 
     try:

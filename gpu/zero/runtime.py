@@ -86,7 +86,10 @@ def start_deepspeed(deepspeed: Any, device: torch.device, at_stop: ExitStack) ->
 
 
 def _stop_deepspeed(deepspeed: Any) -> None:
-    """Make DeepSpeed release the models and the process group, so that this process can start another run."""
+    """Make DeepSpeed release the models and the process group, so that this process can start another run.
+
+    Does nothing if DeepSpeed has not started.
+    """
     if not private_api.has_communicator(deepspeed):
         return
     private_api.release_cached_models(deepspeed)

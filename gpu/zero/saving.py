@@ -45,7 +45,7 @@ class ZeroSaver:
         self._has_adapter = has_peft_adapter(engine.module)
         self._stored_names = set(get_checkpointed_tensors(engine.module)) if self._has_adapter else None
         self._deferred_files: list[_CheckpointFile] | None = None
-        """Files to write later; None to write each file immediately."""
+        """Files to write later. None to write each file immediately."""
         self._uses_zip_format = private_api.replace_file_saver(engine, self._save_or_defer_file)
 
     @cached_property
@@ -53,7 +53,7 @@ class ZeroSaver:
         return get_or_create_background_group()
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write a checkpoint into ``folder``; see :meth:`portable.backend.Engine.save_shards`.
+        """Write a checkpoint into ``folder``. See :meth:`portable.backend.Engine.save_shards`.
 
         State on NVMe is copied in the foreground, because the next step overwrites the swap files.
         """
@@ -87,7 +87,7 @@ class ZeroSaver:
         module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
         fragments.update({name: tensor for name, tensor in self._exact_frozen.items() if name in fragments})
         for name, tensor in {**fragments, **self._exact_frozen}.items():
-            # Stage 3 has placeholders with other shapes, which must not be replaced.
+            # Do not replace placeholders of stage 3, because they have other shapes.
             if name in module and module[name].shape == tensor.shape:
                 module[name] = tensor  # torch.save stores a tensor with two names once
         if self._deferred_files is None:
@@ -123,7 +123,7 @@ class ZeroSaver:
 
 
 class _CheckpointFile:
-    """File of a checkpoint that is not written yet."""
+    """File of a checkpoint that has not been written yet, with its content in host memory."""
 
     def __init__(self, path: Path, content: Any, zipfile_serialization: bool) -> None:
         self.path = path
@@ -138,7 +138,10 @@ class _CheckpointFile:
 
 
 def _is_written_by(rank: int, name: str) -> bool:
-    """Return whether a rank wrote a file. File names contain the rank, and all other files are rank 0's."""
+    """Return whether a rank wrote a file.
+
+    File names contain the rank, and all other files are written by rank 0.
+    """
     return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
 
 

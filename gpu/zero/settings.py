@@ -44,7 +44,7 @@ def build_deepspeed_config(
         config: Config of the run.
         plan: Batch plan of the run.
         sizes: Sizes of the model.
-        document: DeepSpeed JSON of the run; None if there is none.
+        document: DeepSpeed JSON of the run. None if there is none.
         device_type: Type of the run's devices, such as ``cuda``.
     """
     deepspeed_config = _build_base_deepspeed_config(config, plan)

@@ -43,7 +43,7 @@ class LibtpuInstallation:
 
     Attributes:
         path: Path of ``libtpu.so``.
-        version: Version of the package; None if the user specified the path.
+        version: Version of the package. None if the user specified the path.
     """
 
     path: Path
@@ -145,7 +145,7 @@ def merge_compile_answers(
         The compiled graphs. Graphs that do not fit into device memory are reported as problems.
 
     Raises:
-        UserError: If libtpu refused a graph for another reason than device memory.
+        UserError: If libtpu refused a graph for a reason other than memory.
     """
     compiled, problems, needed = [], [], 0
     for graph in (graph for answer in answers for graph in answer["graphs"]):
@@ -275,7 +275,7 @@ def describe_compile_error(message: str, operation: str) -> str:
 
     Args:
         message: Error message of libtpu.
-        operation: Operation of the model that the message names; empty if it names none.
+        operation: Operation of the model that the message names. Empty if it names none.
     """
     first = (message.strip().splitlines() or ["it gives no reason"])[0]
     location = _describe_operation(message) or (f" of {operation}" if operation else "")

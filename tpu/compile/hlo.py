@@ -139,7 +139,7 @@ class HloComputation:
 
     Args:
         message: An ``HloComputationProto``.
-        schedule: Ids of the instructions in the order of the schedule; None to keep the order of ``message``.
+        schedule: Ids of the instructions in the order of the schedule. None to keep the order of ``message``.
     """
 
     def __init__(self, message: Any, schedule: Sequence[int] | None) -> None:

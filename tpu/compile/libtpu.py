@@ -152,7 +152,7 @@ class Libtpu:
         path: Path of ``libtpu.so``.
 
     Raises:
-        LibtpuInterfaceError: If the library is not libtpu, or has another interface.
+        LibtpuInterfaceError: If the library is not libtpu, or if its interface differs.
         LibtpuError: If libtpu does not start.
     """
 
@@ -327,7 +327,7 @@ class TpuTopology:
         Args:
             module: Serialized ``HloModuleProto``, with its shardings and donated buffers.
             module_format: ``hlo``, or ``mlir`` for StableHLO bytecode, which torch_tpu creates.
-            options: Serialized ``CompileOptionsProto``; None for torch_xla's options on all devices.
+            options: Serialized ``CompileOptionsProto``. If None, torch_xla's options on all devices.
 
         Raises:
             LibtpuError: If the module does not compile, or takes more memory than a device has.

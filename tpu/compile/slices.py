@@ -124,9 +124,9 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
     """Select the slice with a number of chips.
 
     Args:
-        device: Name of the generation, from ``--device``; None if the flag is not set.
+        device: Name of the generation, from ``--device``. None if the flag is not set.
         num_devices: Number of chips.
-        topology: Number of chips along each axis, such as ``4x4``; None for the usual slice of this size.
+        topology: Number of chips along each axis, such as ``4x4``. If None, the usual slice of this size.
 
     Raises:
         UserError: If there is no such slice.

@@ -80,7 +80,7 @@ def run_compile_job(job: CompileJob, dump_folder: Path | None) -> dict[str, Any]
 
     Raises:
         LibtpuError: If libtpu does not support the slice.
-        LibtpuInterfaceError: If the library is not libtpu, or has another interface.
+        LibtpuInterfaceError: If the library is not libtpu, or if its interface differs.
     """
     topology = Libtpu(job.libtpu_path).open_topology(
         job.tpu_slice.libtpu_name, **job.tpu_slice.topology_options

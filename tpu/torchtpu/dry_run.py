@@ -63,7 +63,7 @@ class DryRunRequest(NamedTuple):
 
 
 def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledRun:
-    """Compile the programs of a step; see :meth:`portable.registry.BackendPackage.compile_graphs`."""
+    """Compile the programs of a step. See :meth:`portable.registry.BackendPackage.compile_graphs`."""
     # The other optimizers send parts of different sizes, which torch_tpu's ranks exchange before each
     # collective.
     require(

@@ -39,7 +39,7 @@ def write_launch_environment() -> None:
     """Write the variables that the ranks of this host must share as the answer of this process.
 
     The variables name the ports of the ranks and how the chips are connected. This function is the main
-    function of a child process; see :func:`portable.tpu.compile.child_process.run_in_child_process`, whose
+    function of a child process. See :func:`portable.tpu.compile.child_process.run_in_child_process`, whose
     request is the number of ranks.
     """
     register_tpu_device()

@@ -62,7 +62,7 @@ def configure_attention(
 
     Args:
         model: The transformers model.
-        query_rows: Number of queries to process at a time; None for all queries at once.
+        query_rows: Number of queries to process at a time. If None, all queries at once.
         layout: Placement of tensors on the devices.
         pads_last: Whether padding follows a sequence. Causal attention does not see it in this case.
 

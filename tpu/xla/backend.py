@@ -188,7 +188,7 @@ class XlaBackend:
         return None  # the compiler pads by undocumented rules
 
     def get_peak_flops(self, precision: str) -> float | None:
-        """Return the peak FLOP/s of a device, or None on virtual devices."""
+        """Return the peak FLOP/s of a device. None if the devices are virtual."""
         if not runtime.is_on_tpu():
             return None
         return devices.get_peak_flops(devices.detect_accelerator_type(), precision)
@@ -202,7 +202,7 @@ class TpuDiagnostics(Diagnostics):
     """Memory counters of the TPU runtime. There are none on virtual devices."""
 
     def query_driver_memory(self) -> DriverMemory | None:
-        """Return the used and total bytes of a device, or None on virtual devices."""
+        """Return the used and total bytes of a device. None if the devices are virtual."""
         if not runtime.is_on_tpu():
             return None
         info = _read_device_memory_info()

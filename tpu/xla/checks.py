@@ -1,4 +1,4 @@
-"""Rules about settings that XLA does not support; see :mod:`portable.checks`."""
+"""Rules about settings that XLA does not support. See :mod:`portable.checks`."""
 
 from __future__ import annotations
 

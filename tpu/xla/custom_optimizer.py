@@ -118,7 +118,7 @@ class XlaCustomOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], learning_rate: Tensor, is_allowed: Tensor) -> None:
-        """Trace the update; see :meth:`portable.tpu.xla.optim.XlaOptimizer.step`.
+        """Trace the update. See :meth:`portable.tpu.xla.optim.XlaOptimizer.step`.
 
         Args:
             gradients: Gradients, keyed by parameter name.
@@ -201,7 +201,7 @@ class XlaCustomOptimizer:
         }
 
     def build_param_groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        """Build parameter groups; see :meth:`portable.tpu.xla.optim.XlaOptimizer.build_param_groups`.
+        """Build parameter groups. See :meth:`portable.tpu.xla.optim.XlaOptimizer.build_param_groups`.
 
         Args:
             learning_rate: Learning rate of the last step.

@@ -430,7 +430,7 @@ class _EngineCaller(FunctionalCaller):
         return self._stack_attributes.get(name, f"module.{name}")
 
     def get_stack(self, name: str) -> Tensor:
-        """Return the current value of a stack, which may be a replacement."""
+        """Return the current value of a stack. It may be a replacement."""
         value: Tensor = getattr(self, self._stack_attributes[name])
         return value
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def use_fixed_shape_experts(model: Any, shard_along_tokens: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Make mixtures of experts compute every expert for every token; see :func:`compute_every_expert`.
+    """Make mixtures of experts compute every expert for every token. See :func:`compute_every_expert`.
 
     Args:
         model: Model, which is changed in place.

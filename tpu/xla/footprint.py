@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """Check the config for XLA; see :class:`portable.planner.memory_model.FootprintModule`."""
+    """Check the config for XLA. See :class:`portable.planner.memory_model.FootprintModule`."""
     check_config(config.replaced({"backend": "xla"}), is_resolved=True)
     return config
 
 
 def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
-    """Yield the strategies on XLA; see :class:`portable.planner.memory_model.FootprintModule`."""
+    """Yield the strategies on XLA. See :class:`portable.planner.memory_model.FootprintModule`."""
     strategies = ["no_shard", "shard_grad_op", "full_shard"]
     if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
         strategies += ["hybrid_shard_zero2", "hybrid_shard"]
@@ -43,7 +43,7 @@ def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetti
 
 
 def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """Return no units; see :class:`portable.planner.memory_model.FootprintModule`."""
+    """Return no units. See :class:`portable.planner.memory_model.FootprintModule`."""
     return []
 
 
@@ -180,7 +180,7 @@ def _sum_weights(
 
 
 def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the footprint of a run; see :class:`portable.planner.memory_model.FootprintModule`."""
+    """Compute the footprint of a run. See :class:`portable.planner.memory_model.FootprintModule`."""
     group = cluster.devices
     if config.strategy in HYBRID_STRATEGIES:
         group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)

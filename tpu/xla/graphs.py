@@ -87,7 +87,7 @@ class GraphRunner:
 
 
 def _find_most_similar_text(text: str, texts: Iterable[str]) -> str:
-    """Return the text that differs from ``text`` in the fewest lines."""
+    """Return the graph text that differs from ``text`` in the fewest lines."""
     lines = Counter(_strip_value_numbers(line) for line in text.splitlines())
 
     def compute_distance(other: str) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 REPLICA, FSDP, SEQUENCE = "replica", "fsdp", "sequence"
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
-"""Mesh axes that each dim of a tensor is sharded over. None for a dim that is not sharded."""
+"""Mesh axes that each dim of a tensor is sharded over. None if a dim is not sharded."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class MeshLayout:
     # -- specs -------------------------------------------------------------------------------------------
 
     def get_parameter_spec(self, name: str, shape: Sequence[int]) -> Spec:
-        """Return the spec of a parameter, which is sharded along one dim or replicated.
+        """Return the spec of a parameter. It is sharded along one dim or replicated.
 
         The dim is sharded over the axes :attr:`shard_axes`.
 

@@ -46,7 +46,7 @@ class UpdateInputs:
         parameter: Values of the parameter.
         gradient: Gradient with the shape of the parameter.
         state: State tensors, with the names of :meth:`UpdateRule.get_state_layouts`.
-        step: Number of the step, counted from 1, a scalar on the device.
+        step: Step count from 1, as a scalar on the device.
         learning_rate: Learning rate, a scalar on the device. If ``is_stacked`` is set, it may be a tensor
             ``[parameters, 1, ...]``.
         weight_decay: Weight decay: a number, or a tensor like the learning rate.
@@ -140,7 +140,7 @@ class XlaSgd:
         self._momentum = momentum
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
-        """Return the layout of the momentum buffer, if there is one."""
+        """Return the layout of the momentum buffer. Empty without momentum."""
         return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:

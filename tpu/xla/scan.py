@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Tensors = tuple[torch.Tensor, ...]
 Shardings = tuple[Any, Any] | None
-"""Shardings of a slice and of its gradient, as torch_xla's bindings expect them. None without annotations."""
+"""Shardings of a slice and of its gradient, as torch_xla's bindings expect them. None if not annotated."""
 
 _DEVICE = "xla:0"
 _TRACING_SEED = 12345

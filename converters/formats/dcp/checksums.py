@@ -71,10 +71,10 @@ class ShardChecksums:
     Attributes:
         path: Path of the file.
         metadata_checksums: CRC32 of each metadata file, keyed by name.
-        items: CRC32 of each item, keyed by shard file and then by the offset of the item; None if the
+        items: CRC32 of each item, keyed by shard file and then by the offset of the item. None if the
             metadata files contain these CRC32s.
-        metadata_sizes: Size of each metadata file in bytes; empty without tables.
-        boxes: Region of the pieces, keyed by table and then by the shape of the tensors; empty without
+        metadata_sizes: Size of each metadata file in bytes. Empty without tables.
+        boxes: Region of the pieces, keyed by table and then by the shape of the tensors. Empty without
             tables.
     """
 
@@ -85,7 +85,15 @@ class ShardChecksums:
     boxes: dict[str, dict[str, Region]] = field(default_factory=dict)
 
     def check_metadata_file(self, name: str, data: bytes) -> None:
-        """Raise CheckpointError unless `data` is the content of the metadata file that was recorded."""
+        """Check the CRC32 of a metadata file.
+
+        Args:
+            name: Name of the metadata file.
+            data: Complete content of the file.
+
+        Raises:
+            CheckpointError: If the CRC32 differs or is not recorded.
+        """
         if self.metadata_checksums.get(name) != isal_zlib.crc32(data):
             raise CheckpointError(f"{self.path.parent / name}: damaged, or from another save ({CHECKSUMS})")
 
@@ -139,7 +147,11 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
 
 
 def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksums:
-    """Parse the content of version 2, which lists a table for each rank."""
+    """Parse version 2 of the file. This version lists one table per rank.
+
+    Raises:
+        CheckpointError: If the lists of tables are damaged or disagree.
+    """
     metadata, sizes, boxes = (content.get(name) for name in ("metadata", "bytes", "boxes"))
     if (
         not isinstance(metadata, dict)
@@ -159,7 +171,11 @@ def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksum
 
 
 def _parse_region(path: AnyPath, box: Any) -> Region:
-    """Parse a box, which is a list of offsets and sizes."""
+    """Parse a region from a JSON list of its offsets and sizes.
+
+    Raises:
+        CheckpointError: If the value is not such a list.
+    """
     offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
     if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
         raise CheckpointError(f"{path}: damaged, an entry is not a pair of offsets and sizes")
@@ -212,9 +228,10 @@ _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 
 def list_metadata_files(folder: AnyPath) -> list[str]:
-    """List the names of the metadata files in a folder.
+    """List the names of the metadata files in a folder: `.metadata`, or the tables of ranks without it.
 
-    Without any, the folder is not a complete DCP folder.
+    Returns:
+        The names. Empty if the folder is not a complete DCP folder.
     """
     names = [name for name in list_entry_names(folder) if _METADATA.fullmatch(name)]
     return [".metadata"] if ".metadata" in names else names

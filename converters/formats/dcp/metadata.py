@@ -203,7 +203,10 @@ def read_metadata_file(
 def _merge_entries(first: Entry, second: Entry) -> Entry:
     """Merge the entries of one key from two ranks.
 
-    A chunk or value that both ranks stored is read from the first.
+    If both ranks stored a chunk or value, it is read from the first rank.
+
+    Raises:
+        CheckpointError: If the entries differ in kind, path, dtype, or shape.
     """
     if isinstance(first, ValueEntry) and isinstance(second, ValueEntry) and first.path == second.path:
         return first
@@ -218,7 +221,11 @@ def _merge_entries(first: Entry, second: Entry) -> Entry:
 
 
 def _parse_key_path(path: Any, key: str, location: str) -> KeyPath:
-    """Check and return the path of a key from `planner_data`."""
+    """Parse the path of a key from `planner_data`.
+
+    Raises:
+        CheckpointError: If the path is not a tuple of keys, or if the joined path is not the key.
+    """
     # The key is the path joined with dots, so the key and the path can be compared.
     is_key_path = (
         isinstance(path, tuple) and path and all(type(part) is str or is_safe_index(part) for part in path)
@@ -297,7 +304,11 @@ class _TensorProperties(NamedTuple):
 
 
 def _parse_tensor_properties(description: PickledInstance, key: str, location: str) -> _TensorProperties:
-    """Parse the dtype, the shape and the chunks of one tensor."""
+    """Parse the dtype, the shape and the chunks of one tensor.
+
+    Raises:
+        CheckpointError: If the description is damaged, or if the dtype is not supported.
+    """
     fields = require_attributes(description, "TensorStorageMetadata", location)
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, PickledInstance) else None

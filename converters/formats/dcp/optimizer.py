@@ -35,12 +35,12 @@ def build_optimizer_state(
 
     Args:
         roles: Role of each key.
-        tensors: Tensors of the model, to which state with indices as keys is assigned.
+        tensors: Tensors of the model. State with indices as keys is assigned to them in `order`.
         read_state: Function of a key and of a name that is used in error messages. It returns the state's
-            tensor or number, or None to leave the state out.
+            tensor or number, or None to skip the state.
         read_value: Function of a key that returns the stored Python value, for parameter groups.
         location: Path of the checkpoint, used in error messages.
-        order: Names of `tensors` in module order, without aliases; None for the order of `tensors`.
+        order: Names of `tensors` in module order, without aliases. If None, the order of `tensors` is used.
 
     Returns:
         The optimizer state, keyed by parameter name.
@@ -86,6 +86,9 @@ def _build_param_groups(
         values: Values of the groups, keyed by path.
         tensors: Tensors of the model.
         location: Path of the checkpoint, used in error messages.
+
+    Raises:
+        CheckpointError: If a group is missing, or if the values are not groups.
     """
     complete_list = values.get(())
     if complete_list is not None:
@@ -116,7 +119,7 @@ def _build_param_groups(
 
 
 def _set_group_value(group: dict[str, Any], path: StateDictPath, value: Any) -> None:
-    """Set a value in a group. Integers in the path rebuild a flattened list."""
+    """Set a value in a group in place. Integers in the path rebuild a flattened list."""
     if not path:
         group.update(value if isinstance(value, dict) else {})
         return

@@ -1,4 +1,4 @@
-"""Index of the pieces of a DCP folder, which one process of a node writes and the others map.
+"""Memory-mapped index of the pieces of a DCP folder, written by one process of each node.
 
 `.metadata` is a pickle of all pieces of all ranks. Parsing it takes a minute and gigabytes for a million
 pieces. A process that reads a few slices needs few of them. This file has numbers that can be mapped into
@@ -6,9 +6,9 @@ memory instead of parsed:
 
     8 bytes   length of the description
     JSON      files, and for each key its path, dtype and shape, and the position of its rows
-    int64     for each piece a row: offsets, sizes, number of the file, offset, length, checksum
+    int64     for each piece a row: offsets, sizes, file index, offset, length, checksum
 
-A file number or a checksum of -1 means that there is none. The index is for processes of one user on one
+A file index or a checksum of -1 means that there is none. The index is for processes of one user on one
 machine, so it has no checksum.
 """
 
@@ -52,14 +52,14 @@ _FACTS = 4
 
 
 class PieceIndex:
-    """A mapped index of pieces.
+    """Memory-mapped index of pieces.
 
     Args:
         folder: Folder of the checkpoint.
         path: Path of the index.
 
     Attributes:
-        entries: All keys of the state dict. The tensors have no pieces; see `get_entry_for_region`.
+        entries: All keys of the state dict. The tensors have no pieces. Call `get_entry_for_region` for them.
     """
 
     def __init__(self, folder: CheckpointFolder, path: Path) -> None:
@@ -165,7 +165,7 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
 
 
 def open_piece_index(folder: CheckpointFolder, build_once: BuildOnce) -> PieceIndex | None:
-    """Open the index of a DCP folder, for which one process of each node reads `.metadata`.
+    """Open the index of a DCP folder. One process of each node reads `.metadata` and builds the index.
 
     Args:
         folder: Folder of the checkpoint.
@@ -189,7 +189,7 @@ def open_piece_index(folder: CheckpointFolder, build_once: BuildOnce) -> PieceIn
 
 
 def _describe_metadata_files(folder: CheckpointFolder) -> str:
-    """Describe the metadata files of a folder, so that a changed folder gets a new index."""
+    """Return a cache key of the metadata files, so that a changed folder gets a new index."""
     facts: list[object] = [str(folder.path)]
     for name in (*list_metadata_files(folder.path), CHECKSUMS):
         path = folder.path / name

@@ -54,11 +54,15 @@ if TYPE_CHECKING:
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
 _COUNTED = ("train_state", "lr_scheduler")
 MEGATRON_COMMON_FILE = "common.pt"
-"""Name of a file next to the shards of Megatron-Core, which are a separate format."""
+"""Name of a file next to the shards of Megatron-Core. Such folders are a separate format."""
 
 
 def _find_dcp_folders(path: AnyPath) -> list[AnyPath]:
-    """Find the DCP folders of a checkpoint: the folder itself, or Accelerate's two folders in it."""
+    """Find the DCP folders of a checkpoint: the folder itself, or Accelerate's two folders in it.
+
+    Returns:
+        The folders. Empty if there are none, or if Megatron-Core wrote the folder.
+    """
     if list_metadata_files(path):
         return [] if is_megatron_folder(path) else [path]
     pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
@@ -75,7 +79,10 @@ def is_megatron_folder(folder: AnyPath) -> bool:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a path is one file of a checkpoint, or a folder of an unfinished save."""
+    """Explain that a path is one file of a checkpoint, or a folder of an unfinished save.
+
+    None for other paths.
+    """
     path = source.path
     if path.is_file() and (path.name.endswith(".distcp") or has_metadata_name(path)):
         return f"{path}: one file of a DCP checkpoint; give its folder"
@@ -86,7 +93,11 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 
 
 def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> Checkpoint:
-    """Open the DCP folders of one checkpoint."""
+    """Open the DCP folders of one checkpoint. Only metadata is read.
+
+    Raises:
+        CheckpointError: If the metadata is damaged, if a key is stored twice, or if there are several models.
+    """
     location = str(source.path)
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
         raise CheckpointError(f"{location}: holds several models; give one of its {_MODEL_FOLDER}* folders")
@@ -147,7 +158,7 @@ def open_tensors(folder: AnyPath, build_once: BuildOnce | None = None) -> dict[s
 
     Args:
         folder: The folder.
-        build_once: Function that writes a file in one process of each node; see `open_checkpoint`.
+        build_once: Function that writes a file in one process of each node. See `open_checkpoint`.
     """
     entries, build_tensor = _open_folder_entries(folder, None, build_once)
     return {key: build_tensor(entry, key) for key, entry in entries.items() if isinstance(entry, TensorEntry)}
@@ -158,7 +169,8 @@ class _FolderEntries(NamedTuple):
 
     Attributes:
         entries: Entry of each key.
-        build_tensor: Function that builds a tensor from an entry and a name, which is used in error messages.
+        build_tensor: Function that builds a tensor from an entry and a name. The name is used in error
+            messages.
     """
 
     entries: Mapping[str, Entry]
@@ -184,7 +196,7 @@ def _open_folder_entries(
 
 
 def _build_world_size_metadata(folders: Sequence[AnyPath]) -> dict[str, Any]:
-    """Build metadata with the number of ranks that wrote the files."""
+    """Return `{"world_size": n}` from the shard file names. Empty if there are no shards."""
     names = [name for folder in folders for name in list_entry_names(folder)]
     ranks = {match[1] for name in names if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     return {"world_size": len(ranks)} if ranks else {}
@@ -196,7 +208,10 @@ def _read_training_counters(
     entries: Mapping[str, Entry],
     build_tensor: Callable[[TensorEntry, str], Tensor],
 ) -> dict[str, Scalar]:
-    """Read the counters of torchtitan's trainer and learning-rate schedule."""
+    """Read the counters of torchtitan's trainer and learning-rate schedule.
+
+    Values that are not numbers are skipped.
+    """
     counters: dict[str, Scalar] = {}
     for key in keys:
         entry = entries[key]
@@ -215,7 +230,7 @@ def _build_tensor_of_pieces(entry: TensorEntry, name: str) -> Tensor:
 
 
 def build_piece_boxes(entry: TensorEntry) -> list[Box]:
-    """Build the boxes of the pieces of one key, which are located when they are first read.
+    """Build the boxes of the pieces of one key. Each piece is located when it is first read.
 
     Raises:
         CheckpointError: If a piece is not stored or too short.
@@ -254,7 +269,7 @@ def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
     """Open one chunk in its `.distcp` file, and compare it with `.metadata`.
 
     Raises:
-        CheckpointError: If the chunk is not a plain tensor, or has another dtype or shape than in
+        CheckpointError: If the chunk is not a plain tensor, or if its dtype or shape differs from
             `.metadata`.
     """
     archive = open_item_archive(entry, item)
@@ -283,7 +298,7 @@ def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
 
 
 def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], Tensor]) -> Any:
-    """Read the value of one key: numbers for a tensor, otherwise the pickled value."""
+    """Read the value of one key: Python numbers for a tensor, otherwise the unpickled value."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, entry.key).tolist()
     return open_item_archive(entry, entry.item).load_object()
@@ -292,7 +307,7 @@ def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], T
 def _read_optimizer_state(
     entry: Entry, name: str, build_tensor: Callable[[TensorEntry, str], Tensor]
 ) -> Tensor | Scalar | None:
-    """Read one optimizer state: a tensor or a number; None for other values."""
+    """Read one optimizer state: a lazy tensor or a number. None if the value is neither."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, name)
     value = _read_entry_value(entry, build_tensor)

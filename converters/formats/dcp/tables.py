@@ -5,8 +5,8 @@ as one rank needs. A rank that resumes begins with one table, which is its own t
 changed. It reads another table when it reads a slice that the previous tables do not cover.
 `shard_checksums.json` lists the tables that may contain the rest.
 
-Checkpoints of earlier versions and of other programs have no tables. One process of each node parses their
-`.metadata` and writes an index, which the other processes map
+Checkpoints written by previous versions or by other programs have no tables. One process of each node parses
+their `.metadata` and writes an index. The other processes map the index
 (`portable.converters.formats.dcp.piece_index`).
 """
 
@@ -70,7 +70,7 @@ class ShardTables:
         Args:
             key: Key of the tensor.
             build_boxes: Function that builds the boxes of an entry.
-            region: The region; None for the complete tensor.
+            region: Region to find. If None, the complete tensor.
 
         Returns:
             The pieces, without duplicates.
@@ -96,7 +96,11 @@ class ShardTables:
     def _build_boxes_from_read_tables(
         self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region
     ) -> list[Box]:
-        """Build the boxes of the pieces in the tables that were read before."""
+        """Build the boxes of the pieces in the tables that have been read. Duplicates are removed.
+
+        Raises:
+            CheckpointError: If tables disagree about the dtype or shape.
+        """
         boxes: dict[str, Box] = {}
         for table in self._tables_read.values():
             entry = (
@@ -116,7 +120,10 @@ class ShardTables:
         ]
 
     def _read_tables_for_region(self, shape: Dims, region: Region) -> None:
-        """Read the tables whose box for the shape overlaps with a region, or `.metadata` if it is smaller."""
+        """Read the tables that may have pieces in a region, or `.metadata` if it is smaller.
+
+        Does nothing if the complete metadata has been read or the folder has no tables.
+        """
         if _COMPLETE_TABLE in self._tables_read or self._checksums is None:
             return
         shape_key = "x".join(map(str, shape))
@@ -160,7 +167,10 @@ class TableBackedTensor(Tensor):
 
     @property
     def boxes(self) -> Sequence[Box]:
-        """Pieces of the complete tensor, which are guaranteed to cover each element exactly once."""
+        """Pieces of the complete tensor. Together, they cover each element exactly once.
+
+        Reads all necessary tables.
+        """
         if self._boxes is None:
             self._set_fields(self.name, self.dtype, self.shape, self._find_boxes(None))
         assert self._boxes is not None
@@ -172,7 +182,7 @@ class TableBackedTensor(Tensor):
         return len(self.boxes)
 
     def find_overlapping_boxes(self, starts: Dims, sizes: Dims) -> Sequence[Box]:
-        """Return the boxes that overlap with a region."""
+        """Return the boxes that overlap with a region. May read tables, and caches the last result."""
         if self._boxes is not None or not starts:
             return super().find_overlapping_boxes(starts, sizes)
         # A slice is read in several regions if it is larger than a buffer.
@@ -215,12 +225,12 @@ def open_shard_tables(
 
 
 def _get_dtype_and_shape(entry: Entry) -> tuple[str, Dims] | None:
-    """Return the dtype and shape of a tensor's entry; None for a pickled value."""
+    """Return the dtype and shape of a tensor's entry. None if the entry is a pickled value."""
     return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
 
 
 def _intersect_regions(box: Region, region: Region) -> Region | None:
-    """Return the common part of a box and a region, relative to the region; None if there is none."""
+    """Return the intersection of a box and a region, relative to the region. None if it is empty."""
     if len(box.offsets) != len(region.offsets):
         return None
     lows, sizes = [], []
@@ -234,6 +244,6 @@ def _intersect_regions(box: Region, region: Region) -> Region | None:
 
 
 def _clip_boxes_to_region(boxes: Sequence[Box], region: Region) -> list[Region]:
-    """Return the parts of the boxes in a region, relative to the region."""
+    """Return the intersections of the boxes with a region, relative to the region."""
     clipped = (_intersect_regions(Region(box.offsets, box.sizes), region) for box in boxes)
     return [overlap for overlap in clipped if overlap is not None]

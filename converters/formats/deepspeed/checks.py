@@ -102,7 +102,7 @@ def compare_with_module_weights(
         location: Path of the model states, used in error messages.
         optional_names: Names that `module_weights` need not contain.
         zenflow: Whether to skip the values, because ZenFlow's masters are newer than the weights.
-        sampled_ranks: Positions of the ranks whose slices are compared; None for all ranks.
+        sampled_ranks: Positions of the ranks whose slices are compared. If None, all ranks are compared.
 
     Returns:
         Number of compared samples.
@@ -183,6 +183,9 @@ def _check_buffer_positions(
     """Check that weights that are views of one flat buffer have the same positions as the masters.
 
     Copied weights have separate storages and are not checked.
+
+    Raises:
+        CheckpointError: If a position differs.
     """
     tensors = list(stored.values())
     if len(tensors) < 2 or len({tensor.storage.key for tensor in tensors}) != 1:
@@ -206,7 +209,8 @@ def _round_to_bfloat16(data: bytes) -> bytes:
 def _read_unverified_elements(source: ByteSource, dtype: str, start: int, count: int) -> bytes | None:
     """Read a few elements without verifying a checksum, because a wrong value is refused anyway.
 
-    Returns None if the elements are not in a file, or are not floating-point numbers.
+    Returns:
+        The bytes, or None if the elements are not in a file or are not floating-point numbers.
     """
     size = get_itemsize(dtype)
     offset = start * size

@@ -2,7 +2,7 @@
 
 The files of all ranks of a run have the same structure. A rank that resumes reads its own two files, which
 contain the names, dtypes and shapes of the other files as well. Whether another file really has the same
-structure is checked when it is opened, which does not happen if the world is unchanged.
+structure is checked when it is opened. If the world size is unchanged, it is not opened.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _LazyRankFile(Generic[F]):
 
     Args:
         read: Function that reads the file.
-        template: The same file of this rank, with which its records are compared.
+        template: The same file of this rank. Its records must be equal.
     """
 
     def __init__(self, read: Callable[[], F], template: F) -> None:
@@ -178,7 +178,7 @@ def build_deferred_optim_file(
 
 
 MASTERS = "single_partition_of_fp32_groups"
-"""Key of the fp32 masters of stages 1 and 2, which are stored without padding."""
+"""Key of the fp32 masters of stages 1 and 2. They are stored without padding."""
 
 
 def build_deferred_model_file(folder: CheckpointFolder, name: str, template: ModelFile) -> ModelFile:
@@ -190,7 +190,7 @@ def build_deferred_model_file(folder: CheckpointFolder, name: str, template: Mod
         template: File of this rank.
 
     Returns:
-        A file that contains only the frozen fragments, which are opened when they are read.
+        A file that contains only the frozen fragments. They are opened when they are read.
     """
     file = _LazyRankFile(partial(read_model_file, folder, name), template)
     fragments: dict[str, StoredTensor] = {

@@ -19,11 +19,11 @@ _EXPERT = re.compile(r"(.+\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9}
 
 
 class LayerTensor(NamedTuple):
-    """A tensor in a file of a single layer or expert.
+    """Tensor in a file of a single layer or expert.
 
     Attributes:
         location: Path of the file, used in error messages.
-        number: Number of the layer or expert in the file name.
+        number: Index of the layer or expert, from the file name.
         key: Name of the tensor in the file.
         tensor: The tensor.
     """
@@ -43,13 +43,13 @@ def iter_layer_tensors(
         folder: Checkpoint folder.
         files: Names of the files.
         pattern: Pattern of the file names, whose first group is a number.
-        name_error: Error message for a file with another name.
+        name_error: Error message for a file whose name does not match.
 
     Yields:
         The tensors of all files.
 
     Raises:
-        CheckpointError: If a file has another name, or contains other values than tensors.
+        CheckpointError: If a file name does not match, or if a file contains values that are not tensors.
     """
     for name in files:
         location, match = str(folder.path / name), pattern.fullmatch(name)
@@ -110,7 +110,7 @@ class ExpertFiles:
             rank_set_index: Index of the set of ranks.
 
         Returns:
-            Names in the complete model, keyed by the local names. Other parameters are left out.
+            Names in the complete model, keyed by the local names. Other parameters are omitted.
         """
         matches = [match for name in local_names if (match := _EXPERT.fullmatch(name))]
         count = 1 + max((int(match[2]) for match in matches), default=0)

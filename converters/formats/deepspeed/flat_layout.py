@@ -6,7 +6,7 @@ size).
 
 With ZeRO-3 and NVMe, a checkpoint contains copies of the swap files next to its rank files. A swap file
 contains one flat buffer of one sub-group of one rank, padded to complete blocks, without a checksum. Its name
-contains the numbers of the first and last parameter of the sub-group, in the order of the model.
+contains the indices of the first and last parameter of the sub-group, in the order of the model.
 
 Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, deepspeed/utils/zero_to_fp32.py;
 deepspeed/runtime/swap_tensor/optimizer_utils.py, `save_checkpoint` in deepspeed/runtime/engine.py.
@@ -68,7 +68,11 @@ Flat = Sequence[FlatPiece]
 
 
 def require_equal_dtypes(pieces: Flat, location: str) -> Flat:
-    """Return the pieces of all ranks; CheckpointError if their dtypes differ."""
+    """Return the pieces of all ranks unchanged.
+
+    Raises:
+        CheckpointError: If their dtypes differ.
+    """
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
         raise CheckpointError(
@@ -95,7 +99,7 @@ class GroupOnRanks:
 
 
 class Stage3GroupLayout:
-    """Layout of one sub-group of stage 3, in which every parameter is partitioned separately.
+    """Layout of one sub-group of stage 3. Every parameter is partitioned separately.
 
     Args:
         shapes: Shape of each parameter.
@@ -169,7 +173,7 @@ def _build_joined_view(
 
 
 class Fragment(NamedTuple):
-    """The part of a parameter in the slice of one rank.
+    """Part of a parameter in the slice of one rank.
 
     Attributes:
         start: First element in the slice.
@@ -256,7 +260,10 @@ class Stage12GroupLayout:
         }
 
     def compute_fragments(self, rank: int) -> dict[str, Fragment]:
-        """Compute the fragments of the parameters in the slice of a rank, keyed by parameter."""
+        """Compute the fragments in the slice of a rank, keyed by parameter.
+
+        Parameters outside the slice are omitted.
+        """
         low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
         fragments = {}
         for name, start in self.starts.items():
@@ -270,7 +277,11 @@ GroupLayout = Stage12GroupLayout | Stage3GroupLayout
 
 
 def check_disjoint_bytes(pieces: Sequence[StoredTensor], location: str) -> None:
-    """Raise CheckpointError if two flat tensors of one file share bytes."""
+    """Check that the flat tensors of one file do not share bytes.
+
+    Raises:
+        CheckpointError: If two of them overlap.
+    """
     spans: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
         width = get_itemsize(piece.dtype)
@@ -305,7 +316,7 @@ class SwapFiles:
             rank: Data-parallel rank.
             layout: Layout of the sub-group.
             dtype: Safetensors dtype of the values.
-            state_name: Name of the optimizer state; empty for the masters.
+            state_name: Name of the optimizer state. Empty for the masters.
 
         Raises:
             CheckpointError: If the swap file is missing, or does not have the size of the sub-group.

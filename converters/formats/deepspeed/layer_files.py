@@ -1,12 +1,12 @@
-"""Files of single layers, which the stages of a `PipelineModule` write.
+"""Per-layer files, written by the stages of a `PipelineModule`.
 
-The file of a layer has the names within the layer, and the masters have the number of the layer as a prefix.
-A tied layer (`TiedLayerSpec`) is called `tied_modules.<key>` instead, and each stage that uses it has a copy.
-The files of a tied layer have the numbers of its layers, so this module finds them by their values.
+The file of a layer has the names within the layer, and the masters have the layer index as a prefix. A tied
+layer (`TiedLayerSpec`) is called `tied_modules.<key>` instead, and each stage that uses it has a copy. The
+files of a tied layer have the numbers of its layers, so this module finds them by their values.
 
 `layer_<moe layer>_expert_<expert>_mp_rank_00_model_states.pt` contains the weights of one expert of
-`deepspeed.moe.layer.MoE`. The number of the expert in its names counts the experts of the complete model, but
-the ranks number their experts from 0. The flat groups of their masters use these numbers too. Each of these
+`deepspeed.moe.layer.MoE`. The expert index in its names counts the experts of the complete model, but the
+ranks number their experts from 0. The flat groups of their masters use these numbers too. Each of these
 groups is partitioned over the ranks that have the same experts.
 
 Source: `_build` and `save_state_dict` in deepspeed/runtime/pipe/module.py, topology.py;
@@ -60,7 +60,10 @@ class LayerFiles:
                 raise CheckpointError(f"{location}: its layer is in another file too")
 
     def build_stage_module(self, model: ModelFile) -> dict[str, Any]:
-        """Build the state dict of one stage from the files of its layers, keyed by the names of the stage."""
+        """Build the state dict of one stage from the files of its layers, keyed by the names of the stage.
+
+        Tensors without a file are omitted. Copies of a tied buffer must be equal.
+        """
         parameters = [name for group in model.group_shapes or () for name in group]
         module = {name: self.tensors[name] for name in (*parameters, *model.buffers) if name in self.tensors}
         for name in model.buffers:
@@ -78,7 +81,7 @@ class LayerFiles:
 
         Args:
             name: Name of the parameter or buffer. The list is empty if its module is not tied.
-            candidates: Names of tensors to search; None for all layers.
+            candidates: Names of tensors to search. If None, all layers are searched.
         """
         match = _TIED.fullmatch(name)
         if match is None:
@@ -95,8 +98,8 @@ class LayerFiles:
         Copies of tied parameters are compared. Tensors of layers that no stage trains are frozen parameters.
 
         Raises:
-            CheckpointError: If two stages have different copies of a parameter, or if a layer has another
-                value.
+            CheckpointError: If two stages have different copies of a parameter, or if a layer file has a
+                different value.
         """
         tensors: dict[str, Tensor] = {}
         aliases: dict[str, str] = {}

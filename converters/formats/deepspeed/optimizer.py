@@ -50,7 +50,7 @@ def build_zero_optimizer(
         optim_files: Optimizer files of all ranks.
         layouts: Layout of each share.
         shares: Groups of parameters on sets of ranks.
-        swap_files: Swap files, for buffers that were pickled empty; None without NVMe.
+        swap_files: Swap files, for buffers that were pickled empty. None if the state is not on NVMe.
 
     Returns:
         The optimizer state, or None if the files do not contain any.
@@ -113,16 +113,20 @@ def read_step_count(folder: AnyPath, stage: int, ranks: Sequence[OptimFile], num
 
 
 def read_number(value: Any, location: str) -> float | int | None:
-    """Return a number, also from a 0-d tensor; None for other values."""
+    """Return a Python number, also from a 0-d tensor. None if the value is neither."""
     if isinstance(value, StoredTensor) and value.shape == ():
         value = to_lazy_tensor(value, location).tolist()
     return value if isinstance(value, (int, float)) else None
 
 
 def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict[str, Any]] | None:
-    """Return the state of each flat group of one rank, or None if it was not saved.
+    """Return the state of each flat group of one rank. The states are empty before the first step.
 
-    The states are empty before the first step.
+    Returns:
+        One dict per group, or None if the state was not saved.
+
+    Raises:
+        CheckpointError: If the number of groups does not match.
     """
     base = rank.state.get(_STAGE3_KEY if stage == 3 else _STAGE12_KEY)
     if base is None:
@@ -153,7 +157,14 @@ def _build_group_state(
     Args:
         layout: Layout of the group.
         by_rank: File and state of each rank in the group.
-        swap_files: Swap files, or None.
+        swap_files: Swap files, or None if the state is not on NVMe.
+
+    Returns:
+        The states, keyed by parameter and then by state name. Flat tensors are split, and numbers are
+        repeated for each parameter.
+
+    Raises:
+        CheckpointError: If the ranks differ.
     """
     ranks, states = [rank for rank, _ in by_rank], [state for _, state in by_rank]
     group_state: State = {name: {} for name in layout.shapes} if states[0] else {}
@@ -207,9 +218,13 @@ def _build_group_state(
 
 
 def _read_param_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
-    """Read `param_groups`, in which `params` are indices of flat groups, and check that all ranks agree.
+    """Read `param_groups`, and check that all ranks agree. The `params` are indices of flat groups.
 
-    Returns None for elastic checkpoints, which do not have groups.
+    Returns:
+        The groups, or None for an elastic checkpoint, because it has no groups.
+
+    Raises:
+        CheckpointError: If the groups are missing or differ.
     """
     saved_groups: list[Any] = []
     for rank in ranks:

@@ -61,7 +61,7 @@ _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
 
 
 def _rebuild_enum_as_integer(value: Any = 0) -> int:
-    """Stand-in for the pickled enum of ZeRO stages."""
+    """Return the integer value of a pickled enum of ZeRO stages. 0 if the value is not an integer."""
     return int(value) if isinstance(value, int) else 0
 
 
@@ -80,7 +80,7 @@ class RankFileNames:
     """Names of the rank files, keyed by tensor-parallel or pipeline rank and then by data-parallel rank.
 
     Attributes:
-        optim: Files of optimizer states; empty without ZeRO.
+        optim: Files of optimizer states. Empty without ZeRO.
         model: Files of model states. Below stage 3, only data-parallel rank 0 has such a file.
         has_model_per_rank: Whether each data-parallel rank has a file of model states, as in stage 3.
         experts: Files of single experts.
@@ -135,7 +135,7 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
 
 
 def read_tag_file(path: AnyPath) -> str | None:
-    """Read a file that names a folder, such as `latest`. Returns None if there is no such file."""
+    """Read a file that names a folder, such as `latest`. Returns None if the file cannot be read."""
     try:
         return read_small_file(path, max_bytes=1024, truncate=True).decode("utf-8", "replace").strip()
     except OSError:
@@ -161,7 +161,11 @@ def find_tag_folder(
 
 
 def _group_names_by_rank(path: AnyPath, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
-    """Group file names by tensor-parallel or pipeline rank, and sort each group by data-parallel rank."""
+    """Group file names by tensor-parallel or pipeline rank, and sort each group by data-parallel rank.
+
+    Raises:
+        CheckpointError: If two files belong to the same rank.
+    """
     names_by_rank: dict[int, dict[int, str]] = {}
     for match, name in files:
         rank, ranks = int(match["rank"] or 0), names_by_rank.setdefault(int(match["mp"]), {})
@@ -206,11 +210,11 @@ class ModelFile:
     Attributes:
         location: Path of the file, used in error messages.
         content: The complete content.
-        module: State dict; empty if the layers of a pipeline have separate files.
+        module: State dict. Empty if the layers of a pipeline have separate files.
         buffers: Names of the buffers.
         group_shapes: Shapes of the parameters of each flat group (in stage 3, sub-group), in the order of the
-            group; None without ZeRO.
-        frozen_shapes: Shapes of the frozen parameters; None if they are not saved.
+            group. None if ZeRO was not used.
+        frozen_shapes: Shapes of the frozen parameters. None if they are not saved.
         frozen_fragments: Part of each frozen parameter in this file.
         tied_names: Owner of each tied alias.
         is_pipeline: Whether the layers of a pipeline have separate files.
@@ -372,7 +376,11 @@ class OptimFile:
         return group_gaps
 
     def get_slice_padding(self, group: int) -> int:
-        """Return the number of padding elements at the end of this rank's slice of a group."""
+        """Return the number of padding elements at the end of this rank's slice of a group.
+
+        Raises:
+            CheckpointError: If the number is not recorded.
+        """
         paddings = self.state.get("group_paddings")
         if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
             raise CheckpointError(f"{self.location}: damaged, no group_paddings")
@@ -392,7 +400,11 @@ class OptimFile:
 
 
 def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
-    """Return `partition_count` of ZeRO's optimizer as a list, with one number per group or for all groups."""
+    """Return `partition_count` of ZeRO's optimizer as a list, with one number per group or for all groups.
+
+    Raises:
+        CheckpointError: If it is not a positive number or a list of positive numbers.
+    """
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
     if not counts or any(type(count) is not int or count < 1 for count in counts):
@@ -401,7 +413,11 @@ def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
 
 
 def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
-    """Read one file of optimizer states."""
+    """Read one file of optimizer states.
+
+    Raises:
+        CheckpointError: If the file is damaged or from an expert-parallel run.
+    """
     content = load_rank_file(folder, name)
     location = str(folder.path / name)
     state = content.get("optimizer_state_dict")
@@ -482,6 +498,9 @@ def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int)
     """Build the parameters outside the optimizer.
 
     They are complete below stage 3, and one fragment per rank in stage 3.
+
+    Raises:
+        CheckpointError: If a shape or a fragment does not match the records.
     """
     model = files[0]
     tensors: dict[str, Tensor] = {}
@@ -550,14 +569,17 @@ def build_deepspeed_checkpoint(
 
 
 def to_ordered_lists(value: Any) -> Any:
-    """Convert dicts to lists of items, so that a comparison includes their order, which is the layout."""
+    """Convert dicts to lists of items, so that a comparison includes their order.
+
+    The order defines the layout.
+    """
     if isinstance(value, dict):
         return list(value.items())
     return [to_ordered_lists(item) for item in value] if isinstance(value, list) else value
 
 
 def check_equal_records(location: str, description: str, ours: Any, first: Any) -> None:
-    """Compare a record of one file with the record of the first rank, which must be equal.
+    """Check that a record of one file equals the record of the first rank.
 
     Args:
         location: Path of the file, used in the error message.
@@ -595,7 +617,11 @@ def require_contiguous(value: Any, location: str, *, any_shape: bool = False) ->
 
 
 def parse_fragment_address(value: Any, location: str) -> Fragment:
-    """Parse a pickled `fragment_address`."""
+    """Parse a pickled `fragment_address`.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
     state = value.state if isinstance(value, PickledInstance) else None
     if isinstance(value, PickledInstance) and len(value.args) == 2 and state is None:
         state = {"numel": value.args[0], "start": value.args[1]}

@@ -88,7 +88,7 @@ def _has_rank_files(path: AnyPath) -> bool:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that `latest` names a folder without DeepSpeed files."""
+    """Explain that `latest` names a folder without DeepSpeed files. None if there is no `latest`."""
     tag = read_tag_file(source.path / LATEST)
     if tag is not None:
         return f"{source.path / LATEST}: names {format_untrusted_value(tag)}, which holds no DeepSpeed files"
@@ -100,9 +100,12 @@ _NO_STATES = "the optimizer states of all ranks are missing"
 
 
 def _check_one_accelerate_model(path: AnyPath, tag_folder: AnyPath) -> None:
-    """Raise CheckpointError if Accelerate saved several models.
+    """Check that Accelerate did not save several models.
 
     Accelerate saves each model to a separate folder, and `latest` names only the last.
+
+    Raises:
+        CheckpointError: If there are several models.
     """
     if path == tag_folder or not tag_folder.name.startswith(_ACCELERATE_MODEL):
         return
@@ -111,7 +114,11 @@ def _check_one_accelerate_model(path: AnyPath, tag_folder: AnyPath) -> None:
 
 
 def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open the rank files in the folder `path`."""
+    """Open the rank files in the folder `path`.
+
+    Raises:
+        CheckpointError: If files are missing or damaged, or if the parallelism is not supported.
+    """
     names = find_rank_files(path)
     assert names is not None
     _check_one_accelerate_model(source.path, path)
@@ -159,7 +166,8 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
 def _find_own_rank(source: CheckpointPath, names: RankFileNames) -> int | None:
     """Return the reader's rank if it needs only its own files, because the world size has not changed.
 
-    Returns None if all files must be read.
+    Returns:
+        The rank, or None if all files must be read.
     """
     if source.rank is None or len(names.optim) != 1 or names.experts or names.layers:
         return None
@@ -187,7 +195,12 @@ def _read_own_model(folder: CheckpointFolder, names: Mapping[int, str], rank: in
 
 
 def _read_parallel_degree(path: AnyPath, names: RankFileNames, model: ModelFile) -> int:
-    """Return the number of tensor-parallel ranks or pipeline stages, and check that each has its files."""
+    """Return the number of tensor-parallel ranks or pipeline stages.
+
+    Raises:
+        CheckpointError: If the files of a rank are missing, or if two kinds of model parallelism are
+            combined.
+    """
     tensor_ranks, stages = model.parallel_degrees
     if names.experts and not model.content.get("num_experts"):
         raise CheckpointError(f"{path / names.experts[0]}: expert parallel, unlike {model.location}")

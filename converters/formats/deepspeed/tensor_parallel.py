@@ -107,7 +107,11 @@ class AutoTpLayout:
         return concat_tensors(name, parts, dim)
 
     def _merge_by_affine_map(self, name: str, entry: Any, parts: Sequence[Tensor], location: str) -> Tensor:
-        """Merge the parts of all ranks by the affine map of the parameter."""
+        """Merge the parts of all ranks by the affine map of the parameter. Overlapping copies must be equal.
+
+        Raises:
+            CheckpointError: If the map is damaged, contradicts the parts, or scales values.
+        """
         damaged_error = CheckpointError(
             f"{location}: its tensor parallel affine map is damaged, or not supported"
         )
@@ -158,7 +162,11 @@ class AutoTpLayout:
 
 
 def merge_rank_weights(runs: Sequence[SavedRun], layout: AutoTpLayout) -> NamedWeights:
-    """Merge the weights of all tensor-parallel ranks. Buffers must be equal on all ranks."""
+    """Merge the weights of all tensor-parallel ranks.
+
+    Raises:
+        CheckpointError: If the ranks have different parameters, ties, or buffers.
+    """
     ranks = [run.build_weights() for run in runs]
     first = ranks[0]
     for run, rank_weights in zip(runs, ranks, strict=True):
@@ -182,10 +190,13 @@ def merge_rank_weights(runs: Sequence[SavedRun], layout: AutoTpLayout) -> NamedW
 def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> OptimizerState | None:
     """Merge the optimizers of all tensor-parallel ranks.
 
-    States with dimensions are sharded like their parameter.
+    States with dimensions are sharded like their parameter. Numbers must be equal on all ranks.
 
     Returns:
         The optimizer state, or None if the first rank has none.
+
+    Raises:
+        CheckpointError: If the ranks differ.
     """
     ranks = [run.build_optimizer() for run in runs]
     first = ranks[0]
@@ -228,7 +239,7 @@ def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Opt
 
 
 def _require_sizes(value: Any, error: CheckpointError) -> tuple[int, ...]:
-    """Return a shape as a tuple; raise `error` if the value is not a shape."""
+    """Return a shape as a tuple. Raises `error` if the value is not a shape."""
     if not is_shape(value):
         raise error
     return tuple(value)

@@ -65,7 +65,9 @@ def _is_universal(path: AnyPath) -> bool:
 def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
     """Find the folder of a universal checkpoint for a path and tag.
 
-    Returns None for a folder that also contains the DeepSpeed run, which is more complete.
+    Returns:
+        The folder, or None. None also for a folder that contains the DeepSpeed run, because it is more
+        complete.
     """
     path = source.path
     if path.is_file():
@@ -81,7 +83,7 @@ def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a conversion did not finish, or that the file names another checkpoint."""
+    """Explain that a conversion did not finish, or that the tag file is wrong. None for other paths."""
     if (source.path / ZERO).is_dir():
         return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
     if tag := read_tag_file(source.path / LATEST):
@@ -98,14 +100,18 @@ def _open_universal_checkpoint(source: CheckpointPath, universal_folder: AnyPath
 
 
 def load_zero_file(folder: CheckpointFolder, name: str) -> Any:
-    """Load one file of `zero/`. A renamed file is refused, because torch.save stores the original name."""
+    """Load one file of `zero/` without running code.
+
+    Raises:
+        CheckpointError: If the file is damaged or was renamed. torch.save stores the original name.
+    """
     archive = TorchZip(folder.get_file(name))
     archive.check_not_renamed()
     return archive.load_object(STANDINS, PREFIXES)
 
 
 class _FlatCopy(NamedTuple):
-    """Rank 0's elements of one parameter or optimizer state.
+    """Location of rank 0's elements of one parameter or optimizer state.
 
     Attributes:
         flat_group: Flat buffer of the sub-group.
@@ -119,13 +125,14 @@ class _FlatCopy(NamedTuple):
 
 
 class _UniversalFiles:
-    """The files of one universal checkpoint, which are read and compared.
+    """Files of one universal checkpoint. They are read and compared with each other.
 
     Args:
         folder: Folder of the checkpoint.
 
     Raises:
-        CheckpointError: If files are missing, damaged or of another run, or if the run is not supported.
+        CheckpointError: If files are missing, damaged or from a different run, or if the run is not
+            supported.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -175,7 +182,11 @@ class _UniversalFiles:
         self.rank0_copies = self._locate_rank0_copies() if self.stage == 3 else {}
 
     def _read_common_state(self) -> dict[str, Any]:
-        """Read `zero/optimizer_state.pt`."""
+        """Read `zero/optimizer_state.pt`.
+
+        Raises:
+            CheckpointError: If the file is damaged or from an expert-parallel run.
+        """
         common = load_zero_file(self.folder, COMMON)
         if not isinstance(common, dict):
             raise CheckpointError(
@@ -188,14 +199,18 @@ class _UniversalFiles:
         return common
 
     def _get_world_size(self) -> int:
-        """Return the number of data-parallel ranks of the run."""
+        """Return the number of data-parallel ranks of the run.
+
+        Raises:
+            CheckpointError: If the number is missing, too large, or different for some groups.
+        """
         counts = get_partition_counts(self.common_state, str(self.folder.path / COMMON))
         if counts[0] >= MAX_COUNT or any(count != counts[0] for count in counts):
             raise CheckpointError(f"{self.folder.path / COMMON}: damaged, no partition_count")
         return counts[0]
 
     def _list_state_names_by_parameter(self) -> dict[str, list[str]]:
-        """List the names of the states of each parameter, which are the names of its files.
+        """List the state names of each parameter. The names of its files are the names of its states.
 
         Raises:
             CheckpointError: If a folder does not belong to a parameter, or if a master is missing.
@@ -219,10 +234,15 @@ class _UniversalFiles:
         return files_by_name
 
     def _locate_rank0_copies(self) -> dict[str, dict[str, _FlatCopy]]:
-        """Locate rank 0's copies of the parameters and states, which stage 3 keeps in the common file.
+        """Locate rank 0's copies of the parameters and states in the common file.
+
+        Only stage 3 stores them there.
 
         Returns:
             Copies, keyed by parameter and then by state name.
+
+        Raises:
+            CheckpointError: If a flat group does not have the size of its parameters.
         """
         location = str(self.folder.path / COMMON)
         masters, states = (
@@ -251,7 +271,11 @@ class _UniversalFiles:
         return copies
 
     def _read_parameter_file(self, name: str, state_name: str) -> Tensor:
-        """Read one file of a parameter, and return its tensor with the shape of the parameter."""
+        """Read one file of a parameter, and return its tensor with the shape of the parameter.
+
+        Raises:
+            CheckpointError: If the file belongs to a different parameter, or has a different shape or values.
+        """
         shape, file = self.shapes[name], f"{ZERO}/{name}/{state_name}{_SUFFIX}"
         location = str(self.folder.path / file)
         content = load_zero_file(self.folder, file)
@@ -285,7 +309,11 @@ class _UniversalFiles:
     def _check_against_second_copy(
         self, name: str, state_name: str, stored: StoredTensor, location: str
     ) -> None:
-        """Compare sampled values with the second copy of a parameter or state, if there is one."""
+        """Compare sampled values with the second copy of a parameter or state. Does nothing if there is none.
+
+        Raises:
+            CheckpointError: If the values differ.
+        """
         count = prod(stored.shape)
         if state_name in self.rank0_copies.get(name, {}):
             flat_group, base, count = self.rank0_copies[name][state_name]
@@ -325,7 +353,7 @@ class _UniversalFiles:
         )
 
     def _read_optimizer_state(self, key: tuple[str, str]) -> Tensor | Scalar:
-        """Read one optimizer state of a parameter."""
+        """Read one optimizer state of a parameter: a tensor, or a number for the step count."""
         name, state_name = key
         if state_name != _STEP:
             return self._read_parameter_file(name, state_name)
@@ -369,7 +397,10 @@ class _UniversalFiles:
         )
 
     def _add_stage3_numbers_to(self, state: dict[str, dict[str, Tensor | Scalar]], location: str) -> None:
-        """Add step counts and other numbers to `state`, which stage 3 keeps in the common file."""
+        """Add step counts and other numbers from the common file to `state`, in place.
+
+        No effect below stage 3.
+        """
         states = _get_rank0_states(self.common_state, location) if self.stage == 3 else {}
         for index, shapes in enumerate(self.group_shapes):
             values = states.get(index)
@@ -383,7 +414,11 @@ class _UniversalFiles:
                         )
 
     def _check_step_counts(self, state: dict[str, dict[str, Tensor | Scalar]]) -> None:
-        """Check that all parameters have the same step count, and that the engine's counters allow it."""
+        """Check that all parameters have the same step count, and that the engine's counters allow it.
+
+        Raises:
+            CheckpointError: If a step count differs or is too large.
+        """
         total, skipped = self.model.get_counter("global_steps"), self.model.get_counter("skipped_steps") or 0
         steps: dict[str, float] = {}
         for name, values in state.items():
@@ -400,7 +435,13 @@ class _UniversalFiles:
 
 
 def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
-    """Return the state of the base optimizer by sub-group, which stage 3 keeps for rank 0."""
+    """Return the base optimizer's state of rank 0, keyed by sub-group index.
+
+    Stage 3 keeps it in the common file.
+
+    Raises:
+        CheckpointError: If the state is missing.
+    """
     base = common.get("optimizer_state_dict")
     state = base.get("state") if isinstance(base, dict) else None
     if not isinstance(state, dict):
@@ -409,7 +450,11 @@ def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
 
 
 def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
-    """Return a number or a 0-d tensor; CheckpointError for other values."""
+    """Return a number unchanged, or a 0-d tensor as a lazy tensor.
+
+    Raises:
+        CheckpointError: If the value is neither.
+    """
     if isinstance(value, StoredTensor) and value.shape == ():
         return to_lazy_tensor(value, name)
     if isinstance(value, (int, float)):
@@ -418,7 +463,7 @@ def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
 
 
 def _choose_sample_starts(count: int) -> list[int]:
-    """Choose positions of samples at the start, in the middle and at the end."""
+    """Choose sample positions at the start, in the middle and at the end. Empty if `count` is 0."""
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
 
 

@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Fp32Masters:
-    """The fp32 masters of a model.
+    """Fp32 masters of a model, and their groups.
 
     Attributes:
         tensors: Masters, keyed by parameter name.
-        groups: Parameter names in each group of the optimizer; empty if the optimizer has no masters.
+        groups: Parameter names in each group of the optimizer. Empty if the optimizer has no masters.
         flat: Layout of each flat buffer, or None if the masters are not flat.
     """
 
@@ -111,7 +111,12 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
 def _read_masters(
     saved: Any, stored: dict[str, StoredTensor], parameter_names: list[str], model: ModelFile
 ) -> _Fp32Masters:
-    """Read the fp32 masters of the optimizer, if it has any."""
+    """Read the fp32 masters of the optimizer. Empty if it has none, as in fp32.
+
+    Raises:
+        CheckpointError: If the masters cannot be assigned to weights.
+        OptimizerStateError: If the optimizer is not supported.
+    """
     if not isinstance(saved, dict):
         return _Fp32Masters({}, [])
     shaped, flat = saved.get("fp32_groups"), saved.get("fp32_groups_flat")
@@ -127,7 +132,11 @@ def _read_masters(
 def _name_shaped_masters(
     groups: list[list[Any]], stored: dict[str, StoredTensor], parameter_names: list[str], location: str
 ) -> _Fp32Masters:
-    """Assign masters with shapes to weights in the model's order, and compare their rounded values."""
+    """Assign masters with shapes to weights in the model's order, and compare their rounded values.
+
+    Raises:
+        CheckpointError: If the assignment is not unique, or if a value differs.
+    """
     masters_by_group = [
         [require_contiguous(master, f"{location}: fp32_groups", any_shape=True) for master in group]
         for group in groups
@@ -158,7 +167,11 @@ def _split_flat_masters(
 ) -> _Fp32Masters:
     """Split the flat buffer of each group into parameters.
 
-    Each weight, in the model's order, belongs to the only group whose next elements have its values.
+    Each weight, in the model's order, belongs to the only group whose next elements have its values. Weights
+    without a group are frozen.
+
+    Raises:
+        CheckpointError: If the assignment is ambiguous or leaves elements.
     """
     flat_masters = [
         to_flat_piece(require_contiguous(group, f"{location}: fp32_groups_flat")) for group in groups
@@ -196,7 +209,11 @@ def _split_flat_masters(
 
 
 def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], location: str) -> dict[str, Any]:
-    """Return the optimizer's state dict with the names of the parameters in its groups."""
+    """Return a copy of the optimizer's state dict with `param_names` in its groups.
+
+    Raises:
+        CheckpointError: If the groups do not match the masters.
+    """
     listed = state.get("param_groups")
     if not isinstance(listed, list) or [len(group.get("params", ())) for group in listed] != list(
         map(len, groups)
@@ -209,7 +226,11 @@ def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], locatio
 def _build_flat_optimizer(
     saved: dict[str, Any], layouts: list[Stage12GroupLayout], groups: list[list[str]], location: str
 ) -> OptimizerState:
-    """Build the optimizer of flat masters, whose layout is the layout of a ZeRO run with one rank."""
+    """Build the optimizer of flat masters. Their layout is that of a ZeRO run with one rank.
+
+    Raises:
+        CheckpointError: If the optimizer has no state.
+    """
     # A ZeRO run with one rank has the same layout: one flat parameter per group.
     optim_file = OptimFile(location, {"base_optimizer_state": saved.get("optimizer_state_dict")}, None, {})
     shares = [

@@ -1,4 +1,4 @@
-"""The rank files of one ZeRO run, which are read, compared and merged.
+"""Rank files of one ZeRO run: read, compare, and merge them.
 
 With tensor or pipeline parallelism, these are the files of one tensor-parallel rank or pipeline stage.
 Tensors have the names of the files.
@@ -69,8 +69,8 @@ class SavedRun:
         model: First file of model states, or with `rank` the file of this rank, already read.
         per_rank_model: Whether each data-parallel rank has a file of model states, as in stage 3.
         expert_files: Files of single experts, or None.
-        rank: Data-parallel rank of the reader, which opens the files of other ranks only to read their
-            values; None to open all files.
+        rank: Data-parallel rank of the reader. The files of other ranks are then opened only to read their
+            values. If None, all files are opened.
 
     Attributes:
         stage: ZeRO stage. BF16_Optimizer counts as stage 1.
@@ -156,7 +156,11 @@ class SavedRun:
             ]
 
     def _read_optim_files(self, names: Mapping[int, str]) -> list[OptimFile]:
-        """Read the files of optimizer states of all ranks, or with `rank` only the file of this rank."""
+        """Read the files of optimizer states of all ranks, or with `rank` only the file of this rank.
+
+        The other files are then described by this file and opened when a value is read. If this is not
+        possible, sets `rank` to None and reads all files.
+        """
         if self.rank is not None:
             own_file = read_optim_file(self.folder, names[self.rank])
             stage = own_file.state.get("zero_stage")
@@ -176,7 +180,7 @@ class SavedRun:
     def _build_deferred_optim_file(
         self, template: OptimFile, name: str, rank: int, slices: list[Stage12GroupLayout] | None
     ) -> OptimFile:
-        """Describe the optimizer states of another rank by the file of this rank."""
+        """Describe the optimizer states of another rank by this rank's file. The other file is not opened."""
         assert self.rank is not None
         lengths = None
         if slices is not None:
@@ -209,7 +213,11 @@ class SavedRun:
         return slices
 
     def _compute_shares(self, group: int) -> list[GroupOnRanks]:
-        """Compute the sets of ranks that have a group: all ranks, or one set for each set of experts."""
+        """Compute the sets of ranks that have a group: all ranks, or one set for each set of experts.
+
+        Raises:
+            CheckpointError: If the number of partitions contradicts the ranks or the expert files.
+        """
         location, shapes = self.optim_files[0].location, self.group_shapes[group]
         if len(self.partition_counts) not in (1, len(self.group_shapes)):
             raise CheckpointError(f"{location}: damaged, its partition_count does not match the groups")
@@ -242,7 +250,11 @@ class SavedRun:
         ]
 
     def _read_zero_options(self, first: OptimFile) -> None:
-        """Set `zero_options` and `uses_mics`, and refuse options that change the layout of the data."""
+        """Set `zero_options` and `uses_mics` from the DeepSpeed config.
+
+        Raises:
+            CheckpointError: If an option changes the layout of the data in an unsupported way.
+        """
         options = first.config.get("zero_optimization")
         self.zero_options: dict[str, Any] = options if isinstance(options, dict) else {}
         shards = self.zero_options.get("mics_shard_size", -1)
@@ -257,7 +269,11 @@ class SavedRun:
             raise CheckpointError(f"{first.location}: quantized frozen weights are not supported")
 
     def _check_files_of_one_run(self) -> None:
-        """Compare the records of the optimizer states with the first file, and with the model states."""
+        """Compare the records of the optimizer states with the first file, and with the model states.
+
+        Raises:
+            CheckpointError: If a record or the world size differs.
+        """
         model, first = self.first_model_file, self.optim_files[0].get_rank_independent_records()
         for rank in self.optim_files:
             for record, value in rank.get_rank_independent_records().items():
@@ -272,7 +288,12 @@ class SavedRun:
             )
 
     def _collect_masters(self) -> list[Flat]:
-        """Collect the fp32 masters, one flat buffer per share."""
+        """Collect the fp32 masters, one flat buffer per share. Buffers on NVMe come from the swap files.
+
+        Raises:
+            CheckpointError: If a group is missing, if groups share bytes, or if the ranks have different
+                dtypes.
+        """
         key = _FP32_GROUPS if self.stage == 3 else MASTERS
 
         def get_rank_pieces(rank: OptimFile) -> list[FlatPiece]:
@@ -314,7 +335,11 @@ class SavedRun:
         return list(zip(self.shares, self.flat_masters, strict=True))
 
     def _build_checked_slice_layout(self, share: GroupOnRanks, masters: Flat) -> Stage12GroupLayout:
-        """Build the layout of one group of stages 1 and 2, and compare it with all records of the layout."""
+        """Build the layout of one group of stages 1 and 2, and compare it with all records of the layout.
+
+        Raises:
+            CheckpointError: If the sizes, the padding, or `param_slice_mappings` of a rank differ.
+        """
         group, ranks = share.group_index, [self.optim_files[rank] for rank in share.ranks]
         sizes = [piece.numel for piece in masters]
         paddings = [rank.get_slice_padding(group) for rank in ranks]
@@ -341,7 +366,13 @@ class SavedRun:
         return layout
 
     def _check_slice_mappings(self, share: GroupOnRanks, layout: Stage12GroupLayout) -> None:
-        """Check that `param_slice_mappings` of each rank agrees with the layout."""
+        """Check that `param_slice_mappings` of each rank agrees with the layout.
+
+        Missing mappings are accepted.
+
+        Raises:
+            CheckpointError: If they disagree.
+        """
         group = share.group_index
         if self.zero_options.get("round_robin_gradients") is True and not any(layout.gaps):
             return  # DeepSpeed records the order before the shuffle; the values are compared anyway
@@ -365,7 +396,11 @@ class SavedRun:
                 )
 
     def build_weights(self) -> NamedWeights:
-        """Build the masters, frozen parameters and buffers, and compare them with their copies."""
+        """Build the masters, frozen parameters and buffers, and compare them with their copies.
+
+        Raises:
+            CheckpointError: If a copy or a step count differs, or if a parameter is in two groups.
+        """
         masters: dict[str, Tensor] = {}
         for layout, (share, flat_) in zip(self.layouts, self._pair_shares_with_flats(), strict=True):
             for name, tensor in layout.split_into_parameters(flat_).items():
@@ -421,7 +456,13 @@ class SavedRun:
         return compared > 0
 
     def _check_step_counts(self, steps: int | None, compared: bool) -> None:
-        """Check that the optimizer's step agrees with the engine's counters, if no values were compared."""
+        """Check that the optimizer's step agrees with the engine's counters.
+
+        Does nothing if values were compared or if a count is not recorded.
+
+        Raises:
+            CheckpointError: If they disagree.
+        """
         total, skipped = (
             self.first_model_file.get_counter("global_steps"),
             self.first_model_file.get_counter("skipped_steps") or 0,
@@ -436,7 +477,11 @@ class SavedRun:
 
 
 def check_ranks_of_one_run(runs: Sequence[SavedRun]) -> None:
-    """Raise CheckpointError unless the tensor-parallel ranks or pipeline stages are of one run and step."""
+    """Check that the tensor-parallel ranks or pipeline stages are from one run and step.
+
+    Raises:
+        CheckpointError: If a record differs.
+    """
     first = _get_rank_independent_records(runs[0])
     for run in runs[1:]:
         for record, value in _get_rank_independent_records(run).items():

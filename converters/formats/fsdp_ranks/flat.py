@@ -1,4 +1,4 @@
-"""Optimizer of FSDP1 in files of single ranks, which contain one range of each (flat) parameter.
+"""Optimizer of FSDP1 in per-rank files. Each file contains one range of each (flat) parameter.
 
 With `use_orig_params`, an index is a parameter, and the concatenated ranges of all ranks are its elements.
 Without it, an index is a flat parameter: the concatenated parameters of one wrapped module, padded and split
@@ -64,7 +64,11 @@ class RankCopies:
         self.copies[rank] = value
 
     def to_tensor(self) -> Tensor:
-        """Return the tensor, after a check that all copies are equal."""
+        """Return the first copy as a lazy tensor.
+
+        Raises:
+            CheckpointError: If the copies differ.
+        """
         tensors = [to_lazy_tensor(stored, self.location) for stored in self.copies.values()]
         first = tensors[0]
         for rank, other in zip(self.copies, tensors, strict=True):
@@ -166,7 +170,11 @@ def build_flat_optimizer(
 
 
 def _compute_run_lengths(values: Any, world_size: int, location: str) -> list[int]:
-    """Compute the number of elements on each rank, which must be equal in all states of a parameter."""
+    """Compute the number of elements of a flat parameter on each rank. Zeros if it has no state.
+
+    Raises:
+        CheckpointError: If the states of the parameter differ in length, or a state differs in dtype.
+    """
     lengths: list[int] | None = None
     for state_name, value in values.items() if isinstance(values, dict) else ():
         if isinstance(value, RankCopies) and value.ndim:
@@ -193,7 +201,7 @@ def _find_wrapped_modules(
 
     Args:
         names_and_sizes: Name and number of elements of each parameter, in module order.
-        rank_lengths: Number of elements on each rank for each flat parameter; None for a parameter without
+        rank_lengths: Number of elements on each rank for each flat parameter. None if a parameter has no
             state.
         world_size: Number of ranks.
 

@@ -64,7 +64,11 @@ def _list_model_folders(path: AnyPath) -> list[str]:
 
 
 def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
-    """Find the folders with rank files: the parent of a file, the path itself, or its subfolders."""
+    """Find the folders with rank files: the parent of a file, the path itself, or its subfolders.
+
+    Returns:
+        The folders, or None if there are no rank files.
+    """
     path = source.path
     if path.is_file():
         return [path.parent] if _FILE.fullmatch(path.name) else None
@@ -72,7 +76,11 @@ def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
 
 
 def _open_fsdp_ranks_checkpoint(source: CheckpointPath, folders: list[AnyPath]) -> Checkpoint:
-    """Open the rank files in the only folder; CheckpointError if there are several models."""
+    """Open the rank files in the only folder.
+
+    Raises:
+        CheckpointError: If there are several models, or if the files are damaged.
+    """
     path = folders[0]
     if len(folders) > 1:
         names = ", ".join(format_untrusted_value(folder.name) for folder in folders[:8])
@@ -83,7 +91,7 @@ def _open_fsdp_ranks_checkpoint(source: CheckpointPath, folders: list[AnyPath]) 
 
 
 class RankParts:
-    """One sharded tensor, to which the parts of each rank are added.
+    """Sharded tensor that collects the parts of each rank.
 
     Args:
         first: Record of the first rank, with the dtype and shape of the tensor.
@@ -92,7 +100,7 @@ class RankParts:
     Attributes:
         first_part: First part with elements, or None.
         boxes: Box of each distinct part.
-        num_parts: Number of parts on all ranks, which exceeds the number of boxes if there are replicas.
+        num_parts: Number of parts on all ranks. Exceeds the number of boxes if there are replicas.
     """
 
     def __init__(self, first: ShardedRecord, location: str) -> None:
@@ -105,7 +113,7 @@ class RankParts:
         """Add the parts of a rank.
 
         Raises:
-            CheckpointError: If the value is not sharded, or has another dtype or shape than on the first
+            CheckpointError: If the value is not sharded, or if its dtype or shape differs from the first
                 rank.
         """
         if not isinstance(value, ShardedRecord) or (value.dtype, value.shape) != (self.dtype, self.shape):
@@ -119,7 +127,11 @@ class RankParts:
                 self.boxes.setdefault(repr((offsets, stored.shape)), Box(offsets, stored.shape, view))
 
     def to_tensor(self) -> Tensor:
-        """Build the complete tensor, which is read lazily."""
+        """Build the complete, lazy tensor from the parts of all ranks.
+
+        Raises:
+            CheckpointError: If the parts leave gaps or overlap.
+        """
         if not prod(self.shape):
             return Tensor.from_source(self.location, self.dtype, self.shape, InMemorySource(b""))
         return Tensor(self.location, self.dtype, self.shape, list(self.boxes.values()))
@@ -158,7 +170,11 @@ class _FsdpRankFiles:
             )
 
     def _iter_rank_contents(self, kind: str) -> Iterator[tuple[int, Any]]:
-        """Yield the rank and the content of each file of a kind, in rank order."""
+        """Yield the rank and the content of each file of a kind, in rank order.
+
+        Raises:
+            CheckpointError: If a file does not contain a dict.
+        """
         files = dict(sorted(self.names_by_kind[kind].items()))
         contents = map_with_prefetch(
             self.folder.path, lambda name: load_rank_file(self.folder.get_file(name)), files.values()
@@ -229,7 +245,7 @@ class _FsdpRankFiles:
         )
 
     def _read_counters(self) -> dict[str, Scalar]:
-        """Read the step of the learning-rate schedule from rank 0's extra state."""
+        """Read `lr_scheduler.last_epoch` from rank 0's extra state. Empty if it is not recorded."""
         name = self.names_by_kind.get("extra_state", {}).get(0)
         extra = load_rank_file(self.folder.get_file(name)) if name is not None else None
         schedule = extra.get("lr_scheduler") if isinstance(extra, dict) else None
@@ -240,10 +256,10 @@ class _FsdpRankFiles:
 def _merge_rank_into(
     merged: dict[Any, Any], content: dict[Any, Any], rank: int, location: str, prefix: str
 ) -> None:
-    """Merge the content of one rank into the content of the ranks before it.
+    """Merge the content of one rank into the content of the previous ranks.
 
     Args:
-        merged: Content of the previous ranks, which this function changes.
+        merged: Content of the previous ranks. Modified in place.
         content: Content of the rank's file.
         rank: The rank.
         location: Path of the checkpoint, used in error messages.
@@ -295,7 +311,10 @@ def _replace_with_tensors(value: Any, parts_by_id: dict[int, RankParts]) -> Any:
 
 
 def _parse_step(path: AnyPath) -> dict[str, int]:
-    """Parse the step from the name of the folder or of its parent folder."""
+    """Parse the step from the name of the folder or of its parent folder, as `{"step": step}`.
+
+    Otherwise empty.
+    """
     for name in (path.name, make_absolute(path).parent.name):
         match = _STEP.fullmatch(name)
         if match is not None:

@@ -71,7 +71,13 @@ class PlacedPart(NamedTuple):
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Stand-in for torch's function that rebuilds tensor subclasses. Records DTensors and ShardedTensors."""
+    """Stand in for torch's function that rebuilds tensor subclasses.
+
+    DTensors and ShardedTensors become records.
+
+    Raises:
+        TypeError: If the arguments are not those of a sharded tensor.
+    """
     if not isinstance(function, PickledGlobal) or function.key != _WRAPPER:
         plain = TORCH_STANDINS["torch._tensor._rebuild_from_type_v2"]
         assert plain is not None
@@ -100,7 +106,11 @@ PREFIXES = ("torch.distributed.",)
 
 
 def load_rank_file(file: CheckpointFile) -> Any:
-    """Load one file, with `StoredTensor` and `ShardedRecord` for tensors. A renamed file is refused."""
+    """Load one file, with `StoredTensor` and `ShardedRecord` for tensors. Code in the pickle is not run.
+
+    Raises:
+        CheckpointError: If the file is damaged or was renamed.
+    """
     archive = TorchZip(file)
     archive.check_not_renamed()
     return archive.load_object(STANDINS, PREFIXES)
@@ -175,7 +185,11 @@ class Extent(NamedTuple):
 
 
 def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
-    """Find the position of a rank in a pickled device mesh."""
+    """Find the position of a rank in a pickled device mesh.
+
+    Raises:
+        CheckpointError: If the mesh is damaged or does not contain the rank exactly once.
+    """
     fields = get_attributes_or_empty(mesh)
     mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before and since torch 2.10
     if not isinstance(mesh_tensor, StoredTensor) or not 0 < prod(mesh_tensor.shape) <= MAX_COUNT:
@@ -208,7 +222,7 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
 
 
 def _parse_mesh_layout(layout: Any, num_ranks: int) -> list[list[tuple[int, int]]] | None:
-    """Parse the layout of a device mesh, which arranges a list of `num_ranks` ranks.
+    """Parse the layout that arranges a list of `num_ranks` ranks to a device mesh.
 
     A dimension of the mesh consists of one or, if it was flattened, several pairs of size and stride. The
     layout covers the sub-group that contains the reader's rank. Other ranks are in other sub-groups with the
@@ -216,7 +230,7 @@ def _parse_mesh_layout(layout: Any, num_ranks: int) -> list[list[tuple[int, int]
     dimension.
 
     Returns:
-        Sizes and strides of each dimension, the outermost first; None if they do not divide the list evenly.
+        Sizes and strides of each dimension, the outermost first. None if they do not divide the list evenly.
     """
     fields = get_attributes_or_empty(layout)
     axes = fields.get("axes")
@@ -251,9 +265,12 @@ def _compute_local_extent(
 ) -> Extent:
     """Compute the extent of a rank's part from its placements.
 
-    Placements apply from the first dimension of the mesh to the last, and each shards the result of the
-    placements before it. A strided placement (FSDP with tensor parallelism) applies after the placements that
+    Placements apply from the first dimension of the mesh to the last. Each placement shards the result of the
+    previous placements. A strided placement (FSDP with tensor parallelism) applies after the placements that
     follow it.
+
+    Raises:
+        CheckpointError: If a placement is not supported.
     """
     sizes = position.sizes
     plain: list[tuple[int, int]] = []
@@ -291,7 +308,7 @@ def _compute_local_extent(
 
 
 def _is_shard_of_dim(placement: Any, dim: int, dims: int) -> bool:
-    """Return whether a placement shards the dimension `dim`, which may be recorded as a negative number."""
+    """Return whether a placement shards the dimension `dim`. The recorded dimension may be negative."""
     placement_dim = get_attributes_or_empty(placement).get("dim")
     return type(placement_dim) is int and -dims <= placement_dim < dims and placement_dim % dims == dim
 
@@ -340,7 +357,11 @@ def compute_rank_extent(
 
 
 def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> list[PlacedPart]:
-    """Parse the parts of a ShardedTensor, which records their positions."""
+    """Parse the parts of a ShardedTensor and their recorded positions.
+
+    Raises:
+        CheckpointError: If the record is damaged or was written by a different rank.
+    """
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
         raise CheckpointError(f"{location}: damaged, a ShardedTensor without its shards")

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
 RANK = re.compile(r"mp_rank_(?P<tp>\d{2,6})(?:_(?P<pp>\d{3,6}))?(?P<ep>_\d{3,6})?")
-"""Name of the folder of a rank, which contains the file of this rank."""
+"""Name of a rank's folder. The folder contains the rank's file."""
 FILE = "model_optim_rng.pt"
-"""Name of the file in the folder of a rank."""
+"""Name of the file in each rank's folder."""
 
 
 def list_rank_folders(path: AnyPath) -> list[str]:
-    """List the folders of ranks in a folder."""
+    """List the names of the ranks' folders in a folder."""
     return [
         name for name in list_entry_names(path) if RANK.fullmatch(name) and (path / name / FILE).is_file()
     ]

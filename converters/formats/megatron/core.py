@@ -34,13 +34,17 @@ _OTHER = re.compile(r"optimizer\..*|rng_state.*|rerun_state.*|.*\._extra_state.*
 
 
 def _find_torch_dist_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder of a `torch_dist` checkpoint, or return None."""
+    """Find the folder of a `torch_dist` checkpoint, or return None if it is in a different format."""
     folder = path.parent if path.is_file() and path.name == MEGATRON_COMMON_FILE else path
     return folder if list_metadata_files(folder) and is_megatron_folder(folder) else None
 
 
 def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open a `torch_dist` checkpoint with transformers' names."""
+    """Open a `torch_dist` checkpoint with transformers' names. Reading its optimizer state raises an error.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged or its model is not supported.
+    """
     from portable.converters.formats.megatron.names import (
         convert_to_transformers,
         get_megatron_args,
@@ -107,7 +111,7 @@ FORMAT = Format(
 
 
 def _find_ranks_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder that contains the folders of ranks, or return None."""
+    """Find the parent folder of the ranks' folders, or return None if there are none."""
     if path.is_file():
         return path.parent.parent if path.name == FILE and RANK.fullmatch(path.parent.name) else None
     if RANK.fullmatch(path.name) and (path / FILE).is_file():
@@ -116,7 +120,7 @@ def _find_ranks_folder(path: AnyPath) -> AnyPath | None:
 
 
 def _open_rank_folders(source: CheckpointPath, path: AnyPath) -> Checkpoint:
-    """Open the files of all ranks."""
+    """Open the files of all ranks as one checkpoint."""
     from portable.converters.formats.megatron.reader import MegatronRankFiles
 
     return MegatronRankFiles(CheckpointFolder(path)).build_checkpoint(source)

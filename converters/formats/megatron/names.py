@@ -148,13 +148,16 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
 
 
 def _read_vocabulary_size(config: AnyPath | None) -> int | None:
-    """Read the vocabulary size from `config.json`, or return None."""
+    """Read the vocabulary size from `config.json`. None if it is not recorded."""
     count = read_json_object_or_empty(config).get("vocab_size")
     return count if type(count) is int and count > 0 else None
 
 
 def to_local_module_key(key: str) -> str:
-    """Convert a key of Transformer Engine's fused modules to the key of the separate module."""
+    """Convert a key of Transformer Engine's fused modules to the key of the separate module.
+
+    Other keys are unchanged.
+    """
     for fused, separate in _FUSED.items():
         if key.endswith(fused):
             return key.removesuffix(fused) + separate
@@ -215,7 +218,13 @@ def convert_to_transformers(
 def _convert_llama_tensor(
     module: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert a tensor of a Llama layer to tensors keyed by transformers' name in the layer."""
+    """Convert a tensor of a Llama layer to tensors keyed by transformers' name in the layer.
+
+    Fused matrices are split.
+
+    Raises:
+        CheckpointError: If a fused matrix cannot be split.
+    """
     if module == _QKV:
         names = [f"self_attn.{projection}_proj" for projection in "qkv"]
         return dict(zip(names, _split_fused_qkv(tensor, shape, location), strict=True))
@@ -233,7 +242,10 @@ def _convert_llama_tensor(
 def _convert_gpt2_tensor(
     module: str, kind: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert a tensor of a GPT-2 layer, whose matrices have inputs as rows in transformers."""
+    """Convert a tensor of a GPT-2 layer.
+
+    Matrices are transposed, because transformers stores inputs as rows.
+    """
     if module == _QKV:
         tensor = concat_tensors(tensor.name, _split_fused_qkv(tensor, shape, location), 0)
     matrix = kind == "weight" and len(tensor.shape) == 2
@@ -244,6 +256,9 @@ def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> lis
     """Split fused rows into query, key and value.
 
     Each query group has the rows of its queries, its key and its value.
+
+    Raises:
+        CheckpointError: If the number of rows does not match the heads.
     """
     queries = shape.num_heads // shape.num_query_groups
     group_rows = (queries + 2) * shape.head_dim
@@ -270,7 +285,11 @@ def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> lis
 
 
 def _remove_vocabulary_padding(tensor: Tensor, shape: MegatronShape, location: str) -> Tensor:
-    """Remove the rows after the last token, if the vocabulary size is known."""
+    """Remove the rows after the last token. Returns `tensor` if the vocabulary size is not known.
+
+    Raises:
+        CheckpointError: If the tensor has fewer rows than the vocabulary.
+    """
     count = shape.vocab_size
     if count is None or not tensor.shape or count == tensor.shape[0]:
         return tensor

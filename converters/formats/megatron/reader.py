@@ -132,7 +132,13 @@ class MegatronRankFiles:
                     )
 
     def _check_recorded_rank(self, position: RankPosition, args: Any) -> None:
-        """Check that the args of a file record the rank of its folder."""
+        """Check that the args of a file record the rank of its folder.
+
+        Files without a recorded rank are accepted.
+
+        Raises:
+            CheckpointError: If the rank belongs to a different folder.
+        """
         rank, world = (args.get(name) if isinstance(args, dict) else None for name in ("rank", "world_size"))
         if type(rank) is not int or type(world) is not int or self.tp_size * self.pp_size == 1:
             return
@@ -150,14 +156,22 @@ class MegatronRankFiles:
             )
 
     def _get_parallel_size(self, args: Any, name: str) -> int:
-        """Return the number of ranks of one kind of parallelism from `args`."""
+        """Return the number of ranks of one kind of parallelism from `args`, by default 1.
+
+        Raises:
+            CheckpointError: If the number is invalid or there are no args.
+        """
         value = args.get(name, 1) if isinstance(args, dict) else None
         if type(value) is not int or not 0 < value < 1 << 16:
             raise CheckpointError(f"{self.location}: its args have no {name}")
         return value
 
     def _load_rank_file(self, position: RankPosition) -> dict[str, Any]:
-        """Load the file of one rank."""
+        """Load the file of one rank.
+
+        Raises:
+            CheckpointError: If the file is missing or damaged.
+        """
         name = self.folder_names.get(position)
         if name is None:
             raise CheckpointError(f"{self.location}: the file of the first rank is missing")
@@ -201,6 +215,9 @@ class MegatronRankFiles:
         """Return the tensors of one rank with Megatron-Core's names, one dict for each model chunk.
 
         An interleaved pipeline schedule has several chunks per rank.
+
+        Raises:
+            CheckpointError: If the file contains no model.
         """
         content = self.content_by_rank[position]
         location = str(self.folder.path / self.folder_names[position])
@@ -212,7 +229,11 @@ class MegatronRankFiles:
         return [_flatten_to_core_names(chunk, location) for chunk in models]
 
     def _merge_stages_and_shards(self, shape: MegatronShape) -> dict[str, Tensor]:
-        """Merge the tensors of all ranks, and number the layers of all stages."""
+        """Merge the tensors of all ranks, and number the layers of all stages.
+
+        Raises:
+            CheckpointError: If ranks of a stage have different tensors, or if a tensor is in two stages.
+        """
         stages = [
             [self._get_model_chunks(RankPosition(pp, tp)) for tp in range(self.tp_size)]
             for pp in range(self.pp_size)
@@ -300,7 +321,10 @@ _OLD_NAMES = (
 def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]:
     """Flatten a pickled model to tensors with Megatron-Core's names.
 
-    Transformer Engine's extra state is left out.
+    Transformer Engine's extra state is skipped.
+
+    Raises:
+        CheckpointError: If there are no tensors, or if two tensors have the same name.
     """
     tensors: dict[str, StoredTensor] = {}
     pending: list[tuple[str, Any]] = [("", model)]

@@ -38,7 +38,7 @@ class TreeMetadata:
 
     Attributes:
         array_names: Name of each array in the folder or the database, keyed by its path in the tree.
-        header_name: File name of an array's header, which depends on the version of zarr.
+        header_name: File name of an array's header. Depends on the version of zarr.
         stores_all_chunks: Whether chunks of zeros are stored. If so, a missing chunk is an error.
         database: Values of the OCDBT database by key, or None if arrays are folders.
         scalar_paths: Paths of Python numbers.
@@ -57,7 +57,7 @@ def is_orbax_tree(folder: AnyPath) -> bool:
 
 
 def explain_foreign_tree(folder: AnyPath) -> str | None:
-    """Explain how to export the arrays of another program's format; None for other folders."""
+    """Explain how to export arrays written by an unsupported program. None for other folders."""
     for name, content, program, export in _OTHER_PROGRAMS:
         if header_contains(folder / name, content):
             return f"{folder}: holds {program}'s own arrays; export the model there with {export}"

@@ -142,7 +142,10 @@ class MaxTextLayout:
     destinations: dict[Path, ParameterDestination] = field(default_factory=dict)
 
     def convert_weight(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
-        """Convert one parameter of MaxText to transformers' parameters, keyed by name."""
+        """Convert one parameter of MaxText to transformers' parameters, keyed by name.
+
+        Stacked layers are split. Lazy.
+        """
         target = self.destinations[path]
         edit = AffineEdit(target.factor, target.divisor, target.term)
         return dict(self._iter_converted(target, tensor, edit))
@@ -183,7 +186,7 @@ class MaxTextLayout:
 
 
 def _move_outputs_first(tensor: Tensor, target: ParameterDestination, name: str) -> Tensor:
-    """Convert a kernel to [out, in], with the heads and their elements in one dimension."""
+    """Convert a kernel to [out, in], with the heads and their elements in one dimension. Lazy."""
     shape = tensor.shape
     if len(shape) == 2:
         return permute_dims(tensor, (1, 0))
@@ -202,11 +205,11 @@ def build_maxtext_layout(
 
     Args:
         shapes: Shapes of the arrays outside the optimizer, keyed by path.
-        config: Content of the model's `config.json`; empty if it is not known.
+        config: Content of the model's `config.json`. Empty if it is not known.
         location: Path of the checkpoint, used in error messages.
 
     Returns:
-        The layout, or None if the tree is of another program or if there is no `config.json`.
+        The layout, or None if the tree was not written by MaxText or if there is no `config.json`.
 
     Raises:
         CheckpointError: If the type of the model is not supported, or if the model does not fit
@@ -257,7 +260,11 @@ class _MaxTextModel:
             raise CheckpointError(f"{location}: its config.json has an odd head_dim, {self.sizes['D']}")
 
     def _get_rope_type(self) -> str:
-        """Return the type of the rotary embedding; CheckpointError if it is not supported."""
+        """Return the type of the rotary embedding as a string. `"None"` if the config does not set it.
+
+        Raises:
+            CheckpointError: If the type is not supported.
+        """
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else rope
         if kind not in (None, "default", "llama3") or (
@@ -291,7 +298,11 @@ class _MaxTextModel:
         return layout
 
     def _find_destination(self, path: Path, shape: Shape) -> ParameterDestination | None:
-        """Find the destination of a parameter, or None if the model has no such parameter."""
+        """Find the destination of a parameter. None if the model has no such parameter.
+
+        Raises:
+            CheckpointError: If the shape does not fit `config.json`.
+        """
         gemma = self.family.is_gemma
         width = float(np.sqrt(np.float32(self.sizes["E"]))) if gemma else 1.0
         if path == ("token_embedder", "embedding"):
@@ -311,7 +322,14 @@ class _MaxTextModel:
     def _find_layer_destination(
         self, path: Path, shape: Shape, layer_number: str | None
     ) -> ParameterDestination | None:
-        """Find the destination of a parameter of a layer, or of stacked layers if `layer_number` is None."""
+        """Find the destination of a parameter of a layer, or of stacked layers if `layer_number` is None.
+
+        Returns:
+            The destination, or None if the layers have no such parameter.
+
+        Raises:
+            CheckpointError: If the shape or the layer does not fit `config.json`.
+        """
         name_in_layer = ".".join(path[2:])
         names = {**_KERNELS, **self.family.norms}
         variants = ("_local", "_global") if self.family.has_paired_layers else ("",)
@@ -348,7 +366,11 @@ class _MaxTextModel:
         )
 
     def _compute_query_scale(self) -> float:
-        """Compute the square root of the number by which attention scores are scaled."""
+        """Compute the factor of the query kernel, from `query_pre_attn_scalar` or the head size.
+
+        Raises:
+            CheckpointError: If the config contains an invalid number.
+        """
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
         if not isinstance(scalar, int | float) or not 0 < scalar < MAX_COUNT:
             raise CheckpointError(f"{self.location}: its config.json has no query_pre_attn_scalar")
@@ -361,7 +383,11 @@ class _MaxTextModel:
             path: Path of the parameter.
             shape: Its shape.
             sizes: Letters of the expected sizes, the keys of `self.sizes`.
-            layers: Number of layers that are stacked along dim 1, or None.
+            layers: Number of layers that are stacked along dim 1, or None if the parameter belongs to one
+                layer.
+
+        Raises:
+            CheckpointError: If the shape differs.
         """
         expected_shape = [self.sizes[size] for size in sizes]
         if layers is not None:
@@ -373,7 +399,11 @@ class _MaxTextModel:
             )
 
     def _check_vocabulary_shape(self, path: Path, shape: Shape, dim: int) -> None:
-        """Check that a table has at least the rows of the vocabulary along dimension `dim`."""
+        """Check that a table has at least the rows of the vocabulary along dimension `dim`.
+
+        Raises:
+            CheckpointError: If the shape does not fit `config.json`.
+        """
         if len(shape) != 2 or shape[1 - dim] != self.sizes["E"] or shape[dim] < self.vocab_size:
             raise CheckpointError(
                 f"{self.location}: {'.'.join(path)} is {list(shape)}, which does not hold "
@@ -381,7 +411,11 @@ class _MaxTextModel:
             )
 
     def _check_all_parameters(self, layout: MaxTextLayout) -> None:
-        """Check that the layout contains each parameter of the model once."""
+        """Check that the layout contains each parameter of the model once.
+
+        Raises:
+            CheckpointError: If a parameter is missing or occurs twice.
+        """
         names = [name for target in layout.destinations.values() for name in target.names]
         expected_names = ["model.norm.weight"]
         for module in (*_KERNELS.values(), *self.family.norms.values()):

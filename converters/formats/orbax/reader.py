@@ -1,4 +1,4 @@
-"""Orbax checkpoints of JAX programs (MaxText, Flax), which are read without JAX.
+"""Orbax checkpoints written by JAX programs (MaxText, Flax). JAX is not required.
 
 A folder contains a tree of arrays (`leaves.py`). Each array is a zarr array, in one OCDBT database
 (`manifest.ocdbt`, `d/`) or in a separate folder. Orbax's `CheckpointManager` writes `<step>/<item>/`. Tensors
@@ -64,7 +64,11 @@ _ADAM_STATES = frozenset(_MOMENTS.values())
 
 
 def _find_tree_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder of the tree: the path itself, its parent, or an item of a step folder."""
+    """Find the folder of the tree: the path itself, its parent, or an item of a step folder.
+
+    Returns:
+        The folder, or None if there is no tree, no unique item, or an unfinished save.
+    """
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
         return None
@@ -76,14 +80,17 @@ def _find_tree_folder(path: AnyPath) -> AnyPath | None:
 
 
 def _list_item_trees(folder: AnyPath) -> list[str]:
-    """List the trees in a step folder. Without Orbax's step metadata, only the usual names are used."""
+    """List the trees in a step folder. Without Orbax's step metadata, only the usual names are searched."""
     listed = list_entry_names(folder)
     names = listed if _STEP_METADATA in listed else [name for name in listed if name in _ITEMS]
     return [name for name in names if is_orbax_tree(folder / name)]
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a checkpoint is unfinished, damaged or of another program, or that there are several."""
+    """Explain that a checkpoint is unfinished, damaged or not supported, or that there are several.
+
+    Otherwise None.
+    """
     path = source.path
     if _TEMPORARY in path.name:
         return f"{path}: an Orbax checkpoint that was not finished; choose another step"
@@ -140,7 +147,11 @@ class _OrbaxTree:
         }
 
     def _open_array(self, path: Path, stored_name: str) -> Tensor:
-        """Open one array, whose chunks are located now and read later."""
+        """Open one array. Its chunks are located now and read later. Absent chunks are read as zeros.
+
+        Raises:
+            CheckpointError: If the header or a chunk is damaged or missing.
+        """
         leaves, name = self.metadata, ".".join(path)
         raw = self._open_stored_bytes(f"{stored_name}/{leaves.header_name}")
         if raw.nbytes > MAX_ARRAY_HEADER:
@@ -162,7 +173,7 @@ class _OrbaxTree:
             name, bytes(content), version, open_chunk, self.location, limit, self.chunk_budget
         )
         # Count absent chunks only in folders, because the database lists the stored chunks, and not for
-        # numbers, which are often zero.
+        # numbers, because they are often zero.
         if leaves.database is None and array.shape and path[0] not in _AUXILIARY:
             self.num_absent_chunks += len(absent_chunks)
         return array
@@ -173,7 +184,11 @@ class _OrbaxTree:
         return (self.folder.path / key).exists() if database is None else key in database
 
     def _open_stored_bytes(self, key: str) -> stored_bytes.ByteSource:
-        """Open the bytes of a key in the database or the folder."""
+        """Open the bytes of a key in the database or the folder.
+
+        Raises:
+            CheckpointError: If the key is missing.
+        """
         database = self.metadata.database
         if database is None:
             file = self.folder.get_file(key)
@@ -240,7 +255,15 @@ class _OrbaxTree:
     def _build_adam_state(
         self, moments: Sequence[Path], model: Mapping[Path, Tensor], layout: MaxTextLayout
     ) -> OptimizerState | None:
-        """Build the moments of Adam, keyed by parameter, and its count as `step`."""
+        """Build the moments of Adam, keyed by parameter, and its count as `step`.
+
+        Returns:
+            The optimizer state, with one parameter group without hyperparameters.
+
+        Raises:
+            OptimizerStateError: If an array is not a moment of exactly one parameter, or if a moment is
+                missing.
+        """
         # Paths of parameters without their first keys, such as the name of the model.
         paths_by_suffix: dict[Path, list[Path]] = {}
         for path in model:

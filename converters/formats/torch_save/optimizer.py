@@ -42,7 +42,7 @@ def to_lazy_tensor(stored: TensorLeaf, name: str) -> Tensor:
     """Convert a pickled tensor to a `Tensor`, whose bytes are located when they are first read.
 
     Args:
-        stored: Tensor of one file; a `Tensor` is returned as it is.
+        stored: Tensor of one file. A `Tensor` is returned unchanged.
         name: Name of the result, used in error messages.
     """
     if isinstance(stored, Tensor):
@@ -68,7 +68,7 @@ def build_named_optimizer(
     Args:
         saved: Unpickled `{"state": ..., "param_groups": [...]}`.
         tensors: Stored tensors of the model by plain name, including aliases.
-        parameter_names: Names in module order, without aliases; None if the order is not known.
+        parameter_names: Names in module order, without aliases. None if the order is not known.
         location: Path of the file, used in error messages.
 
     Raises:
@@ -107,7 +107,7 @@ class ParsedGroups(NamedTuple):
 
     Attributes:
         groups: `param_groups` as it was pickled.
-        parameter_keys: Keys of the parameters in each group, which are names or indices.
+        parameter_keys: Keys of the parameters in each group: names or indices.
     """
 
     groups: list[dict[Any, Any]]
@@ -148,6 +148,10 @@ def _map_keys_to_names(
 
     Uses, in this order: string keys, `param_names` of the groups, or the only assignment of the state's
     shapes to parameters in module order.
+
+    Raises:
+        CheckpointError: If the keys are damaged, or if the model has no such parameter.
+        OptimizerStateError: If the assignment is not unique.
     """
     flat = [key for group in keys for key in group]
     if all(type(key) is str for key in flat):
@@ -174,7 +178,11 @@ def _map_keys_to_names(
 
 
 def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location: str) -> str:
-    """Return the plain name of a parameter; CheckpointError if the model has no such parameter."""
+    """Return the plain name of a parameter.
+
+    Raises:
+        CheckpointError: If the model has no such parameter.
+    """
     name = find_plain_name(parameter, tensors)
     if name not in tensors:
         raise CheckpointError(f"{location}: holds state for {name!r}, which is not in the model")
@@ -182,7 +190,11 @@ def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location:
 
 
 def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, TensorLeaf | Scalar]:
-    """Parse the state of one parameter, whose values must be tensors or numbers. None values are left out."""
+    """Parse the state of one parameter. None values are skipped.
+
+    Raises:
+        CheckpointError: If another value is neither a tensor nor a number.
+    """
     if not isinstance(values, dict):
         raise CheckpointError(f"{location}: damaged, the state of {key!r} is not a table")
     state: dict[str, TensorLeaf | Scalar] = {}
@@ -197,7 +209,10 @@ def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, Te
 
 
 def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None:
-    """Return the shape of a state that always has the shape of its parameter, or None."""
+    """Return the shape of a state that always has the shape of its parameter.
+
+    None if there is no such state.
+    """
     shapes = [
         value.shape
         for state_name in _PARAMETER_SHAPED_STATES
@@ -222,7 +237,13 @@ def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
 def _check_state_shapes(
     name: str, values: Mapping[str, TensorLeaf | Scalar], tensors: Mapping[str, Tensor], location: str
 ) -> None:
-    """Check that the states of a parameter have its shape."""
+    """Check that the states of a parameter have its shape.
+
+    Only states that always have this shape are checked.
+
+    Raises:
+        CheckpointError: If a shape differs.
+    """
     for state_name in _PARAMETER_SHAPED_STATES:
         value = values.get(state_name)
         if isinstance(value, TensorLeaf) and value.shape != tensors[name].shape:
@@ -233,7 +254,10 @@ def _check_state_shapes(
 
 
 def read_hyperparameters(group: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group as JSON values. A learning rate in a tensor becomes a number."""
+    """Return the hyperparameters of a group as JSON values.
+
+    A small tensor, such as a learning rate, becomes a number or a list. A large tensor becomes None.
+    """
     settings: dict[str, Any] = {}
     for key, value in group.items():
         if key in ("params", "param_names"):

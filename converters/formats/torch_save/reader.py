@@ -61,7 +61,7 @@ _OTHER_FILES = re.compile(
 _RANK_FILE = re.compile(
     r".*(?:mp_rank_\d+|zero_pp_rank_\d+|_optim_states|rank-?\d+-of-\d+|_rank\d+|layer_\d+-model_\d+|expert_\d+).*"
 )
-"""Files of single ranks, written by any library, which never contain a full state dict."""
+"""Names of per-rank files written by any library. They never contain a full state dict."""
 _NUMPY_ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 """Global names with which NumPy pickles arrays."""
 _LOCAL_STATE_FILE = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
@@ -96,7 +96,10 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a path contains only parts of single ranks, or several candidates."""
+    """Explain that a path contains only parts of single ranks, or several candidates.
+
+    None for other paths.
+    """
     path = source.path
     names = [path.name] if path.is_file() else list_entry_names(path)
     if any(_LOCAL_STATE_FILE.fullmatch(name) for name in names):
@@ -122,7 +125,11 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
 
 
 def _open_torch_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
-    """Open the file or index `name` as a checkpoint."""
+    """Open the file or index `name` as a checkpoint.
+
+    Raises:
+        CheckpointError: If a file is damaged or does not contain a full state dict.
+    """
     root = source.path if source.path.is_dir() else source.path.parent
     folder = CheckpointFolder(root)
     if source.path.is_dir():
@@ -204,7 +211,11 @@ def open_optimizer_file(
 
 
 def _require_shard_tensors(file: CheckpointFile, saved: Any) -> dict[str, StoredTensor]:
-    """Return the tensors of one shard; CheckpointError if the shard contains other values."""
+    """Return the tensors of one shard.
+
+    Raises:
+        CheckpointError: If the shard contains other values.
+    """
     if not isinstance(saved, dict) or not all(
         isinstance(key, str) and isinstance(value, StoredTensor) for key, value in saved.items()
     ):

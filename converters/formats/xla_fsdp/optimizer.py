@@ -109,7 +109,11 @@ def build_xla_optimizer(
 
 
 def _get_state_by_index(saved: Any, location: str) -> dict[int, dict[Any, Any]]:
-    """Return the state of one rank, keyed by index."""
+    """Return the state of one rank, keyed by index.
+
+    Raises:
+        OptimizerStateError: If the state is missing or has other keys.
+    """
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict) or not all(
         type(key) is int and isinstance(values, dict) for key, values in state.items()
@@ -128,7 +132,10 @@ def _map_indices_to_keys(
 ) -> dict[int, str]:
     """Map each index to a key of `model`.
 
-    Uses the names in the groups, or the only assignment in which all shapes fit.
+    Uses the names in the groups, the only assignment in which all shapes fit, or the Trainer's two groups.
+
+    Raises:
+        OptimizerStateError: If no assignment fits, or several.
     """
     recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
     if all(isinstance(names, (list, tuple)) for names in recorded_names):
@@ -189,7 +196,11 @@ def _match_trainer_groups(
 
 
 def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str) -> bool:
-    """Return whether one state is sharded like its parameter. A step count is equal on all ranks."""
+    """Return whether one state is sharded like its parameter. A step count is equal on all ranks.
+
+    Raises:
+        OptimizerStateError: If a tensor has a different shape, or if the value is neither tensor nor number.
+    """
     if isinstance(value, StoredTensor) and value.shape and description != "step":
         if value.shape != shard:
             raise OptimizerStateError(
@@ -206,6 +217,9 @@ def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) ->
     """Check that all ranks have the same copy of a replicated value.
 
     Otherwise, their files are of different steps.
+
+    Raises:
+        CheckpointError: If the copies differ.
     """
     (location, first), *others = parts
     expected = _to_comparable(first, location)
@@ -217,7 +231,11 @@ def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) ->
 
 
 def _to_comparable(value: Any, location: str) -> Any:
-    """Convert a small value to a form that can be compared."""
+    """Convert a small value to JSON values that can be compared.
+
+    Raises:
+        CheckpointError: If a tensor has too many elements.
+    """
     if not isinstance(value, StoredTensor):
         return to_json_value(value)
     with prefix_checkpoint_errors(location):

@@ -64,12 +64,18 @@ class XlaRankFile:
 
 
 def _match_rank_file_name(name: str) -> re.Match[str] | None:
-    """Match a file name that contains the rank and the world size."""
+    """Match a file name that contains the rank and the world size. None if it does not."""
     return _RANK_FILE.fullmatch(name) if name.endswith(_SUFFIXES) else None
 
 
 def _has_shard_metadata(folder: CheckpointFolder, name: str) -> bool:
-    """Return whether a file with any name is a rank file, judging by the text of its pickle."""
+    """Return whether a file with any name is a rank file, judging by its pickle.
+
+    False if the file is damaged.
+
+    Raises:
+        RemoteError: If the object store failed.
+    """
     try:
         return name.endswith(_SUFFIXES) and _MARK in TorchZip(folder.get_file(name)).read_member("data.pkl")
     except RemoteError:  # the storage failed, so the error does not describe the file
@@ -84,7 +90,10 @@ def _list_candidate_files(path: AnyPath) -> list[str]:
 
 
 def _get_folder_of_rank_files(source: CheckpointPath) -> CheckpointFolder | None:
-    """Find the folder of rank files for a path to the folder or one of the files."""
+    """Find the folder of rank files for a path to the folder or to one of the files.
+
+    None if there are none.
+    """
     path = source.path
     folder = CheckpointFolder(path.parent if path.is_file() else path)
     names = [path.name] if path.is_file() else _list_candidate_files(path)
@@ -141,7 +150,11 @@ def _list_rank_files(source: CheckpointPath, folder: CheckpointFolder) -> list[s
 
 
 def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
-    """Load one rank file, and check that its rank agrees with its name."""
+    """Load one rank file.
+
+    Raises:
+        CheckpointError: If the file is not a rank file, or if its rank does not match its name.
+    """
     archive = TorchZip(folder.get_file(name))
     content = archive.load_object()
     metadata = content.pop(_METADATA, None) if isinstance(content, dict) else None
@@ -157,7 +170,11 @@ def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
 
 
 def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[XlaRankFile]:
-    """Sort the files that contain `kind` by rank, and check that every rank has exactly one."""
+    """Sort the files that contain `kind` by rank. Empty if there are none.
+
+    Raises:
+        CheckpointError: If a rank has no file or several, or if world sizes differ.
+    """
     files_by_rank: dict[int, XlaRankFile] = {}
     for file in files:
         if kind in file.content:
@@ -179,7 +196,11 @@ def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[Xl
 
 
 def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) -> Checkpoint:
-    """Open the rank files in a folder as a checkpoint."""
+    """Open the rank files in a folder as a checkpoint.
+
+    Raises:
+        CheckpointError: If files are missing or damaged, or if the ranks differ.
+    """
     root = folder.path
     files = list(
         map_with_prefetch(folder.path, partial(_load_rank_file, folder), _list_rank_files(source, folder))
@@ -236,7 +257,11 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
 
 
 def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
-    """Return the tensors of a rank file's model."""
+    """Return the tensors of a rank file's model.
+
+    Raises:
+        CheckpointError: If the model is not a dict.
+    """
     model = file.content["model"]
     if not isinstance(model, dict):
         raise CheckpointError(f"{file.location}: damaged, its model is not a table of tensors")
@@ -246,7 +271,14 @@ def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
 def _build_key_tensors(
     key: Any, value: Any, layout: XlaFsdpLayout | None, shards: list[tuple[str, Any]]
 ) -> dict[str, Tensor]:
-    """Build the tensors of one key of `model`: parameters from shards, or a buffer that all ranks have."""
+    """Build the tensors of one key of `model`: parameters from shards, or a buffer that all ranks have.
+
+    Returns:
+        Tensors, keyed by name. Empty if the value is not a tensor.
+
+    Raises:
+        CheckpointError: If the ranks differ.
+    """
     if layout is not None:
         return join_shards(layout, shards, str(key))
     if not isinstance(value, StoredTensor):

@@ -1,4 +1,4 @@
-"""Joining of the shards of XLA FSDP v1, which are flat or along dim 0."""
+"""Joining of the shards of XLA FSDP v1. Shards are flat or sharded along dim 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MULTIPLES = tuple(1 << bit for bit in range(13))
 
 
 class FlatParameter(NamedTuple):
-    """An original parameter in a sharded key.
+    """Original parameter in a sharded key.
 
     Attributes:
         name: Name with the wrappers of XLA FSDP.
@@ -44,7 +44,7 @@ class FlatParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class XlaFsdpLayout:
-    """The parameters in one sharded key.
+    """Layout of the parameters in one sharded key.
 
     Attributes:
         shape: Shape of the parameter before sharding, or the length of a flat parameter.
@@ -120,7 +120,11 @@ def _get_metadata_table(metadata: Metadata, name: str, location: str) -> dict[An
 
 
 def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -> dict[Any, Any]:
-    """Return the description of one shard."""
+    """Return the description of one shard.
+
+    Raises:
+        CheckpointError: If it is missing.
+    """
     tables = _get_metadata_table(metadata, "shard_info", location)
     info = require_mapping(tables.get(head, {}), "an entry of shard_info", location).get(suffix)
     if not isinstance(info, dict):
@@ -136,7 +140,11 @@ class _OriginalParameter(NamedTuple):
 
 
 def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _OriginalParameter:
-    """Parse the original parameter of one shard, whose name must agree with the suffix of the key."""
+    """Parse the original name and shape of one shard.
+
+    Raises:
+        CheckpointError: If the name does not match the suffix of the key.
+    """
     name, shape = (
         info.get("_orig_name"),
         require_shape(info.get("_orig_size"), "_orig_size of shard_metadata", location),
@@ -149,7 +157,7 @@ def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _Orig
 
 
 class _FlattenInfo(NamedTuple):
-    """An entry of `flatten_info`: names, shapes and element counts of a flat parameter's parameters."""
+    """Entry of `flatten_info`: names, shapes and element counts of a flat parameter's parameters."""
 
     names: list[str]
     shapes: list[Shape]
@@ -157,7 +165,11 @@ class _FlattenInfo(NamedTuple):
 
 
 def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _FlattenInfo:
-    """Parse the entry of `flatten_info` for one flat parameter."""
+    """Parse the entry of `flatten_info` for one flat parameter.
+
+    Raises:
+        CheckpointError: If the entry is missing or damaged.
+    """
     entry = _get_metadata_table(metadata, "flatten_info", location).get(name.replace("_fpw_module.", ""))
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
         raise CheckpointError(f"{location}: its shard_metadata does not describe {name!r}")
@@ -176,7 +188,11 @@ def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _Flatte
 
 
 def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, location: str) -> XlaFsdpLayout:
-    """Build the layout of a flat parameter."""
+    """Build the layout of a flat parameter.
+
+    Raises:
+        CheckpointError: If an element count does not match its shape, or their sum the flat parameter.
+    """
     names, shapes, numels = entry
     head = full_name.rpartition(".")[0]
     parameters: list[FlatParameter] = []
@@ -234,7 +250,11 @@ def join_shards(
 def _join_flat_shards(
     layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str
 ) -> dict[str, Tensor]:
-    """Join flat shards, and split the result into the original parameters."""
+    """Join flat shards, and split the result into the original parameters. Padding at the end is dropped.
+
+    Raises:
+        CheckpointError: If the length of the shards does not fit the parameters.
+    """
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
         raise CheckpointError(
@@ -256,7 +276,11 @@ def _join_flat_shards(
 
 
 def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
-    """Join shards along dim 0, without the padding of the last rank."""
+    """Join shards along dim 0, without the padding of the last ranks.
+
+    Raises:
+        CheckpointError: If the shape of the shards does not fit the parameter.
+    """
     rows, *rest = stored[0].shape or (0,)
     if (
         layout.is_flat

@@ -52,7 +52,7 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
     document in the config.
 
     Returns:
-        The document; None if ``deepspeed.config`` is not set.
+        The document. None if ``deepspeed.config`` is not set.
 
     Raises:
         UserError: If the file cannot be read, or has a key or value that DeepSpeed does not accept.

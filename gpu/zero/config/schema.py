@@ -53,7 +53,7 @@ class RecordedSection(dict[str, Any]):
     """Section of a configuration that records the keys that a parser looks up.
 
     Attributes:
-        defaults: Default of each key that the parser has looked up; None if it gave no default.
+        defaults: Default of each key that the parser has looked up. None if it gave no default.
         path: Path of the section.
         looked_up_paths: Paths of all keys that the parser has looked up, in all sections.
     """
