@@ -29,13 +29,14 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m tests.promises` from tests/promises.toml and promises.json. Edit those. -->
 
-This page lists the guaranteed behavior of portable-trainer. Each promise names the test that checks it, and every
-change runs these tests on CPUs. No TPU or cloud store has run the tests yet: see [GPUs](machines.md), [TPU](tpu.md),
-and [object stores](storage.md).
+This page lists the guaranteed behavior of portable-trainer. Each promise names the test that checks it, and
+every change runs these tests on CPUs. No TPU or cloud store has run the tests yet: see [GPUs](machines.md),
+[TPU](tpu.md), and [object stores](storage.md).
 
-The last column is the largest relative difference that the test has measured, followed by the bound that the test
-allows. "exact" means that the test compares bit for bit, or checks a condition. `python -m tests.broken` breaks the
-promises on purpose, one at a time in a copy of the code, and checks that a test fails.
+The last column is the largest relative difference that the test has measured, followed by the bound that
+the test allows. "exact" means that the test compares bit for bit, or checks a condition. `python -m
+tests.broken` breaks the promises on purpose, one at a time in a copy of the code, and checks that a test
+fails.
 """
 
 _seen: dict[str, tuple[float, float]] = {}

@@ -404,7 +404,8 @@ def test_token_shards_of_other_programs_are_read(
     assert found == SHARDED[name]
     stream = built(WRITTEN / name, tokenizer[0], tmp_path, seq_len=4, stream=True).train
     stream._processes = 0
-    rows = stream.build_batch([stream.locate_sample(at, 0) for at in range(length(stream))])["input_ids"].tolist()
+    samples = [stream.locate_sample(position, 0) for position in range(length(stream))]
+    rows = stream.build_batch(samples)["input_ids"].tolist()
     tokens = flat(SHARDED[name])
     blocks = {tuple(tokens[at : at + 4]) for at in range(len(tokens))}
     assert len(rows) >= len(tokens) // 4 - 2 * len(stream._shards) and set(map(tuple, rows)) <= blocks
