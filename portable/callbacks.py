@@ -150,7 +150,7 @@ class Run:
         result: Result of the latest step, on the device.
         callbacks: Callbacks, in the order in which they are called.
         health: Reporter of skipped updates.
-        pending_values: Values for the next logged step; see :meth:`log`.
+        pending_values: Values for the next logged step. See :meth:`log`.
         is_stop_requested, is_save_requested: Requests of this rank's callbacks.
     """
 

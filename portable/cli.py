@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments, or None for ``sys.argv``.
 
     Returns:
-        The exit code; see :data:`portable.converters.commands.EXIT_CODES`.
+        The exit code. See :data:`portable.converters.commands.EXIT_CODES`.
     """
     try:
         from portable.command_line import parse_train_args

@@ -107,7 +107,7 @@ def iter_steps(
         end_step: Step to stop at.
         logs_step: Function that returns whether a step is logged, given its number (starting at 1). Token
             accuracy and entropy are only computed for logged steps.
-        is_stop_requested: Function that returns whether this rank requests a stop; see :func:`train_step`.
+        is_stop_requested: Function that returns whether this rank requests a stop. See :func:`train_step`.
 
     Yields:
         The result of each step.

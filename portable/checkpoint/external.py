@@ -254,7 +254,7 @@ def open_external_for_model(
     *,
     build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None,
 ) -> ExternalCheckpoint | None:
-    """Open the checkpoint of another program for ``model``; see :func:`open_external_checkpoint`.
+    """Open the checkpoint of another program for ``model``. See :func:`open_external_checkpoint`.
 
     Args:
         path: Path or URL that the user has set.
@@ -263,7 +263,7 @@ def open_external_for_model(
         build_once: See :func:`open_external_checkpoint`.
 
     Returns:
-        The checkpoint; see :func:`open_external_checkpoint`.
+        The checkpoint. See :func:`open_external_checkpoint`.
 
     Raises:
         UserError: If the checkpoint contains another adapter, or none.

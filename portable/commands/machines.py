@@ -1,7 +1,7 @@
 """``portable-train init --for``: write the file with which a program that rents machines starts a run.
 
 The files are templates in ``configs/machines``. ``@name@`` is a placeholder for a value. A line that begins
-with a condition, such as ``@several@``, is left out if the condition is false; see :data:`_LINE_CONDITIONS`.
+with a condition, such as ``@several@``, is left out if the condition is false. See :data:`_LINE_CONDITIONS`.
 """
 
 from __future__ import annotations

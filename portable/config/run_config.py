@@ -192,7 +192,7 @@ class RunConfig(Section):
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """Parsed files that settings name, by dotted key of the setting; see :meth:`with_document`."""
+        """Parsed files that settings name, by dotted key of the setting. See :meth:`with_document`."""
         return self._documents
 
     def with_document(self, key: str, document: Any) -> RunConfig:

@@ -62,7 +62,7 @@ def run_memory_trial(
     memory_limit: AbstractContextManager[None],
     run_steps: Callable[[Engine], None],
 ) -> bool:
-    """Run training steps on a temporary engine; see :meth:`portable.backend.Backend.run_memory_trial`.
+    """Run training steps on a temporary engine. See :meth:`portable.backend.Backend.run_memory_trial`.
 
     Args:
         build_model: Function that builds the model on the meta device.

@@ -47,7 +47,7 @@ class TorchDevice:
         return Diagnostics()
 
     def measure_memory(self, device: torch.device) -> MemoryUsage:
-        """Measure the memory in use; see :meth:`portable.backend.Backend.measure_memory`."""
+        """Measure the memory in use. See :meth:`portable.backend.Backend.measure_memory`."""
         import torch
 
         from portable.backend import MemoryUsage

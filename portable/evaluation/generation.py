@@ -106,7 +106,7 @@ class TextMetrics:
 
 
 class _PredictionReader:
-    """Measure that returns the predictions of a pass; see :class:`portable.model.loss.MicroBatchMeasure`."""
+    """Measure that returns the predictions of a pass. See :class:`portable.model.loss.MicroBatchMeasure`."""
 
     needs: Literal["logits", "predictions"] | None = "predictions"
     pass_name = "generation"

@@ -69,7 +69,7 @@ class Metric(Protocol):
         """Compute the values by name.
 
         Args:
-            totals: Totals of the sums, and of ``labels`` and ``loss``; see :data:`Totals`.
+            totals: Totals of the sums, and of ``labels`` and ``loss``. See :data:`Totals`.
         """
 
 

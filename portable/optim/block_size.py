@@ -1,4 +1,4 @@
-"""Block sizes of 8-bit moments; see :mod:`portable.optim.adamw_8bit`."""
+"""Block sizes of 8-bit moments. See :mod:`portable.optim.adamw_8bit`."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class CustomOptimizer:
     Args:
         settings: The ``train`` section.
         parameters: Parameters by name.
-        groups: Parameter groups; see :func:`portable.optim.optimizers.build_parameter_groups`.
+        groups: Parameter groups. See :func:`portable.optim.optimizers.build_parameter_groups`.
         extra_arguments: Arguments that are passed to the optimizer if it accepts them.
 
     Raises:

@@ -68,7 +68,7 @@ def build_parameter_groups(
 
     Args:
         parameters: Parameters by name. Parameters that are not in ``groups`` are left out.
-        groups: Group of each parameter; see :func:`portable.model.parameter_groups.assign_parameter_groups`.
+        groups: Group of each parameter. See :func:`portable.model.parameter_groups.assign_parameter_groups`.
         learning_rate: Learning rate of the run. A group with another rate has it as ``initial_lr``, which is
             torch's name for the value that a schedule scales.
 

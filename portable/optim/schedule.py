@@ -325,7 +325,7 @@ class CustomSchedule(Schedule):
     """Schedule that multiplies ``train.learning_rate`` by a custom function ``(step, total_steps)``.
 
     Attributes:
-        code: Name of the function or class; see :mod:`portable.plugins`. It is loaded at the first step.
+        code: Name of the function or class. See :mod:`portable.plugins`. It is loaded at the first step.
     """
 
     code: str = ""

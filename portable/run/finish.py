@@ -448,7 +448,7 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
 
 
 def _build_export_card(prepared: PreparedRun, metrics_folder: Path, checkpoint: AnyPath) -> str:
-    """Build the text of the model card of an export; see :func:`export_with_card`."""
+    """Build the text of the model card of an export. See :func:`export_with_card`."""
     last = parse_checkpoint_step(checkpoint.name)
     copied, missing = _list_untrained_tensors(prepared)
     dropped = (

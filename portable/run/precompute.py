@@ -107,7 +107,7 @@ def attach_precomputed_tables(
 ) -> None:
     """Attach the tables of precomputed values to the samples of ``data``, if the loss has any.
 
-    The tables may not exist yet; see :func:`find_samples_to_precompute`.
+    The tables may not exist yet. See :func:`find_samples_to_precompute`.
 
     Args:
         config: Config of the run.

@@ -73,7 +73,7 @@ def restore_run(
 def _build_and_load_engine(
     prepared: PreparedRun, source: AnyPath | None, checkpoints: CheckpointStore[Any] | None
 ) -> RestoredRun:
-    """Build the engine, and load the newest checkpoint that all ranks can read; see :func:`restore_run`."""
+    """Build the engine, and load the newest checkpoint that all ranks can read. See :func:`restore_run`."""
     backend = prepared.backend
     if source is None and prepared.adapter is not None:
         prepared.adapter.check_source_adapter()
@@ -148,7 +148,7 @@ def _start_from_initial_weights(
         blueprint: Recorded initialization of the model.
         pretrained: Pretrained weights, or None for random weights.
         prepared: The run.
-        samples_to_precompute: Samples whose values are missing; see :mod:`portable.run.precompute`.
+        samples_to_precompute: Samples whose values are missing. See :mod:`portable.run.precompute`.
     """
     _load_start_weights(engine, blueprint, pretrained, prepared)
     if prepared.adapter is not None:

@@ -66,7 +66,7 @@ class DcpSaver:
         return get_or_create_background_group()
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
-        """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save_shards`."""
+        """Write ``state`` into ``folder``. See :meth:`portable.backend.Engine.save_shards`."""
         group = self._process_group  # a collective: create it before a thread needs it
         if background and self._planner is None:
             state = copy_state_to_host(state)

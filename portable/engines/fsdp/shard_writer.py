@@ -131,7 +131,7 @@ class WriterProcess:
         keys: Sequence[KeyEntry],
         planner: SavePlanner,
     ) -> RankTable:
-        """Write the shard file and the table of a rank; see :func:`write_shards`.
+        """Write the shard file and the table of a rank. See :func:`write_shards`.
 
         If ``items`` is the same object as for the previous file, neither ``items`` nor ``keys`` is sent
         again.
