@@ -246,7 +246,7 @@ def _resolve_error_path(
 
 
 def _get_item(values: object, name: str) -> Any:
-    """Return an item of a list by its index as text, or of a mapping by its key; None if it is missing."""
+    """Return an item of a list by its index as text, or of a mapping by its key. None if it is missing."""
     if isinstance(values, list | tuple):
         return values[int(name)] if name.isdecimal() and int(name) < len(values) else None
     return values.get(name) if isinstance(values, dict) else None

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """Apply the DeepSpeed JSON of a run. See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Apply the DeepSpeed JSON of a run. See :class:`portable.planner.memory_model.FootprintModule`.
+
+    Returns ``config`` itself if it has no DeepSpeed JSON, or if its backend does not run DeepSpeed.
+    """
     if config.deepspeed.config is None or not load_backend_package(config.backend).runs_zero:
         return config
     adopted: RunConfig = import_engine_module(ZERO_STRATEGIES[0], "engine").apply_deepspeed_json(
@@ -52,7 +55,10 @@ def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
 
 
 def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the footprint of a run. See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Compute the footprint of a run. See :class:`portable.planner.memory_model.FootprintModule`.
+
+    The model is replicated if the strategy is ``no_shard``, or on one device without parameter offloading.
+    """
     if config.strategy in ZERO_STRATEGIES:
         zero: Any = import_engine_module(config.strategy, "footprint")
         zero_footprint: Footprint = zero.compute_zero_footprint(model, config, cluster)
