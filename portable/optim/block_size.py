@@ -12,7 +12,7 @@ bitsandbytes and torchao.
 
 
 def choose_block_size(shape: tuple[int, ...]) -> int | None:
-    """Choose the number of elements per block, which is a divisor of the row size and at most 256.
+    """Choose the number of elements per block: a divisor of the row size, at most 256.
 
     Args:
         shape: Shape of the parameter.
