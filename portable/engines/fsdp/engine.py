@@ -204,7 +204,7 @@ class TorchEngine:
         """Read the skipped-update counters from the device. Triggers a host-device sync.
 
         Raises:
-            UserError: If updates were skipped although the loss scale has reached its minimum.
+            RunError: If updates were skipped because fp16 gradients overflow even at the lowest loss scale.
         """
         health = UpdateHealth.from_counters(self._nonfinite_counters.tolist(), self._max_streak)
         if health.skipped_updates and self._loss_scale is not None:
