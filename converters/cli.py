@@ -73,9 +73,9 @@ examples:
   portable-convert out/ fp8/ --quantize fp8-block  back; or --quantize-like BASE
   portable-convert lora/ out/                      an adapter, as peft loads it
   portable-convert lora/ out/ --merge-into base/   base and adapter as one model
-  portable-convert ckpt/ out/ --dry-run            show what would be written
+  portable-convert ckpt/ out/ --dry-run            print the files, write nothing
   portable-convert ckpt/ out/ --verify             compare OUT with SRC
-  portable-convert inspect ckpt/ --stats           what it holds; --json
+  portable-convert inspect ckpt/ --stats           its contents; --json
   portable-convert diff ckpt/ out/                 which tensors differ
 
 then:
@@ -120,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
         const="bfloat16",
         choices=["bfloat16", "float16", "float32"],
         help="write quantized weights (FP8, MXFP4, NVFP4, INT4, INT8, GPTQ, AWQ, bitsandbytes) as floats, "
-        "bfloat16 by default; also those of BASE",
+        "bfloat16 by default; also in BASE",
     )
     parser.add_argument(
         "--quantize",
@@ -158,8 +158,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--names",
         choices=NAME_KINDS,
-        help="names and shapes of the tensors: those of published files (published, the default for "
-        "safetensors, torch and gguf), or those that transformers uses in memory (live). By default, the "
+        help="names and shapes of the tensors: as in published files (published, the default for "
+        "safetensors, torch and gguf), or as transformers has them in memory (live). By default, the "
         "other formats keep the names in SRC",
     )
     parser.add_argument(
@@ -171,13 +171,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--adapter-config",
         metavar="FILE",
-        help="the adapter_config.json of the adapter in SRC, if it does not lie beside it",
+        help="the adapter_config.json of the adapter in SRC, if it is in another folder",
     )
     parser.add_argument(
-        "--adapter-name", metavar="NAME", help="the adapter to take, if SRC holds several (default, ref, ...)"
+        "--adapter-name",
+        metavar="NAME",
+        help="name of the adapter to convert, if SRC contains several (default, ref, ...)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be written, and write nothing"
+        "--dry-run", action="store_true", help="print the files and tensors of OUT, and write nothing"
     )
     parser.add_argument(
         "--verify", action="store_true", help="read OUT back and compare it with SRC before it appears"
@@ -188,14 +190,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="also convert a model with missing layers, tensors or experts, or with shapes that contradict "
         "config.json",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is an earlier output")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is an earlier output")
     parser.add_argument(
         "--expand",
         action="store_true",
-        help=f"allow OUT to be more than {MAX_EXPANSION} times as large as SRC, where tensors of SRC share "
-        "the same bytes",
+        help=f"allow OUT to be more than {MAX_EXPANSION} times as large as SRC, if tensors of SRC share the "
+        "same bytes",
     )
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    parser.add_argument("--json", action="store_true", help="print a summary of OUT as JSON")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.add_argument("--version", action=ShowVersion, help="print the version and stop")
     return parser

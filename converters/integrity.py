@@ -676,8 +676,8 @@ def _find_missing_embeddings(
     return [
         CheckpointProblem(
             "missing",
-            f"config.json has {_TIE_SETTING} false and vocab_size {words:,}, but only one tensor has as many "
-            "rows: input or output embeddings are missing",
+            f"config.json has {_TIE_SETTING} false and vocab_size {words:,}, but only one tensor has this "
+            "number of rows: input or output embeddings are missing",
             (tables[0],),
         )
     ]

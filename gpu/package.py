@@ -41,7 +41,10 @@ class CudaPackage(TorchPackage):
         from portable.gpu.device_specs import NO_GPU_MESSAGE
 
         if ranks > (devices := self.count_local_ranks()):
-            raise UserError(f"--nproc: {ranks} ranks need as many GPUs, and this machine has {devices}")
+            raise UserError(
+                f"--nproc: {ranks} ranks need one GPU per rank, and this machine has {devices}; start at "
+                "most one rank per GPU"
+            )
         require(devices > 0, NO_GPU_MESSAGE)
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from portable.errors import RunError, UserError
     from portable.evaluation.metrics import Metric
     from portable.model.training_loss import Loss, Outputs
-    from portable.optim.custom_optimizer import OptimizerFactory
+    from portable.optim.custom_optimizer import MakesOptimizer
     from portable.planner.plan_tables import Plan
 
 __all__ = [
@@ -38,8 +38,8 @@ __all__ = [
     "CheckpointError",
     "Conversion",
     "Loss",
+    "MakesOptimizer",
     "Metric",
-    "OptimizerFactory",
     "Outputs",
     "Plan",
     "Result",

@@ -139,8 +139,8 @@ def compute_batch_plan(
         lower, upper = total - total % devices, total + -total % devices
         choices = " or ".join(str(n) for n in (lower, upper) if n)
         raise UserError(
-            f"train.global_batch_size: {total} sequences cannot be divided among {devices} {unit}s; "
-            f"set it to {choices}, or use another number of {unit}s"
+            f"train.global_batch_size: {total} sequences cannot be divided among {devices} {unit}s; set "
+            f"train.global_batch_size to {choices}, or use another number of {unit}s"
         )
     share = -(-total // devices)
     micro = config.train.micro_batch_size
@@ -164,7 +164,7 @@ def compute_batch_plan(
 def describe_padding(plan: BatchPlan) -> str:
     """Describe the sequences without labels in a step. Empty if there are none."""
     padding = plan.padded_batch_size - plan.global_batch_size
-    return f", of which {padding} of {plan.padded_batch_size} in all are empty" if padding else ""
+    return f", and {padding} of all {plan.padded_batch_size} are empty" if padding else ""
 
 
 def compute_batch_plan_of_rank(config: RunConfig, backend: Backend) -> BatchPlan:
@@ -202,7 +202,7 @@ def compute_total_steps(config: RunConfig, samples: int) -> int:
     steps = config.train.epochs * samples / config.train.global_batch_size
     if not steps <= MAX_STEPS:
         raise UserError(
-            f"train.epochs: {config.train.epochs:g} epochs of {samples} samples are too many steps; "
-            "lower it, or set train.steps"
+            f"train.epochs: {config.train.epochs:g} epochs of {samples} samples are too many steps; lower "
+            "train.epochs, or set train.steps"
         )
     return max(1, math.ceil(steps))

@@ -136,7 +136,7 @@ def read_json_file(path: AnyPath) -> Any:
     try:
         return json.loads(read_small_file(path, max_bytes=_MAX_JSON_BYTES))
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
     except LinkError as error:
         raise OSError(errno.ELOOP, str(error), str(path)) from None
 
@@ -148,7 +148,7 @@ def validate_relative_name(name: object) -> str:
         ValueError: If the name is not a relative path, leaves the folder, or is a URL.
     """
     if not isinstance(name, str) or not name or "\0" in name or "://" in name or "::" in name:
-        raise ValueError(f"{name!r} is no path inside the folder")
+        raise ValueError(f"{name!r} is not a path inside the folder")
     if not is_safe_relative_path(name) or name.startswith("~"):
         raise ValueError(f"{name!r} leads out of the folder")
     return name
@@ -210,7 +210,8 @@ def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FIL
     for number, _ in enumerate(files, start=1):
         if max_files is not None and number > max_files:
             raise UserError(
-                f"{key}: {folder}: has more than {max_files} files; name the folder of the model alone"
+                f"{key}: {folder}: has more than {max_files} files; name a folder that contains only the "
+                "model"
             )
 
 

@@ -86,8 +86,8 @@ def explain_foreign_module(name: str) -> str | None:
     if PathFinder.find_spec(name.partition(".")[0], project_folders) is not None:
         return None
     return (
-        "is no code of this folder or of PYTHONPATH, and the config lies elsewhere, so it is not run here; "
-        "copy the config into this folder if you trust both"
+        "is not code of this folder or of PYTHONPATH, and the config is in another folder, so it is not run "
+        "here; copy the config into this folder if you trust both"
     )
 
 
@@ -119,7 +119,7 @@ def parse_plugin_spec(text: str) -> PluginSpec:
     """
     match = _PLUGIN_NAME.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no package.module:name or package.module:name(argument=value)")
+        raise ValueError(f"{text!r} is not package.module:name or package.module:name(argument=value)")
     arguments: dict[str, Any] = {}
     if arguments_text := match["given"]:
         try:
@@ -171,8 +171,8 @@ def load_plugin(
         if spec.name not in (builtin_paths or {}):
             names = [*(builtin_paths or ["none"]), *([] if default is None else [f"null for {default}"])]
             raise UserError(
-                f"{context}: there is no such name here; there are {', '.join(names)}, and "
-                f"package.module:name for custom code{format_name_suggestion(spec.name, builtin_paths or {})}"
+                f"{context}: unknown name; use {', '.join(names)}, or package.module:name for custom "
+                f"code{format_name_suggestion(spec.name, builtin_paths or {})}"
             )
         builtin_spec = parse_plugin_spec((builtin_paths or {})[spec.name])
         spec = PluginSpec(builtin_spec.module, builtin_spec.name, spec.arguments)
@@ -308,7 +308,7 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
     except (UserError, RunError):
         raise
     except (Exception, SystemExit) as error:  # custom code may raise anything
-        raise UserError(f"{context}: cannot be made ({_describe_error_in_user_code(error)})") from error
+        raise UserError(f"{context}: cannot be created ({_describe_error_in_user_code(error)})") from error
 
 
 def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
@@ -466,7 +466,9 @@ def register_object(
     target = user_object
     if isinstance(user_object, functools.partial):
         if user_object.args:
-            raise UserError(f"{argument_name}: a partial with positional arguments; give them by name")
+            raise UserError(
+                f"{argument_name}: a partial with positional arguments; give the arguments by name"
+            )
         target, arguments = user_object.func, dict(user_object.keywords)
     elif not inspect.isclass(user_object) and not inspect.isfunction(user_object):
         target = type(user_object)
@@ -478,8 +480,8 @@ def register_object(
             }
         elif vars(user_object) if hasattr(user_object, "__dict__") else True:
             raise UserError(
-                f"{argument_name}: an object of {target.__name__}, which the ranks do not know how to make; "
-                "make the class a dataclass, or give the class itself"
+                f"{argument_name}: an object of {target.__name__}, which the ranks cannot create; make the "
+                "class a dataclass, or give the class itself"
             )
     for name, value in arguments.items():
         if not _is_plain(value):

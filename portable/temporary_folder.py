@@ -155,7 +155,7 @@ def open_or_build_cache_folder(
     with _lock_for_writing(folder, resumes=resumes) as draft:
         if (result := open_cached(folder)) is None:
             if folder.exists():
-                print_status(f"warning: data.cache_dir: {folder}: damaged; making it again")
+                print_status(f"warning: data.cache_dir: {folder}: damaged; creating it again")
             write(draft)
             for file in draft.iterdir():
                 with file.open("rb") as written:
@@ -165,7 +165,9 @@ def open_or_build_cache_folder(
             draft.rename(folder)
             result = open_cached(folder)
     if result is None:
-        raise RunError(f"data.cache_dir: {folder}: damaged, just written; choose a folder on another disk")
+        raise RunError(
+            f"data.cache_dir: {folder}: damaged right after it was written; choose a folder on another disk"
+        )
     return result
 
 

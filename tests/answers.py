@@ -1,4 +1,4 @@
-"""Small HTTP servers on loopback, for what stands in for a service."""
+"""Small HTTP servers on loopback that replace services."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Reads bodies of both kinds, and sends answers of a known length."""
+    """Handler that reads bodies of both kinds, and sends answers of a known length."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # a body would wait for the client to acknowledge the headers: 40 ms
@@ -40,7 +40,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: type[Answers]) -> Iterator[str]:
-    """Serve by ``handler``; yields the URL."""
+    """Serve with ``handler``. Yields the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()

@@ -1,11 +1,11 @@
 """Compare every model of transformers that takes text with transformers: ``python -m tests.architectures``.
 
-For each pair of a model type and a task, a tiny model is trained on one rank and on two, beside a plain loop
-with ``forward(labels=)``. What it exports is opened by ``from_pretrained`` and generates; weights that
-``save_pretrained`` wrote are loaded here. A run from a checkpoint is compared with it: names and untouched
-tensors of the export, an adapter that peft loads on the published class, and the merged model. Results are
-stored in ``tests/architectures.json``, from which ``docs/models.md`` is written. A sweep continues with the
-checks that have no result yet.
+For each pair of a model type and a task, a tiny model is trained on one rank and on two, and compared with a
+plain loop with ``forward(labels=)``. ``from_pretrained`` opens the exported model, which then generates text,
+and weights that ``save_pretrained`` wrote are loaded here. A run from a checkpoint is compared with it: names
+and untouched tensors of the export, an adapter that peft loads on the published class, and the merged model.
+Results are stored in ``tests/architectures.json``, from which ``docs/models.md`` is written. A sweep
+continues with the checks that have no result yet.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BF16_TOLERANCE = 5e-2
 
 
 class Pair(NamedTuple):
-    """A model type and a task that transformers has a class for."""
+    """A model type and a task for which transformers has a class."""
 
     model_type: str
     task: str
@@ -89,7 +89,7 @@ def _composite_pair(model_type: str) -> Pair:
 
 
 def write_records(folder: Path) -> Path:
-    """Short texts with a target and a label each."""
+    """Write short texts, each with a target and a label."""
     path = folder / "records.jsonl"
     words = SENTENCE.split()  # with which all tokens of a rank once choose experts without parameters
     with path.open("w", encoding="utf-8") as file:
@@ -126,7 +126,8 @@ def run_of(pair: Pair, folder: Path, records: Path, **overrides: Any) -> RunConf
     )
 
 
-# -- what ranks do ----------------------------------------------------------------------------------------
+# -- functions of ranks
+# ----------------------------------------------------------------------------------------
 
 
 def auto_class(task: str) -> Any:
@@ -159,7 +160,10 @@ def published_class(config: RunConfig) -> Any:
 
 
 def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, float]]:
-    """Loss of each step, here and in a plain loop over the same samples; exports into ``folder``."""
+    """Return the loss of each step here and in a plain loop over the same samples.
+
+    Exports into ``folder``.
+    """
     import torch
 
     from portable.converters import open_checkpoint, write_safetensors
@@ -174,7 +178,7 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
             plain.config.get_text_config().output_router_logits = True
         if plain.config.model_type == "molmo2":  # which is called with the types of the tokens in training
             plain.register_forward_pre_hook(_mark_as_text, with_kwargs=True)
-        same_state(trial.engine.model.state_dict(), plain.state_dict())  # as it was initialised
+        same_state(trial.engine.model.state_dict(), plain.state_dict())  # as it was initialized
         for part in (plain.config, plain.config.get_text_config()):
             part.use_cache = False
         plain.train()
@@ -216,7 +220,7 @@ def _mark_as_text(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> 
 
 
 def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What ``forward(labels=)`` returns for a batch of ours."""
+    """Return the loss of ``forward(labels=)`` for one of our batches."""
     import torch
     from torch.nn import functional
 
@@ -230,7 +234,7 @@ def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.T
     logits = model(ids).logits
     plain = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     if getattr(model.config, "max_position_embeddings", None) == ids.shape[1]:
-        # There is no room for one more: the last label is counted apart.
+        # There is no space for another token: the last label is counted separately.
         shifted = torch.cat([torch.full_like(labels[:, :1], -100), labels[:, :-1]], dim=1)
         first, last = ids.shape[1] - 1, functional.cross_entropy(logits[:, -1], labels[:, -1])
         share: torch.Tensor = (model(ids, labels=shifted).loss * first + last) / (first + 1)
@@ -259,7 +263,7 @@ def _router_coefficient(model: Any) -> float:
 
 
 def opened_again(config: RunConfig, folder: Path) -> None:
-    """Load what was exported, compare it with the live model, and generate."""
+    """Load the exported model, compare it with the live model, and generate."""
     import torch
     from safetensors.torch import load_file
 
@@ -277,7 +281,7 @@ def opened_again(config: RunConfig, folder: Path) -> None:
     try:
         same_state(model.state_dict(), live)
     except AssertionError:
-        # Some do not load what they saved themselves: a row of padding, which is emptied again.
+        # Some classes do not load all of their saved values: the row of padding is set to zero.
         plain = type(model)(copy.deepcopy(model.config))
         plain.load_state_dict(live)
         plain.save_pretrained(folder / "theirs")
@@ -289,12 +293,12 @@ def opened_again(config: RunConfig, folder: Path) -> None:
         try:
             generated(fresh)
         except Exception:
-            return  # nor can a model that never was here, with these sizes
+            return  # a model that was never trained here cannot either, with these sizes
         generated(model)
 
 
 def generated(model: Any) -> None:
-    """Continue a prompt."""
+    """Let a model continue a prompt."""
     import torch
 
     prompt = torch.arange(4, 12).view(1, -1)
@@ -304,7 +308,7 @@ def generated(model: Any) -> None:
 
 
 def same_state(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Raise AssertionError, with names, unless both hold the same bits."""
+    """Check that both states have the same bits. Raises AssertionError with names."""
     import torch
 
     unlike = [
@@ -315,7 +319,7 @@ def same_state(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Ten
 
 
 def loads_what_transformers_saved(config: RunConfig, folder: Path) -> None:
-    """Take weights that none would draw through ``save_pretrained`` into an engine."""
+    """Save unusual weights with ``save_pretrained``, and load them into an engine."""
     import torch
 
     with opened(config) as trial:
@@ -340,13 +344,13 @@ def loads_what_transformers_saved(config: RunConfig, folder: Path) -> None:
 # -- the sweep --------------------------------------------------------------------------------------------
 
 Findings = dict[str, str]
-"""By what was looked at: ``""`` where it holds, or what was found instead."""
+"""Result of each check: ``""`` if it holds, or a description of the failure."""
 
 
 def findings(
     pair: Pair, ranks: RankPool, folder: Path, records: Path, checks: Collection[str] = CHECKS
 ) -> Findings:
-    """Look at one pair from all sides, or with some of ``CHECKS``."""
+    """Run all checks, or some of ``CHECKS``, for one pair."""
     found: Findings = {}
 
     def look(name: str, check: Callable[[], str | None]) -> None:
@@ -548,7 +552,7 @@ FAMILIES = {
 }
 """Pair of each popular family: the one of its published class."""
 _REFUSED = re.compile(
-    r"UserError: model\.task|not run on text alone|requires other inputs|cannot build .* for model\.task|"
+    r"UserError: model\.task|not run on only text|requires inputs other|cannot build .* for model\.task|"
     "does not predict the next token|does not generate text|attends in both directions"
 )
 _EXPLAINED = re.compile(

@@ -1,9 +1,9 @@
-"""Break the product on purpose, and see that the tests notice: ``python -m tests.broken [name ...]``.
+"""Break the product on purpose, and check that the tests notice: ``python -m tests.broken [name ...]``.
 
-``faults.toml`` has the faults. Each changes one place in a copy of the project and runs the tests that are to
-catch it there. It survives if they pass. Two run at a time; ``--from NAME`` goes on where an earlier call
-ended. The last lines name those that survived, and the exit code is 0 only where none did. ``test_broken.py``
-holds the places to the code, so that none is left behind when the code moves.
+``faults.toml`` has the faults. Each changes one place in a copy of the project and runs the tests that should
+fail. It survives if they pass. Two run at a time, and ``--from NAME`` continues after an earlier call.
+The last lines name the faults that survived. The exit code is 0 only if there is none. ``test_broken.py``
+checks that the faults still match the code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AT_ONCE = 2
 
 
 class Mutant(NamedTuple):
-    """A change of ``before``, which stands once in ``file``, to ``after``; and the tests that must fail."""
+    """A change of ``before``, which occurs once in ``file``, to ``after``, and the tests that must fail."""
 
     file: str
     before: str
@@ -41,7 +41,7 @@ MUTANTS: dict[str, Mutant] = {
 
 
 def linked(source: str, target: str) -> None:
-    """A file of the copy that is the file itself, where the system allows it."""
+    """Link a file of the copy to the file itself if the system supports it, and copy it otherwise."""
     try:
         os.link(source, target)
     except OSError:
@@ -49,7 +49,7 @@ def linked(source: str, target: str) -> None:
 
 
 def caught(mutant: Mutant) -> list[str]:
-    """The tests that fail with ``mutant``, until the first three."""
+    """Return up to three tests that fail with ``mutant``."""
     with tempfile.TemporaryDirectory(prefix="broken-") as folder:
         copy = Path(folder)
         ignored = shutil.ignore_patterns("__pycache__")
@@ -78,7 +78,7 @@ def caught(mutant: Mutant) -> list[str]:
 
 
 def tried(name: str) -> bool:
-    """Whether a fault was found; prints by what."""
+    """Return whether a fault was detected, and print by which test."""
     start = time.monotonic()
     failed = caught(MUTANTS[name])
     decision = f"caught by {failed[0]}" if failed else "SURVIVED"

@@ -14,7 +14,7 @@ import pytest
 
 # Before anything imports transformers or accelerate, which would otherwise start torch_xla.
 os.environ.setdefault("USE_TORCH_XLA", "0")
-# Tests share the cores already: threads of theirs would only wait for one another.
+# Tests share the cores already, so threads of one test would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ops.prepare_environment()
 
-# Here, so that whoever starts the server first, ranks are forks of it.
+# Set it here, so that ranks are forks of the server regardless of the process that starts it.
 multiprocessing.set_forkserver_preload(list(PRELOADED))
 
 
@@ -51,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 STARTS = {"brief_runs", "engines", "quick_legs", "ranks", "s3", "zygote"}
+"""Fixtures that start processes or train complete runs, also for samples. A test that uses one is slow."""
 STARTS |= {
     "adapters",
     "damaged",
@@ -60,9 +61,9 @@ STARTS |= {
     "universal_loads",
 }
 STARTS |= {"written_items", "written_megatron", "written_ranks", "written_universal"}
-"""Fixtures that start processes or train whole runs, also for samples: a test that asks for one is slow."""
+"""Fixtures that start processes or train complete runs, also for samples. A test that uses one is slow."""
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text("utf-8").split())
-"""The other functions whose cases together took more than a second, by ``--durations=0``."""
+"""Other functions whose cases together took more than a second, by ``--durations=0``."""
 
 LARGE = "large(*packages): needs packages too large for the extra `test`; left out where one is not installed"
 
@@ -82,7 +83,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """By xdist's controller, of each process that will run tests."""
+    """Pass the address of the fork server to each test process. Called by the controller of xdist."""
     node.workerinput["forkserver"] = forkserver.start()
 
 
@@ -106,11 +107,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the ops of DeepSpeed that tests will wait for, beside the tests before them."""
+    """Start to build the DeepSpeed ops that tests will need, while other tests run."""
     gc.freeze()
     gc.enable()
     if train := sys.modules.get("portable.run.train"):
-        # A run in this process would look at all that is frozen: half of its time where it is short.
+        # A run in this process would examine all frozen objects, which takes half of the time of a short run.
         setattr(train, "freeze_existing_objects", nullcontext)  # noqa: B010
     wanted = {mark.args[0] for item in session.items for mark in item.iter_markers("ops")}
     worker = getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"]
@@ -130,7 +131,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Processes that run functions as ranks of a process group."""
+    """Return processes that run functions as ranks of a process group."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -138,13 +139,16 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def torch_xla() -> None:
-    """For whatever asks for torch_xla or libtpu: its tests have the marker ``xla``."""
+    """Check that torch_xla exists, for every test of torch_xla or libtpu.
+
+    Such tests have the marker ``xla``.
+    """
     assert find_spec("torch_xla"), "give the test the marker xla"
 
 
 @pytest.fixture(scope="session")
 def xla(torch_xla: None) -> Iterator[XlaPool]:
-    """Processes with virtual XLA devices."""
+    """Return processes with virtual XLA devices."""
     pool = XlaPool()
     yield pool
     pool.close()
@@ -152,7 +156,7 @@ def xla(torch_xla: None) -> Iterator[XlaPool]:
 
 @pytest.fixture(scope="session")
 def tpus() -> Iterator[TpuPool]:
-    """Ranks with a chip each, of a TPU that is pretended: :mod:`tests.torchtpu.stand_in` says how far."""
+    """Return ranks with one chip each of an emulated TPU; :mod:`tests.torchtpu.stand_in` has its limits."""
     pool = TpuPool()
     yield pool
     pool.close()
@@ -160,7 +164,7 @@ def tpus() -> Iterator[TpuPool]:
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Commands without their seconds of imports."""
+    """Return commands that start without their imports, which take seconds."""
     process = Zygote(tmp_path_factory.mktemp("bin"))
     yield process
     process.close()
@@ -168,7 +172,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 @pytest.fixture
 def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that traces the graphs of a run is a fork, without its seconds of imports."""
+    """Let the process that traces the graphs of a run be a fork, without its imports."""
     python = str(zygote.folder / "python")
     monkeypatch.setattr(
         "portable.tpu.compile.child_process.build_python_command",
@@ -178,13 +182,13 @@ def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Engines:
-    """Where each engine lives."""
+    """Return the runner of functions on each engine."""
     return Engines(request)
 
 
 @pytest.fixture(scope="session")
 def beside(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Beside:
-    """Short runs on several ranks, beside the same on one."""
+    """Return the runner of short runs on several ranks, compared with one rank."""
     from tests.parity import Beside  # which imports torch
 
     return Beside(engines, conversations, tmp_path_factory.mktemp)
@@ -192,19 +196,19 @@ def beside(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small text data set; its folder also holds the token cache of all tiny runs."""
+    """Write a small text dataset. Its folder also has the token cache of all tiny runs."""
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Short conversations of very different lengths."""
+    """Write short conversations of very different lengths."""
     return write_conversations(tmp_path_factory.mktemp("conversations"))
 
 
 @pytest.fixture(scope="session")
 def object_store() -> Iterator[ObjectStore]:
-    """A real S3 server behind a proxy that counts and fails; tests take `s3`."""
+    """Start a real S3 server behind a proxy that counts and fails requests. Tests use `s3`."""
     pytest.importorskip("moto")
     store = ObjectStore()
     yield store
@@ -213,7 +217,10 @@ def object_store() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def s3(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """The server with an empty bucket; this process's environment leads to it, children inherit it."""
+    """Return the server with an empty bucket.
+
+    The environment of this process and of its children leads to it.
+    """
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
     for name, value in object_store.environment.items():

@@ -1,7 +1,7 @@
 """Generate the config keys of transformers 4 as data: ``python -m tests.earlier_keys``.
 
 transformers 5 still reads the keys of transformers 4.57 and stores their values elsewhere. The command gives
-each key of 4.57 that 5 does not save an unusual value, and finds this value in what 5 saves.
+each key of 4.57 that 5 does not save an unusual value, and finds this value in the config that 5 saves.
 ``tests/test_owners.py`` checks with transformers 4.57 that the values arrive. The environment variable
 ``PORTABLE_OWNERS`` names the folder with transformers 4.57, see `tests/owners.py`.
 """

@@ -1,4 +1,4 @@
-"""Every engine, by the settings that choose it and the numbers of ranks or devices that it is tried on."""
+"""Every engine, with its settings and the numbers of ranks or devices to test."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.xla import XlaPool
 
 
 class Kind(NamedTuple):
-    """What a person sets for an engine, and the world sizes to try; a run begins on the first."""
+    """Settings of an engine, and the world sizes to test. A run begins on the first one."""
 
     settings: dict[str, Any]
     sizes: tuple[int, ...]
 
     def sharers(self, size: int) -> int:
-        """How many of ``size`` ranks or devices, or groups that share sequences or layers, share a batch."""
+        """Return the number of ranks, devices or parallel groups that share a batch, for a world size."""
         together = ("context_parallel_size", "tensor_parallel_size")
         sharing: int = math.prod(self.settings.get(name, 1) for name in together)
         return size // sharing
@@ -49,18 +49,18 @@ ENGINES: dict[str, Kind] = {
 
 
 def accumulated(size: int) -> dict[str, int]:
-    """Twelve sequences a step in two micro-batches on each of ``size`` that share a batch; three on four."""
+    """Return settings for twelve sequences per step, in two micro-batches, or three on four ranks."""
     return {"train__micro_batch_size": {1: 6, 2: 3, 3: 2, 4: 1}[size]}
 
 
 class Engines:
-    """Runs functions where an engine lives: on ranks, or in the process that drives the XLA devices."""
+    """Runs functions on an engine: on ranks, or in the process of the XLA devices."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self._request = request
 
     def run(self, name: str, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a picklable ``function`` on ``size`` ranks or devices; returns what rank 0 returned."""
+        """Call a picklable ``function`` on ``size`` ranks or devices. Returns the result of rank 0."""
         if name.startswith("zero"):
             pytest.importorskip("deepspeed")
         if name.startswith("tpu") and not is_here():

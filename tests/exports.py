@@ -238,7 +238,7 @@ def find_peft_fault(folder: Path, source: Path) -> str:
         source: Checkpoint that the adapter is for.
 
     Returns:
-        Description of what fails, or an empty string.
+        Description of the failure, or an empty string.
     """
     import peft
 

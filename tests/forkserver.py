@@ -1,8 +1,8 @@
 """One server of forks for all processes that run tests: it imports torch and transformers once.
 
-Ranks, XLA's processes and the zygote are its forks. ``multiprocessing`` would start one server for each
-process of xdist, with ten seconds of imports in each. So the controller starts it, as early as it can, and
-the others connect to it. What it forks for a process still ends with that process.
+Ranks, XLA processes and the zygote are its forks. ``multiprocessing`` would start one server for each process
+of xdist, each with ten seconds of imports. Therefore, the controller starts the server as early as possible,
+and the others connect to it. A fork still ends with the process that requested it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Address = tuple[str, int, int]
 
 
 def start() -> Address:
-    """Start the server, or take the one that is there."""
+    """Start the server, or return the address of the running server."""
     forkserver.ensure_running()
     server: Any = forkserver._forkserver
     return server._forkserver_address, os.getpid(), server._forkserver_alive_fd
 
 
 def connect(address: Address) -> None:
-    """Have this process's forks made by the server at ``address``."""
+    """Let the server at ``address`` create the forks of this process."""
     server: Any = forkserver._forkserver
     server._forkserver_address, pid, pipe = address
     server._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{pipe}", os.O_WRONLY)
@@ -33,7 +33,7 @@ def connect(address: Address) -> None:
 
 
 def write_where_parent_does() -> None:
-    """Send this fork's output to that of the process that asked for it: pytest shows it with a failure."""
+    """Send the output of this fork to the process that requested it: pytest shows it with a failure."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     for number in (1, 2):

@@ -1,6 +1,6 @@
-"""A small server that answers as the Hugging Face hub does to readers of a dataset, ranges of files included.
+"""A small server that answers readers of a dataset like the Hugging Face hub, also for ranges of files.
 
-python -m tests.hub_datasets URL NAME CACHE    prints what a stream of NAME reads from the server at URL
+python -m tests.hub_datasets URL NAME CACHE    prints the records of a stream of NAME from the server at URL
 """
 
 from __future__ import annotations

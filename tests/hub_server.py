@@ -1,4 +1,4 @@
-"""A small server that answers as the Hugging Face hub does to an upload, with faults on demand."""
+"""A small server that answers uploads like the Hugging Face hub, with faults on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.answers import Answers
 
 TOKEN = "hf_test_token"
 DROP, LOST = "drop", "lost"
-"""Faults: no answer; what was asked is done, and the answer does not arrive."""
+"""Faults: the request has no effect and no answer, or it has an effect, but its answer is lost."""
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Repository:
 
 @dataclass
 class FakeHub:
-    """What the server holds, and has been asked.
+    """State of the server, and its requests.
 
     Attributes:
-        role: of the token: write or read.
-        faults: for a part of a request ("PUT /lfs", "/commit/"), the next answers: statuses, DROP or LOST.
-        hold: while set to an unset event, commits wait for it.
+        role: Role of the token: write or read.
+        faults: For a part of a request ("PUT /lfs", "/commit/"), the next answers: statuses, DROP or LOST.
+        hold: Event that commits wait for, or None.
     """
 
     role: str = "write"

@@ -1,4 +1,7 @@
-"""What a rank leaves behind. Loads nothing, so that real processes of it start at once."""
+"""Function of a rank whose interpreter must not be freed.
+
+It imports little, so that real processes start fast.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Left:
-    """What aborts the process if the interpreter frees it, as threads of gloo do now and then."""
+    """Object that aborts the process if the interpreter frees it, as threads of gloo sometimes do."""
 
     def __del__(self, abort: Callable[[], NoReturn] = os.abort) -> None:  # whose module may be gone by then
         abort()
 
 
 def leave() -> int:
-    """The function of a rank, or a part of one."""
+    """Run as a rank, or as a part of a rank."""
     sys.left = Left()  # type: ignore[attr-defined]
     atexit.register(os.write, 1, b"handlers run\n")
     return 0

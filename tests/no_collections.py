@@ -1,6 +1,6 @@
-"""Imported before all else that forks share: a quarter of the time of imports is looking for garbage.
+"""Turn off garbage collection before other imports, because it takes a quarter of their time.
 
-:mod:`tests.preloaded` ends it, and in pytest's processes the end of the collection of tests.
+:mod:`tests.preloaded` turns it on again. In pytest's processes, the end of the collection of tests does.
 """
 
 import gc

@@ -1,7 +1,7 @@
-"""A real S3 server on loopback, behind a proxy that counts what passes and fails on demand.
+"""A real S3 server on loopback, behind a proxy that counts requests and fails on demand.
 
-The server is moto's; the client is the real one (obstore), over HTTP. The proxy is what they are
-pointed to by `AWS_ENDPOINT_URL`, so a test sees every request and can answer some of them badly:
+The server is moto's; the client is the real one (obstore), over HTTP. `AWS_ENDPOINT_URL` is the address of
+the proxy, so a test sees every request and can answer some of them with errors:
 
     def test_x(s3: ObjectStore) -> None:
         s3.fail(status=503, method="PUT", every=3)
@@ -30,15 +30,15 @@ from tests.answers import Answers, serving
 # Recognizable, so that a test can look for them in everything that was printed.
 ACCESS_KEY, SECRET_KEY = "AKIAOBJECTSTORE00001", "wJalrXUtnFEMI-recognizable-secret-Key0"
 LEAST_PART = (5 << 20) // 16
-"""The store in small, see `scale_down`: S3 takes no part of less than 5 MiB but the last."""
+"""Minimum size of a part, scaled down like in `scale_down`. S3 needs 5 MiB per part except for the last."""
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "content-length"}
 _ERRORS = {400: "BadRequest", 403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
 
 
 def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The converter's sizes, a sixteenth of what they are, as `LEAST_PART` is of S3's; and its waits.
+    """Scale the sizes of the converter down to a sixteenth, like `LEAST_PART`, and shorten its waits.
 
-    2 MB then take as many requests, parts, runs and blocks as 32 MB do.
+    2 MB then need the same number of requests, parts, runs and blocks as 32 MB do otherwise.
     """
     from portable.converters.storage import object_store as remote
     from portable.converters.storage import range_reader as remote_file
@@ -62,11 +62,13 @@ class Request(NamedTuple):
     """One request that reached the proxy.
 
     Attributes:
-        key: bucket and object, percent-decoded: `bucket/a/b`.
-        span: the `Range` header, or "".
-        sent: bytes of its body.
-        received: bytes of the answer's body that were passed on.
-        status: of the answer; 0 where the connection was dropped.
+        method: HTTP method.
+        key: Bucket and object, percent-decoded: `bucket/a/b`.
+        query: Query string.
+        span: The `Range` header, or an empty string.
+        sent: Bytes of the body of the request.
+        received: Bytes of the body of the answer that were passed to the client.
+        status: Status of the answer, or 0 if the connection was dropped.
     """
 
     method: str
@@ -80,14 +82,14 @@ class Request(NamedTuple):
 
 @dataclass
 class Fault:
-    """What goes wrong with every `every`-th request that matches, at most `times` times.
+    """A fault of every `every`-th request that matches, at most `times` times.
 
     Attributes:
-        status: answer with this instead of asking the server; 0 for none of it.
-        drop: close the connection without an answer.
-        cut: pass on the first half of the answer's body, then close the connection.
-        delay: seconds to wait before the answer.
-        after: let the server act first, then fail: a lost answer.
+        status: Status of an answer without the server, or 0 for none.
+        drop: Whether to close the connection without an answer.
+        cut: Whether to close the connection after the first half of the answer's body.
+        delay: Seconds to wait before the answer.
+        after: Whether the server handles the request before the failure, so that the answer is lost.
     """
 
     status: int = 0
@@ -146,7 +148,7 @@ class ObjectStore:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to reach the store."""
+        """The environment variables with which a process reaches the store."""
         return {
             "AWS_ENDPOINT_URL": self._url,
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -158,11 +160,11 @@ class ObjectStore:
         }
 
     def renew(self) -> None:
-        """An empty bucket, no faults, nothing counted."""
+        """Create an empty bucket, and reset faults and counts."""
         from moto.moto_api._internal.models import moto_api_backend
 
         self.faults.clear()
-        moto_api_backend.reset()  # it holds what it was sent in memory
+        moto_api_backend.reset()  # it stores all uploads in memory
         self.least_part(LEAST_PART)
         self._buckets += 1
         self.bucket = f"test-{os.getpid()}-{self._buckets}"  # runs in it have folders of that name here
@@ -170,37 +172,37 @@ class ObjectStore:
         self.requests.clear()
 
     def least_part(self, nbytes: int) -> None:
-        """In this test, a part of an upload that is not its last has at least so many bytes."""
+        """Set the minimum size of a part of an upload, except for the last part, in this test."""
         from moto.s3 import models
 
         known: Any = models
         known.S3_UPLOAD_PART_MIN_SIZE = nbytes
 
     def url(self, path: str = "") -> str:
-        """The URL of a place in the bucket."""
+        """Return the URL of a place in the bucket."""
         return f"s3://{self.bucket}/{path}".rstrip("/")
 
     def fail(self, **how: Any) -> Fault:
-        """From now on, fail as `Fault` says."""
+        """Fail from now on as `Fault` describes."""
         fault = Fault(**how)
         with self._lock:
             self.faults.append(fault)
         return fault
 
     def heal(self) -> None:
-        """Fail no more."""
+        """Remove all faults."""
         with self._lock:
             self.faults.clear()
 
     def forget(self) -> None:
-        """Count from nothing."""
+        """Reset the counts."""
         with self._lock:
             self.requests.clear()
             self.most_at_once = self.count_alone = self.rounds = 0
 
     @contextmanager
     def counting_overlaps(self) -> Iterator[None]:
-        """Count the requests that run at the same time, the requests that run alone, and the rounds.
+        """Count the requests that overlap, the requests that do not overlap, and the rounds.
 
         The number of rounds is the length of the longest chain in which each request begins after the
         previous request has ended. Any client waits at least this number of times for an answer.
@@ -219,15 +221,15 @@ class ObjectStore:
                 self.rounds = max(self.rounds, rounds)
 
     def count(self, method: str = "", key: str = "", query: str = "") -> int:
-        """Requests since `forget`, by method, and by what their key and query contain."""
+        """Count the requests since `forget`, by method, and by parts of their key and query."""
         return len(self._matching(method, key, query))
 
     def bytes_out(self, key: str = "", method: str = "GET") -> int:
-        """Bytes that were fetched."""
+        """Return the number of downloaded bytes."""
         return sum(request.received for request in self._matching(method, key, ""))
 
     def bytes_in(self, key: str = "", method: str = "PUT") -> int:
-        """Bytes that were sent."""
+        """Return the number of uploaded bytes."""
         return sum(request.sent for request in self._matching(method, key, ""))
 
     def _matching(self, method: str, key: str, query: str) -> list[Request]:
@@ -263,22 +265,22 @@ class ObjectStore:
         self._backend.delete_object(self.bucket, name)
 
     def names(self, prefix: str = "") -> list[str]:
-        """The objects whose names begin with `prefix`, without it."""
+        """Return the objects whose names begin with `prefix`, without the prefix."""
         known = list(self._backend.get_bucket(self.bucket).keys)
         return sorted(name.removeprefix(prefix) for name in known if name.startswith(prefix))
 
     def tree(self, prefix: str) -> dict[str, bytes]:
-        """Every object below `prefix`, by its name below it."""
+        """Return the content of every object below `prefix`, by relative name."""
         return {name: self.get(f"{prefix}/{name}") for name in self.names(f"{prefix}/")}
 
     def open_uploads(self) -> list[str]:
-        """The objects that have an unfinished multipart upload."""
+        """Return the objects that have an unfinished multipart upload."""
         return sorted(one.key_name for one in self._backend.list_multipart_uploads(self.bucket).values())
 
     def forward(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Have the server answer, by way of WSGI."""
+        """Let the server answer, through WSGI."""
         passed = {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
         answer = self._moto.open(path, method=method, headers=passed, data=body)
         return answer.status_code, list(answer.headers), answer.get_data()
@@ -293,9 +295,10 @@ class ObjectStore:
 
 
 def _share_values() -> None:
-    """Objects stay in memory, and reading a range copies that range.
+    """Keep objects in memory, so that a read of a range copies only this range.
 
-    moto keeps what is longer than 5 MB in a temporary file, and reads all of it for each request.
+    By default, moto writes objects longer than 5 MB to a temporary file, and reads all of it for each
+    request.
     """
     from moto.s3 import models
 
@@ -304,7 +307,7 @@ def _share_values() -> None:
 
     def shared(key: Any) -> bytes:
         with key.lock:
-            value: bytes = key._value_buffer._file.getvalue()  # no copy, as long as nobody writes to it
+            value: bytes = key._value_buffer._file.getvalue()  # no copy, unless it is modified
             return value
 
     key_type.value = property(shared, key_type.value.fset)
@@ -324,7 +327,7 @@ class _Handler(Answers):
         fault = self.owner.fault(self.command, key, query)
         if fault and fault.delay:
             time.sleep(fault.delay)
-            if self._is_left():  # its sender was killed: nothing of it arrives in what came after
+            if self._is_left():  # its sender was killed: no part of it may arrive in a later request
                 self.close_connection = True
                 return
         status, data = 0, b""
@@ -359,7 +362,7 @@ class _Handler(Answers):
             self.close_connection = True
 
     def _is_left(self) -> bool:
-        """Whether the client has closed its connection."""
+        """Return whether the client has closed its connection."""
         try:
             return bool(select.select([self.connection], [], [], 0)[0]) and not self.connection.recv(
                 1, socket.MSG_PEEK

@@ -1,4 +1,4 @@
-"""Which tests xdist gives to one process together, and in which order: what takes longest goes first."""
+"""Groups of tests that xdist gives to one process, in order of their time: the longest group is first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST: tuple[str, ...] = (
     "tests/test_engines.py",
     "tests/portable/test_planner.py",
     "tests/gpu/test_footprint.py",
-    "tests/test_shared_layers.py",
+    "tests/test_tensor_parallel.py",
     "tests/portable/test_moves.py",
     "tests/gpu/test_settings.py",
     "tests/portable/test_activations.py",
@@ -25,10 +25,10 @@ FIRST: tuple[str, ...] = (
     "tests/portable/test_remote_runs.py",
     "tests/test_adapters.py",
     "tests/portable/test_api.py",
-    "tests/test_docs.py::test_commands_run[train]",
+    "tests/test_docs.py::test_docs_commands_run[train]",
     "tests/test_composite_models.py",
-    "tests/test_docs.py::test_commands_run[data]",
-    "tests/test_docs.py::test_commands_run[README]",
+    "tests/test_docs.py::test_docs_commands_run[data]",
+    "tests/test_docs.py::test_docs_commands_run[README]",
     "tests/converters/test_mutations.py",
     "tests/tpu/test_planned_steps.py",
 )
@@ -36,22 +36,22 @@ FIRST: tuple[str, ...] = (
 
 
 def group_of(nodeid: str) -> str:
-    """Those on TPUs, which share what takes longest to start; those of a file; or the commands of a page."""
+    """Return the group of a test: all tests on TPUs, which start slowly, a file, or one docs page."""
     file, _, test = nodeid.partition("::")
     if file.startswith("tests/torchtpu/") or "[tpu" in test:
         return "TorchTPU"
-    return nodeid if test.startswith("test_commands_run") else file
+    return nodeid if test.startswith("test_docs_commands_run") else file
 
 
 class InGroups(LoadScopeScheduling):  # type: ignore[misc]
-    """xdist's scheduler, by :func:`group_of`."""
+    """xdist's scheduler with groups by :func:`group_of`."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
 
 def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
-    """``items`` by group, the longest first, otherwise as they were."""
+    """Sort ``items`` by group, the longest group first, and otherwise keep their order."""
     groups: dict[str, list[Any]] = {name: [] for name in FIRST}
     for item in items:
         groups.setdefault(group_of(item.nodeid), []).append(item)

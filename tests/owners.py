@@ -1,4 +1,4 @@
-"""Other programs that load what the project writes: python -m tests.owners build FOLDER
+"""Other programs that load the files of this project: python -m tests.owners build FOLDER
 
 Each program needs versions that the main environment cannot have. Its packages are installed without their
 dependencies into a subfolder of FOLDER, which precedes the main environment in the search path of a process.

@@ -3,7 +3,7 @@
 Standard input is a JSON object with the folder of each case. The last line of the output is ``VERDICTS`` and
 a JSON object with a verdict for each case:
 
-- ``error``: What the program raised, or an empty string.
+- ``error``: Error of the program, or an empty string.
 - ``missing``, ``unexpected``: Names of tensors that the program did not find or did not use.
 - ``logits``: File with the logits of `TOKENS`, ``[tokens, vocabulary]`` as float32.
 - ``gguf``: File that the converter of llama.cpp wrote, instead of ``logits``.
@@ -26,7 +26,7 @@ VOCABULARY = 320
 
 
 def load_with_transformers(folder: Path) -> dict[str, Any]:
-    """Load a folder with transformers 4.57, which initializes what it does not find."""
+    """Load a folder with transformers 4.57, which initializes missing tensors."""
     import torch
     import transformers
 
@@ -67,7 +67,7 @@ def list_defaults(_: Path) -> dict[str, Any]:
 
 
 def read_configs(folder: Path) -> dict[str, Any]:
-    """Return what transformers 4.57 reads from the config files of a folder, keyed by file name."""
+    """Return the values that transformers 4.57 reads from the configs of a folder, keyed by file name."""
     import transformers
 
     configs: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def convert_for_llama_cpp(folder: Path) -> dict[str, Any]:
     file = folder / "model.gguf"
     architecture = get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT)
     model_class = get_model_class(architecture)
-    # The tokenizer of the samples is not one of those that the converter recognizes by their hashes.
+    # The converter recognizes known tokenizers by their hashes, but not the tokenizer of the samples.
     model_class.get_vocab_base_pre = lambda *_: "gpt-2"
     model_class.set_vocab = lambda self: self._set_vocab_gpt2()
     with torch.inference_mode():

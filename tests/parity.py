@@ -1,4 +1,4 @@
-"""Steps of a run, taken from the parts that ``portable-train`` is made of."""
+"""Steps of a run, with the parts of ``portable-train``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.runs import configured
 
 @dataclass(frozen=True)
 class Steps:
-    """Loss and gradient norm of each step, what the backend counted, and the graphs of a compiling engine."""
+    """Loss and gradient norm of each step, counts of the backend, and graphs of a compiling engine."""
 
     losses: list[float]
     norms: list[float]
@@ -42,14 +42,14 @@ class Steps:
 
 
 class Opened:
-    """A run that has begun, for tests that look at its parts between the steps.
+    """A run that has begun, for tests that read its parts between the steps.
 
     Attributes:
-        run: as it was prepared.
-        backend: started.
-        engine: at the start of the run.
-        batches: this rank's, from the first on.
-        steps: taken so far.
+        run: The prepared run.
+        backend: The started backend.
+        engine: The engine at the start of the run.
+        batches: Batches of this rank, from the first one.
+        steps: Number of steps so far.
     """
 
     def __init__(self, run: PreparedRun) -> None:
@@ -60,7 +60,7 @@ class Opened:
         self.steps = 0
 
     def step(self, learning_rate: float | None = None) -> StepResult:
-        """Take the next step, at the rate of the schedule or at another; nothing is read from the device."""
+        """Take the next step, at the rate of the schedule or at another, without reads from the device."""
         settings, schedule = self.run.config.train, self.run.schedule
         result = train_step(
             self.backend,
@@ -82,7 +82,7 @@ class Opened:
 
 
 def one_document_each(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """A batch of whole packed documents as batches of one document, without padding; others as they are."""
+    """Split a batch of packed documents into batches of one document without padding; keep other batches."""
     if "document_lengths" not in batch:
         return [batch]
     found = []
@@ -108,9 +108,9 @@ def plain_steps(
     steps: int,
     criterion: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, float]] = cross_entropy,
 ) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step that a person's own loop takes, with the whole batch at once.
+    """Return loss and gradient norm of each step of a plain loop, with the full batch at once.
 
-    ``criterion`` gives a sum, and what it is divided by; ``factor`` of a group scales its rate.
+    ``criterion`` returns a sum and its divisor. ``factor`` of a group scales its rate.
     """
     size = run.config.train.global_batch_size
     loader = iter(
@@ -143,7 +143,7 @@ def plain_steps(
 
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Opened]:
-    """The run of ``config`` from its start, on the backend that it names."""
+    """Start the run of ``config`` on its backend."""
     backend = create_backend(config.backend)
     resolved = resolve_run(config, backend.name)
     backend.start()
@@ -156,7 +156,7 @@ def opened(config: RunConfig) -> Iterator[Opened]:
 
 
 def take_steps(config: RunConfig, steps: int) -> Steps:
-    """Train from the start on ``config.backend``; nothing is read from the device before the last step."""
+    """Train from the start on ``config.backend``, without reads from the device before the last step."""
     with opened(config) as trial:
         backend = trial.backend
         before = backend.get_metrics()
@@ -169,24 +169,24 @@ def take_steps(config: RunConfig, steps: int) -> Steps:
 
 
 def launched(config: RunConfig) -> int:
-    """On a rank: the whole run."""
+    """Run completely on one rank."""
     return run_rank(config.backend, config)
 
 
 def numbers_of(engines: Engines, size: int, config: RunConfig) -> list[float]:
-    """The losses, norms and evaluations that a run on ``size`` ranks logs."""
+    """Return the losses, norms and evaluations that a run on ``size`` ranks logs."""
     assert engines.run(config.strategy, size, launched, config) == 0
     rows = read_metrics(Path(config.output_dir))
     return [row[name] for row in rows for name in ("loss", "eval_loss", "grad_norm") if name in row]
 
 
 class Beside:
-    """Short runs on several ranks that share sequences or layers, beside the same on one rank.
+    """Short runs on several context- or tensor-parallel ranks, and the same runs on one rank.
 
     Args:
-        engines: where they run.
-        source: their data.
-        folder: makes a new one.
+        engines: Runner of the engines.
+        source: Data of the runs.
+        folder: Function that creates a new folder.
     """
 
     def __init__(self, engines: Engines, source: Path, folder: Callable[[str], Path]) -> None:
@@ -194,7 +194,7 @@ class Beside:
         self._alone: dict[str, list[float]] = {}
 
     def ranks(self, size: int, settings: dict[str, Any], folder: Path | None = None) -> list[float]:
-        """The numbers of two steps of four sequences, two at a time where a rank has as many."""
+        """Return the numbers of two steps of four sequences, in two micro-batches if there are enough."""
         sharing = settings.get("tensor_parallel_size", 1) * settings.get("context_parallel_size", 1)
         given = {
             "data__seq_len": 64,
@@ -208,7 +208,7 @@ class Beside:
         return numbers_of(self._engines, size, config)
 
     def one(self, settings: dict[str, Any]) -> list[float]:
-        """The numbers of one rank, computed once."""
+        """Return the numbers of one rank, computed once."""
         if str(settings) not in self._alone:
             self._alone[str(settings)] = self.ranks(1, {"strategy": "no_shard", **settings})
         return self._alone[str(settings)]
@@ -217,7 +217,7 @@ class Beside:
 def loss_and_gradients(
     model: Any, batch: dict[str, torch.Tensor], summed: Callable[[], Any] = lambda: None
 ) -> list[torch.Tensor]:
-    """The loss, and the whole gradients, once ``summed`` has been called."""
+    """Return the loss and the full gradients, after a call of ``summed``."""
     model.zero_grad()
     with skip_mask_value_checks():
         loss = compute_summed_cross_entropy(model, batch)
@@ -231,7 +231,7 @@ def loss_and_gradients(
 
 
 def off(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
-    """By how much, where two of :func:`loss_and_gradients` differ by more than rounding."""
+    """Describe the difference of two results of :func:`loss_and_gradients` if it is larger than rounding."""
     largest = max(float(value.abs().max()) for value in expected[1:])
     apart = [float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)]
     if apart[0] > 1e-6 * float(expected[0]) or max(apart[1:]) > 2e-6 * largest:

@@ -1,7 +1,7 @@
-"""What the process that ranks are forks of imports last, and finds out once for all of them.
+"""Last import of the process whose forks are ranks, with slow first calls made once for all of them.
 
-Half of the processor time of a short run under ZeRO: DeepSpeed's first engine imports what compiles, and
-engines look for garbage among all that was imported.
+They take half of the processor time of a short run under ZeRO: DeepSpeed's first engine imports compilers,
+and engines collect garbage among all imported modules.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ with suppress(ImportError):
         import_module(name)
 
 with suppress(ImportError):
-    # Each starts a process: the one for whatever DeepSpeed loads of its ops, the other for each bucket of
-    # gradients that ZeRO reduces on a CPU.
+    # Each call starts a process: one for each op that DeepSpeed loads, the other for each bucket of gradients
+    # that ZeRO reduces on a CPU.
     for path, function in (("cpuinfo", "get_cpu_info"), ("deepspeed.utils.numa", "get_numa_cores")):
         module = import_module(path)
         setattr(module, function, cache(getattr(module, function)))

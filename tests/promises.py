@@ -1,10 +1,10 @@
-"""``docs/promises.md``: what users may rely on, the test that holds it, and the last figure of that test.
+"""``docs/promises.md``: documented promises to users, the test of each, and the last figure of that test.
 
-``python -m tests.promises`` writes the page from ``promises.toml`` and ``promises.json``; ``--check``, one of
-the static checks, only says whether it is up to date, and whether every test that it names exists. Tests pass
-what they have compared to :func:`record`: where ``PORTABLE_WRITE_DOCS=1`` is set, the largest difference of a
-file's tests goes into ``promises.json``. Such a session is one process:
-``PORTABLE_WRITE_DOCS=1 python -m pytest -n0 FILE``.
+``python -m tests.promises`` writes the page from ``promises.toml`` and ``promises.json``. ``--check``, one of
+the static checks, only prints whether the page is up to date and whether every named test exists. Tests pass
+their compared values to :func:`record`: if ``PORTABLE_WRITE_DOCS=1`` is set, the largest difference of a
+file's tests is written to ``promises.json``. Such a session is one process: ``PORTABLE_WRITE_DOCS=1 python -m
+pytest -n0 FILE``.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ shows that a test notices. No TPU or cloud store has run the tests yet: [GPUs](m
 """
 
 _seen: dict[str, tuple[float, float]] = {}
-"""By file of tests, of this session: the tightest bound and the largest difference under it."""
+"""Tightest bound and largest difference under it, by test file, of this session."""
 
 
 def promises() -> dict[str, list[dict[str, Any]]]:
-    """The table, by chapter."""
+    """Return the table, by chapter."""
     return tomllib.loads(TABLE.read_text("utf-8"))
 
 
 def record(found: Sequence[float], expected: Sequence[float], within: float) -> None:
-    """Keep how far ``found`` is from ``expected``, relatively; the running test has held it to ``within``.
+    """Record the relative difference of ``found`` from ``expected``, which the test has checked.
 
-    Of a file with several bounds the tightest is kept.
+    If a file has several bounds, the tightest is kept.
     """
     if os.environ.get("PORTABLE_WRITE_DOCS") != "1":
         return
@@ -66,7 +66,7 @@ def record(found: Sequence[float], expected: Sequence[float], within: float) -> 
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     figures = json.loads(FIGURES.read_text("utf-8"))
     parts = [_INTRODUCTION]
     for chapter, rows in promises().items():
@@ -82,7 +82,7 @@ def page() -> str:
 
 
 def stale() -> Iterator[str]:
-    """What is wrong with the table and the page, a line each."""
+    """Yield errors of the table and the page, one per line."""
     rows = [row for chapter in promises().values() for row in chapter]
     for row in rows:
         for test in row["tests"]:
@@ -96,7 +96,7 @@ def stale() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or check it. The exit code is 1 where something is wrong."""
+    """Write the page, or check it. The exit code is 1 if there is an error."""
     if arguments not in ([], ["--check"]):
         print("usage: python -m tests.promises [--check]", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Generate the defaults of quantization settings: ``python -m tests.quantization_defaults``.
 
-The converter refuses a setting of a ``quantization_config`` that it does not know, unless the setting has the
+The converter rejects an unsupported setting of a ``quantization_config``, unless the setting has the
 default of the library that writes it. The converter does not import these libraries, so their defaults are in
 ``converters/quantization/default_settings.json``. ``tests/converters/test_dequantize.py`` compares the file
 with the classes of transformers and compressed-tensors.

@@ -1,8 +1,8 @@
-"""Ranks for tests: processes that run functions in a process group of their own.
+"""Ranks for tests: processes that run functions in a separate process group.
 
-Importing torch and transformers takes seconds, so a session does it in one process, of which all ranks are
-forks. They serve a few tests each. What is left over from a run adds up otherwise: DeepSpeed keeps process
-groups, whose threads wake a hundred times a second.
+Imports of torch and transformers take seconds, so a session imports them in one process, and all ranks are
+its forks. Ranks are replaced after a few tests, because remains of runs add up: DeepSpeed keeps process
+groups, whose threads wake a hundred times per second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from tests.forkserver import write_where_parent_does
 
 GRACE = 10.0  # seconds that the others have to notice that a rank has failed
 MOST_THREADS = 150
-"""Of a rank; one that has more by the end of a test is replaced, whose first run costs half as much again."""
+"""Maximum threads of a rank at the end of a test.
+
+A rank with more is replaced, which slows down its next run.
+"""
 PRELOADED = (
     "tests.no_collections",
     "portable.run.rank",
@@ -40,7 +43,7 @@ PRELOADED = (
     "portable.private.peft_internals",
     "tests.preloaded",
 )
-"""What ranks have imported when they start; what is not installed is left out."""
+"""Modules that ranks have imported at their start, if they are installed."""
 
 
 class KilledOnce:
@@ -56,13 +59,13 @@ class KilledOnce:
 
 
 class RankError(AssertionError):
-    """A rank's traceback."""
+    """Error with a rank's traceback."""
 
 
 def serve(connection: Connection) -> None:
     """Run tasks (environment variables, function, arguments) from ``connection``, one after another.
 
-    Each answer is whether it went well, what it returned or its traceback, and how many threads there are.
+    Each answer is whether the task succeeded, its result or traceback, and the number of threads.
     """
     write_where_parent_does()
     os.environ["USE_TORCH_XLA"] = "0"
@@ -73,7 +76,7 @@ def serve(connection: Connection) -> None:
     from portable.run import finish, train
 
     torch.set_num_threads(1)
-    # Half of the time of a short run: looking for garbage among all that was imported, and a report.
+    # Garbage collection of all imported modules and a report would take half of the time of a short run.
     train.freeze_existing_objects = nullcontext  # type: ignore[attr-defined, assignment]
     finish.write_report = Mock(return_value=[])  # type: ignore[attr-defined]
     faulthandler.register(signal.SIGUSR1)
@@ -94,12 +97,12 @@ def serve(connection: Connection) -> None:
 
 
 class RankPool:
-    """Processes that run functions as ranks, as many as a test has asked for.
+    """Processes that run functions as ranks, as many as the tests need.
 
-    Ranks that are left waiting for one that failed are replaced, so that no test suffers from another.
+    Ranks that still wait for a failed rank are replaced, so that tests do not affect each other.
 
     Args:
-        first: makes the first task of all processes that are about to start.
+        first: Function that prepares the first task of all processes that are about to start.
     """
 
     def __init__(self, first: Callable[[], object] = bool) -> None:
@@ -109,10 +112,10 @@ class RankPool:
     def run(
         self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 180
     ) -> Any:
-        """Call a picklable ``function`` on each of ``world_size`` ranks; returns what rank 0 returned.
+        """Call a picklable ``function`` on each of ``world_size`` ranks. Returns the result of rank 0.
 
         Raises:
-            RankError: with the traceback of the first rank that failed.
+            RankError: If a rank failed, with the traceback of the first one.
         """
         if len(self._ranks) < world_size:
             self._start(world_size - len(self._ranks))
@@ -135,7 +138,7 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                for rank in waiting.values():  # says where it is
+                for rank in waiting.values():  # has a traceback
                     pid = self._ranks[rank][1].pid
                     assert pid is not None
                     os.kill(pid, signal.SIGUSR1)
@@ -173,7 +176,7 @@ class RankPool:
                 assert ours.recv()[0], "the first task failed"
 
     def close(self) -> None:
-        """End all ranks; the next run starts new ones."""
+        """End all ranks. The next run starts new ones."""
         for connection, process in self._ranks:
             process.kill()
             connection.close()
@@ -181,7 +184,7 @@ class RankPool:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
-    """Return once the condition holds, which is to be within so many seconds."""
+    """Wait until the condition holds, for at most this number of seconds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -192,9 +195,9 @@ _ports = count(os.getpid() * 100)
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that Linux gives to whoever asks for any.
+    """Return a free port below the range of ports that Linux assigns automatically.
 
-    One of these could be given to another process before the rank that it is meant for listens on it.
+    Another process could get a port of that range before the rank listens on it.
     """
     while True:
         port = 10_000 + next(_ports) % 20_000

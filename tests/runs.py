@@ -1,4 +1,4 @@
-"""Tiny runs: a model of a few thousand parameters on a text that is made on the spot."""
+"""Tiny runs: a model of a few thousand parameters on a generated text."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SENTENCE = "the loss falls while a small model reads one line of text after anot
 
 
 def checked(*given: Any) -> RunConfig:
-    """``load_config``, and what a run asks of the result."""
+    """Load a config, and check it as a run does."""
     config = load_config(*given)
     check_config(config)
     return config
 
 
 def write_corpus(folder: Path) -> Path:
-    """160 short texts of very different lengths, as ``.jsonl``."""
+    """Write 160 short texts of very different lengths, as ``.jsonl``."""
     words = SENTENCE.split()
     path = folder / "corpus.jsonl"
     with path.open("w") as file:
@@ -45,7 +45,7 @@ def write_corpus(folder: Path) -> Path:
 
 
 def write_conversations(folder: Path) -> Path:
-    """160 conversations of one to three answers, of very different lengths, as ``.jsonl``."""
+    """Write 160 conversations of one to three answers, of very different lengths, as ``.jsonl``."""
     words = SENTENCE.split()
     path = folder / "conversations.jsonl"
 
@@ -63,7 +63,7 @@ def write_conversations(folder: Path) -> Path:
 
 
 def write_labelled(folder: Path, texts: int) -> Path:
-    """Short texts of two classes, of different lengths, with labels of other kinds besides."""
+    """Write short texts of two classes, of different lengths, with additional labels of other kinds."""
     words = SENTENCE.split()
     path = folder / "labeled.jsonl"
     lines = [
@@ -81,7 +81,7 @@ def write_labelled(folder: Path, texts: int) -> Path:
 
 
 def write_pretrained(folder: Path, corpus: Path) -> Path:
-    """A model in bf16, except for its norms, whose fp32 values bf16 has not, with a tokenizer."""
+    """Write a model in bf16 with a tokenizer. Its norms are in fp32, with values that bf16 does not have."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -101,7 +101,10 @@ def write_pretrained(folder: Path, corpus: Path) -> Path:
 
 
 def tiny(folder: Path | str, corpus: Path, **overrides: Any) -> dict[str, Any]:
-    """The settings of a tiny run in ``folder``, by dotted key; ``__`` stands for the dot in ``overrides``."""
+    """Return the settings of a tiny run in ``folder``, by dotted key.
+
+    In ``overrides``, ``__`` means a dot.
+    """
     settings: dict[str, Any] = {
         "backend": "cpu",
         "precision": "fp32",
@@ -130,7 +133,7 @@ def configured(folder: Path | str, corpus: Path, **overrides: Any) -> RunConfig:
 
 
 def leg(folder: Path | str, corpus: Path, settings: dict[str, Any]) -> int:
-    """Start a tiny run, or go on with it, as this rank of whatever engine ``settings`` name."""
+    """Start or continue a tiny run, as this rank of the engine that ``settings`` select."""
     from portable.run.rank import run_rank
 
     config = configured(folder, corpus, **settings)
@@ -138,17 +141,17 @@ def leg(folder: Path | str, corpus: Path, settings: dict[str, Any]) -> int:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """The loss of each step that is on record."""
+    """Return the recorded loss of each step."""
     return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
 
 
 def weights(folder: Path) -> bytes:
-    """The file that a run ends with."""
+    """Return the bytes of the exported weights of a run."""
     return (folder / "final" / "model.safetensors").read_bytes()
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """The same settings as command-line flags."""
+    """Return the same settings as command-line flags."""
     return [
         f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()
     ]

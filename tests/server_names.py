@@ -43,9 +43,9 @@ _BUILD_TEXT_MODEL = "init_vllm_registered_model"
 _CHOOSE_MODEL = "self._get_sgl_model_cls"
 """Method of SGLang that returns the class of the text model or of the vision model for a config."""
 TEXT_MODEL = "LlamaForCausalLM"
-"""Class that stands in for a text model whose class only the config determines."""
+"""Class used for a text model whose class only the config determines."""
 VISION_MODEL = "PixtralVisionModel"
-"""Class that stands in for a vision model whose class only the config determines."""
+"""Class used for a vision model whose class only the config determines."""
 
 
 def build(folder: Path) -> None:
@@ -92,7 +92,7 @@ class ModuleSource:
 
 
 def iterate_statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, with those in `if` and `try` blocks."""
+    """Yield the statements of a module, and the statements in its `if` and `try` blocks."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -195,7 +195,7 @@ class Server:
     def _resolve(
         self, module: ModuleSource | None, name: str, seen: frozenset[tuple[str, str]] = frozenset()
     ) -> list[Child]:
-        """Return the classes that a name of a module can stand for."""
+        """Return the classes that a name of a module can refer to."""
         if module is None or (module.name, name) in seen:
             return []
         if not seen:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tests.ranks import free_port
 
-CORES = 8  # that each node claims, so that a test's tasks fit whatever the machine has
+CORES = 8  # claimed by each node, so that a test's tasks fit on any machine
 
 
 class Slurm:
-    """Two ``slurmd`` and a ``slurmctld`` of the distribution's package, in a folder of their own."""
+    """Two ``slurmd`` and a ``slurmctld`` of the distribution's package, in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -24,7 +24,7 @@ class Slurm:
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
-        """Raise AssertionError if the nodes are not idle within two minutes."""
+        """Start the nodes. Raises AssertionError if they are not idle within two minutes."""
         host = socket.gethostname()
         ports = [free_port() for _ in range(3)]
         (self._folder / "slurm.conf").write_text(
@@ -75,7 +75,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
         )
 
     def close(self) -> None:
-        """A step that ends without its controller tries to tell it so for ever, and its node waits for it."""
+        """Cancel all jobs before the daemons end, because a step without its controller retries forever."""
         self.command("scancel", "--state=RUNNING", "--state=PENDING", "-u", "root")
         end = time.monotonic() + 30
         while self.command("squeue", "-h").stdout and time.monotonic() < end:
@@ -99,13 +99,13 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
     @staticmethod
     def _plugins() -> str:
-        """Of a package that was unpacked elsewhere than at the root."""
+        """Return the setting for plugins of a package that was unpacked outside the root folder."""
         beside = Path(_program("slurmd")).parents[1].glob("lib/*/slurm-wlm/auth_none.so")
         return "".join(f"PluginDir={path.parent}" for path in beside)
 
 
 def missing() -> str | None:
-    """Why no such cluster can be started here."""
+    """Return the reason why no cluster can be started here, or None."""
     if os.geteuid() != 0:
         return "slurmd runs as root"
     for name in ("slurmctld", "slurmd", "slurmstepd", "srun"):
@@ -115,6 +115,6 @@ def missing() -> str | None:
 
 
 def _program(name: str) -> str:
-    """Debian appends ``-wlm`` to the daemons' names, and their folder is not on everybody's path."""
+    """Find a daemon. Debian appends ``-wlm`` to its name, and its folder may not be on the path."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin"
     return shutil.which(name, path=path) or shutil.which(f"{name}-wlm", path=path) or ""

@@ -1,4 +1,4 @@
-"""One run of an adapter moves through every engine, a step on each; what it stores is the adapter alone."""
+"""One run of an adapter moves through every engine, one step on each, and stores only the adapter."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ ROUTE = [
     ("zero3, offload", 2),
     ("no_shard", 2),
 ]
-"""An engine of each class writes for another one and goes on from another one."""
+"""An engine of each class writes for another engine and continues from another engine."""
 DORA: dict[str, Any] = {"adapter__use_dora": True, "adapter__modules_to_save": ["lm_head"]}
 
 
 @pytest.fixture(scope="module")
 def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with files, as a run leaves it."""
+    """Train a run. Returns the folder of its model."""
     folder = tmp_path_factory.mktemp("base")
     untied = {**TINY_MODEL, "tie_word_embeddings": False}
     assert run_rank("cpu", configured(folder, corpus, train__steps=1, model__config=untied)) == 0
@@ -82,7 +82,9 @@ def stored(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.xla  # one of the route
-def test_a_run_moves_through_every_engine(base: Path, engines: Engines, corpus: Path, tmp_path: Path) -> None:
+def test_adapter_run_moves_through_every_engine(
+    base: Path, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
     settings = {"model__name_or_path": str(base), **DORA}
     assert engines.run("no_shard", 1, leg, tmp_path / "stays", corpus, settings, len(ROUTE)) == 0
     moving = tmp_path / "moves"
@@ -114,7 +116,7 @@ def logits_with_peft(base: Path, adapter: Path) -> torch.Tensor:
 
 
 def logits_in_training(base: Path, corpus: Path, folder: Path, **settings: Any) -> torch.Tensor:
-    """Of the model as our engine holds it after loading ``folder``'s adapter."""
+    """Return the logits of the model in our engine after loading the adapter in ``folder``."""
     given = {"model__config": None, "model__name_or_path": str(base), "adapter__name_or_path": str(folder)}
     with opened(configured(folder.parent / "other", corpus, **{**given, **settings})) as trial:
         model = trial.engine.model.eval()
@@ -123,7 +125,7 @@ def logits_in_training(base: Path, corpus: Path, folder: Path, **settings: Any) 
         return found
 
 
-def test_final_is_an_adapter_that_peft_loads(base: Path, trained: Path, corpus: Path) -> None:
+def test_adapter_run_exports_adapter_that_peft_loads(base: Path, trained: Path, corpus: Path) -> None:
     final = trained / "final"
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", MODEL_CARD_FILE} <= {
         path.name for path in final.iterdir()
@@ -148,7 +150,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_goes_on_from_adapters_as_others_publish_them(
+def test_adapter_run_continues_published_adapters(
     kind: str, base: Path, corpus: Path, tmp_path: Path
 ) -> None:
     import peft
@@ -186,8 +188,10 @@ def test_goes_on_from_adapters_as_others_publish_them(
         logits_in_training(base, corpus, folder)
 
 
-def test_the_merged_model_is_the_same(base: Path, trained: Path, corpus: Path, tmp_path: Path) -> None:
-    """A checkpoint of the adapter becomes a whole model, in a run that has nothing left to train."""
+def test_merged_export_of_adapter_run_computes_same_logits(
+    base: Path, trained: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """A checkpoint of the adapter is exported as a complete model, in a run with nothing left to train."""
     folder = shutil.copytree(trained, tmp_path / "run")
     settings = {"model__name_or_path": str(base), **DORA, "data__eval_fraction": 0.1}
     settings |= {"train__eval_every": 5, "checkpoint__export": "merged"}
@@ -199,7 +203,7 @@ def test_the_merged_model_is_the_same(base: Path, trained: Path, corpus: Path, t
     torch.testing.assert_close(logits, logits_with_peft(base, trained / "final"), rtol=1e-5, atol=1e-5)
 
 
-def test_another_base_is_refused(
+def test_adapter_run_rejects_another_base(
     base: Path, trained: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(trained, tmp_path / "run")
@@ -221,8 +225,8 @@ def test_another_base_is_refused(
         shutil.move(tmp_path / "aside", base)
 
 
-def test_tokens_that_are_added(base: Path, corpus: Path, tmp_path: Path) -> None:
-    """The base has no rows for them, so that the adapter has to hold the whole tables."""
+def test_adapter_run_with_added_tokens_saves_tables(base: Path, corpus: Path, tmp_path: Path) -> None:
+    """The base has no rows for the tokens, so the adapter must contain the full tables."""
     import peft
 
     settings: dict[str, Any] = {"model__name_or_path": str(base), "data__added_tokens": ["<one>", "<two>"]}
@@ -246,7 +250,7 @@ def test_tokens_that_are_added(base: Path, corpus: Path, tmp_path: Path) -> None
 
 
 class Contrast:
-    """A loss of the user's, with a pass of the base model."""
+    """Custom loss with a pass of the base model."""
 
     needs = ("log_probs",)
 
@@ -260,7 +264,7 @@ class Contrast:
 
 
 class Writes:
-    """A callback that generates."""
+    """Callback that generates text."""
 
     def on_evaluation(self, run: Any, values: Any) -> None:
         assert values["eval_loss/part0"] > 0
@@ -269,8 +273,10 @@ class Writes:
         assert all("lora_" in name or "modules_to_save" in name for name in names)
 
 
-def test_beside_everything_else(base: Path, engines: Engines, corpus: Path, tmp_path: Path) -> None:
-    """A mixture, a loss and a callback of the user's, Muon, rates by group and evaluations, with a stop."""
+def test_adapter_run_combines_with_other_features(
+    base: Path, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    """A mixture, a custom loss and callback, Muon, learning rates by group and evaluations, with a stop."""
     lines = corpus.read_text("utf-8").splitlines(keepends=True)
     for number in range(2):
         (tmp_path / f"part{number}.jsonl").write_text("".join(lines[number::2]))
@@ -305,7 +311,7 @@ def test_beside_everything_else(base: Path, engines: Engines, corpus: Path, tmp_
     assert (tmp_path / "run" / "final" / "adapter_model.safetensors").exists()
 
 
-def test_weights_that_nothing_would_hold_are_refused(base: Path, corpus: Path, tmp_path: Path) -> None:
+def test_adapter_run_rejects_base_with_missing_weights(base: Path, corpus: Path, tmp_path: Path) -> None:
     other = shutil.copytree(base, tmp_path / "base")
     weights = load_file(other / "model.safetensors")
     del weights["model.norm.weight"]
@@ -316,8 +322,8 @@ def test_weights_that_nothing_would_hold_are_refused(base: Path, corpus: Path, t
     assert leg(tmp_path / "again", corpus, settings, 1) == 0
 
 
-def test_goes_on_from_a_checkpoint_of_the_trainer_with_peft(base: Path, corpus: Path, tmp_path: Path) -> None:
-    """Weights and moments arrive as they are in its files, each at its own parameter."""
+def test_adapter_run_continues_trainer_checkpoint_with_peft(base: Path, corpus: Path, tmp_path: Path) -> None:
+    """Each parameter gets the weights and moments in the files of the Trainer."""
     import peft
 
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_dora=True)

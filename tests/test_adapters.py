@@ -1,4 +1,4 @@
-"""Adapters on every engine, held against a loop in plain torch and peft."""
+"""Adapters on every engine, compared with a loop in plain torch and peft."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ COMMON: dict[str, Any] = {
 
 
 def peft_losses(config: RunConfig, steps: int = STEPS, quantize: Any = None) -> Losses:
-    """The same run as a person would write it with peft: one process, the whole batch at once.
+    """Train the same run with only peft: one process, and the full batch at once.
 
-    ``quantize(base, state)`` gives the base model its values, and returns the others.
+    ``quantize(base, state)`` sets the values of the base model, and returns the other values.
     """
     import peft
     import transformers
@@ -75,7 +75,7 @@ def peft_losses(config: RunConfig, steps: int = STEPS, quantize: Any = None) -> 
 
 
 def worst(ours: list[float], theirs: Losses) -> float:
-    """The largest relative difference of two curves' losses; both must fall."""
+    """Return the largest relative difference of two loss curves, both of which must fall."""
     assert len(ours) == len(theirs) > 0
     assert ours[-1] < ours[0] - 0.04  # it is learning, so that equal losses mean equal updates
     return max(abs(one - other) / other for one, (other, _) in zip(ours, theirs, strict=True))
@@ -131,7 +131,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ia3": {"adapter__type": "ia3", "train__learning_rate": 0.3},
 }
 SHORT = 4
-"""Steps of what is tried beside the long witness."""
+"""Number of steps of the short tests."""
 
 
 def settings_of(case: str, **more: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def settings_of(case: str, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The losses of the loop with peft, by case and number of steps."""
+    """Return the losses of the loop with peft, by case and number of steps."""
 
     @functools.cache
     def losses(case: str, steps: int) -> Losses:
@@ -150,7 +150,7 @@ def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_a_loop_with_peft(case: str, truth: Any, corpus: Path, tmp_path: Path) -> None:
+def test_adapter_losses_equal_loop_with_peft(case: str, truth: Any, corpus: Path, tmp_path: Path) -> None:
     steps = STEPS if case in ("llama", "dora") else SHORT
     config = configured(tmp_path, corpus, **settings_of(case, train__micro_batch_size=12))
     assert worst(take_steps(config, steps).losses, truth(case, steps)) < 1e-6
@@ -177,7 +177,7 @@ MIXED: list[tuple[str, str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("case", "name", "size", "more"), MIXED, ids=[f"{case}-{name}" for case, name, *_ in MIXED]
 )
-def test_kinds_of_adapters_on_engines(
+def test_adapter_losses_match_on_engines(
     case: str,
     name: str,
     size: int,
@@ -201,7 +201,7 @@ def one(engines: Engines, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("name", ["full_shard", "zero3", "xla"])
-def test_evaluates_generates_masks_and_lets_go(
+def test_adapter_engine_evaluates_generates_and_skips_updates(
     name: str, one: Seen, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     more = {**accumulated(2), **ENGINES[name].settings}
@@ -209,7 +209,7 @@ def test_evaluates_generates_masks_and_lets_go(
     seen: Seen = engines.run(name, 2, exercise, configured(tmp_path / "run", corpus, **settings), tmp_path)
     assert seen.losses == pytest.approx(one.losses, rel=1e-5)
     assert seen.evaluated == pytest.approx(one.evaluated, rel=1e-5)
-    assert name == "xla" or seen.continued == one.continued  # which draws from a generator of its own
+    assert name == "xla" or seen.continued == one.continued  # which has a separate random generator
     assert seen.skipped == 1
     assert_same_bits(view(tmp_path / "masked"), view(tmp_path / "trained"))
     assert seen.models[1] == seen.models[0]

@@ -58,7 +58,7 @@ REFUSALS = (
     ],
     ids=lambda pair: f"{pair.model_type}-{pair.task}",
 )
-def test_texts_equal_each_text_alone(pair: Pair, tmp_path: Path, corpus: Path) -> None:
+def test_texts_in_batch_equal_single_texts(pair: Pair, tmp_path: Path, corpus: Path) -> None:
     results = dict(compare(pair))
     config = configured(tmp_path, corpus, data__packing=False)
     task = "causal-lm" if pair.task == "composite" else pair.task
@@ -80,7 +80,7 @@ class _Typed:
 
 
 @pytest.mark.parametrize("pair", DEPENDENT, ids=lambda pair: f"{pair.model_type}-{pair.task}")
-def test_a_model_that_computes_with_padding_is_named(pair: Pair) -> None:
+def test_models_that_depend_on_padding_are_detected(pair: Pair) -> None:
     assert dict(compare(pair))["thresholds padded"].gap > TOLERANCE
 
 
@@ -173,7 +173,7 @@ def take_longrope_steps(config: RunConfig) -> list[float]:
 
 @pytest.mark.parametrize("packing", [False, "documents"])
 @pytest.mark.parametrize("name", ["full_shard", "zero3", "xla", "full_shard, shared"])
-def test_rotations_are_the_same_on_every_engine(
+def test_longrope_factors_match_on_every_engine(
     name: str, packing: Any, engines: Engines, tmp_path: Path
 ) -> None:
     rows = [{"messages": row["prompt"] + row["chosen"]} for row in preferences(24)]
@@ -213,7 +213,7 @@ def texts_of(batch: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.T
     return texts
 
 
-def test_padded_targets_have_no_length(tmp_path: Path) -> None:
+def test_padded_targets_with_dynamic_rope_are_rejected(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     config = {"model_type": "moonshine", "rope_parameters": rope}
     settings = configured(tmp_path, tmp_path, model__config=config).model
@@ -231,7 +231,7 @@ def test_padded_targets_have_no_length(tmp_path: Path) -> None:
         ({"rope_type": "default"}, {"data__packing": False}, False),
     ],
 )
-def test_custom_code_that_counts_padding_is_refused(
+def test_custom_rotary_code_that_counts_padding_is_rejected(
     rope: dict[str, Any], settings: dict[str, Any], refused: bool, tmp_path: Path, corpus: Path
 ) -> None:
     """The rotary embeddings of custom code do not have the attributes of transformers."""

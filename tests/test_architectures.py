@@ -1,4 +1,4 @@
-"""Some text models of transformers from all sides, as ``python -m tests.architectures`` looks at them all."""
+"""Some text models of transformers with all checks of ``python -m tests.architectures``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.architectures import (
 )
 from tests.ranks import RankPool
 
-# Each has been taken for something else once.
+# Each was once mistaken for another kind.
 CHOSEN = [
     Pair("gpt_neox", "causal-lm"),  # its head has another name in files
     Pair("gemma4_text", "causal-lm"),  # sizes that differ from layer to layer
@@ -53,7 +53,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("pair", CHOSEN, ids=lambda pair: f"{pair.model_type}-{pair.task}")
-def test_means_what_it_means_to_transformers(
+def test_architecture_losses_match_transformers(
     pair: Pair, tmp_path: Path, records: Path, ranks: RankPool
 ) -> None:
     pytest.importorskip("deepspeed")
@@ -63,14 +63,14 @@ def test_means_what_it_means_to_transformers(
 
 
 @pytest.mark.parametrize("pair", EXPORTED, ids=lambda pair: f"{pair.model_type}-{pair.task}")
-def test_export_and_adapter_match_the_published_class(
+def test_architecture_export_and_adapter_match_published_class(
     pair: Pair, tmp_path: Path, records: Path, ranks: RankPool
 ) -> None:
     results = ranks.run(1, export_findings, pair, tmp_path, records, EXPORT_CHECKS)
     assert results == dict.fromkeys(EXPORT_CHECKS, "")
 
 
-def test_page_has_a_row_for_equal_results_and_a_line_for_each_failure() -> None:
+def test_architectures_page_groups_equal_results() -> None:
     complete = dict.fromkeys(CHECKS, "")
     lacking = {check: "" for check in CHECKS if check not in ("adapter", "merge")}
     results = {

@@ -1,4 +1,4 @@
-"""The mutants of ``broken.py`` still fit the code; ``python -m tests.broken`` says whether tests notice."""
+"""The mutants of ``broken.py`` still match the code. ``python -m tests.broken`` runs the tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.broken import MUTANTS, ROOT, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=list(MUTANTS))
-def test_stands_once_where_it_is_looked_for(mutant: Mutant) -> None:
+def test_mutant_matches_code_once(mutant: Mutant) -> None:
     code = (ROOT / mutant.file).read_text("utf-8")
     assert code.count(mutant.before) == 1
     compile(code.replace(mutant.before, mutant.after), mutant.file, "exec")

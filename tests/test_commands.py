@@ -1,4 +1,4 @@
-"""What all commands do alike: exit codes, the version, and an end without a traceback."""
+"""Common behavior of all commands: exit codes, the version, and an end without a traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 
 
 @pytest.mark.parametrize("module", COMMANDS)
-def test_help_has_the_one_table_and_the_version_is_there(
+def test_command_help_has_exit_codes_and_version(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -47,7 +47,9 @@ def test_help_has_the_one_table_and_the_version_is_there(
     assert capsys.readouterr().out.startswith("portable-trainer ")
 
 
-def test_ctrl_c_is_told_alike(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_has_same_message_in_every_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

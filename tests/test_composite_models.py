@@ -55,7 +55,7 @@ def build_class_name(folder: Path, **model: Any) -> str:
 
 
 @pytest.mark.parametrize("model_type", PUBLISHED)
-def test_checkpoint_builds_the_class_that_architectures_names(model_type: str, tmp_path: Path) -> None:
+def test_composite_checkpoint_builds_class_in_architectures(model_type: str, tmp_path: Path) -> None:
     build_composite_config(model_type).save_pretrained(tmp_path)
     assert build_class_name(tmp_path) == PUBLISHED[model_type]
 
@@ -70,7 +70,7 @@ def test_checkpoint_builds_the_class_that_architectures_names(model_type: str, t
         ("gemma3", ["Gemma3Model"], "Gemma3ForConditionalGeneration"),
     ],
 )
-def test_other_architectures_build_the_class_of_the_model_type(
+def test_composite_checkpoint_of_other_architectures_builds_class_of_type(
     model_type: str, architectures: list[str] | None, expected: str, tmp_path: Path
 ) -> None:
     config = build_composite_config(model_type, named=False)
@@ -82,16 +82,14 @@ def test_other_architectures_build_the_class_of_the_model_type(
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("blip", r"BlipFor\w+ requires other inputs besides text \(.*'pixel_values'\); choose"),
-        ("kosmos-2", r"Kosmos2For\w+ requires other inputs besides text \(.*`pixel_values`"),
+        ("blip", r"BlipFor\w+ requires inputs other than text \(.*'pixel_values'\); choose"),
+        ("kosmos-2", r"Kosmos2For\w+ requires inputs other than text \(.*`pixel_values`"),
         ("shieldgemma2", r"ShieldGemma2For\w+ does not generate text; choose"),
-        ("kyutai_speech_to_text", r"KyutaiSpeechToTextFor\w+ does not run on text alone \(.*33"),
+        ("kyutai_speech_to_text", r"KyutaiSpeechToTextFor\w+ does not run on only text \(.*33"),
         ("t5gemma2", r"cannot build T5Gemma2ForConditionalGeneration .*; set model.task to seq2seq-lm"),
     ],
 )
-def test_class_that_needs_other_inputs_is_refused_in_one_line(
-    model_type: str, message: str, tmp_path: Path
-) -> None:
+def test_composite_class_with_other_inputs_is_rejected(model_type: str, message: str, tmp_path: Path) -> None:
     build_composite_config(model_type).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"^model\.name_or_path: .*" + message) as refused:
         build_class_name(tmp_path)
@@ -101,7 +99,7 @@ def test_class_that_needs_other_inputs_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("model_type", "package"), [("gemma3n", "timm"), ("fast_vlm", "timm"), ("inkling_mm_model", "scipy")]
 )
-def test_missing_package_of_a_vision_tower_is_named(model_type: str, package: str, tmp_path: Path) -> None:
+def test_composite_model_names_missing_package(model_type: str, package: str, tmp_path: Path) -> None:
     if find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
     build_composite_config(model_type).save_pretrained(tmp_path)
@@ -111,14 +109,15 @@ def test_missing_package_of_a_vision_tower_is_named(model_type: str, package: st
     assert str(refused.value) == expected
 
 
-def test_composite_type_without_checkpoint_is_refused_in_one_line() -> None:
+def test_composite_type_without_checkpoint_is_rejected() -> None:
     settings = checked(None, {"model.config": {"model_type": "qwen3_vl"}, "data.source": "text.jsonl"}).model
     with pytest.raises(UserError, match=r"set model\.config\.model_type to qwen3_vl_text") as refused:
         build_model_on_meta(load_model_config(settings), settings)
     assert len(str(refused.value)) < 250
 
 
-# -- what text reaches -------------------------------------------------------------------------------------
+# -- parameters reached by text
+# -------------------------------------------------------------------------------------
 
 
 def build_composite(config: RunConfig) -> Any:
@@ -142,9 +141,7 @@ _GLOBAL = [f"encoder.layer.*.attention.self.{name}_global" for name in ("query",
         ("reformer", ["lm_head.bias"]),  # its backward pass is not in the graph
     ],
 )
-def test_parameters_without_gradient_are_found_by_the_graph(
-    model_type: str, parts: list[str], tmp_path: Path
-) -> None:
+def test_find_unreached_names_uses_graph(model_type: str, parts: list[str], tmp_path: Path) -> None:
     from tests.tiny_models import tiny_config
 
     if model_type in PUBLISHED:
@@ -159,7 +156,7 @@ def test_parameters_without_gradient_are_found_by_the_graph(
     assert set(list_frozen_names(model)) == get_unreached_names(model)
 
 
-def test_layer_dropout_and_kernels_do_not_change_what_is_reached(tmp_path: Path) -> None:
+def test_find_unreached_names_ignores_layer_dropout_and_kernels(tmp_path: Path) -> None:
     from tests.tiny_models import tiny_config
 
     drops = {**tiny_config("opt"), "layerdrop": 0.9, "dropout": 0.5}
@@ -172,7 +169,7 @@ def test_layer_dropout_and_kernels_do_not_change_what_is_reached(tmp_path: Path)
     assert find_unreached_names(model) == {"spare"}
 
 
-def test_trainable_overrides_and_exempts_from_weight_decay(tmp_path: Path) -> None:
+def test_trainable_vision_tower_has_no_weight_decay(tmp_path: Path) -> None:
     build_composite_config("gemma3").save_pretrained(tmp_path)
     config = build_settings(tmp_path).replaced({"train.trainable": ["vision_tower", "language_model"]})
     model = build_composite(config)
@@ -184,7 +181,7 @@ def test_trainable_overrides_and_exempts_from_weight_decay(tmp_path: Path) -> No
     assert {groups[name].weight_decay for name in trained - tower} == {0.0, config.train.weight_decay}
 
 
-def test_tower_layers_stay_sharded_as_units_of_fsdp(tmp_path: Path) -> None:
+def test_vision_tower_layers_are_fsdp_units(tmp_path: Path) -> None:
     build_composite_config("gemma3").save_pretrained(tmp_path)
     config = build_settings(tmp_path).replaced({"strategy": "full_shard"})
     model = build_composite(config)
@@ -231,7 +228,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(gemma3: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Losses and exported tensors of a run on one rank without sharding."""
+    """Return losses and exported tensors of a run on one rank without sharding."""
     from portable.run.rank import run_rank
 
     folder = tmp_path_factory.mktemp("alone")
@@ -243,7 +240,7 @@ def alone(gemma3: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xla if name == "xla" else ()) for name in PARITY]
 )
-def test_every_engine_keeps_the_tower_to_the_bit(
+def test_vision_tower_is_unchanged_on_every_engine(
     name: str, gemma3: Path, alone: Any, corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     engine = name.partition(",")[0]
@@ -274,7 +271,7 @@ def map_published_names(folder: Path) -> dict[str, str]:
     return {published: live for published, live, _ in names}
 
 
-def test_headline_names_what_is_frozen(
+def test_start_message_names_frozen_parameters(
     gemma3: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from portable.run.rank import run_rank
@@ -290,7 +287,7 @@ def test_headline_names_what_is_frozen(
 
 
 @pytest.mark.parametrize("engine", ["no_shard", "zero2"])
-def test_checkpoint_with_optimizer_state_of_the_tower_resumes(
+def test_checkpoint_with_optimizer_state_of_tower_resumes(
     engine: str, gemma3: Path, corpus: Path, tmp_path: Path, engines: Engines, monkeypatch: Any
 ) -> None:
     """Resume a checkpoint of an earlier version, which trained the vision tower with ZeRO."""
@@ -309,7 +306,7 @@ def test_checkpoint_with_optimizer_state_of_the_tower_resumes(
             assert last[name].read().tobytes() == tensor.read().tobytes()
 
 
-def test_checkpoint_of_the_text_part_is_continued_as_the_error_says(
+def test_checkpoint_of_text_part_continues_by_advice_of_error(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Earlier versions trained only the text part of Qwen3.5."""
@@ -347,7 +344,7 @@ def create_lora_run(folder: Path, source: Path, corpus: Path, **settings: Any) -
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_vl"])
-def test_adapter_moves_the_published_class_as_in_training(
+def test_adapter_of_composite_model_loads_into_published_class(
     model_type: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import peft
@@ -390,7 +387,7 @@ _PEFT_RENAMES = "shared_experts.up_proj, because peft does not load adapters of 
         ("laguna", _PEFT_RENAMES),
     ],
 )
-def test_modules_that_cannot_be_adapted_are_excluded_by_default(
+def test_all_linear_excludes_unsupported_modules(
     model_type: str, reason: str, corpus: Path, tmp_path: Path
 ) -> None:
     from portable.run.prepare import prepare_run
@@ -407,7 +404,7 @@ def test_modules_that_cannot_be_adapted_are_excluded_by_default(
     assert trained and not any(f".{module}." in name for name in trained)
 
 
-def test_global_attention_of_longformer_keeps_its_values_under_zero(
+def test_longformer_global_attention_is_unchanged_under_zero(
     corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     from tests.architectures import Pair, build_plain
@@ -426,7 +423,7 @@ def test_global_attention_of_longformer_keeps_its_values_under_zero(
     assert not any(".query.weight" in name for name in untouched)
 
 
-def test_adapter_in_the_tower_keeps_its_values_under_zero(
+def test_adapter_in_vision_tower_is_unchanged_under_zero(
     gemma3: Path, corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     named = {"strategy": "zero2", "train__micro_batch_size": 2, "checkpoint__every_steps": 2}
@@ -442,7 +439,7 @@ def test_adapter_in_the_tower_keeps_its_values_under_zero(
         assert (first[name].read().tobytes() == last[name].read().tobytes()) == (name in tower)
 
 
-def test_adapter_of_the_text_part_is_merged_as_the_error_says(corpus: Path, tmp_path: Path) -> None:
+def test_adapter_of_text_part_merges_by_advice_of_error(corpus: Path, tmp_path: Path) -> None:
     """Earlier versions adapted only the text part of Qwen3.5."""
     from portable.converters.cli import main as convert
     from portable.run.rank import run_rank
@@ -475,7 +472,7 @@ def test_adapter_of_the_text_part_is_merged_as_the_error_says(corpus: Path, tmp_
         ("gemma3", "documents", None),
     ],
 )
-def test_default_packing_of_conversations_fits_the_model(
+def test_default_packing_of_conversations_follows_model(
     model_type: str, packing: Any, note: str | None, conversations: Path, tmp_path: Path, corpus: Path
 ) -> None:
     from portable.run.prepare import prepare_run

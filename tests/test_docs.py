@@ -1,10 +1,10 @@
-"""The pages: links lead somewhere, snippets are valid, every command runs here or says what it needs.
+"""The pages: links have targets, snippets are valid, and every command runs here or has its requirements.
 
-A block of commands has a comment before it: ``<!-- runs -->``, and then it is run here as it is, or
-``<!-- needs: ... -->``, and then at least its ``portable-train`` commands are read by the real parser. What
-runs, runs in bash, with the programs of :mod:`tests.zygote` on its PATH. A
-block of YAML is a run's config, read by the real schema, unless a comment says what else it is;
-``# name.yaml`` as its first line makes it a file for the commands of its page.
+A block of commands has a comment before it: ``<!-- runs -->``, and then it is run here unchanged, or ``<!--
+needs: ... -->``, and then at least its ``portable-train`` commands are read by the real parser. Blocks run in
+bash, with the programs of :mod:`tests.zygote` on its PATH. A block of YAML is a run's config, read by the
+real schema, unless a comment describes it otherwise. ``# name.yaml`` as its first line makes it a file for
+the commands of its page.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ FIRST_PAGE = ROOT / "docs" / "index.md"
 COMMANDS = ("sh", "bash", "console")
 PROGRAMS = ("portable-train", "portable.cli")
 README_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""Hub ID of the model that README fine-tunes. A folder with this name holds a tiny model in its place."""
+"""Hub ID of the model that README fine-tunes. A folder with this name has a tiny model instead."""
 UNSAID = ("output_dir:", "log: {sample_tokens: 4}\noutput_dir:")
-"""Without the text that a run generates after each evaluation, a pass of the model for each token."""
+"""Replacement without the generated text after each evaluation, which needs one pass per token."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Block:
     """A fenced block.
 
     Attributes:
-        page: it stands on.
-        line: of its fence, from 1.
-        language: after the fence.
-        comment: in the line before the fence, or empty.
-        text: between the fences.
+        page: Page of the block.
+        line: Number of the line with its fence, from 1.
+        language: Language after the fence.
+        comment: Comment in the line before the fence, or an empty string.
+        text: Text between the fences.
     """
 
     page: Path
@@ -94,7 +94,7 @@ def of(*languages: str, pages: list[Path] = PAGES) -> list[Block]:
 
 
 def files(page: Path) -> dict[str, str]:
-    """The files of YAML and Python that a page tells its reader to write."""
+    """Return the files of YAML and Python that a reader of a page should write."""
     name = re.compile(r"# ([\w-]+\.(?:ya?ml|py))\n")
     named = ((name.match(block.text), block.text) for block in of("yaml", "python", pages=[page]))
     return {found[1]: text for found, text in named if found}
@@ -110,13 +110,13 @@ def write_chat_model(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """What a reader has who follows the pages: texts, the config of the first page, a run."""
+    """Prepare the files of a reader of the pages: texts, the config of the first page, and a run."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "texts.jsonl").write_bytes(corpus.read_bytes())
     quick = configured(
         folder / "runs" / "quickstart",
         corpus,
-        model__config={**TINY_MODEL, "max_position_embeddings": 256},  # README's run.yaml goes on with it
+        model__config={**TINY_MODEL, "max_position_embeddings": 256},  # README's run.yaml continues with it
         train__steps=200,  # the pages convert steps 100 and 200
         train__global_batch_size=1,
         data__eval_fraction=0,
@@ -128,7 +128,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     write_chat_model(folder / README_MODEL)
     shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "library").mkdir()
-    for letter in "astu":  # the pages read those of s, t and u
+    for letter in "astu":  # the pages read the runs s, t and u
         for module in sorted(Path(sysconfig.get_path("stdlib")).glob(f"{letter}*.py"))[:6]:
             shutil.copy(module, folder / "library")
     (folder / "run.yaml").write_text(files(FIRST_PAGE)["run.yaml"].replace(*UNSAID))
@@ -140,12 +140,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.fixture
 def reader(prepared: Path, tmp_path: Path) -> Path:
-    """A folder of one's own with the same things in it."""
+    """Return a separate folder with the same files."""
     subprocess.run(["cp", "-r", f"{prepared}/.", str(tmp_path)], check=True)
     return tmp_path
 
 
-def test_every_block_of_commands_says_whether_it_runs() -> None:
+def test_docs_command_blocks_have_comment() -> None:
     unmarked = [
         str(block)
         for block in of(*COMMANDS)
@@ -177,7 +177,7 @@ SMALLER = {
         ("--train.stop_after 30", "--train.stop_after 2"),
     ],
 }
-"""By page, what is as long or as large as it is for the reader alone."""
+"""Values of pages that are large only for the reader, and their replacements, by page."""
 
 
 def smaller(page: Path, text: str) -> str:
@@ -186,14 +186,14 @@ def smaller(page: Path, text: str) -> str:
     return text
 
 
-def test_what_is_made_smaller_is_there() -> None:
+def test_docs_contain_replaced_values() -> None:
     there = {page.stem: page.read_text("utf-8") for page in PAGES}
     assert all(shown in there[name] for name, pairs in SMALLER.items() for shown, _ in pairs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", list(pages_that_run()))
-def test_commands_run(page: Path, reader: Path, zygote: Zygote) -> None:
+def test_docs_commands_run(page: Path, reader: Path, zygote: Zygote) -> None:
     for name, text in files(page).items():
         (reader / name).write_text(smaller(page, text))
     environment = {
@@ -224,14 +224,14 @@ def test_commands_run(page: Path, reader: Path, zygote: Zygote) -> None:
 
 
 def arguments(line: str) -> list[str] | None:
-    """What a line gives to ``portable-train``; None where it calls something else."""
+    """Return the arguments of ``portable-train`` in a line, or None if the line calls another program."""
     words = shlex.split(line, comments=True)
     at = next((i for i, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS), None)
     return None if at is None else words[at + 1 :]
 
 
-def test_flags_exist(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a command cannot be run here."""
+def test_docs_flags_exist(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes commands that cannot be run here."""
     monkeypatch.chdir(reader)
     (reader / "configs").symlink_to(ROOT / "configs")
     for run in ("mine", "lora"):
@@ -252,7 +252,7 @@ def test_flags_exist(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("block", of("yaml"), ids=str)
-def test_yaml_is_a_config(block: Block, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_yaml_is_valid_config(block: Block, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(reader)
     if block.comment:
         assert re.match(r"not a run's config: \S", block.comment), block.comment
@@ -268,15 +268,15 @@ def test_yaml_is_a_config(block: Block, reader: Path, monkeypatch: pytest.Monkey
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page as GitHub, and the site, make anchors of them."""
+    """Return the anchors that GitHub and the site make from the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "config.md"], ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
-    """Within the project; what lies on the network is not asked for."""
+def test_docs_links_have_targets(page: Path) -> None:
+    """Only links within the project are checked, because the network is not used."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
@@ -289,7 +289,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
-def test_a_page_has_one_name() -> None:
+def test_docs_index_links_pages_by_title() -> None:
     """The first page links to every other, by its title."""
     text = (ROOT / "docs" / "index.md").read_text("utf-8")
     links = re.findall(r"\[([^\]]+)\]\((\w[\w-]*\.md)\)", text)
@@ -298,7 +298,7 @@ def test_a_page_has_one_name() -> None:
     assert [(name, page) for name, page in links if titles[page] != f"# {name}"] == []
 
 
-def test_tests_and_modules_that_are_named_exist() -> None:
+def test_docs_name_existing_tests_and_modules() -> None:
     """``tests/test_docs.py``, and ``python -m benchmarks.zero`` and the like."""
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
     tests = set(re.findall(r"`((?:tests/)[\w/]+\.py)`", text))
@@ -317,7 +317,7 @@ def test_tests_and_modules_that_are_named_exist() -> None:
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path: Path, zygote: Zygote) -> None:
+def test_docs_site_builds_without_warnings(tmp_path: Path, zygote: Zygote) -> None:
     pytest.importorskip("myst_parser")
     command = ["python", "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     command += ["-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "site")]
@@ -327,7 +327,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path, zygote: Zygote) -> 
     assert "portable-train" in page and 'href="moving.html"' in page
     api = (tmp_path / "site" / "api.html").read_text("utf-8")
     exported = [(portable, name) for name in portable.__all__]
-    for package in (losses, converters):  # what portable exports as well is described there
+    for package in (losses, converters):  # names that portable also exports are described there
         exported += [(package, name) for name in package.__all__ if name not in portable.__all__]
     assert [name for package, name in exported if f'id="{package.__name__}.{name}"' not in api] == []
 
@@ -342,13 +342,13 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_exit_codes_are_those_of_the_commands() -> None:
+def test_docs_exit_codes_match_commands() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
     told = dict(re.findall(r"^\| (\d+\+?) \| (.*) \|$", page, re.MULTILINE))
     assert told == {f"{code}+" if code == BY_SIGNAL else str(code): text for code, text in EXIT_CODES.items()}
 
 
-def test_the_table_of_choices_is_what_the_backends_say() -> None:
+def test_docs_strategy_table_matches_backends() -> None:
     pytest.importorskip("deepspeed")
     head, _, *rows = table_after(ROOT / "docs" / "strategies.md", "## Which to take")
     table = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
@@ -361,7 +361,7 @@ def test_the_table_of_choices_is_what_the_backends_say() -> None:
 
 
 def table_after(page: Path, mark: str) -> list[list[str]]:
-    """The cells of the first table below ``mark``, line by line, that of dashes included."""
+    """Return the cells of the first table below ``mark``, by line, with the line of dashes."""
     lines = page.read_text("utf-8").partition(f"{mark}\n")[2].splitlines()
     below = itertools.dropwhile(lambda line: not line.startswith("|"), lines)
     table = itertools.takewhile(lambda line: line.startswith("|"), below)
@@ -369,7 +369,7 @@ def table_after(page: Path, mark: str) -> list[list[str]]:
 
 
 def refusal(settings: dict[str, Any]) -> str | None:
-    """Why two CPU ranks do not take ``settings``; None where they do."""
+    """Return why two CPU ranks reject ``settings``, or None if they accept them."""
     try:
         config = load_config(None, {"backend": "cpu", "precision": "bf16", **settings})
         resolve_run(config, "cpu", 2)

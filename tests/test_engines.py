@@ -1,7 +1,7 @@
-"""The contract that every engine keeps, held against a loop in plain torch.
+"""The contract of every engine, compared with a loop in plain torch.
 
-One exercise a kind of engine: train on padded samples with accumulation, evaluate, generate, save, leave out
-an update that is not finite, and let everything go. Moving between engines is ``portable/test_moves.py``.
+There is one exercise per kind of engine: train on padded samples with accumulation, evaluate, generate, save,
+skip an update that is not finite, and release all memory. ``portable/test_moves.py`` tests moves.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ COMMON: dict[str, Any] = {
     "train__steps": STEPS,
 }
 LOSSES, VIEWS = 1e-5, 1e-3
-"""Relative tolerance of losses, and of what is stored, as a share of each tensor's largest element."""
+"""Relative tolerance of losses, and tolerance of stored tensors relative to their largest elements."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What an exercise came to.
+    """Results of an exercise.
 
     Attributes:
-        losses, norms: of each step.
-        evaluated: the metrics on the held-out samples, after the last step.
-        continued: the tokens of a generated text, the prompt included.
-        skipped: updates left out, as the engine counts them, after one whose loss was not finite.
-        models: in this process before the exercise and after it.
+        losses: Loss of each step.
+        norms: Gradient norm of each step.
+        evaluated: Metrics on the held-out samples, after the last step.
+        continued: Tokens of a generated text, with the prompt.
+        skipped: Updates that the engine has skipped, after an update whose loss was not finite.
+        models: Number of models in this process before and after the exercise.
     """
 
     losses: list[float]
@@ -66,7 +67,7 @@ def models_present() -> int:
 
 
 def exercise(config: RunConfig, folder: Path) -> Seen:
-    """On a rank: train, and save into ``folder / "trained"`` and, after a bad loss, ``folder / "masked"``."""
+    """On a rank, train and save into ``folder / "trained"`` and, after a bad loss, ``folder / "masked"``."""
     before = models_present()
     seen = _exercise(config, folder)
     return Seen(*seen, models=(before, models_present()))
@@ -112,7 +113,7 @@ def save(engine: Any, folder: Path) -> None:
 def exercised(
     engines: Engines, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Seen, Path]]:
-    """What a kind of engine did, once, and the folder that it saved into."""
+    """Return the results of an exercise of a kind of engine, run once, and the folder of its saves."""
     done: dict[str, tuple[Seen, Path]] = {}
 
     def of(name: str) -> tuple[Seen, Path]:
@@ -129,13 +130,13 @@ def exercised(
 
 @pytest.fixture(scope="module")
 def one(exercised: Callable[[str], tuple[Seen, Path]]) -> tuple[Seen, Path]:
-    """What the engine that is held against plain torch most closely did."""
+    """Return the results of the engine that is closest to plain torch."""
     return exercised("no_shard")
 
 
 @pytest.fixture(scope="module")
 def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step in plain torch."""
+    """Return loss and gradient norm of each step in plain torch."""
     return plain_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **COMMON))
 
 
@@ -143,12 +144,12 @@ each = pytest.mark.parametrize("name", ENGINES)
 
 
 def once_of(*names: str) -> pytest.MarkDecorator:
-    """Engines whose classes stand for all: what is chosen for a parameter is decided before there is one."""
+    """Parametrize by engines that represent all classes, for choices that do not depend on the engine."""
     return pytest.mark.parametrize("name", names)
 
 
 @each
-def test_trains_as_plain_torch_does(
+def test_engine_losses_match_plain_torch(
     name: str, exercised: Callable[[str], tuple[Seen, Path]], truth: list[tuple[float, float]]
 ) -> None:
     seen, _ = exercised(name)
@@ -159,25 +160,25 @@ def test_trains_as_plain_torch_does(
 
 
 @each
-def test_evaluates_generates_saves_and_lets_everything_go(
+def test_engine_evaluates_generates_saves_and_releases_memory(
     name: str, exercised: Callable[[str], tuple[Seen, Path]], one: tuple[Seen, Path]
 ) -> None:
     seen, folder = exercised(name)
     assert seen.evaluated == pytest.approx(one[0].evaluated, rel=LOSSES)
     assert 0 < seen.evaluated["accuracy"] < 1
     assert seen.continued[:8] == list(range(8)) and len(seen.continued) == 12
-    if not name.startswith(("xla", "tpu")):  # which draw from generators of their own
+    if not name.startswith(("xla", "tpu")):  # which have separate random generators
         assert seen.continued == one[0].continued
     ours = view(folder / "trained")
     assert_same_view(ours, view(one[1] / "trained"), VIEWS)
     assert {float(value) for key, value in ours.items() if key.endswith(".step")} == {float(STEPS)}
-    # Or a search for the micro-batch, and a notebook's second run, would have the less memory.
+    # Otherwise, a search for the micro-batch size and a second run in a notebook would have less memory.
     before, after = seen.models
     assert after == before
 
 
 @each
-def test_leaves_out_an_update_that_is_not_finite(
+def test_engine_skips_update_that_is_not_finite(
     name: str, exercised: Callable[[str], tuple[Seen, Path]]
 ) -> None:
     seen, folder = exercised(name)
@@ -185,7 +186,8 @@ def test_leaves_out_an_update_that_is_not_finite(
     assert_same_bits(view(folder / "masked"), view(folder / "trained"))
 
 
-# -- conversations, packed as whole documents or padded -----------------------------------------------------
+# -- conversations, packed as complete documents or padded
+# -----------------------------------------------------
 
 CONVERSATIONS: dict[str, Any] = {
     "data__format": "messages",
@@ -216,7 +218,7 @@ def losses_and_norms(config: RunConfig) -> list[tuple[float, float]]:
 def answered(
     conversations: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Any], list[tuple[float, float]]]:
-    """Each conversation alone, in plain torch, with the loss of its answers."""
+    """Return the losses of the answers of each single conversation in plain torch."""
 
     @functools.cache
     def losses(packing: Any) -> list[tuple[float, float]]:
@@ -227,7 +229,7 @@ def answered(
 
 
 @pytest.mark.parametrize(("name", "size", "packing"), CASES)
-def test_conversations(
+def test_engine_losses_of_conversations_match_plain_torch(
     name: str,
     size: int,
     packing: Any,
@@ -256,7 +258,7 @@ def long_truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[f
 
 
 @pytest.mark.parametrize("name", WITNESSES)
-def test_thirty_steps(
+def test_engine_losses_match_over_thirty_steps(
     name: str, long_truth: list[float], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     config = configured(tmp_path, corpus, **LONG_RUN, **ENGINES[name].settings)
@@ -284,7 +286,7 @@ GROUPS: dict[str, Any] = {
 
 
 def by_hand(model: Any) -> list[dict[str, Any]]:
-    """The same parameter groups, written down one by one."""
+    """Return the same parameter groups, written one by one."""
     model.model.embed_tokens.requires_grad_(False)
     first, second, last = model.model.layers
     first.mlp.requires_grad_(False)
@@ -310,7 +312,7 @@ def in_groups(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tu
 
 
 @once_of("no_shard", "zero2", "zero3", "xla", "full_shard, layers shared")
-def test_groups_of_parameters(
+def test_engine_uses_parameter_groups(
     name: str, in_groups: list[tuple[float, float]], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     size = ENGINES[name].sizes[0]
@@ -343,10 +345,10 @@ def stored(config: RunConfig, folder: Path) -> list[float]:
 
 
 @once_of("full_shard", "zero1", "zero3, offload", "xla")
-def test_frozen_parameters_stay_bit_for_bit(
+def test_engine_keeps_frozen_parameters_bit_for_bit(
     name: str, pretrained: Path, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
-    """In 16 bits, too, and where the engine itself has only a rounded copy."""
+    """This also holds in 16 bits, and if the engine has only a rounded copy."""
     chosen = {"train__frozen": ["embed_tokens", r"layers\.0\."], "precision": "bf16", "model__config": None}
     size = ENGINES[name].sizes[0]
     settings = {**PART, **accumulated(size), **ENGINES[name].settings, **chosen}

@@ -76,7 +76,7 @@ def parse_nodes(code: str) -> Nodes:
     return nodes
 
 
-def test_every_mark_has_examples() -> None:
+def test_marks_have_examples() -> None:
     assert list(EXAMPLES) == [mark.name for mark in MARKS]
 
 
@@ -147,7 +147,7 @@ def test_mark_has_line_and_excerpt() -> None:
         ("`None` for all files.", False),
     ],
 )
-def test_is_clause(description: str, expected: bool) -> None:
+def test_is_clause_of_descriptions(description: str, expected: bool) -> None:
     assert is_clause(description) is expected
 
 
@@ -175,18 +175,18 @@ def test_tally_descriptions_reads_sections() -> None:
         *("is_complete", "needs_padding", "to_numpy", "from_config"),
     ],
 )
-def test_begins_with_verb(name: str) -> None:
+def test_begins_with_verb_accepts_verbs(name: str) -> None:
     assert begins_with_verb(name)
 
 
 @pytest.mark.parametrize(
     "name", ["rows", "kind_of", "run_of", "sample_size", "of_environment", "_told", "new_model"]
 )
-def test_begins_without_verb(name: str) -> None:
+def test_begins_with_verb_rejects_nouns(name: str) -> None:
     assert not begins_with_verb(name)
 
 
-def test_is_participle() -> None:
+def test_is_participle_of_names() -> None:
     assert all(map(is_participle, ("held", "_told", "opened", "opening")))
     assert not any(map(is_participle, ("read", "split", "padding", "opened_files", "embed")))
 
@@ -242,7 +242,9 @@ def read(given, *, known):
         (Figure(3, 10.0), Figure(2, 20.0), False),  # good prose was added
     ],
 )
-def test_figure_is_worse_than(now: Figure, before: Figure, is_worse: bool) -> None:
+def test_figure_is_worse_than_needs_higher_count_and_rate(
+    now: Figure, before: Figure, is_worse: bool
+) -> None:
     assert now.is_worse_than(before) is is_worse
 
 
@@ -259,7 +261,7 @@ def read_rows(path):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with a baseline."""
+    """Write a project with a baseline."""
     for folder in ("portable", "tests/language"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "portable" / "a.py").write_text(MODULE)
@@ -288,7 +290,7 @@ ERRORS = (
 )
 
 
-def test_check_and_write_refuse_rise(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_language_check_and_write_reject_rise(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (project / BASELINE).read_text()
     (project / "portable" / "a.py").write_text(MODULE + BAD_FUNCTION)
     for run in (check_language, write_baseline):
@@ -299,7 +301,7 @@ def test_check_and_write_refuse_rise(project: Path, capsys: pytest.CaptureFixtur
     assert (project / BASELINE).read_text() == before
 
 
-def test_write_stores_fall(project: Path) -> None:
+def test_language_write_stores_fall(project: Path) -> None:
     assert Baseline.load(project / BASELINE).figures["portable"]["locals"] == Figure(1)
     module = project / "portable" / "a.py"
     module.write_text(module.read_text().replace("found", "rows"))
@@ -308,7 +310,9 @@ def test_write_stores_fall(project: Path) -> None:
     assert Baseline.load(project / BASELINE).figures["portable"]["locals"] == Figure(0)
 
 
-def test_check_refuses_vague_local_in_new_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_language_check_rejects_vague_local_in_new_file(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = project / "portable" / "a.py"
     (project / "portable" / "c.py").write_text(module.read_text())
     module.write_text(module.read_text().replace("found", "rows"))
@@ -348,7 +352,7 @@ def test_list_findings_prints_kind_and_path(project: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.count("local found") == 1
 
 
-def test_check_names_file_with_syntax_error(project: Path) -> None:
+def test_language_check_names_file_with_syntax_error(project: Path) -> None:
     (project / "portable" / "c.py").write_text("def\n")
     with pytest.raises(SourceError, match=r"portable/c\.py: cannot be read or parsed"):
         check_language(project)

@@ -1,7 +1,7 @@
-"""Load converted folders with programs of other owners, which tests/owners.py installs.
+"""Load converted folders with programs of other projects, which tests/owners.py installs.
 
 `portable-convert` writes each folder from a checkpoint with the names that transformers 5 has in memory. Each
-program has to find every tensor, and to compute what transformers 5 computes.
+program must find every tensor, and compute the same as transformers 5.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layer_types": [*["linear_attention"] * 3, "full_attention"],
     },
 }
-"""Settings of published models that the programs rely on, beside those of `tiny_config`."""
+"""Settings of published models that the programs need in addition to `tiny_config`."""
 
 
 class Sample(NamedTuple):
@@ -252,7 +252,7 @@ def train_sample(folder: Path, case: str) -> Sample:
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
-    """Samples of all types with published names, the ones with names in memory, and a trained one."""
+    """Write samples of all types with published names, some with names in memory, and trained ones."""
     folder = tmp_path_factory.mktemp("owners")
     types = sorted({model_type for names in TYPES.values() for model_type in names})
     published = {name: write_sample(folder / name, name) for name in types}
@@ -267,7 +267,7 @@ def list_cases(program: str) -> list[str]:
 
 @pytest.fixture(scope="module", params=TYPES)
 def verdicts(request: pytest.FixtureRequest, samples: dict[str, Sample]) -> tuple[str, dict[str, Any]]:
-    """A program and its verdict on each sample."""
+    """Return a program and its verdict on each sample."""
     program: str = request.param
     cases = [*list_cases(program), *(f"{name}-live" for name in LIVE)]
     return program, run_judge(program, {case: samples[case].folder for case in cases})
@@ -282,7 +282,7 @@ def compare_with_transformers(verdict: dict[str, Any], model: Any) -> float:
     return float(np.abs(np.load(verdict["logits"]) - logits).max())
 
 
-def test_converted_folders_load_completely_and_compute_the_same(
+def test_converted_folders_compute_the_same_in_other_programs(
     verdicts: tuple[str, dict[str, Any]], samples: dict[str, Sample]
 ) -> None:
     program, of_case = verdicts
@@ -299,7 +299,7 @@ def test_converted_folders_load_completely_and_compute_the_same(
 
 
 @pytest.mark.parametrize("case", [case for case in TRAINED if case.endswith("adapter")])
-def test_adapters_change_the_logits(case: str, samples: dict[str, Sample]) -> None:
+def test_trained_adapters_change_logits(case: str, samples: dict[str, Sample]) -> None:
     """Otherwise, a program that ignores the adapter would pass."""
     model, tokens = samples[case].model, torch.tensor([TOKENS])
     with torch.no_grad(), model.disable_adapter():
@@ -309,7 +309,7 @@ def test_adapters_change_the_logits(case: str, samples: dict[str, Sample]) -> No
 
 
 @pytest.mark.parametrize("model_type", LIVE)
-def test_names_in_memory_are_rejected(verdicts: tuple[str, dict[str, Any]], model_type: str) -> None:
+def test_other_programs_reject_names_in_memory(verdicts: tuple[str, dict[str, Any]], model_type: str) -> None:
     program, of_case = verdicts
     if model_type not in TYPES[program] or (program, model_type) in READ_NAMES_IN_MEMORY:
         pytest.skip(f"{program} does not distinguish the names of {model_type}")
@@ -317,7 +317,7 @@ def test_names_in_memory_are_rejected(verdicts: tuple[str, dict[str, Any]], mode
     assert verdict["error"] or verdict["missing"]
 
 
-def test_transformers_4_reads_the_keys_that_are_added_to_configs() -> None:
+def test_transformers_4_reads_added_earlier_keys() -> None:
     types: dict[str, dict[str, str]] = json.loads(earlier_keys.FILE.read_bytes())["types"]
     configs = [earlier_keys.build_probed_config(name, paths) for name, paths in types.items()]
     for config in configs:
@@ -331,9 +331,7 @@ def test_transformers_4_reads_the_keys_that_are_added_to_configs() -> None:
     assert not problems
 
 
-def test_command_of_the_gguf_refusal_converts_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gguf_error_suggests_working_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tokenizer is one of SentencePiece, because the command only accepts known byte-level tokenizers."""
     folder, model = write_sample(tmp_path, "granitemoe")
     source = tmp_path / "checkpoint"
@@ -370,7 +368,7 @@ def list_adapter_names(model_type: str, folder: Path) -> tuple[str, list[str]]:
 
 @pytest.mark.skipif(not SERVERS.is_dir(), reason=NEEDS_OWNERS)
 @pytest.mark.parametrize("model_type", ADAPTED)
-def test_vllm_finds_a_module_for_each_tensor_of_an_adapter(model_type: str, tmp_path: Path) -> None:
+def test_vllm_finds_module_for_each_adapter_tensor(model_type: str, tmp_path: Path) -> None:
     architecture, names = list_adapter_names(model_type, tmp_path)
     server = Server(SERVERS, "vllm")
     assert names and server.find_unused(architecture, names) == []
@@ -379,7 +377,7 @@ def test_vllm_finds_a_module_for_each_tensor_of_an_adapter(model_type: str, tmp_
 
 
 @pytest.mark.skipif(not SERVERS.is_dir(), reason=NEEDS_OWNERS)
-def test_vllm_has_the_options_for_adapters_of_stacked_experts() -> None:
+def test_vllm_has_options_for_adapters_of_stacked_experts() -> None:
     folder = SERVERS / "vllm"
     options = (folder / "engine" / "arg_utils.py").read_text("utf-8")
     assert all(f'"{name}"' in options for name in ("--enable-lora", "--enable-mixed-moe-lora-format"))

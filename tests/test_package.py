@@ -51,7 +51,7 @@ def find_wheel(folder: Path) -> Path:
     return wheel
 
 
-def test_metadata_is_complete(built: Path) -> None:
+def test_package_metadata_is_complete(built: Path) -> None:
     with zipfile.ZipFile(find_wheel(built)) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Metadata.from_email(archive.read(name))  # raises an exception if a field is invalid
@@ -73,7 +73,7 @@ def test_metadata_is_complete(built: Path) -> None:
     }
 
 
-def test_source_archive_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
+def test_source_archive_builds_same_wheel(built: Path, tmp_path: Path) -> None:
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         assert not [name for name in archive.getnames() if "/tests/" in name]
@@ -84,7 +84,7 @@ def test_source_archive_builds_the_same_wheel(built: Path, tmp_path: Path) -> No
         assert sorted(second.namelist()) == sorted(first.namelist())
 
 
-def test_wheel_runs_outside_the_checkout(built: Path, tmp_path: Path) -> None:
+def test_wheel_runs_outside_of_checkout(built: Path, tmp_path: Path) -> None:
     installed, work = tmp_path / "installed", tmp_path / "work"
     work.mkdir()
     install = (*UV, "pip", "install", "-q", "--no-deps", "--python", sys.executable, "--target", installed)

@@ -1,4 +1,4 @@
-"""Private names of other packages, and what is replaced in them, are in one file for each package."""
+"""Private names of other packages, and their replacements, are used in only one file per package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOMS = {
     "torch_tpu": "tpu/torchtpu/torch_tpu_internals.py",
     **dict.fromkeys(("huggingface_hub", "safetensors", "tokenizers")),
 }
-"""The one file that may use what a package keeps private. The last need none."""
+"""The only file that may use private names of a package. The last packages need no file."""
 ANY_MODULE = ("torch", "torch_xla")
 """Packages whose modules are public if no part of their name begins with an underscore."""
 DOCUMENTED = {
@@ -56,10 +56,10 @@ DOCUMENTED = {
     "tokenizers.processors",
     "tokenizers.trainers",
 }
-"""Of other packages, the names of the package itself are public, and those of these modules, which their
-documentation describes."""
+"""In other packages, only the names of the package itself and of these modules are public, as their
+documentation states."""
 SETTINGS = ("torch.backends.", "torch.utils.deterministic.")
-"""Attributes that torch's documentation tells users to set."""
+"""Attributes that users may set according to torch's documentation."""
 
 
 def private(name: str) -> bool:
@@ -76,7 +76,7 @@ def product() -> list[Path]:
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
-    """The private names that a file gives to something of its own."""
+    """Yield the private names that a file defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -88,7 +88,7 @@ def defined(tree: ast.Module) -> Iterator[str]:
 
 @cache
 def ours() -> frozenset[str]:
-    """The private names that the product gives to something of its own: a class may inherit them."""
+    """Return the private names that the product defines, because a class may inherit them."""
     return frozenset(name for path in product() for name in defined(tree_of(path)))
 
 
@@ -97,14 +97,14 @@ def is_own(value: ast.expr) -> bool:
 
 
 def violations(tree: ast.Module, room_of: frozenset[str] = frozenset()) -> list[str]:
-    """What a file does that belongs into a room.
+    """Return the uses of private names in a file that are allowed only in certain files.
 
     Args:
-        tree: the file.
-        room_of: the packages whose room the file is.
+        tree: Syntax tree of the file.
+        room_of: Packages whose private names the file may use.
     """
     packages = ROOMS.keys() - room_of
-    names: dict[str, str] = {}  # what a name of the file stands for, by its full name
+    names: dict[str, str] = {}  # full names of other packages by name in the file
     found: list[str] = []
 
     def full(node: ast.expr) -> str | None:
@@ -171,7 +171,7 @@ def violations(tree: ast.Module, room_of: frozenset[str] = frozenset()) -> list[
     return found
 
 
-def test_only_rooms_use_private_names() -> None:
+def test_private_names_are_used_only_in_listed_files() -> None:
     rooms = {path: frozenset(name for name, room in ROOMS.items() if room == path) for path in ROOMS.values()}
     found = {
         path: told
@@ -195,7 +195,7 @@ def test_only_rooms_use_private_names() -> None:
         ("def f(kind): kind.__init__ = None", "kind.__init__ = "),
     ],
 )
-def test_a_private_name_is_found(code: str, found: str) -> None:
+def test_violations_finds_private_names(code: str, found: str) -> None:
     told = violations(ast.parse(code))
     assert any(found in one for one in told), told
 
@@ -225,7 +225,7 @@ def masked() -> None:
         ),
     ],
 )
-def test_a_name_that_is_gone_is_one_line(
+def test_missing_private_name_is_one_line_error(
     module: str, name: str, function: Callable[[], Any], feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(importlib.import_module(module), name)
@@ -244,7 +244,7 @@ def test_a_name_that_is_gone_is_one_line(
         ("bitsandbytes", None, "qlora", {"adapter__type": "lora", "adapter__base": "nf4"}),
     ],
 )
-def test_an_extra_that_is_missing_or_too_old(
+def test_missing_or_old_extra_suggests_install(
     package: str,
     version: str | None,
     extra: str,

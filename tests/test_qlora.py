@@ -1,4 +1,4 @@
-"""Adapters on a base in 4 and 8 bits, held against a loop in plain torch, peft and bitsandbytes."""
+"""Adapters on a base in 4 and 8 bits, compared with a loop in plain torch, peft and bitsandbytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COMMON: dict[str, Any] = {
 
 
 def in_place_of(linear: nn.Linear, kind: str) -> Any:
-    """bitsandbytes' own layer with the values of ``linear``."""
+    """Return bitsandbytes' layer with the values of ``linear``."""
     sizes = linear.in_features, linear.out_features, linear.bias is not None
     if kind == "nf4":
         made = bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
@@ -57,7 +57,7 @@ def in_place_of(linear: nn.Linear, kind: str) -> Any:
 
 
 def peft_losses(config: RunConfig) -> list[float]:
-    """The same run as a person would write it, with bitsandbytes' own layers."""
+    """Train the same run with only peft and bitsandbytes' layers."""
     kind = config.adapter.base
 
     def quantize(base: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
         ("nf4", 2, {"strategy": "full_shard", "memory__offload_params": "cpu"}),
     ],
 )
-def test_equals_a_loop_with_peft_and_bitsandbytes(
+def test_qlora_losses_equal_loop_with_peft_and_bitsandbytes(
     kind: str,
     size: int,
     settings: dict[str, Any],
@@ -108,7 +108,7 @@ def test_equals_a_loop_with_peft_and_bitsandbytes(
     assert losses == pytest.approx(truth[kind], rel=1e-6 if size == 1 and kind == "nf4" else 1e-5)
 
 
-def test_a_run_stops_goes_on_and_is_exported(engines: Engines, corpus: Path, tmp_path: Path) -> None:
+def test_qlora_run_resumes_and_exports_adapter(engines: Engines, corpus: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         **COMMON,
         "adapter__base": "nf4",
@@ -144,18 +144,18 @@ def refused(settings: dict[str, Any], folder: Path, corpus: Path) -> str:
         ({"compile": True}, "compile does not work with adapter.base nf4"),
         (
             {"model__config": {"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4}},
-            "adapter.base: GPT2LMHeadModel has no linear layers to hold in nf4",
+            "adapter.base: GPT2LMHeadModel has no linear layers to store in nf4",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_qlora_rejects_unsupported_settings(
     settings: dict[str, Any], message: str, corpus: Path, tmp_path: Path
 ) -> None:
     assert refused({"adapter__base": "nf4", **settings}, tmp_path, corpus).startswith(message)
 
 
 def grown(config: RunConfig) -> tuple[int, int]:
-    """How much this process grows while the engine gets its weights, and the bytes of its parameters."""
+    """Return the memory growth while the engine gets its weights, and the bytes of its parameters."""
     backend = create_backend("cpu")
     backend.start()
     try:
@@ -169,7 +169,7 @@ def grown(config: RunConfig) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_host_memory_does_not_grow_with_the_model(corpus: Path, tmp_path: Path) -> None:
+def test_qlora_host_memory_does_not_grow_with_model(corpus: Path, tmp_path: Path) -> None:
     beyond = []
     for layers in (2, 14):  # the twelve more are 78 MiB in bf16
         folder = tmp_path / f"model{layers}"

@@ -1,4 +1,4 @@
-"""Training on a quantized base: on every engine as on its floats, and exported in its own layout."""
+"""Training on a quantized base: equal to its floats on every engine, and exported in the base's layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def bases(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as blocks of FP8 and as packed INT4, and each of these as floats."""
+    """Write a model in blocks of FP8 and in packed INT4, and each of these as floats."""
     folder = tmp_path_factory.mktemp("bases")
     assert run_rank("cpu", configured(folder, corpus, train__steps=1, model__config=SIZES)) == 0
     for form in ("fp8-block", "int4"):
@@ -53,7 +53,7 @@ def losses(
 @pytest.mark.parametrize(
     ("form", "engine", "size"), [("int4", "full_shard", 2), ("fp8-block", "zero3", 2), ("int4", "xla", 2)]
 )
-def test_as_on_its_floats(
+def test_quantized_base_trains_like_its_floats(
     form: str, engine: str, size: int, engines: Engines, bases: Path, corpus: Path, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"strategy": engine} if engine != "xla" else {"backend": "xla"}
@@ -67,7 +67,7 @@ def test_as_on_its_floats(
     assert {name: (value.dtype, value.shape) for name, value in tensors.items()} == {
         name: (value.dtype, value.shape) for name, value in base.items()
     }
-    # The same codes as of the floats that it would have exported.
+    # The codes equal the quantized exported floats.
     like = [str(tmp_path / "floats" / "final"), str(tmp_path / "like"), "--quiet"]
     assert convert([*like, "--quantize-like", str(bases / form)]) == 0
     again = load_file(tmp_path / "like" / "model.safetensors")
@@ -81,7 +81,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def test_an_adapter_merged_in_the_layout_of_its_base(bases: Path, corpus: Path, tmp_path: Path) -> None:
+def test_adapter_merges_into_layout_of_quantized_base(bases: Path, corpus: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -97,7 +97,7 @@ def test_an_adapter_merged_in_the_layout_of_its_base(bases: Path, corpus: Path, 
         before = base(tokens).logits
         tuned = PeftModel.from_pretrained(base, str(tmp_path / "alone" / "final"))(tokens).logits
         found = merged(tokens).logits
-    # Rounding to four bits takes some of what was learned.
+    # Rounding to four bits loses a part of the training.
     assert (found - tuned).abs().mean() < (before - tuned).abs().mean()
 
 
@@ -127,7 +127,7 @@ MIXTURE = {
 
 @pytest.fixture(scope="module")
 def mixture(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Mixture of experts in block-wise FP8 with a multi-token prediction layer, like DeepSeek-V3."""
+    """Write a mixture of experts in block-wise FP8 with a multi-token prediction layer, like DeepSeek-V3."""
     from safetensors.torch import save_file
 
     folder = tmp_path_factory.mktemp("mixture")
@@ -142,7 +142,7 @@ def mixture(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "fp8"
 
 
-def test_like_base_export_of_a_mixture_has_the_published_layout(
+def test_like_base_export_of_mixture_has_published_layout(
     mixture: Path, corpus: Path, tmp_path: Path
 ) -> None:
     settings = {**STEPS, "model__name_or_path": str(mixture), "data__packing": True}
@@ -160,7 +160,7 @@ def test_like_base_export_of_a_mixture_has_the_published_layout(
     assert "`model.layers.*.enorm.weight`" in (tmp_path / "run" / "final" / "README.md").read_text()
 
 
-def test_an_adapter_merges_into_a_quantized_mixture(mixture: Path, corpus: Path, tmp_path: Path) -> None:
+def test_adapter_merges_into_quantized_mixture(mixture: Path, corpus: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {**STEPS, "model__name_or_path": str(mixture), "data__packing": True}
     settings |= {"adapter__type": "lora", "adapter__target_modules": ["o_proj", "kv_b_proj"]}
     config = configured(tmp_path / "run", corpus, **settings, checkpoint__export="like_base")
@@ -178,7 +178,7 @@ def test_an_adapter_merges_into_a_quantized_mixture(mixture: Path, corpus: Path,
     assert "quantization_config" in json.loads((tmp_path / "codes" / "config.json").read_text())
 
 
-def test_like_base_with_an_additional_parameter_is_rejected_before_training(
+def test_like_base_export_with_additional_parameter_is_rejected(
     mixture: Path, corpus: Path, tmp_path: Path
 ) -> None:
     config = configured(

@@ -1,4 +1,4 @@
-"""A test may be skipped for what the system lacks, but never for a package that the extra ``test`` brings."""
+"""A test may be skipped if the system lacks something, but never for a package of the extra ``test``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ELSEWHERE = {
 }
 
 
-def test_every_package_that_a_test_asks_for_is_here() -> None:
+def test_packages_that_tests_need_are_installed() -> None:
     files = Path(__file__).parent.rglob("*.py")
     asked = {name for path in files for name in NAMED.findall(path.read_text("utf-8"))}
     assert {"deepspeed", "bitsandbytes", "pyte"} < asked

@@ -74,7 +74,7 @@ def check_final(task: str, final: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["chat", "lora"])
-def test_a_starter_trains_a_few_hundred_chats(
+def test_starter_trains_few_hundred_chats(
     task: str,
     corpus: Path,
     tmp_path: Path,
@@ -122,7 +122,7 @@ def test_starter_trains_on_small_data_and_its_model_loads(
     if task == "qlora":
         pytest.importorskip("bitsandbytes")
     base = write_pretrained(tmp_path / "base", corpus)
-    flags = [] if task == "pretrain" else ["--model", str(base)]  # its own model is small
+    flags = [] if task == "pretrain" else ["--model", str(base)]  # the model of the starter is small
     assert main(["init", "mine.yaml", "--task", task, *flags]) == 0
     first = Path("mine.yaml").read_text().splitlines()[0]
     assert json.loads(Path(first.removeprefix("# yaml-language-server: $schema=")).read_text())["properties"]
@@ -166,7 +166,7 @@ def write_wide(folder: Path, corpus: Path) -> str:
         ("pretrain", "v5p:4", "auto"),
     ],
 )
-def test_config_for_a_device_is_as_the_planner_says(
+def test_init_for_device_matches_planner(
     task: str,
     device: str,
     base: str,
@@ -206,7 +206,7 @@ def test_config_for_a_device_is_as_the_planner_says(
         (None, 0, (False, 4096, 16)),
     ],
 )
-def test_batch_counts_conversations(
+def test_recipe_search_batch_depends_on_conversations(
     count: int | None, tokens_each: int, expected: tuple[object, int, int], tmp_path: Path
 ) -> None:
     folder = tmp_path / "base"
@@ -236,12 +236,12 @@ def test_batch_counts_conversations(
         ("cpu", "cpu", 1),
     ],
 )
-def test_devices_have_the_names_that_people_and_drivers_use(text: str, device: str, count: int) -> None:
+def test_parse_devices_accepts_names_of_users_and_drivers(text: str, device: str, count: int) -> None:
     parsed, devices = parse_devices(text)
     assert (parsed.name, devices) == (device, count)
 
 
-def test_error_names_changes_that_fit(
+def test_init_error_suggests_changes_that_fit(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -259,7 +259,7 @@ def test_error_names_changes_that_fit(
 
 
 @pytest.mark.parametrize("task", ["dpo", "classification"])
-def test_config_for_a_device_has_keys_that_its_starter_lacks(
+def test_init_for_device_adds_keys_to_starter(
     task: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -275,7 +275,7 @@ def test_config_for_a_device_has_keys_that_its_starter_lacks(
 
 
 @pytest.mark.parametrize("name", ["1e5", "a: b", "it's #1", "yes", "{name}"])
-def test_names_are_written_as_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_writes_names_as_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", f"{name}.yaml", "--task", "chat", "--model", name, "--data", name]) == 0
     config = load_config(Path(f"{name}.yaml"))
@@ -283,7 +283,7 @@ def test_names_are_written_as_text(name: str, tmp_path: Path, monkeypatch: pytes
     assert config.output_dir == f"runs/{name}"
 
 
-def test_names_with_line_breaks_are_refused(
+def test_init_rejects_names_with_line_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

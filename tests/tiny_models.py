@@ -1,4 +1,4 @@
-"""Configs of a few thousand parameters for every architecture of transformers, from its own defaults."""
+"""Configs of a few thousand parameters for every architecture of transformers, from its defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"rotary_dim", 4),
     (r"kv_lora_rank|q_lora_rank|qk_nope_head_dim|qk_rope_head_dim", 8),
 )
-"""Names of sizes, as many as transformers has for a thing, and what each becomes where it is larger."""
+"""All names that transformers has for a size, and the value that replaces a larger one."""
 
 _ROPE_BY_LAYER = {
     kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
@@ -102,7 +102,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _LINEAR,
     "reformer": {
         "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [4, 8],  # as long as the samples, and all there may be
+        "axial_pos_shape": [4, 8],  # the length of the samples, which is the maximum
         "max_position_embeddings": 32,
         "attn_layers": ["local", "lsh"],
         "num_buckets": 2,
@@ -113,7 +113,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_self_attends_per_block": 1,
         "num_self_attention_heads": 4,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": 32,  # of which a masked language model has as many logits
+        "max_position_embeddings": 32,  # a masked language model has the same number of logits
     },
     "timm_wrapper": {"architecture": "test_vit", "model_args": {"embed_dim": 64}},
     "xmod": {"default_language": "en_XX"},
@@ -131,15 +131,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
 }
-"""What the rules do not reach, also for a config inside another."""
+"""Settings that the rules do not set, also for nested configs."""
 
 
 def tiny_config(model_type: str, task: str | None = None) -> dict[str, Any]:
-    """Settings for ``model.config``: the defaults of a type, made small, without dropout.
+    """Return settings for ``model.config``: the defaults of a type, made small, without dropout.
 
     Args:
-        model_type: of transformers.
-        task: for which they are, where that makes a difference.
+        model_type: Model type of transformers.
+        task: Task of the settings, if they depend on it.
     """
     from transformers import AutoConfig
 
@@ -178,7 +178,7 @@ def _small(config: Any) -> dict[str, Any]:
 
 
 def tiny_model(model_type: str, head: str = "AutoModelForCausalLM", **changes: Any) -> Any:
-    """A model of `tiny_config` with these changes, in evaluation mode, the same each time."""
+    """Return a model of `tiny_config` with these changes, in evaluation mode, always with equal values."""
     import torch
     import transformers
 

@@ -1,14 +1,14 @@
-"""A look ahead, and one back: what works with the newest or the lowest versions that pyproject.toml allows.
+"""Tests with the newest or the lowest versions that pyproject.toml allows.
 
     python -m tests.versions newest|lowest [--python VERSION]
     python -m tests.versions pin
 
-The first makes fresh environments without constraints, one for CPU, CUDA and ZeRO, one for XLA, and one with
-the programs that write checkpoints. It runs in them what a user does first: the quick start, its resume, the
-model it made, LoRA, two ranks of ZeRO and of FSDP2, a conversion, the contract of the engines, two steps on
-XLA, a plan by the TPU's compiler, and the conversion of checkpoints of each writer. ``--only`` selects
-environments. The second writes ``constraints.txt`` and ``constraints-xla.txt`` with the newest versions that
-go together. Both need ``uv``, which is part of the extra ``test``.
+The first command creates fresh environments without constraints, one for CPU, CUDA and ZeRO, one for XLA, and
+one with the programs that write checkpoints. In them, it runs a user's first commands: the quick start, its
+resume, the resulting model, LoRA, two ranks of ZeRO and of FSDP2, a conversion, the contract of the engines,
+two steps on XLA, a plan by the TPU's compiler, and the conversion of checkpoints of each writer. ``--only``
+selects environments. The second command writes ``constraints.txt`` and ``constraints-xla.txt`` with the
+newest versions that are compatible. Both need ``uv``, which is part of the extra ``test``.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
-"""What the engines' contract needs; always the newest."""
+"""Packages that the tests of engines need, always in the newest version."""
 
 Command = tuple[str, ...]
 
 
 class World(NamedTuple):
-    """An environment, and what has to work there.
+    """An environment, and the commands that must work in it.
 
     Attributes:
-        extras: of the project.
-        packages: further packages, in the newest version.
-        variables: of the environment of all commands.
-        commands: by what they show; run in an empty folder. The first word is a program of the environment.
+        extras: Extras of the project.
+        packages: Additional packages, in the newest version.
+        variables: Environment variables of all commands.
+        commands: Commands by description, run in an empty folder. The first word is a program of the
+            environment.
     """
 
     extras: str
@@ -106,7 +107,7 @@ WORLDS = {
 
 
 def environment(folder: Path, world: World, bound: str, python: str) -> Path:
-    """A new environment in ``folder`` with the project; the folder of its programs."""
+    """Create an environment in ``folder`` with the project. Returns the folder of its programs."""
     uv = [sys.executable, "-m", "uv"]
     install = [*uv, "pip", "install", "--quiet", "--python", str(folder)]
     resolution = "highest" if bound == "newest" else "lowest-direct"
@@ -118,7 +119,7 @@ def environment(folder: Path, world: World, bound: str, python: str) -> Path:
 
 
 def look(bound: str, python: str, only: list[str]) -> int:
-    """Try each command of some of :data:`WORLDS`; 1 if one failed."""
+    """Run the commands of the selected :data:`WORLDS`. Returns 1 if one failed."""
     failed = []
     for name, world in WORLDS.items():
         if name not in only:

@@ -1,4 +1,4 @@
-"""The logical view of a checkpoint, in memory: what two checkpoints are compared by, whatever wrote them."""
+"""The logical view of a checkpoint of any format, in memory, for comparisons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from portable.converters import open_checkpoint
 
 View = dict[str, np.ndarray]
-"""Weights by name, and optimizer state by ``name.key``; step counts among it."""
+"""Weights by name, and optimizer state by ``name.key``, with step counts."""
 
 
 def view(folder: Path) -> View:
@@ -28,7 +28,10 @@ def assert_same_bits(ours: View, theirs: View) -> None:
 
 
 def assert_same_view(ours: View, theirs: View, tolerance: float) -> None:
-    """Equal to ``tolerance``, relative to the largest element of each tensor; step counts exactly."""
+    """Check that views are equal up to ``tolerance``, relative to the largest element of each tensor.
+
+    Step counts must be equal.
+    """
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value.shape == theirs[name].shape, name

@@ -1,4 +1,4 @@
-"""Which operations make the host wait for the device: they read a value, so nothing is queued meanwhile."""
+"""Operations that make the host wait for the device: they read a value, so nothing can be queued."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COPY = "a tensor is copied between host and device"
 
 @dataclass(frozen=True)
 class Wait:
-    """Where the host waits: why, and in which file and line of code."""
+    """Place where the host waits: reason, file and line of code."""
 
     why: str
     file: str
@@ -39,13 +39,13 @@ class Wait:
 
 
 class Waits:
-    """Notes where operations read values, or copy between devices."""
+    """Recorder of operations that read values, or copy between devices."""
 
     def __init__(self) -> None:
         self.found: list[Wait] = []
 
     def looking(self) -> AbstractContextManager[None]:
-        """A context in which waits are noted."""
+        """Return a context in which waits are recorded."""
         return torch_internals.intercept_operations(self._look)
 
     def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""XLA on virtual devices that stays up from one test to the next.
+"""XLA on virtual devices that is kept for several tests.
 
-A process has one number of devices for life, so there is one process for each number that tests ask for.
-Importing torch_xla takes seconds but starts no runtime: one process imports it, and forks the others.
+A process has a fixed number of devices, so there is one process for each number that tests need. The import
+of torch_xla takes seconds but starts no runtime: one process imports it, and forks the others.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Worker = tuple[tuple[str, str], ...]
 
 
 def needs_xla(item: pytest.Item) -> bool:
-    """Whether a test can run only where torch_xla is: by a fixture, or by the engine that it is for.
+    """Return whether a test can run only with torch_xla, by its fixtures or by its engine.
 
-    What is known in neither way has the marker ``xla`` in its file.
+    Other such tests have the marker ``xla`` in their files.
     """
     fixtures = getattr(item, "fixturenames", ())
     values = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
@@ -48,7 +48,7 @@ def _names_xla(value: object) -> bool:
 
 
 class XlaPool:
-    """Processes with 1, 2, 4, ... virtual XLA devices, started when they are first asked for."""
+    """Processes with 1, 2, 4, ... virtual XLA devices, started at their first use."""
 
     def __init__(self) -> None:
         self._parent: BaseProcess | None = None
@@ -64,13 +64,18 @@ class XlaPool:
         timeout: float = 300,
         environment: Mapping[str, str] | None = None,
     ) -> Any:
-        """Call a picklable ``function`` where there are ``devices`` devices; returns what it returned.
+        """Call a picklable ``function`` in a process with ``devices`` devices. Returns its result.
 
         Args:
-            environment: in addition. What reads it may do so once, so each has a process of its own.
+            devices: Number of devices.
+            function: The function.
+            arguments: Its arguments.
+            timeout: Maximum time in seconds.
+            environment: Additional environment variables. Libraries may read them only once, so each set of
+                variables has a separate process.
 
         Raises:
-            RankError: with its traceback.
+            RankError: If the function failed, with its traceback.
         """
         variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "XLA_FLAGS": QUICK}
         variables |= environment or {}
@@ -115,19 +120,19 @@ class XlaPool:
         if self._parent is not None and self._parent.pid is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._parent.pid, signal.SIGKILL)
-            self._parent.kill()  # if it has no group of its own yet
+            self._parent.kill()  # if it has no separate group yet
             self._parent.join()
 
 
 def fork_workers(connections: list[Connection]) -> None:
-    """Fork a process for each of ``connections``, once there is a task on it."""
+    """Fork a process for each of ``connections`` when it has a task."""
     os.setsid()
     gc.disable()
     import portable.tpu.xla.backend  # noqa: F401
 
     gc.freeze()
     gc.enable()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
     while connections:
         for connection in wait(connections):
             connections = [other for other in connections if other is not connection]

@@ -1,8 +1,8 @@
-"""Commands without their seconds of imports: forks of one process that has everything loaded.
+"""Commands that start fast: forks of one process that has everything loaded.
 
-The programs in :attr:`Zygote.folder`, which goes first on PATH, bear the names of the real ones. They hand
-their arguments, folder, environment and open files to that process, pass signals on to its fork and end as it
-does. Ranks that a command launches are forks, too, of their launcher.
+The programs in :attr:`Zygote.folder`, which is first on PATH, have the names of the real ones. They pass
+their arguments, folder, environment and open files to that process, pass signals to its fork, and end like
+the fork. Ranks that a command launches are forks of their launcher, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOADED = (
     "tensorboard.plugins.hparams.api",
     "torch.utils.tensorboard",
 )
-"""What a command imports besides what ranks have imported when they start."""
+"""Imports of commands, in addition to the imports of ranks at their start."""
 PROGRAMS = (
     "accelerate",
     "portable-chat",
@@ -37,7 +37,7 @@ PROGRAMS = (
 
 MARK = "for-"  # no space: SLURM reads names in /proc as one word
 LIBRARY = "TESTS_STANDARD_LIBRARY"
-"""A variable with a folder that stands in for the standard library, of which runs without a source read
+"""Variable with a folder that replaces the standard library, from which runs without a source read
 megabytes."""
 
 
@@ -45,7 +45,7 @@ class Zygote:
     """The process, and the folder of programs.
 
     Args:
-        folder: an empty one.
+        folder: An empty folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,12 +67,15 @@ class Zygote:
 
     @property
     def environment(self) -> dict[str, str]:
-        """This process's, with the programs first on PATH; torchrun starts its ranks by one of them, too."""
+        """The environment of this process, with the programs first on PATH.
+
+        Torchrun also starts its ranks by them.
+        """
         path = os.pathsep.join([str(self.folder), str(Path(sys.executable).parent), os.environ["PATH"]])
         return {**os.environ, "PATH": path, "PYTHON_EXEC": str(self.folder / "python")}
 
     def start(self, *command: str, **more: str) -> subprocess.Popen[str]:
-        """Begin one of the programs, with ``more`` in its environment."""
+        """Start one of the programs, with ``more`` in its environment."""
         import subprocess
 
         return subprocess.Popen(
@@ -85,7 +88,7 @@ class Zygote:
         )
 
     def run(self, *command: str, timeout: float = 300, **more: str) -> subprocess.CompletedProcess[str]:
-        """One of the programs from begin to end."""
+        """Run one of the programs to its end."""
         import subprocess
 
         process = self.start(*command, **more)
@@ -100,13 +103,13 @@ class Zygote:
 
 
 def stands_for(pid: int) -> int:
-    """The fork that runs the program ``pid`` of :attr:`Zygote.folder`; else ``pid`` itself."""
+    """Return the fork that runs the program ``pid`` of :attr:`Zygote.folder`, or ``pid`` itself."""
     name = Path(f"/proc/{pid}/comm").read_text().strip()
     return int(name.removeprefix(MARK)) if name.startswith(MARK) else pid
 
 
 def serve(listener: socket.socket) -> None:
-    """Run what the programs ask for, each in a fork."""
+    """Run requested programs, each in a fork."""
     import gc
     import importlib
     import multiprocessing
@@ -121,9 +124,9 @@ def serve(listener: socket.socket) -> None:
     def begin() -> None:
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        # torch makes its thread pool anew at its first use in a fork, and crashes where that is in two
-        # threads at once (pthreadpool-cpp.cc, torch 2.9): those of the first backward, one for each device
-        # of XLA.
+        # torch creates its thread pool again at its first use in a fork, and crashes if two threads use it at
+        # once (pthreadpool-cpp.cc, torch 2.9), such as the threads of the first backward pass, one per XLA
+        # device.
         torch.set_num_threads(torch.get_num_threads())
 
     os.register_at_fork(after_in_child=begin)
@@ -139,7 +142,7 @@ def serve(listener: socket.socket) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     while True:
-        if parent.sentinel in wait([listener, parent.sentinel]):  # what tests were killed shall leave nothing
+        if parent.sentinel in wait([listener, parent.sentinel]):  # killed tests must not leave any process
             os.killpg(0, signal.SIGKILL)
         connection, _ = listener.accept()
         if os.fork() == 0:
@@ -150,9 +153,9 @@ def serve(listener: socket.socket) -> None:
 
 
 def answer(connection: socket.socket) -> None:
-    """Read one command, run it in a fork, and tell its process id and how it ended.
+    """Read one command, run it in a fork, and return its process id and exit code.
 
-    Where the program that asked is killed, so is the fork.
+    If the program that requested it is killed, the fork is killed, too.
     """
     from multiprocessing.connection import wait
 
@@ -164,7 +167,7 @@ def answer(connection: socket.socket) -> None:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
-        sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put /dev/null in its place
+        sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has replaced it by /dev/null
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
@@ -193,7 +196,10 @@ def answer(connection: socket.socket) -> None:
 
 
 def execute(words: list[str]) -> object:
-    """Do what the program ``words[0]`` does, as far as tests and pages need of ``python``."""
+    """Do the work of the program ``words[0]``.
+
+    ``python`` supports only the options that tests and pages use.
+    """
     import importlib
     import runpy
     import sysconfig
@@ -202,7 +208,7 @@ def execute(words: list[str]) -> object:
 
     from huggingface_hub import constants
 
-    # What was read from the environment once, when it was loaded.
+    # It has read the environment only once, when it was loaded.
     importlib.reload(constants)
     if library := os.environ.get(LIBRARY):
         place = sysconfig.get_path
@@ -223,14 +229,14 @@ def execute(words: list[str]) -> object:
         sys.modules.pop(arguments[1], None)  # runpy would warn that it is there
         if arguments[1] == "ipykernel_launcher":  # whose threads and sockets do not survive a fork
             sys.modules["portable.ranks.launch"].__dict__["START_METHOD"] = "spawn"
-        if arguments[1] == "deepspeed.launcher.launch":  # which takes this for what starts its ranks
+        if arguments[1] == "deepspeed.launcher.launch":  # which uses this to start its ranks
             sys.executable = os.environ["PYTHON_EXEC"]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     return 0
 
 
 def ask(address: str, words: list[str]) -> int:
-    """Have ``words`` run by the process at ``address``; returns the exit code."""
+    """Let the process at ``address`` run ``words``. Returns the exit code."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         socket.send_fds(connection, [b"."], [0, 1, 2])

@@ -141,7 +141,7 @@ class StoredAdapter:
             CheckpointError: If the files do not contain a base model.
         """
         if not self.base_tensors:
-            raise CheckpointError(f"{self.root}: holds the adapter alone; give its base model")
+            raise CheckpointError(f"{self.root}: contains only the adapter; give its base model")
         config = self.trained_config
         companions = {} if config is None else {"config.json": config}
         # Trained biases are parameters of the base model itself. A module in modules_to_save is a copy.
@@ -262,7 +262,7 @@ class StoredAdapter:
             tied = config.ties_weights and down.shape[0] in (config.r, *config.rank_pattern.values())
             if down.shape[0] != rank and not stacked and not tied:
                 raise CheckpointError(
-                    f"{self.root}: {module.path}: has rank {down.shape[0]}, {config.path} says {rank}"
+                    f"{self.root}: {module.path}: has rank {down.shape[0]}, but {config.path} has rank {rank}"
                 )
             if config.dora != (module.find_tensor(MAGNITUDE) is not None):
                 problem = "is missing, although" if config.dora else "is there, but"
@@ -307,8 +307,8 @@ def find_adapter(
         if not has_peft_prefix:
             return None
         raise CheckpointError(
-            f"{checkpoint.root}: holds an adapter, and no {ADAPTER_CONFIG} lies beside it; "
-            "give it with --adapter-config FILE"
+            f"{checkpoint.root}: contains an adapter, but there is no {ADAPTER_CONFIG} next to it; add "
+            "--adapter-config FILE"
         )
     from portable.converters.adapters.config import read_adapter_config
 

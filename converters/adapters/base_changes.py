@@ -269,7 +269,7 @@ class BaseChanges:
         if weight is not None and self.base_names.find_parameter(live) is None:
             raise CheckpointError(
                 f"{self.base_checkpoint.root}: {module} has no bias, and {self.adapter.root} adds one "
-                "(lora_bias); no model of this architecture holds it"
+                "(lora_bias); models of this architecture cannot store a bias there"
             )
         parameter = self.locate_parameter(live)
         if parameter.identical_tensor is None or parameter.shape != (vector.numel,):
@@ -295,9 +295,9 @@ class BaseChanges:
             return []
         if self.base_config.get("is_encoder_decoder") or UNNAMED_HEAD in self.ties:
             raise CheckpointError(
-                f"{self.base_checkpoint.root}: {self.ties[untied_alias]!r} and {untied_alias!r} are one "
-                f"parameter, of which {self.adapter.root} changes one use only; in this architecture they "
-                "cannot be untied"
+                f"{self.base_checkpoint.root}: {self.ties[untied_alias]!r} and {untied_alias!r} are tied, "
+                f"but {self.adapter.root} changes only one of them, and models of this architecture cannot "
+                "untie them"
             )
         self.config_changes["tie_word_embeddings"] = False
         return list(self.ties)

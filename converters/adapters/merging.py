@@ -285,7 +285,7 @@ def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
     values = module.find_tensor("ia3_l")
     if values is None or len(values.shape) != 2:
         raise CheckpointError(
-            f"{changes.adapter.root}: {module.path}: its (IA)^3 vector is of no linear layer"
+            f"{changes.adapter.root}: {module.path}: its (IA)^3 vector does not belong to a linear layer"
         )
     live = f"{module.path}.weight"
     parameter = changes.locate_parameter(live)

@@ -109,7 +109,7 @@ def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
         seen.add(node)
         fields = _read_checked_body(data, node_location.offset, node_location.length, _NODE_MAGIC, cost)
         if fields.read_byte() != height:
-            raise fields.build_damage_error("a node has another height than its parent says")
+            raise fields.build_damage_error("a node has another height than its parent records")
         names = _read_data_file_names(fields, node_location.base)
         keys, shared = _read_keys(fields, interior=height > 0)
         if height:
@@ -169,7 +169,7 @@ def _add_leaf_values(
         try:
             name = key.decode()
         except UnicodeDecodeError:
-            raise fields.build_damage_error("a key is no UTF-8") from None
+            raise fields.build_damage_error("a key is not valid UTF-8") from None
         if name in values:
             raise fields.build_damage_error(f"holds {name!r} twice")
         if kind:
@@ -229,7 +229,7 @@ def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName
         try:
             names.append(_DataFileName(base + last[:length].decode(), base + last.decode()))
         except UnicodeDecodeError:
-            raise fields.build_damage_error("the name of a data file is no UTF-8") from None
+            raise fields.build_damage_error("the name of a data file is not valid UTF-8") from None
     return names
 
 
@@ -292,7 +292,7 @@ def _decompress(data: bytes, location: str) -> bytes:
     try:
         body: bytes = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(MAX_NODE + 1)
     except OSError:
-        raise CheckpointError(f"{location}: damaged, the OCDBT tree is no zstd data") from None
+        raise CheckpointError(f"{location}: damaged, the OCDBT tree is not zstd data") from None
     if len(body) > MAX_NODE:
         raise CheckpointError(f"{location}: a node of the OCDBT tree has more than {MAX_NODE:,} bytes")
     return body
@@ -340,7 +340,7 @@ class _FieldReader:
         cost.spent_bytes += nbytes
         if cost.spent_bytes > min(_BASE_MEMORY_BYTES + _MEMORY_PER_STORED_BYTE * cost.stored_bytes, MAX_TREE):
             raise self.build_damage_error(
-                f"{cost.stored_bytes:,} bytes of an OCDBT tree stand for {cost.spent_bytes:,} or more"
+                f"{cost.stored_bytes:,} bytes of an OCDBT tree expand to {cost.spent_bytes:,} or more"
             )
 
     def read_entry_count(self, unit: str) -> int:

@@ -100,7 +100,7 @@ class ChunkBudget:
         self._num_remaining -= chunks
         if self._num_remaining < 0:
             raise CheckpointError(
-                f"{location}: damaged, too many chunks lie within shards, or have no values"
+                f"{location}: damaged, too many chunks are within shards, or have no values"
             )
 
 

@@ -81,7 +81,7 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
             part_offsets = offsets.get(key)
             if part_offsets is None or len(part_offsets) != len(part.shape):
                 raise CheckpointError(
-                    f"{file.path}: damaged, {DCP_INFO_KEY} does not say where {key!r} begins"
+                    f"{file.path}: damaged, {DCP_INFO_KEY} does not record where {key!r} begins"
                 )
             dtype, size = dtypes_and_shapes.setdefault(key, (part.dtype, [0] * len(part_offsets)))
             if part.dtype != dtype or len(size) != len(part_offsets):
@@ -143,12 +143,14 @@ def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tu
     """Parse the offsets of each part in a shard from the header of its file."""
     table = parse_json(file.path, text.encode("utf-8", "surrogatepass")) if text is not None else None
     if not isinstance(table, dict):
-        raise CheckpointError(f"{file.path}: holds no {DCP_INFO_KEY}, so it is no shard of DCP's")
+        raise CheckpointError(f"{file.path}: holds no {DCP_INFO_KEY}, so it is not a shard of DCP")
     offsets: dict[str, tuple[int, ...]] = {}
     for key, entry in table.items():
         low = entry.get(DCP_OFFSETS_KEY) if isinstance(entry, dict) else None
         if not is_shape(low):
-            raise CheckpointError(f"{file.path}: damaged, {DCP_INFO_KEY} does not say where {key!r} begins")
+            raise CheckpointError(
+                f"{file.path}: damaged, {DCP_INFO_KEY} does not record where {key!r} begins"
+            )
         offsets[key] = tuple(low)
     return offsets
 

@@ -61,8 +61,8 @@ def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
     if any(str(name).rpartition(".")[2] == _FLAT_PARAMETER for name in names):
         raise CheckpointError(
             f"{location}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
-            "parameters' shapes; load it where it was saved, and save "
-            "with SHARDED_STATE_DICT or FULL_STATE_DICT"
+            "parameters' shapes; load it with the program that saved it, and save it with "
+            "SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
 
 

@@ -100,7 +100,7 @@ class _QuantizedWeights:
         tensor = self.remaining.pop(name, None)
         if tensor is None:
             raise CheckpointError(
-                f"{to_printable(required_by)}: quantized, and {to_printable(name)} is not there"
+                f"{to_printable(required_by)}: quantized, and {to_printable(name)} is missing"
             )
         return tensor
 
@@ -152,7 +152,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     settings = read_quantization_config(checkpoint)
     if settings is None:
         raise CheckpointError(
-            f"{checkpoint.root}: its config.json has no {CONFIG_KEY}, so nothing is to dequantize"
+            f"{checkpoint.root}: its config.json has no {CONFIG_KEY}, so there is nothing to dequantize"
         )
     method = _get_quant_method(settings)
     if method not in METHODS:
@@ -166,7 +166,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     used = {key for key, value in settings.items() if not is_unset(value) and value != defaults.get(key)}
     if unknown := sorted(used - supported_keys - _IGNORED_KEYS):
         raise CheckpointError(
-            f"{location}: {to_printable(unknown[0])} is not known, and may change the weights"
+            f"{location}: {to_printable(unknown[0])} is an unknown setting, which may change the weights"
         )
     weights = _QuantizedWeights(checkpoint.tensors, str(DTYPES[dtype]))
     dequantize(weights, settings, location)
@@ -176,7 +176,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     for name, tensor in unquantized.items():
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
         if (codes and is_quantized_code(name, tensor, checkpoint.tensors)) or _SCALE_TENSORS.fullmatch(name):
-            raise CheckpointError(f"{location}: {to_printable(name)} belongs to no weight that is known")
+            raise CheckpointError(f"{location}: {to_printable(name)} does not belong to a known weight")
     order = [*checkpoint.tensors, *weights.dequantized]
     tensors = {
         name: (weights.dequantized | unquantized)[name]
@@ -261,7 +261,7 @@ def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape 
         and all(isinstance(n, int) and 0 < n < 1 << 30 for n in block)
     ):
         return BlockShape(block[0], block[1])
-    raise CheckpointError(f"{location}: weight_block_size {to_printable(repr(block))} is not two sizes")
+    raise CheckpointError(f"{location}: weight_block_size {to_printable(repr(block))} is not a pair of sizes")
 
 
 def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], location: str) -> None:
@@ -364,8 +364,8 @@ def _dequantize_packed(
     fitting = [n for n in range(1, 9) if n in possible_bits and -(-columns * n // 32) == width]
     if len(fitting) != 1 or rows < 1 or columns < 1:
         raise CheckpointError(
-            f"{to_printable(name)}: shape {list(packed.shape)} holds no {rows} x {columns} codes "
-            f"of {' or '.join(sorted(to_printable(str(n)) for n in possible_bits))} bits"
+            f"{to_printable(name)}: shape {list(packed.shape)} does not fit {rows} x {columns} codes of "
+            f"{' or '.join(sorted(to_printable(str(n)) for n in possible_bits))} bits"
         )
     zero = weights.pop_tensor(f"{weight_name}_zero_point")
     groups = weights.pop_tensor(f"{weight_name}_g_idx")
@@ -440,7 +440,9 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
         weight = f"{stem}.weight"
         form = weights.pop_tensor(f"{weight}_format")
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
-            raise CheckpointError(f"{to_printable(form.name)}: a layout of 8 bits for one kind of GPU")
+            raise CheckpointError(
+                f"{to_printable(form.name)}: its 8-bit layout for one kind of GPU is not supported"
+            )
         codes = weights.pop_required_tensor(weight, name)
         weights.dequantized[weight] = dequantization.dequantize_bnb_8bit(
             weight, weights.dtype, codes, weights.remaining.pop(name)
@@ -463,7 +465,7 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
         float(state.get("nested_offset", 0.0))
         fields: dict[str, Any] = state
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise CheckpointError(f"{to_printable(tensor.name)}: is no state of bitsandbytes") from None
+        raise CheckpointError(f"{to_printable(tensor.name)}: is not a state of bitsandbytes") from None
     return fields
 
 

@@ -172,7 +172,8 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
     floats = _cast_unquantized_tensors(checkpoint, dtype)
     if not read_json_object_or_empty(checkpoint.companions.get("config.json")):
         raise CheckpointError(
-            f"{checkpoint.root}: has no config.json, which says how weights are quantized; add --config-from"
+            f"{checkpoint.root}: has no config.json, which records how weights are quantized; add "
+            "--config-from"
         )
     tensors: dict[str, Tensor] = {}
     too_small: Tensor | None = None
@@ -203,7 +204,8 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
         )
     if not changed:
         raise CheckpointError(
-            f"{checkpoint.root}: no linear layer is known by its name, so none is quantized"
+            f"{checkpoint.root}: no tensor has the name of a known linear layer, so there is nothing to "
+            "quantize"
         )
     return checkpoint.with_tensors(
         tensors,
@@ -307,7 +309,7 @@ def _quantize_weight_like_base(
                 block = BlockShape(-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
             scheme = QuantizationScheme(codes.dtype, block.rows, block.columns, rule, scale.dtype)
             return quantize_to_bytes(weight, scheme, name + suffix, tuple(scale.shape))
-    raise CheckpointError(f"{location}: {to_printable(name)} is {codes.dtype}, and its scale is not there")
+    raise CheckpointError(f"{location}: {to_printable(name)} is {codes.dtype}, but its scale is missing")
 
 
 def _cast_unquantized_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:

@@ -372,7 +372,7 @@ def read_json_object(file: CheckpointFile) -> dict[str, Any]:
     """
     value = parse_json(file.path, file.read_bytes(0, file.nbytes))
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file.path}: damaged, its JSON is no table")
+        raise CheckpointError(f"{file.path}: damaged, its JSON is not an object")
     return value
 
 

@@ -123,7 +123,7 @@ class DecompressedSource:
         except OSError as error:
             raise CheckpointError(
                 f"{tempfile.gettempdir()}: {error.strerror or error}; a chunk of {self.nbytes:,} bytes is "
-                "decompressed there: name a folder with more room in TMPDIR"
+                "decompressed there; set TMPDIR to a folder with more space"
             ) from None
 
     def _read_decompressed(self, stream: pyarrow.NativeFile, num_bytes_read: int) -> bytes:
@@ -140,7 +140,7 @@ class DecompressedSource:
             part: bytes = stream.read(min(_STEP_BYTES, self.nbytes - num_bytes_read) or 1)
         except OSError as error:
             raise CheckpointError(
-                f"{self._location}: damaged, a chunk is no {self._codec} data "
+                f"{self._location}: damaged, a chunk is not {self._codec} data "
                 f"({' '.join(str(error).split())[:120]})"
             ) from None
         if num_bytes_read < self.nbytes and not part:

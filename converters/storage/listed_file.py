@@ -16,3 +16,7 @@ class ListedFile(NamedTuple):
 
     size_bytes: int
     version: str
+
+    def __repr__(self) -> str:
+        """Return a text that must never change, because digests of data contain it."""
+        return f"Object(size={self.size_bytes!r}, version={self.version!r})"

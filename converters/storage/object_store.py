@@ -73,7 +73,7 @@ FIRST_RETRY_WAIT, _LONGEST_RETRY_WAIT = 0.1, 15.0  # Seconds between two attempt
 # Aliases of protocols.
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 _REFUSED = {
-    "hf": "cannot be listed; name the data set without it (owner/name)",
+    "hf": "cannot be listed; name the dataset without it (owner/name)",
     **dict.fromkeys(("http", "https"), "can be neither listed nor written"),
 }
 _AZURE_HOST = re.compile(r"[\w-]+@\w+\.(dfs|blob)\.(core\.windows\.net|fabric\.microsoft\.com)")
@@ -199,8 +199,8 @@ def check_not_forked(location: object) -> None:
     global _owner_process_id
     if _owner_process_id and _owner_process_id != os.getpid():
         raise RemoteError(
-            f"{redact_credentials(str(location))}: this process was forked from one that has used an object "
-            "store; start it with spawn or forkserver"
+            f"{redact_credentials(str(location))}: this process was forked from a process that has used an "
+            "object store; start processes with spawn or forkserver"
         )
     _owner_process_id = os.getpid()
 
@@ -665,7 +665,7 @@ class RemotePath:
                 if self.fetch_status().size_bytes == expected_bytes:
                     return
             raise LostUploadError(
-                f"{self}: another process aborted the upload; give each run an output of its own"
+                f"{self}: another process aborted the upload; give each run a separate output"
             ) from None
         finally:
             self.clear_listings()
@@ -718,8 +718,8 @@ def _parse_url(url: str) -> _ParsedUrl:
     store_protocol = _ALIASES.get(protocol, protocol)
     if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):
         raise RemoteError(
-            f"{redact_credentials(url)}: credentials do not belong in a URL; set them up as for the store's "
-            "own tools"
+            f"{redact_credentials(url)}: credentials do not belong in a URL; set up the credentials as for "
+            "the store's own tools"
         )
     if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
         raise RemoteError(
@@ -730,7 +730,7 @@ def _parse_url(url: str) -> _ParsedUrl:
             f"{redact_credentials(url)}: is the web page of a repository; give its name, {name}"
         )
     if store_protocol not in OPTION_BUILDERS or store_protocol == "hf":
-        why = _REFUSED.get(protocol, "is no object store that is known here")
+        why = _REFUSED.get(protocol, "is not a supported object store")
         raise RemoteError(
             f"{redact_credentials(url)}: {protocol}:// {why}; use s3://, gs://, az:// or a folder"
         )

@@ -100,7 +100,7 @@ def translate_store_error(
     if _REDIRECTED.search(text):
         return RemoteError(f"{url}: the bucket is in another region; set AWS_REGION to it ({reason})")
     if status == "404" and _UPLOAD.search(text):
-        return LostUploadError(f"{url}: the store no longer knows this upload")
+        return LostUploadError(f"{url}: the store no longer has this upload")
     if isinstance(error, FileNotFoundError) or status == "404":
         return FileNotFoundError(2, "no such object", url)
     if status in _TRANSIENT_STATUSES or (not status and _CONNECTION_FAILURE.search(text)):

@@ -189,7 +189,7 @@ def read_region(tensor: Tensor, starts: Shape, sizes: Shape, unverified_spans: U
     inside = len(starts) == len(tensor.shape) and all(
         low + size <= length for low, size, length in zip(starts, sizes, tensor.shape, strict=True)
     )
-    check_tensor(inside, tensor, "is too small for what it belongs to")
+    check_tensor(inside, tensor, "is too small for the tensor that it belongs to")
     values = np.empty(sizes, to_numpy_dtype(tensor.dtype))
     tensor.fill(values, starts, unverified_spans)
     return values

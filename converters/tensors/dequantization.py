@@ -255,7 +255,7 @@ def dequantize_bytes(
         zero_point: Zero points with the same layout as the scales, if any.
     """
     table, shape = _build_byte_value_table(weight), weight.shape
-    check_tensor(len(shape) >= 2, weight, "is no matrix")
+    check_tensor(len(shape) >= 2, weight, "is not a matrix")
     grid = _ScaleGrid(scale, shape, block)
     zeros = None if zero_point is None else _ScaleGrid(zero_point, shape, block)
 
@@ -643,7 +643,7 @@ def dequantize_bnb_4bit(
     check_tensor(
         tensors["absmax"].shape == (count_max,), tensors["absmax"], f"does not belong to {packed.name}"
     )
-    check_tensor(tensors["quant_map"].shape == (16,), tensors["quant_map"], "is no table of 16 values")
+    check_tensor(tensors["quant_map"].shape == (16,), tensors["quant_map"], "is not a table of 16 values")
 
     def read_flat(tensor: Tensor, low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
         """Read the elements [low, high) of a tensor with one dimension or with the shape (n, 1)."""

@@ -198,7 +198,7 @@ class _BlockQuantizer:
             largest = np.maximum.reduceat(magnitude, np.arange(0, self.columns, self.block_width), axis=1)
         if not np.isfinite(largest).all():
             raise CheckpointError(
-                f"{self.weight.name}: holds infinite values or NaN, which no code stands for"
+                f"{self.weight.name}: contains NaN or infinite values, which no code represents"
             )
         return largest
 

@@ -40,7 +40,7 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
         for offset, size, length in zip(offsets, sizes, shape, strict=True):
             if offset < 0 or size < 0 or offset + size > length:
                 raise CheckpointError(
-                    f"{name}: the piece at {list(offsets)} of {list(sizes)} lies outside {list(shape)}"
+                    f"{name}: the piece at {list(offsets)} of {list(sizes)} is outside {list(shape)}"
                 )
         if prod(sizes):
             live.append((offsets, sizes))

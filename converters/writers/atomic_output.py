@@ -63,7 +63,7 @@ def validate_output_path(
         if target == origin:
             raise CommandError(f"{out}: is the checkpoint itself; give another output folder")
         if is_within(target, origin):
-            raise CommandError(f"{out}: lies inside {source}; give an output folder outside it")
+            raise CommandError(f"{out}: is inside {source}; give an output folder outside it")
         if is_within(origin, target):
             raise CommandError(f"{out}: contains {source}; give another output folder")
     if is_single_file:

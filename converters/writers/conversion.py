@@ -542,7 +542,7 @@ def check_output_growth(checkpoint: Checkpoint, plan: ConversionPlan, *, is_allo
         raise CheckpointError(
             f"{checkpoint.root}: the files contain {source_bytes:,} bytes, but the output would contain "
             f"{plan.nbytes:,} bytes (the largest tensor, {largest.name!r}, has {largest.nbytes:,} bytes), "
-            f"more than {MAX_EXPANSION} times as many; use --expand to write the output anyway"
+            f"more than {MAX_EXPANSION} times as much; use --expand to write the output anyway"
         )
 
 

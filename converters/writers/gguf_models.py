@@ -310,7 +310,7 @@ class _ConfigTable:
 
     def __init__(self, values: Any, defaults: Mapping[str, Any], location: str) -> None:
         if not isinstance(values, dict):
-            raise CheckpointError(f"{location[:-1]} {_format_short_json(values)}: it must be a table")
+            raise CheckpointError(f"{location[:-1]} {_format_short_json(values)}: not a table")
         self.values, self.defaults, self.location = values, defaults, location
         self._untaken_names = set(values)
 
@@ -350,9 +350,7 @@ class _ConfigTable:
             type(number) not in ((int,) if is_count else (int, float))
             or not 0 < number < _MAX_NUMBERS[is_count]
         ):
-            self.raise_unsupported(
-                names[0], "it must be a count" if is_count else "it must be a positive number"
-            )
+            self.raise_unsupported(names[0], "not a count" if is_count else "not a positive number")
         return number
 
     def take_allowed_setting(self, name: str, *allowed: Any) -> Any:
@@ -369,7 +367,7 @@ class _ConfigTable:
         value = self.take_setting(name) if is_set else allowed[0]
         if not any(_equals_with_bool(value, choice) for choice in allowed):
             self.raise_unsupported(
-                name, f"llama.cpp computes as with {' or '.join(map(_format_short_json, allowed))} only"
+                name, f"llama.cpp supports only {' or '.join(map(_format_short_json, allowed))}"
             )
         return value
 
@@ -538,7 +536,7 @@ def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings:
         rope_by_layer_type, rope = rope, rope.take_nested_table("full_attention", defaults=absent)
         rope_by_layer_type.check_all_settings_taken()
     if original_length not in (None, rope.values.get(original_length_key, original_length)):
-        table.raise_unsupported(original_length_key, f"that of {_format_short_json(rope.values)} differs")
+        table.raise_unsupported(original_length_key, f"it differs from {_format_short_json(rope.values)}")
     rope_type = rope.take_setting("rope_type", "type") or "default"
     if rope_type not in model_type.rope_scalings:
         rope.raise_unsupported(
@@ -575,7 +573,7 @@ def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, old = map(rope.take_positive_number, names)
     if not low < high:
-        rope.raise_unsupported("high_freq_factor", "it must be above low_freq_factor")
+        rope.raise_unsupported("high_freq_factor", "not above low_freq_factor")
     rotations = [old / (2 * pi * base ** (i / rotated_size)) for i in range(0, int(rotated_size), 2)]
     smooth_factors = [min(max((each - low) / (high - low), 0), 1) for each in rotations]
     return [1 / ((1 - each) / factor + each) for each in smooth_factors]

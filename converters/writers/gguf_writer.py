@@ -203,7 +203,9 @@ def _get_gguf_model_type(config: Mapping[str, Any], root: AnyPath, script: str) 
     """
     kind = config.get("model_type", "")
     if not kind:
-        raise CheckpointError(f"{root}: --to gguf needs the model's config.json; give it with --config-from")
+        raise CheckpointError(
+            f"{root}: --to gguf needs the model's config.json; add --config-from FOLDER_OR_ID"
+        )
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise CheckpointError(
             f"{root}: --to gguf does not support the model type {kind!r}, only {', '.join(MODEL_TYPES)}; "

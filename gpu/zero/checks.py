@@ -32,8 +32,8 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if config.adapter.trainable_token_indices and strategy == "zero3":
         yield SettingProblem(
             ("adapter.trainable_token_indices", "strategy"),
-            "adapter.trainable_token_indices does not work with strategy zero3, under which no rank has "
-            "the whole table of embeddings; use full_shard",
+            "adapter.trainable_token_indices does not work with strategy zero3, under which no rank has the "
+            "complete embedding table; use full_shard",
         )
     if base == "fp32" and config.precision in ("bf16", "fp16"):
         yield SettingProblem(
@@ -50,7 +50,7 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("memory.loss_chunk_tokens", "strategy"),
             f"memory.loss_chunk_tokens {memory.loss_chunk_tokens} does not work with strategy {strategy}; "
-            "set it to auto",
+            "set memory.loss_chunk_tokens to auto",
         )
     if memory.offload_params != "none" and strategy != "zero3":
         yield SettingProblem(
@@ -106,8 +106,8 @@ def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
     if _is_swapping(config) and config.train.micro_batch_size == "auto":
         yield SettingProblem(
             ("train.micro_batch_size",),
-            "train.micro_batch_size: auto would write the whole state to nvme for each size it tries; set "
-            "a number",
+            "train.micro_batch_size: auto would write the full state to nvme for each size that it tries; "
+            "set a number",
         )
     if config.compile and config.strategy == "zero3":
         yield SettingProblem(
@@ -132,7 +132,7 @@ def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
         reason = "is not elementwise, so it cannot run on ZeRO's flat partitions; use strategy full_shard"
         yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
     if custom_optimizer.has_state_before_first_step(config.train):
-        reason = "its constructor makes state, of parameters that ZeRO replaces; use strategy full_shard"
+        reason = "its constructor creates state for parameters that ZeRO replaces; use strategy full_shard"
         yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
 
 
@@ -146,12 +146,12 @@ def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
     if optimizer == "muon":
         yield SettingProblem(
             (key, offloading),
-            f"{key}: muon {reason}, which swap parts of matrices apart; use cpu",
+            f"{key}: muon {reason}, which swap the parts of a matrix separately; use cpu",
         )
     if is_plugin_name(optimizer):
         yield SettingProblem(
             (key, offloading),
-            f"{key}: {optimizer}: {reason}, since only DeepSpeed knows what it swaps; use cpu",
+            f"{key}: {optimizer}: {reason}, because only DeepSpeed can read the swapped values; use cpu",
         )
 
 

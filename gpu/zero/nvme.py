@@ -47,11 +47,13 @@ def check_swapping(config: RunConfig, deepspeed: Any) -> None:
     path = _get_nvme_folder(config)
     try:
         require(path.exists(), f"{_KEY}: {path} does not exist; create it, or name another folder")
-        require(path.is_dir(), f"{_KEY}: {path} is not a folder")
+        require(path.is_dir(), f"{_KEY}: {path} is not a folder; name a folder on a local disk")
         with tempfile.TemporaryFile(dir=path):
             pass
     except (OSError, ValueError) as error:
-        raise UserError(f"{_KEY}: {path} is not writable ({to_one_line(error)})") from error
+        raise UserError(
+            f"{_KEY}: {path} is not writable ({to_one_line(error)}); name a writable folder"
+        ) from error
     kind = find_filesystem_type(path)
     require(
         kind not in _RAM_DISKS,

@@ -151,7 +151,7 @@ class Adapter:
             self._quantized_layers[f"{name}.bits"] = layer
         require(
             bool(self._quantized_layers),
-            f"adapter.base: {type(model).__name__} has no linear layers to hold in {kind}; use auto",
+            f"adapter.base: {type(model).__name__} has no linear layers to store in {kind}; use auto",
         )
 
     def map_base_weights(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
@@ -197,10 +197,12 @@ class Adapter:
         ]
         if lost_names:
             modules = lost_names[0].split(".")[-3:-1]
-            remedy = "put it into a module" if not modules else f"add {modules[0]} to adapter.modules_to_save"
+            remedy = (
+                "make it part of a module" if not modules else f"add {modules[0]} to adapter.modules_to_save"
+            )
             raise UserError(
                 f"adapter: {self._run.model.name_or_path} has no {lost_names[0]}, which would be random and "
-                f"not saved with the adapter; {remedy}, or take another base"
+                f"not saved with the adapter; {remedy}, or use another base model"
             )
 
     def get_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
@@ -257,7 +259,8 @@ class Adapter:
             require(
                 tuple(tensors[key].shape) == self._shapes[name] and tensors[key].dtype in _FLOAT_DTYPES,
                 f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)} and dtype "
-                f"{tensors[key].dtype}, the model {list(self._shapes[name])}; use an adapter of this model",
+                f"{tensors[key].dtype}, but the model has {list(self._shapes[name])}; use an adapter of this "
+                "model",
             )
         return _SourceAdapter(folder, stored_adapter, of_base)
 
@@ -282,8 +285,9 @@ class Adapter:
             name, model = parse_replaced_name(key).replaced_name, self._run.model.name_or_path
             require(
                 _have_equal_values(base_weights.get(name), tensors[key]),
-                f"adapter.name_or_path: {folder} has a {name} of its own, which differs from that of "
-                f"{model}; merge it (portable-convert {folder} OUT --merge-into {model}), and train OUT",
+                f"adapter.name_or_path: {folder} contains {name}, which differs from {name} of the base "
+                f"model {model}; merge the adapter (portable-convert {folder} OUT --merge-into {model}), and "
+                "train OUT",
             )
         return {name: tensors[key] for name, key in self._saved_names.items()}
 
@@ -327,8 +331,8 @@ class Adapter:
             raise UserError(f"checkpoint.resume: {error}") from error
         if stored_adapter is None:
             raise UserError(
-                f"checkpoint.resume: {checkpoint.root} holds no adapter; give a checkpoint of one, or remove "
-                "adapter.type"
+                f"checkpoint.resume: {checkpoint.root} contains no adapter; give a checkpoint of an adapter, "
+                "or remove adapter.type"
             )
         ours = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
         ours |= {name: name for name in ("rank_pattern", "alpha_pattern")}
@@ -416,7 +420,7 @@ class Adapter:
         """
         require(
             isinstance(stored_identity, dict),
-            f"checkpoint.resume: {source} is no checkpoint of an adapter; choose another output_dir",
+            f"checkpoint.resume: {source} is not a checkpoint of an adapter; choose another output_dir",
         )
         require(
             stored_identity.get("base") == self.identity["base"],
@@ -628,7 +632,7 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in custom]
         notes.append(
             f"adapter.target_modules: all-linear excludes {', '.join(custom)}, because LoRA cannot adapt "
-            "these modules: their output is not that of a linear layer"
+            "these modules: their output differs from the output of a linear layer"
         )
     files = {f"{PEFT_PREFIX}{name}.lora_A.weight": name for name in candidates}
     renamed = [files[key] for key in find_renamed_tensors(settings, model, files)]
@@ -774,7 +778,7 @@ def _resolve_target_names(
             )
         require(
             bool(matches) or bool(getattr(settings, "target_parameters", None)),
-            f"adapter.target_modules: {targets!r} matches no whole module name; the linear modules are "
+            f"adapter.target_modules: {targets!r} matches no complete module name; the linear modules are "
             f"{_format_last_components(linear)}; {remedy}",
         )
     else:
@@ -918,8 +922,8 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
     saved = f"modules_to_save: [{', '.join(name.rpartition('.')[2] for name in names)}]"
     require(
         not lost_tables,
-        f"data.added_tokens: adds rows to {' and '.join(names)}, which the adapter would not hold; train "
-        f"them: adapter.{f'trainable_token_indices: {new}' if tied else saved}",
+        f"data.added_tokens: adds rows to {' and '.join(names)}, which the adapter would not contain; set "
+        f"adapter.{f'trainable_token_indices: {new}' if tied else saved}",
     )
 
 

@@ -189,9 +189,9 @@ def replace_runs_by_exports(config: RunConfig) -> RunConfig:
         document = _read_peft_config(folder / CONFIG_FILE, "model.name_or_path", folder)
         base = document.get("base_model_name_or_path") or "BASE"
         raise UserError(
-            f"model.name_or_path: {folder} is an adapter; to train it on, set model.name_or_path to {base} "
-            f"and adapter.name_or_path to {folder}; to train all weights, merge them first: portable-convert "
-            f"{folder} OUT --merge-into {base}"
+            f"model.name_or_path: {folder} is an adapter; to continue its training, set model.name_or_path "
+            f"to {base} and adapter.name_or_path to {folder}; to train all weights, merge them first: "
+            f"portable-convert {folder} OUT --merge-into {base}"
         )
     return config
 
@@ -226,7 +226,8 @@ def _add_default_targets(
         modules = get_default_target_modules(_TARGET_TABLES[kind][name], model_type)
         require(
             modules is not None or (name == "target_modules" and bool(document.get("target_parameters"))),
-            f"{key}: {path}: has no {name}, and peft has none for models of type {model_type}; add them",
+            f"{key}: {path}: has no {name}, and peft has no default for models of type {model_type}; add "
+            f"{name}",
         )
         values[name] = modules
     return values

@@ -124,10 +124,10 @@ def _suggest_weights_only(external: ExternalCheckpoint) -> str:
     """Build the remedy for error messages: how to start from the weights without the optimizer state."""
     checkpoint = external.checkpoint
     if checkpoint.format in ("safetensors", "torch") and "config.json" in checkpoint.companions:
-        return f"to start from its weights alone, set model.name_or_path to {external.root} instead"
+        return f"to start from only its weights, set model.name_or_path to {external.root} instead"
     return (
-        f"to start from its weights alone, portable-convert {external.root} OUT and set "
-        "model.name_or_path to OUT instead"
+        f"to start from only its weights, portable-convert {external.root} OUT and set model.name_or_path to "
+        "OUT instead"
     )
 
 
@@ -355,7 +355,7 @@ class _ResumeMatcher:
                 if isinstance(theirs, bool | int) and bool(theirs) != ours and not without_effect:
                     raise _build_resume_error(
                         self.external,
-                        f"was trained with {name} {bool(theirs)}, which train.optimizer {kind} has not",
+                        f"was trained with {name} {bool(theirs)}, which train.optimizer {kind} does not have",
                         _suggest_weights_only(self.external),
                     )
 

@@ -81,7 +81,7 @@ class TrainerState:
                 raise ValueError(f"step is {state.step}")
             return state
         except FileNotFoundError as error:
-            raise UserError(f"{path}: missing; is {folder} a checkpoint of this program?") from error
+            raise UserError(f"{path}: missing; give the folder of a checkpoint of this program") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = to_one_line(error)
             reason = f"{type(error).__name__}: {reason if len(reason) <= 200 else reason[:197] + '...'}"
@@ -131,7 +131,7 @@ class TrainerState:
                 "are checked"
             )
         if manifest.get("step") != self.step or manifest.get("run") != self.run_digest:
-            raise DamagedError(f"{folder / MANIFEST}: belongs to another checkpoint; use an older one")
+            raise DamagedError(f"{folder / MANIFEST}: belongs to another checkpoint; use an older checkpoint")
         return None
 
     @property

@@ -41,23 +41,25 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if adapter.config is not None and adapter.name_or_path is not None:
         yield SettingProblem(
             ("adapter.config", "adapter.name_or_path"),
-            f"adapter.config {adapter.config} and adapter.name_or_path are both set, and an adapter has a "
-            "config of its own; remove adapter.config",
+            f"adapter.config {adapter.config} and adapter.name_or_path are both set, but an adapter has its "
+            "own config; remove adapter.config",
         )
     if export == "merged" and not has_adapter(config):
         yield SettingProblem(
             ("checkpoint.export", "adapter.type"),
-            "checkpoint.export merged has no effect without adapter.type; set it to true",
+            "checkpoint.export merged has no effect without adapter.type; set checkpoint.export to true",
         )
     if export == "merged" and adapter.type is not None and config.model.name_or_path is None:
         yield SettingProblem(
             ("checkpoint.export", "model.name_or_path"),
-            "checkpoint.export merged needs a base model with files, model.name_or_path; set it to true",
+            "checkpoint.export merged needs a base model with files, model.name_or_path; set "
+            "checkpoint.export to true",
         )
     if export == "like_base" and config.model.name_or_path is None:
         yield SettingProblem(
             ("checkpoint.export", "model.name_or_path"),
-            "checkpoint.export like_base needs a quantized base model, model.name_or_path; set it to true",
+            "checkpoint.export like_base needs a quantized base model, model.name_or_path; set "
+            "checkpoint.export to true",
         )
     if not adapter.target_modules and not adapter.target_parameters:
         yield SettingProblem(
@@ -71,6 +73,6 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
             if config.get(key):
                 yield SettingProblem(
                     (key, "adapter.base"),
-                    f"{key} does not work with adapter.base {adapter.base}; set it to false, or "
+                    f"{key} does not work with adapter.base {adapter.base}; set {key} to false, or "
                     "adapter.base to auto",
                 )

@@ -32,7 +32,8 @@ def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterato
     if is_resolved and config.log.memory_snapshot:
         yield SettingProblem(
             ("log.memory_snapshot",),
-            "log.memory_snapshot: torch records the allocations of GPUs only; set it to false",
+            "log.memory_snapshot: torch records only the allocations of GPUs; set log.memory_snapshot to "
+            "false",
         )
 
 

@@ -112,8 +112,8 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
         if config.train.loss is None:
             yield SettingProblem(
                 ("data.format",),
-                "data.format preference needs a loss of pairs; set train.loss to dpo, ipo, simpo, orpo or "
-                "one of your own",
+                "data.format preference needs a loss of pairs; set train.loss to dpo, ipo, simpo, orpo or a "
+                "custom loss",
             )
         for key in ("data.packing", "data.split_turns", "data.roles_to_train"):
             if config.get(key):
@@ -152,7 +152,7 @@ def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
     if columns and config.train.loss is None:
         yield SettingProblem(
             ("data.columns",),
-            "data.columns is for a loss of your own; set train.loss, or remove it",
+            "data.columns is for a custom loss; set train.loss, or remove data.columns",
         )
     for name in columns:
         if name in RESERVED_COLUMN_NAMES:
@@ -172,17 +172,20 @@ def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
     if streams:
         stream = f"{streams[0]}.stream"
         if config.model.task != "causal-lm":
-            yield SettingProblem((stream, "model.task"), f"{stream} works with model.task causal-lm alone")
+            yield SettingProblem(
+                (stream, "model.task"), f"{stream} works only with model.task causal-lm; remove it"
+            )
         for key in ("train.epochs", "train.eval_every_epochs", "checkpoint.every_epochs"):
             if config.get(key) is not None:
                 yield SettingProblem(
                     (key, stream),
-                    f"{key} needs the length of the data, which {stream} does not know; count in steps",
+                    f"{key} needs the length of the data, which is unknown with {stream}; count in steps",
                 )
         if config.data.eval_fraction and not config.data.sources:
             yield SettingProblem(
                 ("data.eval_fraction", "data.stream"),
-                "data.eval_fraction holds nothing out of a stream (data.stream); set it to 0, and data.eval",
+                "data.eval_fraction holds out no part of a stream (data.stream); set data.eval_fraction to "
+                "0, and set data.eval",
             )
     for key, source in sources.items():
         if source.roles_to_train and source.train_on not in (None, "assistant"):

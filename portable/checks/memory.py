@@ -56,7 +56,7 @@ def check_memory_settings(config: RunConfig) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("memory.nvme_path",),
             f"memory.nvme_path {memory.nvme_path} is set but nothing is offloaded there; set "
-            "memory.offload_optimizer or memory.offload_params to nvme, or remove it",
+            "memory.offload_optimizer or memory.offload_params to nvme, or remove memory.nvme_path",
         )
     if uses_zero_strategy(config):
         yield from import_engine_module(config.strategy, "checks").check_memory(config)
@@ -74,7 +74,7 @@ def check_fsdp_settings(config: RunConfig) -> Iterator[SettingProblem]:
     if policy == "size_based_wrap" and fsdp.min_num_params is None:
         yield SettingProblem(
             ("fsdp.auto_wrap_policy", "fsdp.min_num_params"),
-            "fsdp.auto_wrap_policy size_based_wrap needs fsdp.min_num_params; set it, in parameters",
+            "fsdp.auto_wrap_policy size_based_wrap needs fsdp.min_num_params; set the number of parameters",
         )
     if fsdp.min_num_params is not None and policy not in (None, "size_based_wrap"):
         yield SettingProblem(

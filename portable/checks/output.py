@@ -18,7 +18,7 @@ def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
     for name, count in Counter(config.log.trackers).items():
         if count > 1:
             yield SettingProblem(
-                ("log.trackers",), f"log.trackers: {name} is named {count} times; name it once"
+                ("log.trackers",), f"log.trackers: {name} is named {count} times; name the tracker once"
             )
 
 
@@ -39,7 +39,7 @@ def check_hub_settings(config: RunConfig) -> Iterator[SettingProblem]:
     if push is not None and config.checkpoint.export is False:
         yield SettingProblem(
             ("hub.push", "checkpoint.export"),
-            f"hub.push {push} uploads what checkpoint.export writes; set that to true",
+            f"hub.push {push} uploads the result of checkpoint.export; set checkpoint.export to true",
         )
     for key in ("hub.repo", "hub.private"):
         if push is None and is_not_default(config, key):
@@ -57,7 +57,7 @@ def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("train.early_stopping_threshold", "train.early_stopping_patience"),
             f"train.early_stopping_threshold {train.early_stopping_threshold:g} has no effect without "
-            "train.early_stopping_patience; set it",
+            "train.early_stopping_patience; set train.early_stopping_patience",
         )
     if not config.data.eval and config.data.eval_fraction == 0:
         for key in ("train.early_stopping_patience", "checkpoint.export_best", "checkpoint.keep_best"):
@@ -83,7 +83,7 @@ def check_best_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
             yield SettingProblem(
                 (key, "checkpoint.keep_best", "train.early_stopping_patience"),
                 f"{format_setting_with_value(config, key)} has no effect without checkpoint.keep_best or "
-                "train.early_stopping_patience; set one",
+                "train.early_stopping_patience; set one of the two",
             )
     evaluates = train.eval_every is not None or train.eval_every_epochs is not None
     if train.early_stopping_patience is not None and not evaluates:

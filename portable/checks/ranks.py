@@ -30,7 +30,7 @@ def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
             if is_needed:
                 value = format_value(config.get(key))
                 yield SettingProblem(
-                    (key,), f"{key} {value} needs whole sequences; set context_parallel_size to 1"
+                    (key,), f"{key} {value} needs complete sequences; set context_parallel_size to 1"
                 )
 
 
@@ -56,9 +56,7 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
     for key, is_needed in needs_layers.items():
         if is_needed:
             value = format_value(config.get(key))
-            reason = (
-                f"{key} {value} does not work with ranks that share layers; set tensor_parallel_size to 1"
-            )
+            reason = f"{key} {value} does not work with tensor-parallel ranks; set tensor_parallel_size to 1"
             yield SettingProblem((key,), reason)
 
 

@@ -25,7 +25,7 @@ def check_run_length(config: RunConfig) -> Iterator[SettingProblem]:
     if train.epochs is None and train.steps is None:
         yield SettingProblem(
             ("train.steps", "train.epochs"),
-            "train.steps and train.epochs are both null; give one, the length of the schedule",
+            "train.steps and train.epochs are both null; set one of the two",
         )
     if train.eval_every_epochs is not None and train.eval_every is not None:
         yield SettingProblem(
@@ -65,8 +65,8 @@ def check_batch_sizes(config: RunConfig) -> Iterator[SettingProblem]:
     if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
         yield SettingProblem(
             ("train.stop_after", "train.steps"),
-            f"train.stop_after {train.stop_after} exceeds train.steps {train.steps}, where the run ends; "
-            "lower or remove it",
+            f"train.stop_after {train.stop_after} exceeds train.steps {train.steps}, after which the run "
+            "ends; lower or remove train.stop_after",
         )
     micro_batch = train.micro_batch_size
     if micro_batch != "auto" and train.global_batch_size % micro_batch:

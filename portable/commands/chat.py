@@ -214,7 +214,7 @@ def _read_base_model_name(folder: Path) -> str:
         )
     if (base.startswith(("/", ".")) or base.count("/") > 1) and not Path(base).is_dir():
         raise UserError(
-            f"RUN: {folder} is an adapter of {base}, which is not there; run the command in the folder in "
+            f"RUN: {folder} is an adapter of {base}, which does not exist; run the command in the folder in "
             f"which it was trained, or merge the adapter with portable-convert {folder} OUT --merge-into BASE"
         )
     return base
@@ -260,7 +260,7 @@ def build_chat_parser() -> argparse.ArgumentParser:
     """Build the argument parser of ``portable-chat``."""
     parser = CommandParser(
         prog="portable-chat",
-        description="Talk to the model of a run in the terminal: to final/, a whole model or an adapter.\n"
+        description="Chat with the model of a run in the terminal: with final/, a full model or an adapter.\n"
         "A model without a chat template continues the text that you type.",
         epilog=f"in the conversation: {_CONVERSATION_HELP}; Ctrl-C stops an "
         f"answer\n\n{format_exit_codes(DONE, FAILED, REFUSED)}",
@@ -277,7 +277,7 @@ def build_chat_parser() -> argparse.ArgumentParser:
         "--temperature",
         type=float,
         metavar="T",
-        help="sampling temperature; 0 always takes the likeliest token (default: as the model's files say)",
+        help="sampling temperature; 0 always takes the likeliest token (default: as in the model's files)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument(
@@ -329,7 +329,7 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
     torch.manual_seed(arguments.seed)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     if system and not chat.has_template:
-        raise UserError("--system: the tokenizer has no chat template; leave it out")
+        raise UserError("--system: the tokenizer has no chat template; leave out --system")
     messages = list(system)
     interactive = arguments.prompt is None and sys.stdin.isatty()
     if interactive:

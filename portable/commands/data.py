@@ -26,10 +26,10 @@ USAGE = f"""\
 usage: portable-data --config FILE.yaml --out PLACE [--processes N]
                      [--part I/N] [--KEY VALUE ...]
 
-Tokenize the sources of a config, for a run that begins at once and tokenizes
-nothing. PLACE is a folder or a URL (s3://, gs://). A run reads it as
-data.source, with data.stream true; of a mixture, each source is a folder in it.
-The same command again goes on where it was stopped. Needs no accelerator.
+Tokenize the sources of a config, so that a run starts without tokenizing.
+PLACE is a folder or a URL (s3://, gs://). A run reads PLACE as data.source, with
+data.stream true. Each source of a mixture is a separate folder in PLACE. The
+same command continues after an interruption. No accelerator is needed.
 
 examples:
   portable-data --config run.yaml --out tokens/
@@ -162,7 +162,10 @@ def _parse_shard_part(text: str) -> ShardPart:
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UserError(f"--part: {text!r} is not such as 2/8; give the number of this machine of how many")
+        raise UserError(
+            f"--part: {text!r} is not a part such as 2/8; give the number of this machine and the number of "
+            "machines"
+        )
     return ShardPart(int(match[1]), int(match[2]))
 
 

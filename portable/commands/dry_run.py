@@ -199,7 +199,7 @@ def _build_run_rows(
         ("start", f"resume from {source}" if source is not None else "step 0"),
         *_build_change_rows(config, source),
         ("model transforms", ", ".join(describe_transforms(model, config))),
-        ("beside each step", ", ".join(list_callback_names(config))),
+        ("during each step", ", ".join(list_callback_names(config))),
         *foreign_rows,
     ]
 

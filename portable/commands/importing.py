@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _DESCRIPTION = (
-    f"Print a config made from files of {format_program_names()}, and from the "
-    "arguments of their scripts, after --. Comments say where each setting is from, what has no effect here, "
-    "and what has no counterpart."
+    f"Print a config made from files of {format_program_names()}, and from the arguments of their scripts, "
+    "after --. Comments name the origin of each setting, the keys without effect and the keys without "
+    "counterpart."
 )
 _REQUIRED_SETTINGS = {
     "model.name_or_path": "the files name no model",
@@ -63,10 +63,12 @@ def print_imported_config(argv: Sequence[str]) -> int:
         files, script = files[:separator], files[separator + 1 :]
     parser = CommandParser(prog="portable-train import", description=_DESCRIPTION)
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path)
-    parser.add_argument("--devices", type=int, default=0, help="that the batch was spread over")
+    parser.add_argument(
+        "--devices", type=int, default=0, help="number of devices across which the batch was divided"
+    )
     arguments = parser.parse_args(files)
     if not arguments.files and not script:
-        raise UserError("import: no file; name one, or arguments after --")
+        raise UserError("import: no file is given; name a file, or put arguments after --")
     for path in arguments.files:
         if path.suffix == ".py":
             raise build_script_error(str(path))
@@ -108,7 +110,7 @@ def print_imported_config(argv: Sequence[str]) -> int:
         raise MultipleMistakesError(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
     if merged.refusals:
         without = format_count(len(merged.refusals), "key")
-        print_error(f"note: {without} without a counterpart; comments at the end say what to do")
+        print_error(f"note: {without} without a counterpart; comments at the end explain what to do")
         return USER_ERROR
     return 0
 
@@ -174,7 +176,7 @@ def format_imported_config(imported: ImportedRun) -> ImportedConfig:
         ("Missing", mistakes),
         ("No counterpart, and what to do instead", imported.refusals),
         ("No effect here, or another meaning", imported.notes),
-        ("What will differ from there", imported.differences),
+        ("Differences from there", imported.differences),
     ):
         if lines:
             parts += ["", f"# {title}:", *(line for entry in lines for line in _wrap_comment_line(entry))]

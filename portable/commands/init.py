@@ -134,7 +134,7 @@ def write_starter_config(argv: Sequence[str]) -> int:
     options = _build_init_parser(templates, starters, names).parse_args(argv)
     file: Path = options.file
     if file.suffix not in (".yaml", ".yml"):
-        raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")
+        raise UserError(f"init: {file}: not the name of a YAML file; use a name that ends in .yaml")
     for flag in ("--output_dir", "--install", "--on-demand") if options.target is None else ():
         value = getattr(options, flag[2:].replace("-", "_"))
         require(not value, f"{flag}: has an effect only with --for; name the program, --for sky")
@@ -154,7 +154,7 @@ def write_starter_config(argv: Sequence[str]) -> int:
             install=options.install,
             spot=not options.on_demand,
         )
-        print_line(f"wrote {launch_file}; its first lines say how to start it, from its folder")
+        print_line(f"wrote {launch_file}; its first lines show how to start it, from its folder")
         return 0
     require(len(options.device) < 2, "--device: given more than once; name one kind of device")
     require(not file.exists(), f"init: {file} exists already; give another name")

@@ -141,7 +141,7 @@ def _check_can_launch(
         )
     require(
         is_url(output_dir) or target == "slurm",
-        f"output_dir: {output_dir} would be lost with the machine; set a URL, such as "
+        f"output_dir: {output_dir} would be lost with the machine; set output_dir to a URL, such as "
         f"s3://bucket/{Path(output_dir).name}",
     )
     for key, text, unquoted in (
@@ -152,7 +152,7 @@ def _check_can_launch(
         unsafe_match = unquoted.search(text)
         require(
             unsafe_match is None,
-            f"{key}: {text}: {unsafe_match and unsafe_match[0]!r} would need quotes; give it another name",
+            f"{key}: {text}: {unsafe_match and unsafe_match[0]!r} would need quotes; choose another name",
         )
 
 
@@ -186,7 +186,7 @@ def write_launch_file(
             machine.
     """
     template = list_launch_templates(folder)[target]
-    require(config_file.is_file(), f"init: {config_file}: there is none; portable-train init writes one")
+    require(config_file.is_file(), f"init: {config_file}: does not exist; create it with portable-train init")
     overrides = {} if output_dir is None else {"output_dir": output_dir}
     config = load_config(config_file, overrides)
     machines = [_parse_machines(text, load_rental_device_names(), config, target) for text in devices]
@@ -196,12 +196,14 @@ def write_launch_file(
         print_status(f"note: {key}: {local_path} is on this machine; put it into a bucket, or on the hub")
     if not config.checkpoint.saves_during_training:
         print_status(
-            "note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice"
+            "note: checkpoint.every_steps: no checkpoint is saved during training, and not every machine "
+            "gives notice before it stops"
         )
     values = _build_template_values(target, config, config_file, machines, install, spot=spot)
     if install is None and target != "slurm":
         print_status(
-            f"note: --install: pip has portable-trainer {_VERSION} once it is published; else give a URL"
+            f"note: --install: pip has portable-trainer {_VERSION} once it is published; until then, give a "
+            "URL"
         )
     out = config_file.with_suffix(f".{template.name}")
     conditions = {
@@ -232,7 +234,7 @@ def write_new_file(path: Path, text: str, remedy: str) -> None:
     except FileExistsError as error:
         raise UserError(f"init: {path} exists already; {remedy}") from error
     except OSError as error:
-        raise UserError(f"init: {path}: cannot write it: {error.strerror or error}") from error
+        raise UserError(f"init: {path}: cannot be written: {error.strerror or error}") from error
 
 
 def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str, bool]) -> str:
@@ -276,32 +278,33 @@ def _parse_machines(
     machines = RentedMachines(device, count, rental_table.get(key, {}))
     require(
         config.backend == "auto" or config.backend in device.backends,
-        f"--device: {text}: backend {config.backend} does not drive it; set backend: auto",
+        f"--device: {text}: backend {config.backend} does not support it; set backend: auto",
     )
     if not machines.is_tpu:
-        require(target != "cloud-tpu", f"--device: {text} is no TPU; write v5e:8")
+        require(target != "cloud-tpu", f"--device: {text} is not a TPU; give a TPU, such as v5e:8")
         spans_nodes = machines.num_devices > device.devices_per_node
         require(
             not (spans_nodes and machines.num_devices % device.devices_per_node),
-            f"--device: {text}: a machine has {device.devices_per_node}; take a multiple of it",
+            f"--device: {text}: a machine has {device.devices_per_node}; use a multiple of it",
         )
         require(
             target != "hf-jobs" or machines.num_devices in machines.rental_names.get("hf", {}),
-            f"--device: {text}: Hugging Face Jobs has no such machine; take h200:8, a100-80:8 or l4:4",
+            f"--device: {text}: Hugging Face Jobs has no such machine; use h200:8, a100-80:8 or l4:4",
         )
         return machines
     topologies = rental_table["topologies"][3 if "cores" in machines.rental_names else 2]
     require(
         "type" in machines.rental_names and target not in _GPU_ONLY_PROGRAMS,
-        f"--device: {text}: --for {target} has none",
+        f"--device: {text}: --for {target} does not offer it; choose another device",
     )
     require(
         machines.num_devices in topologies,
-        f"--device: {text}: no slice has so many chips; take one of {', '.join(map(str, topologies))}",
+        f"--device: {text}: no slice has this number of chips; use one of {', '.join(map(str, topologies))}",
     )
     require(
         machines.num_nodes == 1 or target == "cloud-tpu" or (target == "jobset" and config.backend != "tpu"),
-        f"--device: {text}: a slice of several hosts needs --for cloud-tpu, or --for jobset and backend xla",
+        f"--device: {text}: a slice of several hosts is not supported here; use --for cloud-tpu, or --for "
+        "jobset and backend xla",
     )
     labels = {
         "cloud.google.com/gke-tpu-accelerator": machines.rental_names["gke"],
@@ -384,7 +387,7 @@ def _build_template_values(
     first = machines[0]
     require(
         len(machines) == 1 or target in _MULTI_DEVICE_PROGRAMS,
-        f"--device: --for {target} takes one kind of machine; give one",
+        f"--device: --for {target} supports one kind of machine; give only one",
     )
     require(
         len({kind.num_nodes for kind in machines}) == 1,

@@ -379,7 +379,7 @@ def find_recipe(
     remedy = f"use {' or '.join(changes)}" if changes else "use a smaller model"
     name = config.model.name_or_path or "the model"
     needed = search.describe_least_memory(device, num_devices)
-    raise UserError(f"--device: {name} does not fit on {count}: it needs {needed}; {remedy}")
+    raise UserError(f"--device: {name} does not fit on {count}: the run needs {needed}; {remedy}")
 
 
 def describe_recipe(recipe: Recipe) -> list[str]:

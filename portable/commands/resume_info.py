@@ -106,9 +106,10 @@ def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
     name = resolve_backend_name(backend_name)
     lines = [
         format_table(_build_checkpoint_rows(folder, state, config)),
-        f"going on with backend {name}:",
+        f"continuing with backend {name}:",
         format_table(build_strategy_rows(config, name)),
-        f"to go on: {command} --backend {name} --strategy {config.strategy}, or another of these; --nproc N",
+        f"to continue: {command} --backend {name} --strategy {config.strategy}, or another of these; --nproc "
+        "N",
     ]
     return "\n".join(lines)
 
@@ -180,7 +181,7 @@ def print_checkpoint_info(path: str, backend_name: str) -> int:
     Raises:
         UserError: If there is no checkpoint, or it cannot be read.
     """
-    unknown = "cannot be told without running it"
+    unknown = "cannot be determined without running it"
     with convert_storage_errors("--resume-info"), plugins.refuse_custom_code(lambda _: unknown):
         checkpoint_or_run = parse_place_setting("--resume-info", path)
         if not path_exists(checkpoint_or_run):

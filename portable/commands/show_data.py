@@ -44,7 +44,10 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
     # Raises for settings that a run would refuse.
     assemble_model(config, model_config, special_tokens, data.tokenizer, data)
     if not data.tokenized_sources:
-        raise UserError("--show-data: shows how texts become samples, and data.source gives finished ones")
+        raise UserError(
+            "--show-data: shows how texts become samples, but data.source gives finished samples; remove "
+            "--show-data"
+        )
     for warning in data.sizes.warnings:
         print_status(f"warning: {warning}")
     preview = build_preview(data, num_samples, config.seed)

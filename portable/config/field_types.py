@@ -151,8 +151,8 @@ def _expand_path(value: object) -> object:
         longest_name_bytes = max(map(len, path.split(b"/")))
         if longest_name_bytes > _MAX_NAME_BYTES or len(path) > _MAX_PATH_BYTES:
             raise ValueError(
-                f"is too long for a path: it has {len(path)} bytes, and a name of {longest_name_bytes}; use "
-                f"at most {_MAX_PATH_BYTES}, and {_MAX_NAME_BYTES} for each name"
+                f"is too long for a path: {len(path)} bytes, with a name of {longest_name_bytes}; use at "
+                f"most {_MAX_PATH_BYTES}, and {_MAX_NAME_BYTES} for each name"
             )
     return text
 
@@ -201,7 +201,7 @@ OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
 def _validate_compile_backend_name(value: str) -> str:
     """Return the name of a compile backend. Raises ``ValueError`` if it cannot be one."""
     if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
-        raise ValueError(f"{value[:40]!r} is not a name; use one that torch has, such as inductor")
+        raise ValueError(f"{value[:40]!r} is not a name; use a backend of torch, such as inductor")
     return value
 
 

@@ -66,7 +66,8 @@ def render_help(
         return _format_section(topic, section_descriptions[topic], settings, width)
     if topic and topic != ALL_SETTINGS_TOPIC:
         hint = (
-            format_key_hint(topic, [*settings, *section_descriptions]) or "; --help alone lists the sections"
+            format_key_hint(topic, [*settings, *section_descriptions])
+            or "; --help without a name lists the sections"
         )
         raise UserError(f"--help: no setting named {topic!r}{hint}")
     if not topic:

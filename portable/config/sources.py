@@ -135,7 +135,9 @@ def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
         if source.weight is not None and source.epochs is not None:
             yield SettingProblem((key,), f"{key}: has a weight and epochs; remove one of the two")
         if _build_source_section(data, source, {}).stream and source.weight is None:
-            yield SettingProblem((key,), f"{key}: a stream has no epochs that are known; give it a weight")
+            yield SettingProblem(
+                (key,), f"{key}: the length of a stream is unknown, so epochs cannot be counted; set a weight"
+            )
     weighted = [source.name for source in data.sources if source.weight is not None]
     if weighted and len(weighted) < len(data.sources):
         unweighted = next(name for name in list_training_source_names(data) if name not in weighted)
@@ -152,8 +154,8 @@ def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
         if name in (list_training_source_names(data) or (HELD_OUT_SOURCE,)) and data.eval_fraction != 0:
             yield SettingProblem(
                 (key, "data.eval_fraction"),
-                f"{key}: the share of data.eval_fraction has this name; choose another, or set "
-                "data.eval_fraction to 0",
+                f"{key}: the part that data.eval_fraction holds out has this name; choose another name, or "
+                "set data.eval_fraction to 0",
             )
     yield from _check_weight_schedule(data)
 
@@ -162,15 +164,15 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
     """Yield the problems of ``data.weight_schedule``."""
     key, names = "data.weight_schedule", list_training_source_names(data)
     if data.weight_schedule and not names:
-        yield SettingProblem((key, "data.sources"), f"{key}: has no effect without data.sources")
+        yield SettingProblem((key, "data.sources"), f"{key}: has no effect without data.sources; remove it")
     previous = -1
     for number, phase in enumerate(data.weight_schedule, start=1):
         if phase.step <= previous:
-            reason = f"step {phase.step} does not come after step {previous}; sort them"
+            reason = f"step {phase.step} is not after step {previous}; sort the entries"
             yield SettingProblem((key,), f"{key}: entry {number}: {reason}")
         previous = phase.step
         for name in phase.weights.keys() - set(names):
-            hint = format_name_suggestion(name, names) or f"; there are {', '.join(names)}"
+            hint = format_name_suggestion(name, names) or f"; use one of {', '.join(names)}"
             yield SettingProblem((key,), f"{key}: entry {number}: there is no source {name}{hint}")
         if not any(phase.weights.values()):
             yield SettingProblem((key,), f"{key}: entry {number}: all weights are 0; raise one")
@@ -179,7 +181,7 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
 def _check_names_data(key: str, source: SourceConfig) -> Iterator[SettingProblem]:
     """Yield a problem if a source sets neither ``source`` nor ``split`` nor ``config_name``."""
     if not source.model_fields_set & {"source", "split", "config_name"}:
-        reason = f"{key}: names no data of its own; set source, or split of a hub dataset"
+        reason = f"{key}: names no separate data; set source, or set split for a hub dataset"
         yield SettingProblem((key,), reason)
 
 

@@ -136,7 +136,7 @@ def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> 
         or column > spaces
     ):
         reason = f"{lines[line_index][column:].strip()[:60]!r} after the end of a value"
-        return YamlFault(line_index, reason, "put the whole value in quotes, or remove this text")
+        return YamlFault(line_index, reason, "put the complete value in quotes, or remove this text")
     return YamlFault(
         line_index,
         f"this line begins with {spaces} spaces, and line {previous_index + 1} with "

@@ -329,7 +329,8 @@ class RunSources:
             if source.settings.data.format == CUSTOM_SAMPLES:
                 if name:
                     raise UserError(
-                        f"{format_training_source_key(name)}: finished samples cannot be a part of a mixture"
+                        f"{format_training_source_key(name)}: finished samples cannot be part of a mixture; "
+                        "use a source of texts"
                     )
                 return source
         return None
@@ -392,7 +393,7 @@ def open_sources(
     _open_training_sources(sources.training_sources, build_training_settings(settings, task, offline=offline))
     _open_eval_sources(sources, build_evaluation_settings(settings, task, offline=offline))
     if sources.tokenizer_name is None and sources.custom_samples_source is not None and not offline:
-        raise UserError("data.tokenizer: finished samples do not say which it was; set it")
+        raise UserError("data.tokenizer: finished samples do not record their tokenizer; set data.tokenizer")
     tokenizer = _load_or_train_tokenizer(sources, settings, hints)
     if tokenizer is None:
         return sources
@@ -621,14 +622,14 @@ def _build_custom_sample_data(
             cast("Any", getattr(data_source, "records", None)),
         )
         if not hasattr(records, "__len__") or not hasattr(records, "__getitem__"):
-            raise UserError(f"{subject}: has no len() and no sample by number; give it both")
+            raise UserError(f"{subject}: has no __len__ or no __getitem__; define both")
         if not isinstance(getattr(records, "fingerprint", None), str):
-            raise UserError(f"{subject}: has no fingerprint; give it a text that tells its content")
+            raise UserError(f"{subject}: has no fingerprint; define a string that identifies its content")
         samples = CustomSamples(data_source.name, records, part or SampleRange(0, len(records)), vocab_size)
         if samples.tokens_per_sequence != (length := data_source.settings.data.seq_len):
             raise UserError(
-                f"data.seq_len: {length}, but a sample has {samples.tokens_per_sequence} tokens; set it to "
-                "that"
+                f"data.seq_len: {length}, but a sample has {samples.tokens_per_sequence} tokens; set "
+                "data.seq_len to this number"
             )
         return samples
 
@@ -641,8 +642,8 @@ def _build_custom_sample_data(
             eval_samples[name] = build_samples(eval_source)
             if eval_samples[name].sequences_per_sample != all_samples.sequences_per_sample:
                 raise UserError(
-                    f"data.source: its samples have {eval_samples[name].sequences_per_sample} sequences, and "
-                    f"those to train on {all_samples.sequences_per_sample}; give samples of one kind"
+                    f"data.source: its samples have {eval_samples[name].sequences_per_sample} sequences, but "
+                    f"the training samples have {all_samples.sequences_per_sample}; give samples of one kind"
                 )
     sizes = replace(
         sources.compute_sizes(),

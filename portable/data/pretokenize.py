@@ -168,8 +168,8 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
                 return False
         if any(name.endswith(LAST_FILE) for name in list_files_below(output_folder / "shards")):
             raise UserError(
-                f"--out: {output_folder} was begun with other files, another tokenizer or template than "
-                f"those of {name}; choose another place, or remove it"
+                f"--out: {output_folder} was begun with other files, another tokenizer or another template "
+                f"than {name} has now; choose another place, or remove the folder"
             )
     elif not is_in_store(output_folder) and any(
         path.name != _DRAFTS_FOLDER for path in output_folder.iterdir()

@@ -83,7 +83,7 @@ class DataSizes:
         Before tokenizing, only the tokenizer and the sample length are included.
         """
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
-        packed = "whole documents packed" if self.packing == "documents" else "packed"
+        packed = "complete documents packed" if self.packing == "documents" else "packed"
         samples_text = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"
         method_text = f"{self.tokenizer}{vocabulary}; {samples_text}"
         evals_text = "".join(
@@ -128,7 +128,7 @@ class DataSizes:
         elif self.truncated_share > MAX_TRUNCATED_SHARE:
             lines.append(self._cut_warning)
         lines += [
-            f"{format_eval_source_key(name)}: the run is trained on files of it, too"
+            f"{format_eval_source_key(name)}: the run also trains on some of its files"
             for name in self.evals_in_training_data
         ]
         return [*lines, *self.notes]
@@ -138,8 +138,8 @@ class DataSizes:
         """Warning that many tokens are cut off."""
         return (
             f"data.seq_len: {self.truncated_share:.0%} of the tokens are cut off, because documents are "
-            f"truncated to {self.seq_len} tokens; raise it, set data.packing to true (language models), or "
-            "for .txt files set data.text_split to paragraph or line"
+            f"truncated to {self.seq_len} tokens; raise data.seq_len, set data.packing to true (language "
+            "models), or for .txt files set data.text_split to paragraph or line"
         )
 
 

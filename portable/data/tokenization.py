@@ -135,7 +135,7 @@ class TokenizationContext:
         if settings.data.seq_len < frame.num_special_tokens + 2:
             raise UserError(
                 f"data.seq_len: {settings.data.seq_len} tokens are too few for a pair of texts with "
-                f"{frame.num_special_tokens} special tokens; raise it"
+                f"{frame.num_special_tokens} special tokens; raise data.seq_len"
             )
         return frame
 
@@ -148,7 +148,7 @@ class TokenizationContext:
         """
         if self.vocabulary.mask_token is None:
             raise UserError(
-                "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
+                "data.tokenizer: the tokenizer has no mask_token, which masked-lm needs; set one in its "
                 "tokenizer_config.json, use another tokenizer, or null to train one"
             )
         return self.vocabulary.mask_token
@@ -167,8 +167,8 @@ class TokenizationContext:
         end = self.tokenizer.eos_token_id
         if ends_texts and (end is None or end not in (*self.vocabulary.prefix, *self.vocabulary.suffix)):
             raise UserError(
-                "data.tokenizer: it adds no eos_token to a text, but this model classifies there; use the "
-                "model's own tokenizer, or null to train one that adds it"
+                "data.tokenizer: the tokenizer adds no eos_token to a text, but this model classifies at "
+                "that token; use the model's own tokenizer, or null to train a tokenizer that adds the token"
             )
 
     def build_tokenize_job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
@@ -261,7 +261,10 @@ class TokenizationContext:
             limit = data.cache_limit
             room = disk_usage(job.cache).free // 2 if limit is None else int(limit * 1e9)
         except OSError as error:
-            raise UserError(f"data.cache_dir: cannot write in {job.cache} ({to_one_line(error)})") from error
+            raise UserError(
+                f"data.cache_dir: cannot write in {job.cache} ({to_one_line(error)}); choose a writable "
+                "folder"
+            ) from error
         stream = StreamSamples(
             name or "data.source",
             source,

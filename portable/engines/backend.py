@@ -264,7 +264,7 @@ def _build_rendezvous_error(error: Exception) -> UserError | RunError:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in str(error):
         return UserError(
-            f"MASTER_PORT={port}: another program uses this port of {address}; set a free one on all nodes "
+            f"MASTER_PORT={port}: another program uses this port of {address}; set a free port on all nodes "
             "(torchrun: --master-port)"
         )
     reason = to_one_line(str(error).splitlines()[0])

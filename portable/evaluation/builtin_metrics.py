@@ -402,7 +402,7 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
             texts.append(name)
         else:
             raise UserError(
-                f"train.metrics: {name!r} is no metric of {settings.task}; it has "
-                f"{', '.join((*builders, *text_metrics))}, and package.module:name is one of your own"
+                f"train.metrics: {name!r} is not a metric of {settings.task}; use one of "
+                f"{', '.join((*builders, *text_metrics))}, or package.module:name for a custom metric"
             )
     return MetricSet(metrics, TextMetrics(texts, settings.tokenizer) if texts else None)

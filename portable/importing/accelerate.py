@@ -43,7 +43,7 @@ FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "h
 """FSDP strategies, in the order of Accelerate's numbers. The numbers begin at 1."""
 SHARDING_WORDS = {word: name for n, name in enumerate(FSDP_STRATEGIES, 1) for word in (str(n), name)}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
-START_ON_EVERY_HOST = "start it on every host of the slice, as docs/tpu.md says"
+START_ON_EVERY_HOST = "start it on every host of the slice, as described in docs/tpu.md"
 SET_BY_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
 ONLY_LAYERS_WRAPPED = "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove it"
 
@@ -106,7 +106,7 @@ class TpuLauncherKey(CounterpartlessKey):
         """
         if is_for_xla(file):
             raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
-        raise NoEffect(f"{format_short_value(value)} has no effect: it is for TPUs")
+        raise NoEffect(f"{format_short_value(value)} has no effect: this key is for TPUs")
 
     @property
     def remedy(self) -> str:
@@ -291,7 +291,10 @@ def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] 
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise NoCounterpart(f"must be a positive whole number or auto, not {format_short_value(value)}")
     if uses_deepspeed_json(file):
-        raise NoCounterpart("Accelerate takes it from deepspeed_config_file; set it there, and remove it")
+        raise NoCounterpart(
+            "Accelerate reads this value from deepspeed_config_file; set the value there, and remove the "
+            "key here"
+        )
     return {"gradient_accumulation_steps": steps}
 
 
@@ -385,11 +388,11 @@ FSDP_KEYS: ForeignKeys = {
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
     "fsdp_config.fsdp_activation_checkpointing_offload": RefusedKey(
-        "stored activations stay on the device; set it to false"
+        "stored activations stay on the device; set the key to false"
     ),
     "fsdp_config.fsdp_ignored_modules": RefusedKey("every module is sharded; remove it"),
     "fsdp_config.fsdp_version": PresetKey(
-        {"1": {}, "2": {}}, hint="1 or 2, which says what keys Accelerate reads"
+        {"1": {}, "2": {}}, hint="1 or 2, the version that decides which keys Accelerate reads"
     ),
     "fsdp_config.fsdp_use_orig_params": MultiSettingKey(
         (),
@@ -453,7 +456,7 @@ PARALLELISM_KEYS: ForeignKeys = {
             "parallelism_config.parallelism_config_dp_shard_size",
             "parallelism_config.parallelism_config_dp_replicate_size",
         ),
-        IgnoredKey("strategy and the number of ranks say it", unless=(1,)),
+        IgnoredKey("strategy and the number of ranks determine it", unless=(1,)),
     ),
     **dict.fromkeys(
         (
@@ -464,7 +467,7 @@ PARALLELISM_KEYS: ForeignKeys = {
             "parallelism_config.parallelism_config_sp_seq_length_is_variable",
             "parallelism_config.parallelism_config_sp_attn_implementation",
         ),
-        IgnoredKey("ranks that share a sequence exchange tokens for heads"),
+        IgnoredKey("context-parallel ranks exchange tokens for heads"),
     ),
 }
 KEYS: ForeignKeys = {
@@ -508,7 +511,7 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(("main_training_function", "same_network"), IgnoredKey()),
     **dict.fromkeys(("num_processes", "num_machines"), IgnoredKey()),
     "compute_environment": RefusedKey(
-        "runs are always local; set it to LOCAL_MACHINE", unless=("LOCAL_MACHINE", "TPU")
+        "runs are always local; set compute_environment to LOCAL_MACHINE", unless=("LOCAL_MACHINE", "TPU")
     ),
     "tpu_use_cluster": TpuLauncherKey(f"{START_ON_EVERY_HOST}; set it to false"),
     "tpu_use_sudo": TpuLauncherKey("no command needs sudo; set it to false"),

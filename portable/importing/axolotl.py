@@ -374,7 +374,9 @@ KEYS: ForeignKeys = {
     "chat_template_jinja": SettingKey("data.chat_template"),
     "tokenizer_config": SettingKey("data.tokenizer"),
     "tokenizer_type": CompanionKey("data.tokenizer"),
-    "special_tokens": IgnoredKey("those of the tokenizer are used; set data.added_tokens for more"),
+    "special_tokens": IgnoredKey(
+        "the special tokens of the tokenizer are used; set data.added_tokens for more"
+    ),
     "eot_tokens": IgnoredKey("the token that ends an answer is found in the data; leave it out"),
     "dataset_prepared_path": CompanionKey("data.cache_dir"),
     **dict.fromkeys(("dataset_processes", "skip_prepare_dataset"), IgnoredKey(TOKENIZED_ONCE)),

@@ -332,7 +332,7 @@ def convert_optimizer_type(value: Any, _: ForeignFile) -> str:
     """
     kind = str(value).lower()
     if kind not in OPTIMIZER_DEFAULTS:
-        reason = "it scales updates by norms of whole tensors, which ZeRO's flat partitions do not have; "
+        reason = "it scales updates by norms of complete tensors, which ZeRO's flat partitions do not have; "
         raise NoCounterpart(
             f"{format_short_value(value)} has no counterpart: {reason if kind == 'lamb' else ''}use AdamW, "
             "Adam or SGD"
@@ -633,7 +633,9 @@ KEYS: ForeignKeys = {
     ),
     "activation_checkpointing.contiguous_memory_optimization": SettingKey(
         "memory.activation_checkpointing",
-        build_implied_recomputation_converter("it arranges what partition_activations shards"),
+        build_implied_recomputation_converter(
+            "it arranges the activations that partition_activations shards"
+        ),
     ),
     "activation_checkpointing.number_checkpoints": IgnoredKey(
         "it sizes the buffer of contiguous_memory_optimization"

@@ -160,7 +160,7 @@ def convert_accelerate_file(document: YamlDocument, file_name: str) -> ImportedR
         UserError: If a key is unknown or has no counterpart.
     """
     if not isinstance(document.value, dict):
-        raise UserError(f"{file_name}: not an Accelerate config; accelerate config writes one")
+        raise UserError(f"{file_name}: not an Accelerate config; write a config with accelerate config")
     return _convert_file(
         _build_normalized_file(ACCELERATE, document.value, _build_origin_finder(document, file_name))
     ).raise_first_refusal()

@@ -162,7 +162,9 @@ KEYS: ForeignKeys = {
         "adapter.target_modules", convert_adapted_modules, converts_empty_values=True
     ),
     "model.apply_lora_to_mlp": IgnoredKey(),
-    "model.apply_lora_to_output": RefusedKey("the head gets no adapter; name it in adapter.target_modules"),
+    "model.apply_lora_to_output": RefusedKey(
+        "the head gets no adapter; name the head in adapter.target_modules"
+    ),
     "model.quantize_base": PresetKey({"true": {"adapter.base": "nf4"}, "false": {}}, hint="adapter.base"),
     **dict.fromkeys(
         ("model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable", "model.image_size"),
@@ -223,7 +225,7 @@ KEYS: ForeignKeys = {
     "run_val_every_n_steps": SettingKey("train.eval_every"),
     **dict.fromkeys(
         ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"),
-        RefusedKey("distillation needs a train.loss of your own"),
+        RefusedKey("distillation needs a custom train.loss"),
     ),
     **dict.fromkeys(
         ("tasks", "prompt", "max_new_tokens", "top_k", "limit", "enable_kv_cache"),

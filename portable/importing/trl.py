@@ -262,7 +262,9 @@ _DATA: ForeignKeys = {
             "set data.format to messages or sharegpt, whose keys are recognized; write other records so"
         ),
     ),
-    "eos_token": RefusedKey("that of the tokenizer is used; change it in the folder of data.tokenizer"),
+    "eos_token": RefusedKey(
+        "the eos_token of the tokenizer is used; change the eos_token in the folder of data.tokenizer"
+    ),
     "validation_file": RefusedKey(SET_EVAL),
     "dataset_test_split": RefusedKey(SET_EVAL, unless=("test",)),
     "validation_split_percentage": RefusedKey("set data.eval_fraction, a share of 1"),
@@ -354,7 +356,7 @@ _PAIRS: ForeignKeys = {
     ),
     "loss_weights": CompanionKey(SFT_OF_LOSS),
     "ld_alpha": RefusedKey(
-        "no argument of the losses of pairs here; leave it out, or set train.loss to a class of your own"
+        "the losses of pairs do not have this argument; leave it out, or set train.loss to a custom class"
     ),
     "ref_model": RefusedKey("an argument of the loss: train.loss: dpo(reference='folder')"),
     "precompute_ref_log_probs": IgnoredKey(IS_AUTOMATIC),
@@ -383,7 +385,7 @@ _EVALUATION: ForeignKeys = {
     "greater_is_better": WordSettingKey(
         "checkpoint.best_mode",
         {"true": "max", "false": "min"},
-        hint="set checkpoint.best_mode: max where greater is better, min where not",
+        hint="set checkpoint.best_mode: max if greater is better, otherwise min",
     ),
     "load_best_model_at_end": SettingKey("checkpoint.export_best"),
     "do_eval": IgnoredKey(
@@ -554,8 +556,8 @@ def _set_pair_loss(file: ForeignFile) -> None:
     else:
         file.add_refusal(
             ("loss_type",),
-            f"{format_short_value(kinds)} has no counterpart: one formula with the weight 1 is trained, and "
-            "sft beside it; set train.loss to dpo",
+            f"{format_short_value(kinds)} has no counterpart: only one formula, with weight 1, and sft are "
+            "trained; set train.loss to dpo",
         )
     file.set_default_setting("train.learning_rate", 1e-6, "default of TRL's DPO")
     file.add_note((key,), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")

@@ -39,7 +39,7 @@ FOREIGN_WORDS: dict[str, dict[str, str | WordMeaning]] = {
         **dict.fromkeys(("4bit", "int4", "fp4", "qlora"), "nf4"),
         **dict.fromkeys(("8bit", "fp8"), "int8"),
     },
-    "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
+    "log.trackers": {"none": "[], which is none", "all": "a list of trackers"},
     "memory.activation_checkpointing": dict.fromkeys(("true", "block", "offload"), "full"),
     "model.attention": dict.fromkeys(("fa2", "flash_attn", "flash_attention"), "flash_attention_2"),
     "backend": dict.fromkeys(("gpu", "rocm", "nvidia"), "cuda"),

@@ -33,7 +33,7 @@ def _mark_pairs(batch: Batch) -> Tensor:
     """
     labels = batch["labels"]
     if labels.dim() != 3 or labels.shape[1] != 2:
-        raise ValueError("it needs pairs; set data.format to preference")
+        raise ValueError("needs pairs; set data.format to preference")
     return (labels != IGNORED_LABEL).any(dim=-1).all(dim=-1)
 
 
@@ -104,7 +104,7 @@ class DPO(_PreferenceLoss):
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
-            raise ValueError(f"loss_type {self.loss_type!r} is none of {', '.join(LOSS_TYPES)}")
+            raise ValueError(f"loss_type {self.loss_type!r} is not one of {', '.join(LOSS_TYPES)}")
         max_smoothing = {"sigmoid": 1.0, "robust": 0.5}.get(self.loss_type, 0.0)
         if self.label_smoothing and not 0 < self.label_smoothing < max_smoothing:
             raise ValueError(

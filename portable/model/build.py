@@ -94,7 +94,9 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
         zero = next(
             (key for key in zeros if _fixes_zero_division(key, model_type, values)), "one of its numbers"
         )
-        raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
+        raise UserError(
+            f"model.config: {zero} is 0, and another number is divided by it; set a positive number"
+        ) from error
     except Exception as error:
         raise UserError(f"model.config: {_extract_reason(error)}") from error
 
@@ -284,7 +286,7 @@ def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) 
     for key in _ROPE_KEYS:
         if key in values and rope and not any(scope.get(key) == values[key] for scope in scopes):
             raise UserError(
-                f"model.config.{key}: has no effect on {type(config).__name__}; set it in "
+                f"model.config.{key}: has no effect on {type(config).__name__}; set {key} in "
                 "model.config.rope_parameters"
             )
 
@@ -374,7 +376,7 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
-            raise UserError(f"{key}: {name} is {size}; it must be at least 1")
+            raise UserError(f"{key}: {name} is {size}; set at least 1")
     try:
         model = _build_unchecked_model(config, settings, settings.attention)
     except Exception as error:  # invalid sizes and names raise exceptions of any class
@@ -744,13 +746,12 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
             is_composite or _mentions_forward_argument(model, error)
         ):
             raise UserError(
-                f"{key}: {name} requires other inputs besides text ({to_one_line(error)}); choose another "
-                "model"
+                f"{key}: {name} requires inputs other than text ({to_one_line(error)}); choose another model"
             ) from error
         if isinstance(error, RuntimeError) and is_composite and _SHAPES_DISAGREE.search(str(error)):
             reason = textwrap.shorten(to_one_line(error), 100, placeholder=" ...")
             raise UserError(
-                f"{key}: {name} does not run on text alone ({reason}); choose another model"
+                f"{key}: {name} does not run on only text ({reason}); choose another model"
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
@@ -811,7 +812,7 @@ def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunC
                 "rows,"
             )
         raise UserError(
-            f"data.tokenizer: it has {tokenizer_size} tokens, but the model's vocabulary has "
+            f"data.tokenizer: the tokenizer has {tokenizer_size} tokens, but the model's vocabulary has "
             f"{vocabulary_size}; {remedy} or choose another tokenizer"
         )
 
@@ -883,7 +884,9 @@ def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | N
             remedy = "or raise model.config.max_position_embeddings"
         else:  # a pretrained position table has a fixed size
             remedy = "or name a model with more positions in model.name_or_path"
-        raise UserError(f"{key}: {seq_len} tokens exceed the model's {bound} positions; lower it, {remedy}")
+        raise UserError(
+            f"{key}: {seq_len} tokens exceed the model's {bound} positions; lower {key}, {remedy}"
+        )
 
 
 def _count_reserved_positions(model: nn.Module) -> int:

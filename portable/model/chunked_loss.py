@@ -192,7 +192,7 @@ def install_chunked_head(model: nn.Module, chunk_tokens: int | Literal["auto"]) 
     require(
         can_replace or chunk_tokens == "auto",
         f"memory.loss_chunk_tokens: {type(model).__name__} does not return its head's logits unchanged; set "
-        "it to auto or 0",
+        "memory.loss_chunk_tokens to auto or 0",
     )
     if not can_replace:
         return None

@@ -46,11 +46,11 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
     name, kernel = type(model).__name__, get_attention_kernel(text)
     require(
         text is model.config and text.model_type not in MASK_READING_TYPES,
-        f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
+        f"{KEY}: {name} has attention that cannot be divided among ranks; set {KEY} to 1",
     )
     require(
         kernel == "sdpa" or "flash" in kernel,
-        f"{KEY}: works with sdpa and flash attention, and {name} runs with {kernel}; set it to 1",
+        f"{KEY}: works only with sdpa and flash attention, but {name} runs with {kernel}; set {KEY} to 1",
     )
     has_router_loss = getattr(text, "output_router_logits", False)
     require(
@@ -61,8 +61,8 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
     )
     require(
         not has_router_loss or _has_mixtral_signature(get_module_namespace(model).get(ROUTER_LOSS_FUNCTION)),
-        f"{KEY}: the router loss of {name} needs whole sequences; set "
-        "model.config.output_router_logits to false",
+        f"{KEY}: the router loss of {name} needs complete sequences; set model.config.output_router_logits "
+        "to false",
     )
     check_document_separation(model, KEY, seq_len=config.data.seq_len)
 

@@ -129,13 +129,15 @@ def check_document_separation(model: PreTrainedModel, key: str = "data.packing",
     if kernel not in _MASKED_KERNELS and (
         _find_mask_function(kernel) is not _find_mask_function("flash_attention_2") or "flash" not in kernel
     ):
-        raise UserError(f"{key}: attention {kernel} keeps no texts apart; set model.attention to sdpa")
+        raise UserError(
+            f"{key}: attention {kernel} does not keep packed texts apart; set model.attention to sdpa"
+        )
     reason = explain_document_mixing(config, seq_len)
     if reason is None and not _makes_only_causal_masks(model):
         reason = "attends in both directions; set is_decoder: true in its config"
     if reason is None:
         return
-    remedy = "set data.packing to true or false" if key == "data.packing" else "set it to 1"
+    remedy = "set data.packing to true or false" if key == "data.packing" else f"set {key} to 1"
     raise UserError(f"{key}: {type(model).__name__} {reason}; {remedy}")
 
 

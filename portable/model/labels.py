@@ -58,7 +58,7 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
         return None
     if problem_type not in PROBLEM_TYPES:
         raise UserError(
-            f"{settings.setting_key}: problem_type is {problem_type!r}; it may be {', '.join(PROBLEM_TYPES)}"
+            f"{settings.setting_key}: problem_type is {problem_type!r}; use one of {', '.join(PROBLEM_TYPES)}"
         )
     problem: ProblemType = problem_type
     return problem

@@ -64,6 +64,6 @@ class ShardReadGuard(TorchFunctionMode):
 
     def _build_error(self, remedy: str) -> UserError:
         return UserError(
-            f"{self._key}: reads a parameter outside of the model's forward pass, where a rank has a part "
-            f"of it; {remedy}"
+            f"{self._key}: reads a parameter outside of the model's forward pass, when each rank has only a "
+            f"shard of it; {remedy}"
         )

@@ -60,15 +60,16 @@ def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
     text = config.get_text_config()
     require(
         text is config and config.model_type in TENSOR_PARALLEL_TYPES,
-        f"{KEY}: {name} is not among the models whose results on shared layers equal one rank's; set it to 1",
+        f"{KEY}: {name} is not among the models whose results are known to be the same with tensor-parallel "
+        f"ranks; set {KEY} to 1",
     )
     for parameter, value in model.named_parameters() if has_peft_adapter(model) else ():
         require(
             not value.requires_grad or ".lora_A." in parameter or ".lora_B." in parameter,
-            f"{KEY}: of adapters works with LoRA's matrices only, and {parameter} is trained; set it to 1",
+            f"{KEY}: an adapter may train only LoRA matrices, but {parameter} is trained; set {KEY} to 1",
         )
     sharded_dims = map_sharded_dims(model, num_ranks)
-    require(bool(sharded_dims), f"{KEY}: {name} has no layers that ranks can share; set it to 1")
+    require(bool(sharded_dims), f"{KEY}: {name} has no layers that can be sharded; set {KEY} to 1")
     head_counts = {"heads": text.num_attention_heads}
     if any(part in _KEY_PROJECTIONS for parameter in sharded_dims for part in parameter.split(".")):
         for config_key in ("num_key_value_heads", "num_global_key_value_heads"):
@@ -150,7 +151,7 @@ def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
     try:
         plan = build_tensor_parallel_plan(model, num_ranks)
     except ValueError as error:
-        raise UserError(f"{KEY}: {type(model).__name__}: {to_one_line(error)}; set it to 1") from error
+        raise UserError(f"{KEY}: {type(model).__name__}: {to_one_line(error)}; set {KEY} to 1") from error
     modules = dict(model.named_modules())
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     end_names = {name for name, module in modules.items() if any(module is end for end in ends)}
@@ -158,16 +159,16 @@ def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
     for name, style in plan.items():
         require(
             style in (*_COLUMN_STYLES, *_ROW_STYLES, _EXPERT_STYLE, *_UNSHARDED_STYLES),
-            f"{KEY}: {type(model).__name__} has a plan with {style} for {name}, which cannot be carried out; "
-            "set it to 1",
+            f"{KEY}: {type(model).__name__} has a plan with {style} for {name}, which is not supported; set "
+            f"{KEY} to 1",
         )
     for name, module in modules.items():
         layer, _, child = name.rpartition(".")
         if child in _HEAD_NORMS and plan.get(f"{layer}.q_proj") == "colwise":
             require(
                 all(parameter.dim() == 1 for parameter in module.parameters()),
-                f"{KEY}: {type(model).__name__} has a norm for each head ({name}), which is not cut; "
-                "set it to 1",
+                f"{KEY}: {type(model).__name__} has a norm for each head ({name}), which the plan does not "
+                f"shard; set {KEY} to 1",
             )
             plan.setdefault(name, PARTLY_USED_STYLE)
         if child == "q_proj" and plan.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank

@@ -147,7 +147,8 @@ class TrainingLoss:
         if self.needs - {LOGITS, *STATISTICS}:
             names = ", ".join(STATISTICS)
             raise UserError(
-                f"{key}: its attribute needs is {needs!r}; set it to 'logits', or some of {names}"
+                f"{key}: its attribute needs is {needs!r}; set the attribute to 'logits', or to some of "
+                f"{names}"
             )
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
@@ -238,10 +239,10 @@ class TrainingLoss:
     def explain_unequal_weights(self, weight_ratio: float) -> str:
         """Describe the error that the returned weights are ``weight_ratio`` times the declared weights."""
         declared = (
-            "the number of labels that are not -100" if self._weight is None else "what its weight() says"
+            "the number of labels that are not -100" if self._weight is None else "the result of its weight()"
         )
         remedy = (
-            "give it weight(batch), computed from the batch alone" if self._weight is None else "correct it"
+            "define weight(batch), computed only from the batch" if self._weight is None else "correct it"
         )
         return f"{self.key}: the weights that it returns are {weight_ratio:.6g} times {declared}; {remedy}"
 
@@ -336,7 +337,7 @@ class TrainingLoss:
         if abs(total - sum_of_parts) > 1e-2 * max(abs(total), abs(sum_of_parts), 1e-6):
             raise UserError(
                 f"{self.key}: is {total:.6g} for a micro-batch and {sum_of_parts:.6g} for its two halves "
-                "together; the loss must be a sum over rows, not a mean"
+                "together; return a sum over rows, not a mean"
             )
 
 
@@ -358,10 +359,13 @@ def _find_result_problem(value: Any, device: torch.device) -> str | None:
         )
     total, weight, metrics = value if len(value) == 3 else (*value, {})
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        return f"the third value is no mapping of names to sums: {metrics!r:.60}"
+        return f"the third value is not a mapping of names to sums: {metrics!r:.60}"
     for name, number in {"the sum": total, "weight": weight, **metrics}.items():
         if (shape := tuple(getattr(number, "shape", ()))) != ():
-            return f"{name} has shape {list(shape)}, but is one number a micro-batch; add it up with .sum()"
+            return (
+                f"{name} has shape {list(shape)}, but must be one number per micro-batch; add up its "
+                "elements with .sum()"
+            )
         if not isinstance(number, torch.Tensor | float | int):
             return f"{name} is a {type(number).__name__}, not a number"
     if not isinstance(total, torch.Tensor):
@@ -482,5 +486,5 @@ def build_training_loss(config: RunConfig) -> TrainingLoss | None:
             "rejected: NAME}"
         )
     if getattr(loss, "whole", False) and config.data.packing and data_format != "auto":
-        raise UserError(f"{key}: needs whole sequences; set data.packing to false")
+        raise UserError(f"{key}: needs complete sequences; set data.packing to false")
     return TrainingLoss(key, loss, in_evaluation=train.loss is not None, sources=sources)

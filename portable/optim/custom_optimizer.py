@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 KEY = "train.optimizer"
 
 
-class OptimizerFactory(Protocol):
+class MakesOptimizer(Protocol):
     """Class such as ``torch.optim.NAdam``, or function that returns an optimizer, for ``train.optimizer``.
 
     ``step()`` updates every parameter with a gradient in place. The trainer sets the learning rate
@@ -136,8 +136,8 @@ class CustomOptimizer:
         pairs = zip(on_shards, _run_trial_steps(settings, _build_trial_values()), strict=True)
         require(
             all(torch.allclose(result, expected, rtol=1e-4, atol=1e-6) for result, expected in pairs),
-            f"{self.key}: gives other results on shards (DTensors) than on whole tensors; use "
-            "strategy no_shard",
+            f"{self.key}: gives other results on shards (DTensors) than on complete tensors; use strategy "
+            "no_shard",
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -250,7 +250,8 @@ class CustomOptimizer:
         for parameter in self.state:
             require(
                 isinstance(parameter, torch.Tensor) and parameter in self._names,
-                f"{self.key}: has state for {parameter!r}, which is no parameter; keep it with a parameter",
+                f"{self.key}: has state for {parameter!r}, which is not a parameter; store it as the state "
+                "of a parameter",
             )
         states = {p: self.to_plain_state(p, values) for p, values in self.state.items() if values}
         self._check_state_equal_across_ranks(states)
@@ -311,7 +312,8 @@ class CustomOptimizer:
             require(
                 not shape or tuple(shape) == tuple(parameter.shape),
                 f"{self.key}: creates the state {name!r} of {self._names[parameter]}, of shape "
-                f"{list(shape)}, after its first step, so that its sharding is unknown; create it there",
+                f"{list(shape)}, after its first step, so its sharding is unknown; create the state in the "
+                "first step",
             )
             state[name] = torch.zeros_like(parameter) if shape else 0.0
         return state
@@ -440,16 +442,17 @@ def check_custom_optimizer(config: RunConfig) -> None:
     for argument, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         require(
             argument not in getattr(make, "keywords", {}),
-            f"{key}: {argument} is set by train.{setting}; give it there",
+            f"{key}: {argument} is set by train.{setting}; use train.{setting} instead",
         )
     for setting in ("betas", "eps"):
         require(
             not config.is_set(f"train.{setting}"),
-            f"train.{setting}: has no effect with {key}; give it as an argument, as in {name}({setting}=...)",
+            f"train.{setting}: has no effect with {key}; pass the value as an argument, as in "
+            f"{name}({setting}=...)",
         )
     require(
         "weight_decay" in accepted or not (config.is_set("train.weight_decay") and train.weight_decay),
-        f"train.weight_decay: {key} takes no weight_decay; set it to 0",
+        f"train.weight_decay: {key} takes no weight_decay; set train.weight_decay to 0",
     )
     _run_trial_steps(_extract_settings(train), _build_trial_values())
 

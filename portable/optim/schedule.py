@@ -470,7 +470,10 @@ def explain_long_warmup(settings: TrainConfig, total_steps: int) -> str | None:
     if steps <= total_steps or settings.schedule == "WarmupLR":
         return None
     asked = "" if settings.epochs is None else f" (train.epochs {settings.epochs:g})"
-    return f"train.warmup_steps {steps} exceeds train.steps {total_steps}{asked}; lower it or train longer"
+    return (
+        f"train.warmup_steps {steps} exceeds train.steps {total_steps}{asked}; lower train.warmup_steps or "
+        "train longer"
+    )
 
 
 def list_schedule_params(schedule_name: str) -> tuple[str, ...]:

@@ -168,8 +168,8 @@ def _check_schedule_reaches_step(newest: AnyPath, changes: list[SettingChange], 
         assert train.steps is not None  # the schema requires one of the two
         if train.steps < state.step:
             raise UserError(
-                f"train.steps: {newest} is at step {state.step}, after the last of {train.steps}; set it to "
-                f"{state.step} to end the run there, or higher"
+                f"train.steps: {newest} is at step {state.step}, after the last of {train.steps}; set "
+                f"train.steps to {state.step} to end the run there, or to a higher step"
             )
     elif any(change.key == "train.global_batch_size" for change in changes):
         raise UserError(

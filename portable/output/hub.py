@@ -48,7 +48,9 @@ class HubRepository:
         try:
             validate_repo_id(self.name)
         except HFValidationError as error:
-            hint = "" if repo else "the last part of output_dir is no name of a repository; set hub.repo: "
+            hint = (
+                "" if repo else "the last part of output_dir is not a valid repository name; set hub.repo: "
+            )
             raise UserError(f"hub.repo: {hint}{to_one_line(error)}") from error
 
     def check_access(self) -> None:
@@ -67,8 +69,8 @@ class HubRepository:
             error := self._find_connection_error(partial(self._check_repository_access, HfApi()))
         ) is not None:
             print_status(
-                f"warning: hub.push: the hub does not answer ({_format_reason(error)}); the run goes on, and "
-                "tries again when it uploads"
+                f"warning: hub.push: the hub does not answer ({_format_reason(error)}); the run continues, "
+                "and tries again when it uploads"
             )
 
     def create_repository(self) -> None:
@@ -191,7 +193,7 @@ class HubRepository:
             return error
         if isinstance(error, RepositoryNotFoundError):
             return UserError(
-                f"hub.repo: {self.name}: there is none, or the token may not see it; {_TOKEN_HINT}"
+                f"hub.repo: {self.name}: does not exist, or the token may not read it; {_TOKEN_HINT}"
             )
         if not isinstance(error, HfHubHTTPError):
             return None
@@ -199,7 +201,7 @@ class HubRepository:
         if status >= 500 or status in _RETRIED_STATUS_CODES:
             return None
         if status == 401:
-            return UserError(f"hub.push: the hub does not know the token; {_TOKEN_HINT}")
+            return UserError(f"hub.push: the hub does not accept the token; {_TOKEN_HINT}")
         if status == 403:
             return UserError(f"hub.repo: the token may not write to {self.name}; {_TOKEN_HINT}")
         return UserError(f"hub.push: {self.name}: {_format_reason(error)}")

@@ -147,10 +147,13 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
             if the run fits on none of the machines.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", options["budget"])
-    require(match is not None, f"--budget: {options['budget']!r} is not an amount of money; write 50")
+    require(
+        match is not None,
+        f"--budget: {options['budget']!r} is not an amount of money; write a number, such as 50",
+    )
     assert match is not None
     budget = float(match[1])
-    require(budget > 0, f"--budget: {options['budget']!r} buys nothing; write 50")
+    require(budget > 0, f"--budget: {options['budget']!r} buys nothing; write a larger number, such as 50")
     for name in ("devices", "device_memory", "host_memory", "compile"):
         flag = f"--{name.replace('_', '-')}"
         require(not options.get(name), f"{flag}: has no effect with --budget; remove one of the two")
@@ -188,7 +191,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
                 break
     require(
         bool(rows),
-        f"--budget: none of {', '.join(prices)} holds the run on up to {_DEVICE_COUNTS[-1]} devices",
+        f"--budget: none of {', '.join(prices)} has enough memory for the run on up to {_DEVICE_COUNTS[-1]} "
+        "devices; name larger devices in --price-per-hour",
     )
     rows.sort(key=lambda row: float(row["cost"].likely))
     if options.get("json"):
@@ -210,11 +214,11 @@ def _check_compile_options(options: dict[str, Any]) -> None:
     compiles = options.get("compile")
     require(
         compiles or "topology" not in options,
-        "--topology: has an effect only with --compile; add it, or leave both out",
+        "--topology: has an effect only with --compile; add --compile, or leave both out",
     )
     require(
         compiles or not options.get("only_memory"),
-        "--only-memory: has an effect only with --compile; add it",
+        "--only-memory: has an effect only with --compile; add --compile",
     )
 
 

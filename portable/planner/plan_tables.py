@@ -298,7 +298,7 @@ def list_changed_settings(planner: Planner, option: PlanOption) -> list[str]:
     """List the settings of an option, except for its strategy, that differ from the config."""
     changes = []
     if option.micro_batch != planner.micro_batch:
-        changes.append(f"train.micro_batch_size {option.micro_batch} in place of {planner.micro_batch}")
+        changes.append(f"train.micro_batch_size {option.micro_batch} instead of {planner.micro_batch}")
     if option.recompute != planner.config.memory.activation_checkpointing:
         changes.append(f"memory.activation_checkpointing {option.recompute}")
     return changes

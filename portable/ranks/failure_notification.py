@@ -74,7 +74,7 @@ class PeerFailure:
 
     def describe(self) -> str:
         """Return one line that names the rank, its host and its error."""
-        message = self.message or "its process was killed or has crashed; the log of its node may say why"
+        message = self.message or "its process was killed or has crashed; the log of its node may show why"
         return f"rank {self.rank} on {self.host} failed first: {message}"
 
     def to_error(self) -> ReportedElsewhereError:

@@ -33,7 +33,7 @@ def raise_open_file_limit(world_size: int) -> None:
     if limit != resource.RLIM_INFINITY and limit < needed and world_size > 1:
         raise UserError(
             f"RLIMIT_NOFILE: {world_size} ranks need up to {needed} open files and sockets per process, but "
-            f"the hard limit is {limit}; raise it on every node (root: ulimit -Hn {needed}; systemd: "
+            f"the hard limit is {limit}; raise the limit on every node (root: ulimit -Hn {needed}; systemd: "
             f"LimitNOFILE={needed}; docker run --ulimit nofile={needed}), or use fewer ranks"
         )
 

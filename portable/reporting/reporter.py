@@ -354,8 +354,8 @@ class RunReporter(Callback):
             first, paused = self.speed.first_step_seconds, self.speed.excluded_seconds
             rows[0] = (
                 "time",
-                f"{format_time(seconds)}, of which first step {format_time(first)}, "
-                f"evaluations and saves {format_time(paused)}",
+                f"{format_time(seconds)}, including the first step {format_time(first)}, evaluations and "
+                f"saves {format_time(paused)}",
             )
             rows.append(("samples/s", f"{rate:,.2f}"))
             after = " in the steps after the first" if self.speed.num_steps > 1 else ""
@@ -433,4 +433,4 @@ class RunReporter(Callback):
                     function(tracker)
             except UserError as error:
                 self._trackers.remove(tracker)
-                self.print_on_rank0(f"warning: {error}; the run goes on without it")
+                self.print_on_rank0(f"warning: {error}; the run continues without it")

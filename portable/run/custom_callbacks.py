@@ -72,8 +72,8 @@ class CustomCallback(Callback):
             for parameter, version in versions_after.items()
         ):
             raise UserError(
-                f"{name}: changes parameters of the model, which ranks and the optimizer do not know of; use "
-                "model.function, train.loss or train.optimizer"
+                f"{name}: changes parameters of the model, which other ranks and the optimizer do not "
+                "notice; use model.function, train.loss or train.optimizer"
             )
 
 
@@ -97,7 +97,7 @@ def load_custom_callbacks(names: Sequence[str]) -> dict[str, CustomCallback]:
         unknown_hooks = [hook for hook in dir(custom) if hook.startswith("on_") and hook not in HOOKS]
         if unknown_hooks:
             raise UserError(
-                f"train.callbacks: {name}: there is no {unknown_hooks[0]}; there are {', '.join(HOOKS)}"
+                f"train.callbacks: {name}: there is no hook {unknown_hooks[0]}; use one of {', '.join(HOOKS)}"
             )
         callbacks[_format_callback_name(name)] = CustomCallback(_format_callback_name(name), custom)
     return callbacks

@@ -94,18 +94,16 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
     available = [_format_metric_key(name, evaluated) for evaluated in sources for name in names or ("loss",)]
     is_custom = names is None and metric.startswith(EVALUATION_PREFIX) and source in sources
     if metric not in available and not is_custom:
-        custom_hint = "" if names is not None else ", and those of your own metrics"
+        custom_hint = "" if names is not None else ", and the values of custom metrics"
         raise UserError(
-            f"checkpoint.best_metric: no evaluation of this run has {metric}; it has "
+            f"checkpoint.best_metric: no evaluation of this run has {metric}; use one of "
             f"{', '.join(available)}{custom_hint}"
         )
     mode = (
         metrics.get_better_direction(metric_name) if checkpoint.best_mode == "auto" else checkpoint.best_mode
     )
     if mode is None:
-        raise UserError(
-            f"checkpoint.best_mode: nothing tells whether a higher {metric} is better; set min or max"
-        )
+        raise UserError(f"checkpoint.best_mode: the better direction of {metric} is unknown; set min or max")
     threshold = config.train.early_stopping_threshold
     return BestTracker(metric, mode, checkpoint.keep_best or 0, patience, threshold)
 
@@ -201,7 +199,7 @@ class EvaluationCallback(Callback):
 def describe_early_end(run: Run) -> str:
     """Describe why a run has ended before its last step: a callback, or early stopping."""
     if run.is_stop_requested:
-        return f"ended at step {run.step}, as a callback asked"
+        return f"ended at step {run.step}, as a callback requested"
     eval_history = run.progress.eval_history
     mark = "" if eval_history.mark is None else f" beyond {eval_history.mark:.4f}"
     return (

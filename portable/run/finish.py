@@ -192,7 +192,7 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
         prompt = build_sample_prompt(prepared)
     except Exception as error:  # templates are not part of this program, and may raise anything
         reporter.print_on_rank0(
-            f"warning: log.sample_prompt: the chat template cannot ask it: {to_one_line(error)}"
+            f"warning: log.sample_prompt: the chat template cannot render it: {to_one_line(error)}"
         )
         return
     max_positions = get_max_positions(prepared.model_config)
@@ -213,8 +213,8 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
     start, rest = text[0, : prompt.shape[1]], text[0, prompt.shape[1] :]
     decode_tokens = partial(decode, prepared.data.tokenizer)
     reporter.print_on_rank0(
-        f"\n--- prompt\n{decode_tokens(start.tolist())}\n--- the model goes "
-        f"on\n{decode_tokens(rest.tolist())}\n---\n"
+        f"\n--- prompt\n{decode_tokens(start.tolist())}\n--- the model "
+        f"continues\n{decode_tokens(rest.tolist())}\n---\n"
     )
 
 
@@ -357,7 +357,9 @@ def finish_run(
     for line in upload_problems:
         reporter.print_on_rank0(f"warning: {line}")
     if not run.is_complete:
-        reporter.print_on_rank0(f"stopped at step {run.step} of {prepared.steps}, as train.stop_after says")
+        reporter.print_on_rank0(
+            f"stopped at step {run.step} of {prepared.steps}, as train.stop_after requires"
+        )
     if uploads is not None:  # old checkpoints were kept until their upload ended
         run.checkpoints.delete_old_checkpoints({step for step, _ in run.progress.eval_history.best})
 

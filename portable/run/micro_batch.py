@@ -290,7 +290,10 @@ def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -
         failed_sequences: Sequences of a micro-batch on each device that did not fit.
     """
     try:
-        fitting = f"{find_largest_micro_batch(search, below_size=failed_sequences)} fits; set it to that, or"
+        fitting = (
+            f"{find_largest_micro_batch(search, below_size=failed_sequences)} fits; set "
+            "train.micro_batch_size to this number, or"
+        )
     except Exception:  # the device may be in any state, but the settings to change are known
         fitting = "no smaller number was found to fit;"
     text = f"{fitting} use {describe_memory_remedies(search.config, search.world)}"

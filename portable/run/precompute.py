@@ -286,7 +286,7 @@ class PrecomputedTable:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a data worker. The worker opens the file itself."""
-        return {"folder": self.folder, "_opened": None}
+        return {"folder": self.folder, "_contents": None}
 
     def open_contents(self) -> TableContents:
         """Open the table, if it is not open yet.

@@ -243,7 +243,7 @@ def _add_classes_to_model_config(
         find_known_classes(model_config, config.model),
     )
     if problem is None and classes.problem_type != SINGLE_LABEL:
-        notes.append(f"note: problem_type is {classes.problem_type}, as the labels and num_labels have it")
+        notes.append(f"note: problem_type is {classes.problem_type}, inferred from the labels and num_labels")
     if model_classes is not None and model_classes.would_rename_classes(data.label_names):
         notes.append(
             f"note: {model_classes.setting_key} does not name its classes; they are taken for "
@@ -286,13 +286,13 @@ def build_start_notes(
         lines.append(f"note: the model takes over the tokenizer's special tokens: {special_tokens_text}")
     if getattr(model_config, "disable_ngram_loss", None) is False:
         lines.append(
-            "note: the model is trained on the next token alone, as with disable_ngram_loss; "
-            "transformers adds losses of the tokens after it"
+            "note: the model is trained only on the next token, as with disable_ngram_loss; transformers "
+            "adds losses of the tokens after it"
         )
     if enables_router_loss_by_default(model_config, resolved.config.model):
         coefficient = model_config.get_text_config().router_aux_loss_coef
         lines.append(
-            "note: the loss has the model's router loss, weighed by its router_aux_loss_coef "
+            "note: the loss has the model's router loss, weighted by its router_aux_loss_coef "
             f"{coefficient:g}, as in TRL; model.config.output_router_logits: false leaves it out"
         )
     if assembled.adapter is not None and resolved.config.model.from_scratch:
@@ -327,7 +327,7 @@ def build_start_notes(
     if data.train_samples is not None and 0 < data.train_samples < global_batch_size:
         lines.append(
             f"note: train.global_batch_size: a step takes {global_batch_size} samples and the data has "
-            f"{data.train_samples}: each comes more than once in a step"
+            f"{data.train_samples}: each sample occurs more than once in a step"
         )
     lines += [f"warning: {warning}" for warning in data.warnings]
     return lines

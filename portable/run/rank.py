@@ -231,7 +231,7 @@ def _check_all_ranks_agree(prepared: PreparedRun, output: RunOutput) -> None:
     facts = {
         "output_dir": output.agreed_location,
         "the text of data.source (its fingerprint)": prepared.data.fingerprint,
-        "the code of your own": compute_custom_code_digests(prepared.config),
+        "the custom code": compute_custom_code_digests(prepared.config),
         "the text of data.eval (its fingerprints)": dict(prepared.data.eval_fingerprints),
     }
     facts |= {f"the commit of the {name} on the hub": commit for name, commit in get_revisions_read().items()}
@@ -288,18 +288,18 @@ def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError |
         latest = open_checkpoints(output.place).find_latest()
         return RunError(
             f"output_dir: {output.work_folder} cannot be written to: {error.strerror}; free some space and "
-            f"run the same command to go on; last good checkpoint: {latest or 'none'}"
+            f"run the same command to continue; last good checkpoint: {latest or 'none'}"
         )
     if error.errno in _DISK_ERRNOS:
         latest = open_checkpoints(output.place).find_latest()
         return RunError(
             f"output_dir: {output.work_folder} cannot be written to: {error.strerror}; check the file system "
-            f"and run the same command to go on; last good checkpoint: {latest or 'none'}"
+            f"and run the same command to continue; last good checkpoint: {latest or 'none'}"
         )
     # The path is not a regular file but a link, a folder or a device.
     path = str(error.filename or "")
     if error.errno in _WRONG_FILE_TYPE_ERRNOS and path.startswith(f"{output.work_folder}{os.sep}"):
-        return UserError(f"output_dir: {path} cannot be written to: {error.strerror}; move it away")
+        return UserError(f"output_dir: {path} cannot be written to: {error.strerror}; move that path away")
     return None
 
 

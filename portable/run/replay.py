@@ -85,7 +85,7 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
     """
     backend = run.backend
     if not 1 <= step <= run.steps:
-        raise UserError(f"--replay: {step} is no step of this run, which has {run.steps:,}")
+        raise UserError(f"--replay: {step} is not a step of this run, which has {run.steps:,}")
     source = _find_checkpoint_before(run, step)
     check_ranks_agree(
         backend, {"the checkpoint to replay from": source.name if source is not None else "none"}
@@ -93,7 +93,9 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
     restored = restore_run(run, source)
     engine, progress = restored.engine, restored.progress
     if progress.step >= step:
-        raise UserError(f"--replay: the run begins at {source}, after step {progress.step}; give a later one")
+        raise UserError(
+            f"--replay: the run begins at {source}, after step {progress.step}; give a later step"
+        )
     if backend.rank == 0:
         start = "the start" if source is None else str(source)
         print_status(f"going from {start} to step {step}, which is number {step - progress.step}")
@@ -322,7 +324,7 @@ def _format_replay_report(
     if bad:
         lines.append(
             f"gradients that are not finite: of {len(bad)} of {len(names)} parameters; the last in the "
-            f"model, which the backward pass comes to first: {bad[-1]}"
+            f"model, which the backward pass reaches first: {bad[-1]}"
         )
     elif all(math.isfinite(micro_batch.loss) for micro_batch in micro_batches):
         lines.append(

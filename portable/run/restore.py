@@ -220,7 +220,7 @@ def _set_damaged_aside(
     for folder, reason in damaged:
         aside = checkpoints.mark_damaged(folder)
         why = to_one_line(reason or "another rank could not read it")
-        print_status(f"warning: {why}; set aside as {aside}, going on from {used_checkpoint}")
+        print_status(f"warning: {why}; set aside as {aside}, continuing from {used_checkpoint}")
 
 
 def _adopt_external(prepared: PreparedRun, source: AnyPath) -> AdoptedCheckpoint | None:
@@ -246,7 +246,7 @@ def _adopt_external(prepared: PreparedRun, source: AnyPath) -> AdoptedCheckpoint
     if backend.reduce_any(error is not None):
         raise error or RunError(f"checkpoint.resume: {source} could not be read by another rank")
     if adopted is not None:
-        check_ranks_agree(backend, {f"where {source.name} stands": [adopted.step, adopted.samples]})
+        check_ranks_agree(backend, {f"the position of {source.name}": [adopted.step, adopted.samples]})
         if backend.rank == 0:
             for warning in adopted.warnings:
                 print_status(f"warning: {warning}")
@@ -306,9 +306,9 @@ def load_checkpoint(
             same_data = state.data == prepared.data.fingerprint
             if not same_data and same_folder:
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained on other tokens, or in other shares, than "
-                    f"those of {prepared.data.sizes.source} here; give the same files, tokenizer, template "
-                    "and data.train_on, or choose another output_dir and start there from this run with "
+                    f"checkpoint.resume: {source} was trained on other tokens, or in other proportions, than "
+                    f"{prepared.data.sizes.source} here; give the same files, tokenizer, template and "
+                    "data.train_on, or choose another output_dir and start there from this run with "
                     f"--checkpoint.resume {source}"
                 )
             if not same_data:
@@ -461,8 +461,8 @@ def _load_start_weights(
         weights = blueprint.build_lazy_weights(config.seed)
         if blueprint.recording_failure is not None and prepared.backend.rank == 0:
             print_status(
-                "note: every rank computes the initial weights of the whole model, because its construction "
-                f"cannot be recorded ({blueprint.recording_failure})"
+                "note: every rank computes the initial weights of the complete model, because its "
+                f"construction cannot be recorded ({blueprint.recording_failure})"
             )
         return weights
 

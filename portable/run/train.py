@@ -111,7 +111,7 @@ def train_in_output(
             if stopped:
                 reporter.record_event("stop", run.progress)
                 reporter.print_on_rank0(
-                    f"stopped at step {run.step}, checkpoint saved; run the same command to go on"
+                    f"stopped at step {run.step}, checkpoint saved; run the same command to continue"
                 )
                 return EXIT_STOPPED
             if run.progress.has_ended:
@@ -163,7 +163,7 @@ def _open_output_and_restore(
     checkpoints = output.open_checkpoints(keep=config.checkpoint.keep)
     source = choose_resume_source(config, checkpoints)
     check_ranks_agree(
-        backend, {"the checkpoint to go on from": source.name if source is not None else "none"}
+        backend, {"the checkpoint to continue from": source.name if source is not None else "none"}
     )
     restored = restore_run(prepared, source, checkpoints)
     # Forget best checkpoints that do not exist here, because the run started from another folder or because a

@@ -165,4 +165,4 @@ class HubUploadCallback(Callback):
                 to_one_line(error),
             )
         if first:
-            print_status(f"warning: hub.push: {self._last_failure}; the run goes on")
+            print_status(f"warning: hub.push: {self._last_failure}; the run continues")

@@ -1,4 +1,4 @@
-"""For benchmarks that start processes."""
+"""Fixtures for benchmarks that start processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.zygote import Zygote
 
 @pytest.fixture(autouse=True)
 def little_to_collect() -> None:
-    """What is there by now is not looked through again whenever a benchmark collects garbage."""
+    """Exclude all present objects from the garbage collections of benchmarks."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def quick_python(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of Python that a benchmark starts have everything loaded: what they take is not looked at."""
+    """Let the Python processes of a benchmark start with all modules loaded. Their times are not checked."""
     monkeypatch.setattr(sys, "executable", str(zygote.folder / "python"))

@@ -1,6 +1,6 @@
-"""The benchmarks still run, tiny and on the CPU, and what they compare still agrees. Times are not looked at.
+"""The benchmarks still run, tiny and on the CPU, and their comparisons still agree. Times are not checked.
 
-Of each program one row is always run, the others with ``--all``: they share its loops and its tables.
+One row of each program is always run. The other rows share its loops and tables, and run with ``--all``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.train_overhead import BASELINE, SAME_LOSS
 from tests.ranks import RankPool
 
 
-def test_every_program_is_listed() -> None:
+def test_benchmark_programs_are_listed() -> None:
     folder = Path(benchmarks.__file__).parent
     programs = {path.stem for path in folder.glob("*.py") if "argparse.Arg" in path.read_text("utf-8")}
     assert set(PROGRAMS) == programs - {"convert_make", "harness"}
@@ -40,7 +40,7 @@ def test_every_program_is_listed() -> None:
         ),
     ],
 )
-def test_conversions_agree_with_the_frameworks(
+def test_convert_benchmark_agrees_with_frameworks(
     kind: str, peers: set[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "runs.json"
@@ -53,7 +53,7 @@ def test_conversions_agree_with_the_frameworks(
 
 
 @pytest.mark.exhaustive
-def test_saving_and_profile(
+def test_gpu_benchmark_measures_saving_and_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "START", "forkserver")
@@ -64,13 +64,13 @@ def test_saving_and_profile(
     assert profile["spent_seconds"]["matrix products"] > 0
     assert saving["state_bytes"] > 3 * saving["parameter_bytes"]  # weights, two moments, and counts of steps
     assert "ms of a step" in capsys.readouterr().out
-    assert gpu.main(given) == 0  # what the file has is not measured again
+    assert gpu.main(given) == 0  # values in the file are not measured again
     assert json.loads((tmp_path / "gpu.json").read_text())["parts"] == parts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["llama-1.2b", pytest.param("qwen3-moe", marks=pytest.mark.exhaustive)])
-def test_loops_take_turns_on_a_gpu(
+def test_gpu_benchmark_alternates_loops(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "START", "forkserver")
@@ -88,14 +88,14 @@ def test_loops_take_turns_on_a_gpu(
 
 
 @pytest.mark.exhaustive
-def test_checkpoint_scale_opens_what_it_wrote() -> None:
+def test_checkpoint_scale_benchmark_opens_its_checkpoints() -> None:
     row = checkpoint_scale.measure_growth(2, 4)
     assert row["pieces"] == 4 * 6 and row["same world opens, s"] > 0
     steps = checkpoint_scale.train_with_saves("thread", 8, 1, "cpu")
     assert steps["ratio"] > 0 and steps["save, s"] > 0
 
 
-def test_what_learns_something_else_or_does_not_fit_is_told() -> None:
+def test_gpu_benchmark_table_reports_wrong_loss_and_out_of_memory() -> None:
     about: dict[str, Any] = {"case": "x", "tolerance": 1e-5, "planned_memory": None}
     about |= {"tokens_per_second": 1.0, "step_seconds": 1.0, "mfu": 0.5, "peak_memory": 2**30}
     names = gpu.CASES["llama-1.2b"].loops
@@ -115,17 +115,17 @@ def test_what_learns_something_else_or_does_not_fit_is_told() -> None:
         ({"turn_losses": [2.0, 1.6]}, r"loss is 1\.6"),
     ],
 )
-def test_a_loss_that_differs_fails(changes: dict[str, Any], message: str | None) -> None:
+def test_check_losses_rejects_different_loss(changes: dict[str, Any], message: str | None) -> None:
     bare = Result(BASELINE, [[0.1]], [2.0, 1.5], 1.25)
     with nullcontext() if message is None else pytest.raises(AssertionError, match=message):
         check_losses([bare, replace(bare, name="portable-train", **changes)], BASELINE, SAME_LOSS)
 
 
-def test_all_loops_take_the_same_steps(
+def test_train_overhead_loops_take_same_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # those of a tiny step mostly wait for each other
+    torch.set_num_threads(1)  # the threads of a tiny step mostly wait for each other
     path = tmp_path / "times.json"
     flags = "--small --backend cpu --steps 3 --warmup 1 --rounds 2 --control --json"
     try:
@@ -150,12 +150,14 @@ def zero_loops(strategy: str, settings: dict[str, Any]) -> list[Result]:
     return zero.measure(zero.Options(backend="cpu", small=True, **settings), strategy)
 
 
-# The loops are the same whatever the stage, which is DeepSpeed's.
+# The loops do not depend on the stage, which only DeepSpeed implements.
 @pytest.mark.parametrize(
     ("strategy", "count", "offload"),
     [("zero3", 2, False), pytest.param("zero1", 1, True, marks=pytest.mark.exhaustive)],
 )
-def test_loops_of_zero_take_the_same_steps(strategy: str, count: int, offload: bool, ranks: RankPool) -> None:
+def test_zero_benchmark_loops_take_same_steps(
+    strategy: str, count: int, offload: bool, ranks: RankPool
+) -> None:
     pytest.importorskip("deepspeed")
     from benchmarks import zero
 

@@ -1,4 +1,4 @@
-"""The kills still run, and see what is broken. What came of them, the page tells."""
+"""The kill benchmark still runs and detects faults. Its page has the results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tests.zygote import Zygote
 
 
 def kill_forks(run: Run) -> None:
-    """SIGKILL for what stands for the launch here, and for the fork that it is, which would outlive that."""
-    forks = run.processes()  # now: one that is ending shows no files, and still has the lock of the folder
+    """Send SIGKILL to the process of the launch, and to its fork, which would otherwise outlive it."""
+    # now, because an ending process shows no files, but still has the lock of the folder
+    forks = run.processes()
     run.signal(signal.SIGKILL)
     for pid in forks:
         with suppress(ProcessLookupError):
@@ -31,10 +32,10 @@ def kill_forks(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("quick_python")
-def test_a_kill_in_the_middle_of_a_save(
+def test_kills_program_kills_during_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote
 ) -> None:
-    """A rank without a launcher, forked; other blows need both, and real ones."""
+    """The rank is a fork without a launcher. Other kinds of kills need both, and real processes."""
     monkeypatch.setattr(kills, "KINDS", {"saving": kills.KINDS["saving"]})
     monkeypatch.setattr(kills, "FORKS", zygote.folder.name)
     monkeypatch.setattr(kills, "RANKS", 1)
@@ -49,7 +50,7 @@ def test_a_kill_in_the_middle_of_a_save(
 
 @pytest.fixture
 def run(tmp_path: Path, corpus: Path) -> Run:
-    """A complete run, of which two checkpoints are kept."""
+    """Train a complete run with two checkpoints."""
     from portable.run.rank import run_rank
 
     settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": KEEP}
@@ -60,14 +61,14 @@ def run(tmp_path: Path, corpus: Path) -> Run:
 
 
 def look(run: Run, launch: Launch, before: list[int], output: str = "") -> list[str]:
-    """What is found broken in the folder that a launch left."""
+    """Return the faults found in the folder of a launch."""
     looking, outcome = Attack(run, None, random.Random(0)), Outcome("tried")
     looking._complete = before
     looking.look(launch, output, outcome)
     return outcome.broken
 
 
-def test_what_is_broken_is_seen(tmp_path: Path, run: Run) -> None:
+def test_kills_program_detects_faults_of_launch(tmp_path: Path, run: Run) -> None:
     killed = Launch("no_shard", "any", reached=9, code=-9)
     assert look(run, killed, [4, 6]) == []
     assert "steps [7] are gone" in look(run, killed, [6, 7])[0]
@@ -83,7 +84,7 @@ def test_what_is_broken_is_seen(tmp_path: Path, run: Run) -> None:
     assert "step 8 is not whole" in look(run, killed, [6, 8])[0]
 
 
-def test_another_loss_or_a_name_too_many_is_seen(tmp_path: Path, run: Run) -> None:
+def test_kills_program_detects_other_losses_and_files(tmp_path: Path, run: Run) -> None:
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     whole = Run(tmp_path / "b", tmp_path / "b" / "run", 8)
 

@@ -1,4 +1,4 @@
-"""torch tensors against what the converters read, bit for bit; and files changed, and then refused."""
+"""Compare torch tensors with tensors read by the converters, bit for bit, and change files to damage them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from portable.converters.tensors.dtypes import FROM_TORCH
 
 
 def load(path: Path) -> Any:
-    """What torch wrote a moment ago, classes and all."""
+    """Load a file that torch has just written, with all its classes."""
     return torch.load(path, weights_only=False)
 
 
@@ -40,7 +40,7 @@ def content(value: Any) -> Any:
 
 
 def everything(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All values that a conversion with `--optimizer` could write; a tied one under each of its names."""
+    """Return all values that a conversion with `--optimizer` writes, with tied weights under each name."""
     tensors, aliases = checkpoint.tensors, checkpoint.aliases
     found = {name: content(tensor) for name, tensor in tensors.items()}
     found |= {alias: found[owner] for alias, owner in aliases.items()}
@@ -52,7 +52,7 @@ def everything(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def refused(folder: Path) -> str:
-    """The one line that refuses a checkpoint, which names its folder."""
+    """Return the one-line error of a checkpoint, which names its folder."""
     with pytest.raises(CheckpointError) as caught:
         everything(open_checkpoint(folder))
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
@@ -60,7 +60,7 @@ def refused(folder: Path) -> str:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """What lies in a folder: paths, and the bytes of the files."""
+    """Return the bytes of all files in a folder, keyed by path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -69,11 +69,11 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 REFUSALS = (2, 65)
-"""Exit codes for a mistake in the command and for a checkpoint that cannot be used as it is."""
+"""Exit codes for an error in the command and for a checkpoint that is damaged or not supported."""
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: object, code: int | None = None) -> str:
-    """The one line with which the command refuses; it says nothing else."""
+    """Return the one-line error of a command, which prints nothing else."""
     capsys.readouterr()
     returned = main([str(arg) for arg in argv])
     assert returned in (REFUSALS if code is None else [code])
@@ -85,9 +85,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: object, code: int | None
 
 
 def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
-    """What torch, or Orbax, would have saved under this name had the run been another."""
+    """Change the content of a file, and save it as torch or Orbax would."""
     if path.name in (".metadata", "metadata.pkl"):
-        value = pickle.loads(path.read_bytes())  # noqa: S301 - what torch wrote a moment ago
+        value = pickle.loads(path.read_bytes())  # noqa: S301 - written by torch in this test
         change(value)
         path.write_bytes(pickle.dumps(value))
         return
@@ -102,7 +102,7 @@ def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def bits(value: torch.Tensor) -> bytes:
-    """The tensor's elements, row-major."""
+    """Return the bytes of the tensor's elements, row-major."""
     return bytes(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
@@ -116,7 +116,7 @@ def assert_same(ours: Tensor, theirs: torch.Tensor) -> None:
 
 
 def assert_model(checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]) -> None:
-    """Every weight is there, as itself or as the alias of an equal one, and nothing else."""
+    """Check that every weight exists, itself or as an alias of an equal weight, and nothing else."""
     assert set(checkpoint.tensors) | set(checkpoint.aliases) == set(weights)
     for name, value in weights.items():
         assert_same(checkpoint.tensors[checkpoint.aliases.get(name, name)], value)
@@ -125,10 +125,12 @@ def assert_model(checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]) ->
 def assert_state(
     checkpoint: Checkpoint, reference: Mapping[str, Mapping[str, Any]], step: int | None = None
 ) -> OptimizerState:
-    """The optimizer's state, which is that of `reference`: `{name: {state name: value}}`.
+    """Check that the optimizer state equals `reference`: `{name: {state name: value}}`.
 
     Args:
-        step: that of all parameters, where it is beside the state in `reference`.
+        checkpoint: The checkpoint.
+        reference: Expected values by parameter and state name.
+        step: Step of all parameters, if `reference` does not contain it.
     """
     state = checkpoint.optimizer
     assert state is not None
@@ -147,10 +149,13 @@ def assert_state(
 
 
 def assert_optimizer(checkpoint: Checkpoint, reference: Mapping[str, Any], step: int | None = None) -> None:
-    """`reference` is `{"optim": {name: {state name: value}}, "groups": [...]}`.
+    """Check the optimizer state and its groups.
 
     Args:
-        step: that of all parameters, where it is beside the state in `reference`, whose groups list none.
+        checkpoint: The checkpoint.
+        reference: `{"optim": {name: {state name: value}}, "groups": [...]}`.
+        step: Step of all parameters, if `reference` does not contain it. The groups of `reference` are then
+            not compared.
     """
     state = assert_state(checkpoint, reference["optim"], step)
     if step is not None:
@@ -164,7 +169,7 @@ def assert_optimizer(checkpoint: Checkpoint, reference: Mapping[str, Any], step:
 
 
 def live(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What `assert_optimizer` compares with: the state of a live optimizer, by names of parameters."""
+    """Return the state of a live optimizer by parameter name, as `assert_optimizer` expects it."""
     names: dict[Any, str] = {value: name for name, value in model.named_parameters()}
     groups = [
         {
@@ -177,7 +182,7 @@ def live(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 class FileCache:
-    """A folder of files by key, as processes of one node share it.
+    """A folder of files by key, as the processes of one node share it.
 
     Args:
         folder: An existing folder.

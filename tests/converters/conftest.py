@@ -1,4 +1,4 @@
-"""Checkpoints that torch, DeepSpeed and torch_xla wrote, made once a run."""
+"""Checkpoints written by torch, DeepSpeed and torch_xla, once per test session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.converters.samples import MAKERS, ORBAX
 
 
 def made(fixture: str) -> Any:
-    """A folder of checkpoints that the fixture's maker fills once a run, with `<name>.ref.pt` beside each."""
+    """Return a fixture with a folder of checkpoints, each with a file `<name>.ref.pt` of expected values."""
 
     def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if fixture in OF_DEEPSPEED:
@@ -43,17 +43,17 @@ damaged, every_damaged = made("damaged"), made("every_damaged")
 
 @pytest.fixture(scope="session")
 def written_xla(torch_xla: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of PyTorch/XLA checkpoints, with `<name>.ref.pt` beside each."""
+    """Return a folder of PyTorch/XLA checkpoints, each with a file `<name>.ref.pt`."""
     return written_by(MAKERS["written_xla"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def written_universal(deepspeed_written: Path) -> Path:
-    """Some of these runs made universal, with `<name>.2.ref.pt` beside each."""
+    """Return universal checkpoints of some of these runs, each with a file `<name>.2.ref.pt`."""
     return deepspeed_written / "universal"
 
 
 @pytest.fixture(scope="session")
 def orbax_samples() -> Path:
-    """A folder of Orbax's checkpoints, kept beside the tests."""
+    """Return a folder of Orbax checkpoints, which is part of the repository."""
     return ORBAX

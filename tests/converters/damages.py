@@ -1,4 +1,4 @@
-"""Damages of checkpoints that a conversion has to refuse, and the reasons that it has to give."""
+"""Damages of checkpoints that a conversion must reject, and the reasons that it must give."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def repeat(source: int, target: int) -> Callable[[Any], Any]:
 
 
 def repeat_experts(source: int, target: int) -> Damage:
-    """Overwrite an expert, which has tensors of its own, with another expert."""
+    """Overwrite an expert, which has separate tensors, with another expert."""
 
     def apply(state: State, _: dict[str, Any]) -> State:
         changed = {
@@ -161,8 +161,13 @@ _ROWS: tuple[tuple[str, str, Damage, str], ...] = (
     ("cross-attention", "t5", lose("decoder.block.1.layer.1.EncDecAttention.k"), "EncDecAttention.k"),
     ("layer of an unknown type", "custom", lose("layers.2."), "missing between others"),
     ("projection of an unknown type", "custom", lose("layers.2.mlp.down_proj"), "layers.2.mlp.down_proj"),
-    ("embedding of an unknown type", "custom", lose("embed_tokens"), "only one tensor has as many rows"),
-    ("head of an unknown type", "custom", lose("lm_head"), "only one tensor has as many rows"),
+    (
+        "embedding of an unknown type",
+        "custom",
+        lose("embed_tokens"),
+        "only one tensor has this number of rows",
+    ),
+    ("head of an unknown type", "custom", lose("lm_head"), "only one tensor has this number of rows"),
     ("half of a projection of an unknown type", "custom", change("s.1.mlp.down", halve), "differs from"),
     (
         "projection of two layers",

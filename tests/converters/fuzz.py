@@ -1,10 +1,11 @@
-"""Mutated files of every format at scale: what they cost, and whether any ends in a traceback.
+"""Mutate files of every format at scale, and measure time, memory and tracebacks.
 
     python -m tests.converters.fuzz FOLDER [--files 10000] [--only torch] [--seed 0]
 
-Half of the damage is blind; the other half knows the format: a pickle is changed within its zip, whose
-checksums are right. For each format it prints files, refusals, the longest time, the largest growth of
-memory, and tracebacks, whose files it keeps in `work-*/found`.
+Half of the damage is random. The other half follows the format: a pickle is changed within its zip, whose
+checksums are correct. For each format, the program prints the number of files and errors, the longest time,
+the largest growth of memory, and the number of tracebacks. It keeps the files that caused a traceback in
+`work-*/found`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from portable.converters.containers.pickle_reader import to_json_value
 from tests.converters.compare import REFUSALS
 
 LONGEST, LARGEST = 10.0, 300 << 20
-"""What no small file may cost: seconds, and bytes of memory."""
+"""Limits of the cost of a small file: seconds, and bytes of memory."""
 
 _PATIENCE = 60
 _CONVERTED = 20
@@ -43,7 +44,7 @@ _WORDS = [0, 1, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 62, (1 << 64) -
 _LONG = b"\x8a\x1f" + b"\xff" * 30 + b"\x7f"
 _INTEGERS = [b"K\x00", b"K\x01", b"K\x02", b"J\xff\xff\xff\xff", b"J\xff\xff\xff\x7f", b"N", b"\x88", _LONG]
 _INTEGERS += [b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"G\x7f\xf0" + bytes(6), b"G\x7f\xf8" + bytes(6)]
-# What makes another, larger value of the one before.
+# Opcodes that make a larger value of the previous one.
 _AGAIN = b"q\xc8(" + b"h\xc8" * 200 + b"t"
 _GROWN = [b"2\x86" * 60, b"\x85" * 300, _AGAIN * 2, b"\x85cbuiltins\nset\nq\xc90h\xc9", b"2\x86" * 3]
 _GROWN += [b"\x85R", b"0}", b"0]", b"0)"]
@@ -52,7 +53,7 @@ _JSON_VALUES += ["\ud800", [], {}, [[]] * 100, "x" * 5000, [1 << 62] * 60]
 
 
 class Cost(NamedTuple):
-    """What one file came to: whether it was refused, seconds, bytes of memory, and a traceback if any."""
+    """Result for one file: whether it was rejected, seconds, bytes of memory, and a traceback."""
 
     refused: bool
     seconds: float
@@ -65,7 +66,7 @@ class Cost(NamedTuple):
 
 
 def row(name: str, costs: list[Cost]) -> str:
-    """Figures of one format."""
+    """Format the figures of one format."""
     refused, failed = (sum(map(bool, column)) for column in (*zip(*costs, strict=True),)[::3])
     longest, largest = max(cost.seconds for cost in costs), max(cost.memory for cost in costs) / 2**20
     return f"{name:<24} {len(costs):>8,} {refused:>8,} {longest:>8.2f} s {largest:>7.0f} MiB {failed:>4}"
@@ -75,7 +76,7 @@ def row(name: str, costs: list[Cost]) -> str:
 
 
 def blind(rng: random.Random, data: bytes) -> bytes:
-    """A few bytes or words changed, a piece cut out, doubled or moved, or the end gone."""
+    """Change a few bytes or words, cut out, repeat or move a piece, or cut off the end."""
     bad = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         edge = min(len(bad), 4096)
@@ -103,7 +104,7 @@ def blind(rng: random.Random, data: bytes) -> bytes:
 
 
 def pickle_of(rng: random.Random, data: bytes) -> bytes:
-    """A pickle with opcodes replaced, doubled, moved, left out, or values that grow."""
+    """Replace, repeat, move or remove opcodes of a pickle, or make values larger."""
     try:
         ends = [pos for _, _, pos in pickletools.genops(data) if pos is not None]
     except Exception:  # it was damaged before
@@ -129,11 +130,11 @@ def pickle_of(rng: random.Random, data: bytes) -> bytes:
 
 
 def _value(rng: random.Random) -> Any:
-    return deepcopy(rng.choice(_JSON_VALUES))  # or a later change would put a list into itself
+    return deepcopy(rng.choice(_JSON_VALUES))  # otherwise, a later change could put a list into itself
 
 
 def json_of(rng: random.Random, data: bytes) -> bytes:
-    """JSON with some values, and their keys, replaced."""
+    """Replace some values of JSON, and their keys."""
     try:
         tree = json.loads(data)
     except ValueError:
@@ -153,7 +154,7 @@ def json_of(rng: random.Random, data: bytes) -> bytes:
 
 
 def zip_of(rng: random.Random, data: bytes) -> bytes:
-    """A zip of torch.save with another pickle within, and the right checksums."""
+    """Replace the pickle in a zip of torch.save, with correct checksums."""
     made = BytesIO()
     with zipfile.ZipFile(BytesIO(data)) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as new:
         for info in old.infolist():
@@ -166,7 +167,7 @@ def zip_of(rng: random.Random, data: bytes) -> bytes:
 
 
 def knowing(rng: random.Random, path: Path, data: bytes) -> bytes:
-    """Damage that the checks of the outer layers do not see."""
+    """Damage a file such that the checks of the outer layers do not detect it."""
     if path.name.endswith(".metadata"):
         return pickle_of(rng, data)
     if path.suffix == ".json" or path.name in ("_METADATA", ".zarray"):
@@ -187,7 +188,7 @@ def knowing(rng: random.Random, path: Path, data: bytes) -> bytes:
 
 
 def read_all(folder: Path, out: Path) -> bool:
-    """Read what a conversion would; whether it was refused."""
+    """Read all values that a conversion would read. Returns whether the checkpoint was rejected."""
     try:
         checkpoint = open_checkpoint(folder)
         optimizer = checkpoint.optimizer
@@ -206,7 +207,7 @@ def read_all(folder: Path, out: Path) -> bool:
 
 
 def convert(folder: Path, out: Path) -> bool:
-    """Convert as a person would; whether it was refused."""
+    """Convert a checkpoint as a user would. Returns whether it was rejected."""
     shutil.rmtree(out, ignore_errors=True)
     told = StringIO()
     with redirect_stdout(StringIO()), redirect_stderr(told):
@@ -248,8 +249,11 @@ def run(name: str, folder: Path, work: Path, *, files: int, seed: int = 0) -> li
     """Damage the files of the checkpoint in `folder`, one at a time.
 
     Args:
-        work: an empty folder for the copy that is damaged, and for what is found.
-        files: how many.
+        name: Name of the format.
+        folder: Folder of the checkpoint.
+        work: Empty folder for the damaged copy, and for files that caused a traceback.
+        files: Number of damaged files.
+        seed: Seed of the damage.
     """
     copy, out, found = work / name / "checkpoint", work / name / "out", work / "found"
     shutil.copytree(folder, copy)
@@ -285,7 +289,7 @@ def run(name: str, folder: Path, work: Path, *, files: int, seed: int = 0) -> li
 
 
 def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(name, folder) of a sample of each format, made where they are not there yet."""
+    """Yield (name, folder) of a sample of each format. Samples that do not exist yet are written."""
     from tests.converters.making import make
     from tests.converters.samples import MAKERS, ORBAX, all_samples
 
@@ -301,7 +305,7 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run them all; exit code 1 where a file cost too much or ended in a traceback."""
+    """Run all formats. The exit code is 1 if a file cost too much or caused a traceback."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--files", type=int, default=10_000, help="of each format")

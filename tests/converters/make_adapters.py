@@ -1,7 +1,7 @@
-"""Write checkpoints of peft models with the programs that train them, beside the adapter that peft saves.
+"""Write checkpoints of peft models with the programs that train them, and the adapter that peft saves.
 
-`<name>/` is what the program wrote; `<name>.adapter/` is what `PeftModel.save_pretrained` writes of the same
-values, gathered from the live run. Ranks are forked from one process that has imported DeepSpeed.
+`<name>/` is the checkpoint of the program. `<name>.adapter/` is the result of `PeftModel.save_pretrained` for
+the same values, gathered from the live run. Ranks are forked from one process that has imported DeepSpeed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def loss_of(model: Any, step: int) -> torch.Tensor:
 
 
 def save_reference(values: dict[str, torch.Tensor], folder: str, *, tied: bool = False) -> None:
-    """What peft saves of a model with these values."""
+    """Save a model with these values by peft."""
     model = adapted(tied=tied)
     missing, unexpected = model.load_state_dict(values, strict=False)
     assert not unexpected
@@ -63,7 +63,7 @@ def save_reference(values: dict[str, torch.Tensor], folder: str, *, tied: bool =
 def zero(
     out: Path, name: str, stage: int, precision: str = "fp32", *, frozen: bool = False, tied: bool = False
 ) -> None:
-    """As the Trainer saves (the trainable part), or as Accelerate's `save_state` does (all of it)."""
+    """Save as the Trainer does (only trained parameters), or as Accelerate's `save_state` (all of them)."""
     model = adapted(tied=tied)
     settings = deepspeed_config(stage, precision, {})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -84,7 +84,7 @@ def zero(
 
 
 def fsdp(out: Path) -> None:
-    """As Accelerate and the Trainer save under FSDP2: all parameters, or the adapter alone."""
+    """Save as Accelerate and the Trainer do under FSDP2: all parameters, or only the adapter."""
     PartialState(cpu=True)
     model: Any = adapted()
     for layer in model.base_model.model.model.layers:

@@ -1,8 +1,8 @@
-"""Write DCP checkpoints with torch itself, under real FSDP2 and DDP, beside the values they must hold.
+"""Write DCP checkpoints with torch itself, under real FSDP2 and DDP, and their expected values.
 
-Ranks are forked from one process that has imported torch, so that several process groups cost seconds.
-Each checkpoint folder lies beside `<name>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}`
-with full tensors.
+Ranks are forked from one process that has imported torch, so that several process groups start quickly. Each
+checkpoint folder has a file `<name>.ref.pt` next to it: `{"model": ..., "optim": {name: {...}}, "groups":
+...}` with full tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def odd_buffers(module: nn.Module, dtype: torch.dtype = torch.float16) -> None:
-    """Buffers of every kind, and one that no checkpoint has."""
+    """Register buffers of every kind, one of which is not persistent."""
     module.register_buffer("counts", torch.tensor([1, -(1 << 62), 3]))
     module.register_buffer("tracked", torch.tensor(1 << 40))
     module.register_buffer("scale", torch.tensor(0.1))
@@ -45,7 +45,7 @@ def odd_buffers(module: nn.Module, dtype: torch.dtype = torch.float16) -> None:
 
 
 class Odd(nn.Module):
-    """Sizes that no world size divides, several types, buffers of every kind, tied embeddings."""
+    """Model with sizes that no world size divides, several types, all kinds of buffers, tied embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Odd(nn.Module):
 
 
 def full(value: Any) -> Any:
-    """The whole tensor, on every rank."""
+    """Return the full tensor, on every rank."""
     if isinstance(value, DTensor):
         return value.full_tensor().detach().clone()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -75,7 +75,7 @@ def trained(world: int, wrap: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model: Any = Odd()
     if wrap == "fsdp":
-        fully_shard(model.brain)  # a group of its own: one group, one dtype
+        fully_shard(model.brain)  # a separate group: all tensors of a group have one dtype
         fully_shard(model)
     elif wrap == "ddp":
         model = DistributedDataParallel(model)
@@ -85,7 +85,7 @@ def trained(world: int, wrap: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def stepped(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: Sequence[int] = (0, 1)
 ) -> torch.optim.Optimizer:
-    """The optimizer after these steps on tokens; the model returns its loss."""
+    """Return the optimizer after these steps on tokens. The model returns its loss."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
     for step in steps:
         model(torch.arange(step, step + 4)).backward()
@@ -102,7 +102,7 @@ def reference(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 def keep(out: Path, name: str, value: Any) -> None:
-    """What a test compares with, from rank 0."""
+    """Save reference values of a test, from rank 0."""
     if dist.get_rank() == 0:
         torch.save(value, out / f"{name.replace('/', '+')}.pt")
 
@@ -113,7 +113,7 @@ def save(out: Path, name: str, state: dict[str, Any], ref: dict[str, Any]) -> No
 
 
 def writers(rank: int, world: int, out: Path) -> None:
-    """The same training state as each of the field's writers lays it out."""
+    """Write the same training state in the layout of each known program."""
     for kind in {1: ("plain",), 2: ("ddp", "fsdp")}.get(world, ("fsdp",)):
         model, optimizer = trained(world, kind)
         ref = reference(model, optimizer)
@@ -137,7 +137,10 @@ def writers(rank: int, world: int, out: Path) -> None:
 
 
 def in_safetensors(out: Path, weights: dict[str, Any], state: dict[str, Any], ref: dict[str, Any]) -> None:
-    """By torch's own writer, which takes no tied names; its consolidation takes no integers."""
+    """Write with torch's safetensors writer.
+
+    The writer supports no tied names, and its consolidation supports no integers.
+    """
     del weights["lm_head.weight"]
     floats = {name: value for name, value in weights.items() if value.is_floating_point()}
     moments = {f"optim.state.{name}.exp_avg": held["exp_avg"] for name, held in state["state"].items()}
@@ -156,7 +159,7 @@ def in_safetensors(out: Path, weights: dict[str, Any], state: dict[str, Any], re
 
 
 def grid(rank: int, world: int, out: Path) -> None:
-    """Tensors cut along other dimensions, as tensor parallelism and XLA SPMD leave them."""
+    """Write tensors sharded along other dimensions, as tensor parallelism and XLA SPMD do."""
     torch.manual_seed(0)
     whole = {
         "columns": torch.randn(5, 9),
@@ -189,7 +192,7 @@ def _rank(rank: int, world: int, port: int, out: Path, body: Callable[[int, int,
 
 
 def launch(world: int, out: Path, body: Callable[[int, int, Path], None]) -> None:
-    """Run `body(rank, world, out)` in forked ranks; RuntimeError if one fails."""
+    """Run `body(rank, world, out)` in forked ranks. Raises RuntimeError if a rank fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -197,15 +200,15 @@ def launch(world: int, out: Path, body: Callable[[int, int, Path], None]) -> Non
 
 
 def in_forks(calls: Sequence[Callable[[], None]]) -> None:
-    """Make each of `calls` in a fork of its own, all at once; RuntimeError if one fails."""
-    gc.freeze()  # looking for garbage among all that was imported would take longer than the rest
+    """Run each of `calls` in a separate fork, all at the same time. Raises RuntimeError if a call fails."""
+    gc.freeze()  # garbage collection of all imported modules would take longer than the rest
     children = []
     for call in calls:
         pid = os.fork()
         if pid == 0:
             code = 0
-            # Here, before a backward pass has threads: torch makes its thread pool anew at its first use in a
-            # fork, and crashes where that is in two threads at once (pthreadpool-cpp.cc).
+            # Do this before a backward pass starts threads: torch creates its thread pool again at the first
+            # use in a fork, and crashes if two threads use it at once (pthreadpool-cpp.cc).
             torch.set_num_threads(1)
             try:
                 call()
@@ -220,14 +223,14 @@ def in_forks(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def prepare() -> None:
-    """Before the forks: OpenMP's threads do not survive them, and an optimizer's first use imports much."""
+    """Prepare for the forks: OpenMP threads do not survive them, and the first optimizer imports modules."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     trained(1, "plain")
 
 
 def main(out: Path) -> None:
-    """Write everything under `out`."""
+    """Write all checkpoints under `out`."""
     prepare()
     for world in (1, 2, 3):
         launch(world, out, writers)

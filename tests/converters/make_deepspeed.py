@@ -1,7 +1,7 @@
-"""Write DeepSpeed checkpoints with DeepSpeed itself, on CPU with gloo, beside the values they must hold.
+"""Write DeepSpeed checkpoints with DeepSpeed itself, on CPU with gloo, and their expected values.
 
-Some runs are put through DeepSpeed's own `ds_to_universal`, below `universal/`. Beside each lies
-`<name>.<step>.ref.pt`: what `make_dcp.py` has there, through DeepSpeed's own accessors.
+Some runs are also converted by DeepSpeed's `ds_to_universal`, below `universal/`. Next to each is
+`<name>.<step>.ref.pt` in the format of `make_dcp.py`, read through DeepSpeed's accessors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ODD = {"lr": 1e-2, "betas": [0.8, 0.95], "weight_decay": 0.1}
 
 
 class Odd(nn.Module):
-    """Sizes that no world size divides, frozen and tied parameters, buffers of every kind."""
+    """Model with sizes that no world size divides, frozen and tied parameters, and buffers of every kind."""
 
     def __init__(self, frozen: bool = True) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Odd(nn.Module):
 
 
 def config(stage: int, precision: str, more: dict[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed configuration; `more` overrides, sections merged."""
+    """Build a DeepSpeed config. `more` overrides keys, and sections are merged."""
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {**ODD, "torch_adam": True}},
@@ -89,7 +89,7 @@ def train(
     steps: int = 2,
     **more: Any,
 ) -> None:
-    """Train a few steps and save from the second on, with the live values beside."""
+    """Train a few steps. From the second step on, save a checkpoint and the live values."""
     torch.manual_seed(0)
     model = model or Odd(frozen)
     parameters = groups_of(model, split)
@@ -112,7 +112,7 @@ def train(
 
 
 def gather(engine: Any, stage: int) -> dict[str, Any]:
-    """The live run: master weights, buffers, moments, groups."""
+    """Gather the live run: master weights, buffers, moments and groups."""
     module = engine.module
     seen: dict[torch.Tensor, str] = {}
     optim: dict[str, Any] = {}
@@ -124,7 +124,8 @@ def gather(engine: Any, stage: int) -> dict[str, Any]:
             engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True
         ):
             masters |= dict(zip(weights16, weights32, strict=True))
-    # With several groups DeepSpeed links the moments of all when the first has stepped: the others in vain.
+    # With several groups, DeepSpeed links all moments after the step of the first group, which fails for the
+    # others.
     if stage in (1, 2):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -158,7 +159,10 @@ def gather(engine: Any, stage: int) -> dict[str, Any]:
 
 
 def by_address(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Moments by where the live parameter lies in its flat buffer; DeepSpeed's accessors shuffle them."""
+    """Return moments by the position of the live parameter in its flat buffer.
+
+    DeepSpeed's accessors mix them up.
+    """
     moments = {}
     for partition, buffer in zip(
         optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat, strict=True
@@ -172,9 +176,9 @@ def by_address(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tenso
 
 
 def start(rank: int, world: int) -> None:
-    """DeepSpeed's own view of the process group."""
+    """Initialize the process group with DeepSpeed."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles C++ first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise, it compiles C++ first
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
@@ -242,16 +246,16 @@ def accelerate(rank: int, world: int, out: Path) -> None:
 
 
 def prepare() -> None:
-    """Import and look up what ranks would on the way: once, not once a rank."""
+    """Import modules and cache lookups once for all ranks."""
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
     for name in ("accelerate", "deepspeed.runtime.zero.muon.muon_optimizer"):
         import_module(name)
-    assert deepspeed.ops.__compatible_ops__  # it asks for compilers
+    assert deepspeed.ops.__compatible_ops__  # it searches for compilers
 
 
 class Bulky(Odd):
-    """DeepSpeed takes sub-groups of 1 MiB a rank and more to NVMe, and keeps the smaller ones."""
+    """Model that DeepSpeed moves to NVMe in part: only sub-groups of at least 1 MiB per rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,13 +279,13 @@ def on_nvme(rank: int, world: int, out: Path) -> None:
 
 
 def nvme(out: Path) -> None:
-    """A run with masters and moments in swap files, by C++ that takes minutes to compile."""
+    """Train with masters and moments in swap files, by C++ code that takes minutes to compile."""
     prepare()
     launch(2, out, on_nvme)
 
 
 def universal(out: Path, name: str) -> None:
-    """Convert the run with DeepSpeed's own tool."""
+    """Convert the run with DeepSpeed's tool."""
     from deepspeed.checkpoint import ds_to_universal
 
     target = out / "universal" / name / "global_step2_universal"
@@ -300,7 +304,7 @@ def universal(out: Path, name: str) -> None:
 
 
 def main(out: Path) -> None:
-    """Write everything under `out`."""
+    """Write all checkpoints under `out`."""
     prepare()
     for world, body in enumerate((one_rank, two_ranks, three_ranks, four_ranks), 1):
         launch(world, out, body)

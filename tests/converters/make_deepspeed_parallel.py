@@ -1,8 +1,8 @@
-"""Write DeepSpeed checkpoints that are more than data parallel, with DeepSpeed itself, on CPU with gloo.
+"""Write DeepSpeed checkpoints with more than data parallelism, with DeepSpeed itself, on CPU with gloo.
 
-Pipeline stages (`PipelineModule`), experts (`deepspeed.moe.layer.MoE`) and tensor parallel ranks (AutoTP).
-Each folder lies beside `<name>.2.ref.pt`, as `make_deepspeed.py` gathers it from the live run; what several
-ranks hold is put together here from all of them.
+The runs have pipeline stages (`PipelineModule`), experts (`deepspeed.moe.layer.MoE`) or tensor-parallel ranks
+(AutoTP). Each folder has a file `<name>.2.ref.pt` next to it, which `make_deepspeed.py` gathers from the live
+run. Values that are distributed over several ranks are merged here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline(rank: int, world: int, out: Path) -> None:
-    """Two stages of two data parallel ranks, with layers tied within and across stages, and a frozen one."""
+    """Train two stages of two data-parallel ranks, with tied layers and a frozen layer."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     start(rank, world)
@@ -59,7 +59,7 @@ def pipeline(rank: int, world: int, out: Path) -> None:
 
 
 def finish(out: Path, name: str, engine: Any, mine: dict[str, Any]) -> None:
-    """Save what this rank's model holds, with that of the others."""
+    """Save the values of this rank's model, merged with the values of the other ranks."""
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
     merged = {**mine, "model": {}, "optim": {}}
@@ -74,7 +74,7 @@ def finish(out: Path, name: str, engine: Any, mine: dict[str, Any]) -> None:
 
 
 class Mixture(nn.Module):
-    """Two mixtures of four experts."""
+    """Model with two mixtures of four experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Mixture(nn.Module):
 
 
 def experts(rank: int, world: int, out: Path) -> None:
-    """Two expert parallel ranks of two data parallel ones; neighbors have different experts, or the same."""
+    """Train two expert-parallel ranks of two data-parallel ranks each, with different or equal experts."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
     from deepspeed.utils import groups
 
@@ -109,7 +109,7 @@ def experts(rank: int, world: int, out: Path) -> None:
         ("experts-zero2-4", 2, "fp32", True),
     ):
         for table in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-            table.clear()  # of the run before
+            table.clear()  # from the previous run
         torch.manual_seed(rank)  # different experts on different ranks
         model = Mixture()
         listed = [{"params": list(model.parameters()), "name": "all", "weight_decay": 0.1}]
@@ -130,7 +130,7 @@ def experts(rank: int, world: int, out: Path) -> None:
 
 
 def in_whole(name: str, first: int) -> str:
-    """The name of a parameter in the whole model, on a rank whose experts begin with number `first`."""
+    """Return the name of a parameter in the full model, on a rank whose experts begin with number `first`."""
     head, mark, tail = name.partition(".deepspeed_experts.")
     number, _, rest = tail.partition(".")
     return f"{head}{mark}{int(number) + first}.{rest}" if mark else name
@@ -140,7 +140,7 @@ def in_whole(name: str, first: int) -> str:
 
 
 class Fused(nn.Module):
-    """Query, key and value in one matrix, each cut on its own; biases; a size that two does not divide."""
+    """Model with query, key and value in one matrix, biases, and a size that two does not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ PLAN = {
 
 
 def merged(name: str, parts: list[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
-    """A parameter from its parts, as the layers' own program cuts them."""
+    """Merge a parameter from its shards, in the way of AutoTP's layers."""
     if parts[0].shape == whole.shape:
         return parts[0]
     if "qkv" in name:
@@ -185,7 +185,7 @@ def merged(name: str, parts: list[torch.Tensor], whole: torch.Tensor) -> torch.T
 
 
 def tensor_parallel(rank: int, world: int, out: Path) -> None:
-    """Two tensor parallel ranks of two data parallel ones."""
+    """Train two tensor-parallel ranks of two data-parallel ranks each."""
     start(rank, world)
     tied_llama = partial(tiny_model, "llama", tie_word_embeddings=True)
     cut(out, "autotp-zero1-4", 1, "bf16", tied_llama)
@@ -194,7 +194,10 @@ def tensor_parallel(rank: int, world: int, out: Path) -> None:
 
 
 def cut(out: Path, name: str, stage: int, precision: str, make: Callable[[], Any], **more: Any) -> None:
-    """Train and save; the reference is put together by `merged`, which must undo what AutoTP did at first."""
+    """Train and save.
+
+    `merged` builds the reference, and must also restore the initial weights from AutoTP's shards.
+    """
     from deepspeed.utils import groups
 
     torch.manual_seed(0)
@@ -226,7 +229,7 @@ def cut(out: Path, name: str, stage: int, precision: str, make: Callable[[], Any
 
 
 def main(out: Path) -> None:
-    """Write everything under `out`."""
+    """Write all checkpoints under `out`."""
     prepare()
     for body in (pipeline, experts, tensor_parallel):
         launch(4, out, body)

@@ -1,4 +1,4 @@
-"""Samples of full state dicts and safetensors, as torch, transformers and this project write them."""
+"""Samples of full state dicts and safetensors files, as torch, transformers and this project write them."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def safetensors_shards(folder: Path) -> None:
 
 
 def no_checksum(path: Path) -> list[Span]:
-    """safetensors keeps no checksum: a changed name or value is as good as the one that was written.
+    """Return all bytes of a file, because safetensors files have no checksum.
 
-    The index is plain text without one as well, and so is the table of parameter groups.
+    The index and the table of parameter groups are plain text without a checksum.
     """
     return [(0, path.stat().st_size)]
 

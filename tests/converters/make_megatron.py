@@ -1,7 +1,7 @@
-"""Write Megatron-LM checkpoints with Megatron-Core's own parallel models, on CPU under gloo.
+"""Write Megatron-LM checkpoints with the parallel models of Megatron-Core, on CPU under gloo.
 
-Its calls of CUDA are replaced. The files are laid out as megatron/training/checkpointing.py lays them out,
-which needs a GPU to import. `<name>.logits.pt` holds the logits of the parallel model for `TOKENS`.
+Its calls of CUDA are replaced. The files have the layout of megatron/training/checkpointing.py, whose import
+needs a GPU. `<name>.logits.pt` has the logits of the parallel model for `TOKENS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENS = torch.arange(3, 23)[None]
 
 
 def settings(kind: str, tp: int, pp: int) -> argparse.Namespace:
-    """What Megatron's parser would hold of the model."""
+    """Return the arguments of Megatron's parser for the model."""
     llama = kind != "gpt"
     return argparse.Namespace(
         num_layers=LAYERS,
@@ -54,7 +54,7 @@ def settings(kind: str, tp: int, pp: int) -> argparse.Namespace:
 
 
 def stage(args: argparse.Namespace, pp: int) -> Any:
-    """This rank's part of the model, with weights that are the same whatever the parallelism."""
+    """Build this rank's part of the model, with weights that do not depend on the parallelism."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -102,7 +102,7 @@ def stage(args: argparse.Namespace, pp: int) -> Any:
 
 
 def logits(model: Any, rank: int, tp: int, pp: int) -> torch.Tensor | None:
-    """Those of the whole model: the hidden states go from stage to stage."""
+    """Compute the logits of the full model. The hidden states are sent from stage to stage."""
     number = rank // tp
     length = TOKENS.shape[1]
     mask = torch.triu(torch.ones(1, 1, length, length), 1).bool()
@@ -146,7 +146,7 @@ def save(rank: int, world: int, out: Path, *, kind: str, tp: int, pp: int) -> No
     if rank == 0:
         core.mkdir(parents=True)
     dist.barrier()
-    # Its own queue comes from a process that would import this module's caller anew.
+    # Its default queue starts a process that would import the caller of this module again.
     fork = multiprocessing.get_context("fork")
     filesystem_async._get_write_results_queue = lambda: fork.Manager().Queue()
     sharded = {"args": args, "iteration": 7, "model": model.sharded_state_dict()}
@@ -156,7 +156,7 @@ def save(rank: int, world: int, out: Path, *, kind: str, tp: int, pp: int) -> No
 
 def main(out: Path) -> None:
     """Write everything under `out`."""
-    # Once, not once a rank.
+    # Once, and not on each rank.
     import megatron.core.dist_checkpointing.strategies.torch
     import megatron.core.models.gpt  # noqa: F401
 

@@ -1,10 +1,11 @@
-"""Checkpoints that Orbax writes: `orbax_samples/`, made once, and again where Orbax is installed.
+"""Write checkpoints with Orbax: `orbax_samples/`, once, and again if Orbax is installed.
 
     pip install --target FOLDER jax orbax-checkpoint flax optax
     PYTHONPATH=.:FOLDER python -m tests.converters.make_orbax tests/converters/orbax_samples
 
-`maxtext` is a `TrainState` as MaxText saves it, by two processes with two devices each; the others are a tree
-of odd arrays on four devices. The values follow from the names (`orbax_values.py`); a test needs no JAX.
+`maxtext` is a `TrainState` as MaxText saves it, by two processes with two devices each. The others are a tree
+of unusual arrays on four devices. The values follow from the names (`orbax_values.py`), so a test needs no
+JAX.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main(out: Path) -> None:
 
 
 def _trim(folder: Path) -> None:
-    """Remove what differs from run to run and is not read."""
+    """Remove files that differ between runs and that are not read."""
     for name in ("_CHECKPOINT_METADATA", "_sharding", "commit_success.txt", "array_metadatas"):
         for path in folder.rglob(name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -56,7 +57,7 @@ def _sharded(value: Any, *axes: str | None) -> Any:
 
 
 def odd(out: Path) -> None:
-    """A tree with a list, numbers, a string and None; two-dimensional, padded and unsharded arrays."""
+    """Write a tree with a list, numbers, a string and None, and with 2D, padded and unsharded arrays."""
     import orbax.checkpoint as ocp
 
     tree: dict[str, Any] = {"layers": [{}, {}], "count": 3, "rate": 0.5, "name": "odd", "nothing": None}
@@ -69,7 +70,7 @@ def odd(out: Path) -> None:
 
 
 def maxtext(out: Path, rank: int, processes: int) -> None:
-    """`<step>/items` of a Llama with scanned layers, after MaxText's checkpointing.py."""
+    """Write `<step>/items` of a Llama with scanned layers, like MaxText's checkpointing.py."""
     import jax
     import numpy as np
     import optax

@@ -1,7 +1,7 @@
-"""Accelerate's own functions on real FSDP1 and FSDP2 ranks, and DCP without collectives.
+"""Write checkpoints with Accelerate on real FSDP1 and FSDP2 ranks, and DCP checkpoints without collectives.
 
-The Trainer calls the same two functions under FSDP; without an accelerator neither turns FSDP on, so the
-model is wrapped by hand. Nested units of FSDP1 crash it on CPU.
+The Trainer calls the same two functions under FSDP. Without an accelerator, neither enables FSDP, so the
+model is wrapped here. Nested units of FSDP1 crash Accelerate on CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from tests.converters.make_ranks import Stack
 def save_with_accelerate(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, version: int, kind: str, **more: Any
 ) -> None:
-    """As `Accelerator.save_state` and the Trainer write it; nothing else of the accelerator is asked for."""
+    """Save as `Accelerator.save_state` and the Trainer do.
+
+    No other attributes of the accelerator are used.
+    """
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
     accelerator: Any = SimpleNamespace(
         num_processes=dist.get_world_size(),
@@ -45,9 +48,9 @@ def save_with_accelerate(
 
 
 def accelerate(out: Path) -> None:
-    """FSDP1 and FSDP2, sharded and full."""
+    """Save FSDP1 and FSDP2 models, sharded and full."""
     dist.init_process_group("gloo")
-    PartialState(cpu=True)  # Accelerate's logger asks for it
+    PartialState(cpu=True)  # required by Accelerate's logger
     first = FullyShardedDataParallel(Stack(), device_id=torch.device("cpu"), use_orig_params=True)
     # torch 2.9 crashes on FSDP1's full state dict without CUDA.
     save_with_accelerate(out / "fsdp1-sharded", first, stepped(first), 1, "SHARDED_STATE_DICT")
@@ -59,7 +62,7 @@ def accelerate(out: Path) -> None:
 
 
 def save_reference(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """The live values, gathered, beside `folder`."""
+    """Save the gathered live values next to `folder`."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=whole)
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=whole)
@@ -69,7 +72,7 @@ def save_reference(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
 
 
 def alone(out: Path) -> None:
-    """Every rank for itself: no collectives, so a `.metadata` from each."""
+    """Save on every rank without collectives, so that each writes a `.metadata` file."""
     dist.init_process_group("gloo")
     model, optimizer = trained(dist.get_world_size(), "fsdp")
     weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)

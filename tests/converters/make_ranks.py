@@ -1,9 +1,9 @@
-"""Write one torch.save file a rank of FSDP-sharded state, in the way of verl's checkpoint manager.
+"""Write one torch.save file per rank of FSDP-sharded state, like verl's checkpoint manager.
 
-`<name>.ref.pt` lies beside each folder, as `make_dcp.py` gathers it from the live run. FSDP2 leaves DTensors,
-and so does FSDP1 where it was given a mesh, else ShardedTensors, and an optimizer keyed by flat parameter.
-torch pickles a mesh differently from one version to the next: `rank_samples/` holds the models and optimizers
-of `tensor-parallel-4` and `meshes-4`, as some of them wrote them here.
+`<name>.ref.pt` is next to each folder, gathered from the live run by `make_dcp.py`. FSDP2 writes DTensors.
+FSDP1 also does so if it has a mesh, otherwise it writes ShardedTensors and an optimizer keyed by flat
+parameter. Torch versions pickle a mesh differently: `rank_samples/` has the models and optimizers of
+`tensor-parallel-4` and `meshes-4`, written by some of these versions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.converters.make_dcp import full, keep, launch, prepare, reference, st
 
 
 class Layer(nn.Module):
-    """One layer, with a buffer: a unit of its own under FSDP1, and of a pipeline."""
+    """One layer with a buffer: a separate unit under FSDP1, and a stage of a pipeline."""
 
     def __init__(self, inner: int = 8, frozen: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embeddings, two equal layers, a norm and a head, as a transformer has them."""
+    """Embeddings, two equal layers, a norm and a head, like a transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ class Stack(nn.Module):
 
 
 def save(out: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What verl's `save_checkpoint` writes on every rank."""
+    """Save as verl's `save_checkpoint` does on every rank."""
     folder, rank, world = out / name, dist.get_rank(), dist.get_world_size()
     folder.mkdir(parents=True, exist_ok=True)
-    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # or it would change the learning rate
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # otherwise, it would change the learning rate
     scheduler = torch.optim.lr_scheduler.ConstantLR(other)
     extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.get_rng_state()}}
     for kind, state in (
@@ -110,7 +110,7 @@ def with_tensor_parallel(rank: int, world: int, out: Path) -> None:
 
 
 def replicated(rank: int, world: int, out: Path) -> None:
-    """2 x 2: replicas of two shards each."""
+    """Save 2 x 2 ranks: replicas of two shards each."""
     torch.manual_seed(0)
     model: Any = Stack()
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp")))
@@ -118,7 +118,7 @@ def replicated(rank: int, world: int, out: Path) -> None:
 
 
 def meshes(rank: int, world: int, out: Path) -> None:
-    """A parameter on each kind of mesh: ranks column by column, a dimension of one rank, a flattened one."""
+    """Save parameters on each kind of mesh: column-major ranks, a dimension of one rank, a flattened one."""
     crossed = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
     thin = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("ddp", "cp", "fsdp"))
     ways: dict[str, tuple[DeviceMesh, Sequence[Placement]]] = {
@@ -141,7 +141,7 @@ def meshes(rank: int, world: int, out: Path) -> None:
 
 
 def fsdp1(rank: int, world: int, out: Path) -> None:
-    """FSDP1, by layer, as verl wraps it: with a mesh (DTensor) and without (ShardedTensor)."""
+    """Save FSDP1 models, wrapped by layer like in verl, with a mesh (DTensor) and without (ShardedTensor)."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     ways: dict[str, dict[str, Any]] = {
         "mesh": {"device_mesh": mesh},
@@ -162,7 +162,7 @@ def fsdp1(rank: int, world: int, out: Path) -> None:
         with Fsdp.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             weights = {key: full(value) for key, value in model.state_dict().items()}
             state = Fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-        if name == "originals":  # there torch gathers exp_avg_sq in place of exp_avg
+        if name == "originals":  # because torch gathers exp_avg_sq instead of exp_avg there
             state["state"] = gathered(model, optimizer, weights, world)
         named = zip(optimizer.param_groups, state["param_groups"], strict=True)
         groups = [{**group, "params": theirs["params"]} for group, theirs in named]
@@ -172,7 +172,7 @@ def fsdp1(rank: int, world: int, out: Path) -> None:
 def gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, torch.Tensor], world: int
 ) -> dict[str, Any]:
-    """The moments of the live parameters, from all ranks' runs of them."""
+    """Gather the moments of the live parameters from the ranges of all ranks."""
     mine = {name: optimizer.state.get(value, {}) for name, value in model.named_parameters()}
     every: list[Any] = [None] * world
     dist.all_gather_object(every, mine)
@@ -189,7 +189,7 @@ def gathered(
 
 
 def main(out: Path) -> None:
-    """Write everything under `out`."""
+    """Write all checkpoints under `out`."""
     prepare()
     for world in (2, 3):
         launch(world, out, fsdp2)

@@ -1,8 +1,9 @@
-"""A universal checkpoint of this project's, loaded by real DeepSpeed engines of every stage.
+"""Load a universal checkpoint of this project into real DeepSpeed engines of every stage.
 
-`source/` holds what FSDP2 trained on two ranks for two steps, with two groups. It is converted into
-`universal/`, which DeepSpeed loads on three ranks. `zero<n>.pt` holds the masters and moments that each stage
-then has, and `zero<n>.next.pt` the weights a step later. `next.pt` holds those of torch, which goes on.
+`source/` is a checkpoint of two steps with FSDP2 on two ranks, with two groups. It is converted into
+`universal/`, which DeepSpeed loads on three ranks. `zero<n>.pt` has the masters and moments of each stage
+after loading, and `zero<n>.next.pt` the weights one step later. `next.pt` has the weights of the continued
+torch run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def source(rank: int, world: int, out: Path) -> None:
 def load(rank: int, world: int, out: Path) -> None:
     start(rank, world)
     for stage in (1, 2, 3):
-        torch.manual_seed(stage)  # other weights than those that it will load
+        torch.manual_seed(stage)  # different weights, which the load must replace
         model = Stack()
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -56,7 +57,7 @@ def load(rank: int, world: int, out: Path) -> None:
 
 
 def main(out: Path) -> None:
-    """Write everything under `out`."""
+    """Write all files under `out`."""
     prepare()
     launch(2, out, source)
     checkpoint = open_checkpoint(out / "source")

@@ -1,6 +1,6 @@
-"""Write PyTorch/XLA FSDP v1 shard files and SPMD checkpoints with torch_xla itself, beside their values.
+"""Write PyTorch/XLA FSDP v1 shard files and SPMD checkpoints with torch_xla itself, and their values.
 
-torch_xla trains several FSDP v1 ranks only on a TPU, but one process can build each rank's model in turn,
+torch_xla trains several FSDP v1 ranks only on a TPU. One process, however, can build the model of each rank,
 step its optimizer on made-up gradients, and save its file.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
-# Nothing here runs twice, so compiling fast is what counts.
+# Nothing here runs twice, so fast compilation matters most.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from tests.converters.make_ranks import Layer
 
 
 class Odd(nn.Module):
-    """Sizes that no world size divides, nested layers, tied weights, frozen layers, all kinds of buffers."""
+    """Model with sizes that no world size divides, nested, tied and frozen layers, all kinds of buffers."""
 
     def __init__(self, *, scalar: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Odd(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """One checkpoint to write: how its files are called, how the model is wrapped and optimized."""
+    """One checkpoint to write: names of the files, wrapping of the model, and optimizer."""
 
     world: int
     files: Callable[[int, int], list[str]]
@@ -73,11 +73,11 @@ class Run:
     frozen: bool = True
     groups: str = "one"
     build: Callable[[], Any] | None = None
-    """A transformers model to take in place of `Odd`."""
+    """A transformers model that replaces `Odd`."""
 
 
 def wrapped(rank: int, run: Run) -> Any:
-    """The model as rank `rank` holds it."""
+    """Build the model of a rank."""
     torch.manual_seed(0)
     model: Any = Odd(scalar=run.scalar) if run.build is None else run.build()
     if run.build is None:
@@ -98,12 +98,12 @@ def wrapped(rank: int, run: Run) -> Any:
 
 
 def decayed(name: str) -> bool:
-    """Which parameters transformers' Trainer puts into its first group, judged by their sharded names."""
+    """Return whether the Trainer puts a parameter into its first group, by its sharded name."""
     return "bias" not in name and "layernorm" not in name
 
 
 def trained(rank: int, run: Run) -> Any:
-    """(model, optimizer) of one rank after a step."""
+    """Return (model, optimizer) of one rank after a step."""
     model = wrapped(rank, run)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or run.groups == "one"]
     chosen: Any = [p for _, p in named]
@@ -123,7 +123,7 @@ def trained(rank: int, run: Run) -> Any:
 
 
 def write(out: Path, name: str, run: Run) -> None:
-    """Every rank's files, and what the live shards amount to."""
+    """Write the files of every rank, and the merged values of the live shards."""
     folder = out / name
     folder.mkdir()
     states: list[dict[str, torch.Tensor]] = []
@@ -167,7 +167,7 @@ def write(out: Path, name: str, run: Run) -> None:
 
 
 def join(parts: list[torch.Tensor], key: str, metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The shards of one key put together, by plain name. torch_xla's own function fails on a scalar."""
+    """Merge the shards of one key, by plain name. The function of torch_xla fails for a scalar."""
     head, _, tail = key.rpartition("_fsdp_shard")
     prefix = head.rstrip(".")
     info = metadata["shard_info"][prefix]["_fsdp_shard" + tail]
@@ -189,22 +189,22 @@ def plain(name: str) -> str:
 
 
 def example(rank: int, world: int) -> list[str]:
-    """As torch_xla's own examples name them."""
+    """Return file names of torch_xla's examples."""
     return [f"ckpt_rank-{rank:08d}-of-{world:08d}.pth"]
 
 
 def trainer(rank: int, world: int) -> list[str]:
-    """As transformers' Trainer names them."""
+    """Return file names of transformers' Trainer."""
     return [f"rank{rank}-of-{world}-pytorch_model.bin", f"rank{rank}-of-{world}-optimizer.pt"]
 
 
 def free(rank: int, world: int) -> list[str]:
-    """Any other name."""
+    """Return arbitrary file names."""
     return [f"piece.{'abcd'[world - 1 - rank]}.pt"]
 
 
 def spmd(out: Path) -> None:
-    """One process over four devices, saved by torch's DCP with torch_xla's planner."""
+    """Save four devices of one process with torch's DCP and torch_xla's planner."""
     torch.manual_seed(0)
     model: Any = Odd(scalar=False)
     model.frozen.requires_grad_(False)
@@ -242,7 +242,7 @@ def spmd(out: Path) -> None:
 
 
 def main(out: Path) -> None:
-    """Write everything under `out`."""
+    """Write all checkpoints under `out`."""
     warnings.simplefilter("ignore")
     in_forks([partial(all_spmd, out), partial(all_fsdp, out)])
 

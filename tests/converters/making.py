@@ -1,4 +1,4 @@
-"""Samples that a `make_*.py` writes: once a run, in a fork of the process that has imported torch."""
+"""Samples written by a `make_*.py`, once per session, in a fork of the process that has imported torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from filelock import FileLock
 
 
 def once(name: str, tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Path], None]) -> Path:
-    """The folder ``name`` that ``fill`` has filled.
+    """Return the folder ``name`` after ``fill`` has filled it.
 
-    All workers of a run share it, so no test may change what is there.
+    All workers of a session share the folder, so no test may change it.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -26,7 +26,7 @@ def once(name: str, tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Pa
     out, done = base / name, base / f"{name}.done"
     with FileLock(f"{out}.lock"):
         if not done.exists():
-            shutil.rmtree(out, ignore_errors=True)  # what a worker left that was killed
+            shutil.rmtree(out, ignore_errors=True)  # remains of a killed worker
             out.mkdir()
             fill(out)
             done.touch()
@@ -34,7 +34,7 @@ def once(name: str, tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Pa
 
 
 def written_by(maker: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make` makes, one for all workers."""
+    """Return the folder that `make` writes, once for all workers."""
     return once(maker, tmp_path_factory, partial(make, maker))
 
 
@@ -49,7 +49,7 @@ def make(maker: str, out: Path) -> None:
 
 
 def write(maker: str, out: Path, log: Path) -> None:
-    """What it and its forks say goes to `log`."""
+    """Write the samples. The output of the function and its forks goes to `log`."""
     module, _, function = maker.partition(".")
     with log.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         os.dup2(file.fileno(), 1)

@@ -1,4 +1,4 @@
-"""An encoder of OCDBT, for databases that no program writes: hostile ones, and small deep ones."""
+"""An encoder of OCDBT for databases that no program writes: malicious ones, and small deep ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def column(*values: int) -> bytes:
 
 
 def sealed(magic: int, body: bytes, *, compress: bool = False, length: int | None = None) -> bytes:
-    """A manifest or node around its body."""
+    """Return a manifest or node with the given body."""
     if compress:
         body = pyarrow.Codec("zstd").compress(body, asbytes=True)
     size = 12 + 2 + len(body) + 4 if length is None else length
@@ -34,7 +34,7 @@ def sealed(magic: int, body: bytes, *, compress: bool = False, length: int | Non
 
 
 def files(*names: str) -> bytes:
-    """A table of data files that share no prefixes."""
+    """Return a table of data files that share no prefixes."""
     raw = [name.encode() for name in names]
     none = [0] * len(raw)
     return varint(len(raw)) + column(*none[1:]) + column(*map(len, raw)) + column(*none) + b"".join(raw)
@@ -46,18 +46,21 @@ def keys(*names: str, shared: list[int] | None = None) -> bytes:
 
 
 def leaf(values: dict[str, bytes]) -> bytes:
-    """The body of a leaf with small values, by keys in order."""
+    """Return the body of a leaf with small values, by sorted keys."""
     body = b"\0" + files() + varint(len(values)) + keys(*values)
     return body + column(*map(len, values.values())) + column(*[0] * len(values)) + b"".join(values.values())
 
 
 def apart(name: str, key: str, offset: int, length: int) -> bytes:
-    """The body of a leaf whose only value lies in a data file."""
+    """Return the body of a leaf whose only value is stored in a data file."""
     return b"\0" + files(name) + varint(1) + keys(key) + column(length, 1, 0, offset)
 
 
 def interior(height: int, name: str, children: list[tuple[str, int, int, int]]) -> bytes:
-    """The body of a node above others, (key, length of the shared prefix, offset, length) each."""
+    """Return the body of an interior node.
+
+    Each child is (key, length of the shared prefix, offset, length).
+    """
     count = len(children)
     body = bytes([height]) + files(name) + varint(count)
     body += keys(*(child[0] for child in children), shared=[child[1] for child in children])
@@ -76,14 +79,14 @@ def manifest(name: str, offset: int, length: int, *, height: int = 0, kind: int 
 
 
 def database(folder: Path, node: bytes, **more: Any) -> None:
-    """A database whose root is `node`."""
+    """Write a database whose root is `node`."""
     (folder / "d").mkdir(exist_ok=True)
     (folder / "d" / "data").write_bytes(node)
     (folder / "manifest.ocdbt").write_bytes(manifest("d/data", 0, len(node), **more))
 
 
 def unchecked_spans(data: bytes) -> list[tuple[int, int]]:
-    """What lies between the nodes of a data file: values, which have no checksum."""
+    """Return the spans between the nodes of a data file: values, which have no checksum."""
     spans, at, magic = [], 0, NODE.to_bytes(4, "big")
     while (found := data.find(magic, at)) >= 0:
         length = int.from_bytes(data[found + 4 : found + 12], "little")

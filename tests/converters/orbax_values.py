@@ -1,4 +1,4 @@
-"""The values of the samples that `make_orbax.py` writes: each follows from its name."""
+"""The values of the samples of `make_orbax.py`. Each value follows from its name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LLAMA: dict[str, Any] = {
 
 
 def pattern(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[Any]]:
-    """Numbers in [-1, 1), spread by a multiplication; the second moment's are positive."""
+    """Return numbers in [-1, 1), spread by a multiplication. The numbers of second moments are positive."""
     count = int(np.prod(shape))
     bits = (np.arange(count, dtype=np.uint64) + zlib.crc32(name.encode())) * 2654435761 % 2**32
     values = bits.astype(np.float64) / 2**31 - 1
@@ -72,7 +72,7 @@ AXES = {"E": "fsdp", "H": "tensor", "K": "tensor", "M": "tensor", "P": "tensor"}
 
 
 def maxtext_llama() -> Arrays:
-    """The parameters of `LLAMA` below `params.params`, its layers scanned, the vocabulary padded."""
+    """Return the parameters of `LLAMA` below `params.params`, with scanned layers and a padded vocabulary."""
     layers = {name: f"{sizes[0]}L{sizes[1:]}" for name, (sizes, _) in {**KERNELS, **LLAMA_NORMS}.items()}
     named = {**AROUND, **{f"decoder.layers.{name}": sizes for name, sizes in layers.items()}}
     return {

@@ -1,7 +1,7 @@
-"""Small real checkpoints of every format, for tests that hold for all of them.
+"""Small real checkpoints of every format, for tests of all formats.
 
-A format takes part by a line in `_WRITTEN`: a folder that a session fixture of `conftest.py` gives. The
-`make_*.py` behind those fixtures run as scripts, in processes of their own, so nothing here imports them.
+A format is added by a line in `_WRITTEN`: a folder that a session fixture of `conftest.py` returns. The
+`make_*.py` modules behind those fixtures run as scripts in separate processes, so they are not imported here.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ MAKERS = {
 
 
 def nothing(path: Path) -> list[Span]:
-    """Every byte of every file is checked, or says nothing."""
+    """Return no spans: every byte of every file is checked or has no meaning."""
     return []
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One checkpoint: a folder below that of a session fixture, or what `make` writes into a new one.
+    """One checkpoint: a folder below the folder of a session fixture, or a new folder that `make` fills.
 
     Attributes:
-        format: what `Checkpoint.format` says of it.
-        unchecked: the bytes of a file that nothing in the format vouches for, so that a change in them
-            may come through: spans (start, stop). Say why at the definition.
-        same_layout: file name -> files it may be swapped with unnoticed, for want of a rank or name inside.
-        untouched: files that carry no part of the values (companions, states that are not read).
+        format: Expected `Checkpoint.format`.
+        unchecked: Function that returns the spans (start, stop) of a file that the format does not protect,
+            so that a change in them may be accepted. Give the reason at the definition.
+        same_layout: File name -> files it may be swapped with undetected, because they have no rank or name.
+        untouched: Files that do not contain any of the values (companions, states that are not read).
     """
 
     name: str
@@ -64,7 +64,7 @@ class Sample:
 
     @property
     def needs(self) -> str:
-        """The package without which it cannot be made."""
+        """The package that is required to write the sample."""
         return "deepspeed" if self.fixture.startswith("deepspeed") else _NEEDS.get(self.fixture, "torch")
 
 
@@ -76,12 +76,12 @@ _NEEDS = {
 
 
 def _no_checksum(path: Path) -> list[Span]:
-    """safetensors keeps no checksum, also not of DCP's offsets in its header; nor does zarr."""
+    """Return all bytes: safetensors has no checksum, not even of DCP's offsets, and nor has zarr."""
     return [(0, path.stat().st_size)]
 
 
 def _between_nodes(path: Path) -> list[Span]:
-    """OCDBT's nodes have checksums; the tree's list, and the values between the nodes, have none."""
+    """Return the unchecked spans of OCDBT: the list of the tree, and the values between the nodes."""
     if path.name == "_METADATA":
         return [(0, path.stat().st_size)]
     return unchecked_spans(path.read_bytes()) if path.parent.name == "d" else []
@@ -93,7 +93,7 @@ def _metadata_of_items(path: Path) -> list[Span]:
 
 
 def _any(left: Path, right: Path) -> bool:
-    """No file says which one it is."""
+    """Return True, because no file identifies itself."""
     return True
 
 
@@ -154,14 +154,14 @@ _WRITTEN = [
 
 
 def all_samples() -> list[Sample]:
-    """Every sample; a test that cannot have it made is skipped."""
+    """Return all samples. A test is skipped if its sample cannot be written."""
     from tests.converters import make_full
 
     return [*_WRITTEN, *make_full.SAMPLES]
 
 
 def folder_of(name: str, request: pytest.FixtureRequest, made: Path) -> Path:
-    """Where a sample lies: below its fixture's folder, or in `made`, a new one."""
+    """Return the folder of a sample: below the folder of its fixture, or `made`, a new one."""
     (sample,) = (sample for sample in all_samples() if sample.name == name)
     if sample.make is None:
         base: Path = request.getfixturevalue(sample.fixture)
@@ -172,7 +172,7 @@ def folder_of(name: str, request: pytest.FixtureRequest, made: Path) -> Path:
 
 
 def parameters(names: Iterable[str], *values: Any) -> list[Any]:
-    """Parameters of a test or a fixture: each name, followed by `values`."""
+    """Return parameters of a test or a fixture: each name, followed by `values`."""
     needs = {sample.name: sample.needs for sample in all_samples()}
     return [
         pytest.param(name, *values, marks=pytest.mark.xla if needs[name] == "torch_xla" else [])

@@ -1,4 +1,4 @@
-"""Adapters from the checkpoints of every program: what comes out is what peft saves."""
+"""Adapters converted from the checkpoints of every program: the result equals peft's own files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHOLE = ("zero2-frozen", "zero3-frozen", "fsdp-sharded", "fsdp-full")
 
 
 @pytest.mark.parametrize("name", [*ZERO, *FSDP, "live", "pickled"])
-def test_is_the_folder_that_peft_saves(
+def test_converted_adapter_equals_peft_folder(
     name: str, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(adapters / name), str(tmp_path / "out"), "--verify"]) == 0
@@ -37,9 +37,7 @@ def test_is_the_folder_that_peft_saves(
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_merges_into_the_base_that_lies_in_the_same_checkpoint(
-    name: str, adapters: Path, tmp_path: Path
-) -> None:
+def test_adapter_merges_into_base_of_same_checkpoint(name: str, adapters: Path, tmp_path: Path) -> None:
     source, out = str(adapters / name), tmp_path / "out"
     more = ["--config-from", str(adapters / "base"), "--quiet"]
     assert main([source, str(out), "--merge-into", source, *more]) == 0
@@ -50,7 +48,7 @@ def test_merges_into_the_base_that_lies_in_the_same_checkpoint(
     assert all(ours[key].tobytes() == value.tobytes() for key, value in theirs.items())
 
 
-def test_settings_of_verl(tmp_path: Path) -> None:
+def test_adapter_settings_of_verl_are_used(tmp_path: Path) -> None:
     """verl stores r and lora_alpha in `lora_train_meta.json`, next to the rank files of the model."""
     torch.manual_seed(0)
     module = "model.layers.0.self_attn.q_proj"
@@ -78,7 +76,7 @@ def test_settings_of_verl(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(merged), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_the_optimizer_comes_along_under_the_names_of_the_adapter(adapters: Path, tmp_path: Path) -> None:
+def test_adapter_optimizer_state_has_names_of_adapter(adapters: Path, tmp_path: Path) -> None:
     assert main([str(adapters / "zero3"), str(tmp_path / "out"), "--optimizer", "--quiet"]) == 0
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     state = load_file(tmp_path / "out" / "optimizer.safetensors")
@@ -89,10 +87,10 @@ def test_the_optimizer_comes_along_under_the_names_of_the_adapter(adapters: Path
 
 
 @pytest.mark.parametrize("name", ["zero2-bf16", "live"])
-def test_another_base_than_the_recorded_one_is_refused(
+def test_adapter_merge_into_other_base_is_rejected(
     name: str, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Our checkpoints record it in `trainer_state.json`, an adapter made from one in its header."""
+    """The fingerprint of the base is recorded in `trainer_state.json`, and in the header of an adapter."""
     source = tmp_path / "step"
     shutil.copytree(adapters / name, source)
     for recorded, code in ((compute_fingerprint(open_checkpoint(adapters / "base")), 0), ("0" * 32, 2)):

@@ -25,7 +25,7 @@ from portable.converters.writers.store_output import FileUpload
 from portable.output.lease import Lease
 
 ACCOUNT = "devstoreaccount1"
-# The one that Azurite has, as its documentation says.
+# The well-known key in the documentation of Azurite.
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 pytestmark = pytest.mark.skipif(shutil.which("azurite-blob") is None, reason="needs azurite-blob")
@@ -66,7 +66,7 @@ def _make_container(endpoint: str) -> None:
     urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers)).close()
 
 
-def test_azure(container: str, tmp_path: Path) -> None:
+def test_remote_path_and_lease_work_on_azure(container: str, tmp_path: Path) -> None:
     folder = RemotePath.from_url(f"{container}/run")
     assert not folder.exists()
     token = completion.mark_folder_incomplete(folder)

@@ -1,4 +1,4 @@
-"""`portable-convert` as a person meets it."""
+"""`portable-convert` from the user's point of view."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.converters.compare import bits, error_of, load, tree
 
 @pytest.fixture
 def run(written: Path, tmp_path: Path) -> Path:
-    """A run folder of this project's trainer: a step from 3 ranks, config and tokenizer in `model/`."""
+    """Write a run folder of this project's trainer: a step of 3 ranks, config and tokenizer in `model/`."""
     folder = tmp_path / "run"
     step = folder / "checkpoints" / "step-000002"
     shutil.copytree(written / "fsdp3-ours", step)
@@ -41,7 +41,9 @@ def run(written: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_converts_a_run(run: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_writes_model_and_optimizer_of_run(
+    run: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = tree(run)
     out = tmp_path / "a" / "b" / "out"
     assert main([str(run), str(out), "--optimizer", "--verify"]) == 0
@@ -62,7 +64,9 @@ def test_converts_a_run(run: Path, written: Path, tmp_path: Path, capsys: pytest
     assert set(groups[0]["params"]) == set(reference["optim"])
 
 
-def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_dry_run_writes_nothing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = tree(tmp_path)
     assert (
         main([str(run), str(tmp_path / "out"), "--dry-run", "--dtype", "bfloat16", "--max-shard-size", "200"])
@@ -74,7 +78,7 @@ def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert tree(tmp_path) == before
 
 
-def test_refusals_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_errors_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = run / "checkpoints" / "step-000002"
     out = tmp_path / "out"
     os.mkfifo(tmp_path / "pipe")
@@ -106,7 +110,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_exit_codes_and_json_distinguish_damage_from_mistakes(
+def test_convert_exit_codes_distinguish_damage_from_mistakes(
     damage: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = tmp_path / "damaged"
@@ -131,7 +135,7 @@ def test_exit_codes_and_json_distinguish_damage_from_mistakes(
 
 
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, "\0"])
-def test_a_damaged_config_is_refused_with_a_remedy(
+def test_convert_damaged_config_error_suggests_remedy(
     content: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step, intact = run / "checkpoints" / "step-000002", tmp_path / "intact"
@@ -143,7 +147,7 @@ def test_a_damaged_config_is_refused_with_a_remedy(
     assert main([str(step), str(tmp_path / "out"), "--config-from", str(intact), "--quiet"]) == 0
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(
+def test_convert_checks_free_disk_space_first(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
@@ -151,7 +155,9 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     assert "bytes, 10 are free on its disk" in told and not (tmp_path / "out").exists()
 
 
-def test_json(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_json_describes_conversion(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for out, more in (("dry", ["--dry-run"]), ("out", ["--verify"])):
         assert main([str(run), str(tmp_path / out), "--json", *more]) == 0
         document = json.loads(capsys.readouterr().out)
@@ -172,7 +178,7 @@ def test_json(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     }
 
 
-def test_steps_of_two_kinds_are_not_guessed_between(
+def test_convert_rejects_ambiguous_steps(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = run / "checkpoints"
@@ -185,7 +191,9 @@ def test_steps_of_two_kinds_are_not_guessed_between(
     assert main([str(run), str(tmp_path / "two"), "--tag", "step-000001", "--quiet"]) == 0
 
 
-def test_overwrite(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_overwrite_replaces_only_model_files(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     mine = ["model-00001-of-00002.safetensors", "merges.txt", "global_step2_universal/zero/a/fp32.pt"]
@@ -211,7 +219,7 @@ def test_overwrite(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_failure_leaves_everything_as_it_was(
+def test_failed_convert_leaves_folder_unchanged(
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -238,7 +246,7 @@ def test_failure_leaves_everything_as_it_was(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupted_convert_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     sparse_checkpoint(tmp_path / "in", 250)
     argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bfloat16"]
     child = subprocess.Popen([sys.executable, "-m", "portable.converters.cli", *argv], stderr=subprocess.PIPE)
@@ -255,8 +263,8 @@ def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Si
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_memory_stays_flat(tmp_path: Path) -> None:
-    """What converting a 160 MB model, cast and verified, adds to the interpreter's peak memory."""
+def test_convert_memory_does_not_grow_with_model(tmp_path: Path) -> None:
+    """Measure the additional peak memory of a conversion of 160 MB, with a cast and verification."""
     (tmp_path / "in").mkdir()
     weights = {f"w{i}": torch.zeros(10_000_000) for i in range(4)}
     safetensors.torch.save_file(weights, tmp_path / "in" / "model.safetensors")
@@ -286,7 +294,9 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
         ("~nobody-of-that-name/x", None),
     ],
 )
-def test_places_are_as_in_a_shell(written: str, meant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_paths_expand_home_and_variables(
+    written: str, meant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/her")
     monkeypatch.setenv("SCRATCH", "/scratch/x")
     monkeypatch.delenv("NOT_SET", raising=False)

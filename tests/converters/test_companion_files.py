@@ -59,7 +59,7 @@ def list_written_files(folder: Path) -> set[str]:
     return names - {"model.safetensors"}
 
 
-def test_small_files_are_copied(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_copies_small_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(model), str(tmp_path / "out")]) == 0
     assert list_written_files(tmp_path / "out") == COPIED
     messages = capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_config_from_copies_small_files(model: Path, tmp_path: Path) -> None:
     assert main([*argv, "--overwrite"]) == 0
 
 
-def test_sentence_transformers_modules_are_copied(model: Path, tmp_path: Path) -> None:
+def test_convert_copies_sentence_transformers_modules(model: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     tiny_model("llama").save_pretrained(base)
     modules = [
@@ -111,7 +111,7 @@ def test_sentence_transformers_modules_are_copied(model: Path, tmp_path: Path) -
     assert "3_Unlisted/config.json" not in list_written_files(tmp_path / "out")
 
 
-def test_external_links_and_large_files_are_not_copied(
+def test_convert_does_not_copy_external_links_and_large_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tmp_path / "base"

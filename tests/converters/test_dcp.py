@@ -1,4 +1,4 @@
-"""DCP checkpoints, whoever wrote them, against the live tensors of the run."""
+"""DCP checkpoints of any program, compared with the live tensors of the run."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from tests.converters.compare import (
 from tests.tiny_models import tiny_model
 
 
-def test_metadata_of_a_python_that_pickles_members_by_name(
+def test_dcp_metadata_with_enum_members_by_name_is_read(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(written / "fsdp2-bare", tmp_path / "step")
     file = tmp_path / "step" / ".metadata"
-    metadata = pickle.loads(file.read_bytes())  # noqa: S301 (of this test's own)
+    metadata = pickle.loads(file.read_bytes())  # noqa: S301 (written by this test)
     by_name = lambda self, _: (getattr, (type(self), self.name))  # noqa: E731
     monkeypatch.setattr("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING.__reduce_ex__", by_name)
     file.write_bytes(pickle.dumps(metadata))
@@ -53,14 +53,14 @@ def test_metadata_of_a_python_that_pickles_members_by_name(
     assert_model(open_checkpoint(tmp_path / "step"), load(written / "fsdp2-bare.ref.pt")["model"])
 
 
-def test_cuts_along_other_dimensions(written: Path) -> None:
+def test_dcp_shards_along_other_dimensions_are_read(written: Path) -> None:
     reference = load(written / "grid4.ref.pt")["model"]
     checkpoint = open_checkpoint(written / "grid4")
     assert_model(checkpoint, reference)
     assert all(len(tensor.boxes) > 1 for tensor in checkpoint.tensors.values())
 
 
-def test_tied_names_follow_config_and_values(written: Path, tmp_path: Path) -> None:
+def test_dcp_tied_names_follow_config_and_values(written: Path, tmp_path: Path) -> None:
     folder = tmp_path / "step"
     shutil.copytree(written / "plain1-ours", folder)
     assert open_checkpoint(folder).aliases == {"lm_head.weight": "embed_tokens.weight"}
@@ -70,7 +70,7 @@ def test_tied_names_follow_config_and_values(written: Path, tmp_path: Path) -> N
     assert "lm_head.weight" in kept.tensors
 
 
-def test_run_folder_takes_the_newest_complete_step(written: Path, tmp_path: Path) -> None:
+def test_run_folder_selects_newest_complete_step(written: Path, tmp_path: Path) -> None:
     steps = tmp_path / "run" / "checkpoints"
     for step, source in ((100, "fsdp2-ours"), (200, "fsdp3-ours")):
         shutil.copytree(written / source, steps / f"step-{step:06d}")
@@ -90,8 +90,8 @@ def test_run_folder_takes_the_newest_complete_step(written: Path, tmp_path: Path
         open_checkpoint(tmp_path / "run", tag="7")
 
 
-def test_plain_torch_container_names(tmp_path: Path) -> None:
-    """A Llama's own names begin with `model.`; only the writer's nesting is stripped."""
+def test_dcp_container_names_are_stripped(tmp_path: Path) -> None:
+    """The names of a Llama begin with `model.`, and only the nesting of the writer is removed."""
     names = ("model.embed_tokens.weight", "model.norm.weight")
     weights = {name: torch.randn(3, 2) for name in names}
     wrapped = {f"_orig_mod.{name}": value for name, value in weights.items()}
@@ -107,8 +107,8 @@ def test_plain_torch_container_names(tmp_path: Path) -> None:
     assert set(open_checkpoint(tmp_path / "two").tensors) == {"g.w", "d.w"}
 
 
-def test_two_optimizers_are_not_mixed(tmp_path: Path) -> None:
-    """As reinforcement learning saves an actor and a critic, whose parameters have the same names."""
+def test_dcp_with_two_optimizers_is_ambiguous(tmp_path: Path) -> None:
+    """Reinforcement learning saves an actor and a critic, whose parameters have the same names."""
     models = {"actor": torch.nn.Linear(2, 3), "critic": torch.nn.Linear(2, 3)}
     state: dict[str, Any] = {name: model.state_dict() for name, model in models.items()}
     for name, model in models.items():
@@ -125,7 +125,7 @@ def test_two_optimizers_are_not_mixed(tmp_path: Path) -> None:
         _ = checkpoint.optimizer
 
 
-def test_state_keyed_by_index(tmp_path: Path) -> None:
+def test_dcp_optimizer_state_keyed_by_index_is_read(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 5)).sum().backward()
@@ -134,8 +134,8 @@ def test_state_keyed_by_index(tmp_path: Path) -> None:
     assert_optimizer(open_checkpoint(tmp_path / "ok"), live(model, optimizer))
 
 
-def test_flat_parameters_of_fsdp1_are_refused(tmp_path: Path) -> None:
-    """LOCAL_STATE_DICT through DCP: what each parameter's shape was is nowhere."""
+def test_dcp_flat_parameters_of_fsdp1_are_rejected(tmp_path: Path) -> None:
+    """A LOCAL_STATE_DICT saved through DCP does not contain the shapes of the parameters."""
     state = {"model": {"_flat_param": torch.ones(5), "layers.0._flat_param": torch.ones(7)}}
     dcp_save(state, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match=r"flat parameters of FSDP1 \(LOCAL_STATE_DICT\)"):
@@ -146,8 +146,8 @@ def test_flat_parameters_of_fsdp1_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sharded", "two-files", "consolidated", "with-moments", "grid"])
-def test_every_save_bit_for_bit(written: Path, name: str) -> None:
-    """Each file stands for all."""
+def test_dcp_safetensors_equal_live_tensors(written: Path, name: str) -> None:
+    """The checkpoint can be opened by any of its files."""
     folder, reference = written / "safetensors" / name, load(written / f"safetensors+{name}.ref.pt")
     for path in (folder, max(folder.rglob("shard-00002-*"))):
         checkpoint = open_checkpoint(path)
@@ -180,12 +180,12 @@ def test_dcp_of_a_tied_model_loads_into_its_live_state(tmp_path: Path) -> None:
     assert all(bits(state["model"][name]) == bits(value) for name, value in weights.items())
 
 
-def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Path) -> None:
+def test_torch_loads_converted_dcp_of_fsdp(written: Path, tmp_path: Path) -> None:
     reference = load(written / "fsdp3-ours.ref.pt")
     argv = [str(written / "fsdp3-ours"), str(tmp_path / "out"), "--to", "dcp", "--optimizer", "--verify"]
     assert main([*argv, "--max-shard-size", "500", "--quiet"]) == 0
     assert len(list((tmp_path / "out").glob("*.distcp"))) > 1
-    assert "lm_head.weight" in reference["model"]  # tied: a live model asks for it
+    assert "lm_head.weight" in reference["model"]  # tied: a live model needs it
     groups = [{"lr": 0.0, "params": []} for _ in reference["groups"]]
     state: dict[str, Any] = {
         "model": blank(reference["model"]),
@@ -209,7 +209,7 @@ def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Pat
 
 @pytest.fixture
 def sixteen_ranks(tmp_path: Path) -> Path:
-    """A checkpoint of 16 ranks, each of which has one row of every tensor."""
+    """Write a checkpoint of 16 ranks, each of which has one row of every tensor."""
     folder = tmp_path / "sixteen"
     folder.mkdir()
     keys = list_keys(5, 16)
@@ -228,7 +228,7 @@ def sixteen_ranks(tmp_path: Path) -> Path:
         (None, {None}),
     ],
 )
-def test_a_rank_reads_the_tables_that_its_rows_need(
+def test_dcp_rank_opens_only_tables_of_its_rows(
     sixteen_ranks: Path, rank: tuple[int, int] | None, tables: set[int | None]
 ) -> None:
     opened = list[str]()
@@ -257,9 +257,7 @@ def test_a_rank_reads_the_tables_that_its_rows_need(
 
 
 @pytest.mark.parametrize("has_tables", [True, False])
-def test_an_index_has_the_pieces_of_each_region(
-    sixteen_ranks: Path, tmp_path: Path, has_tables: bool
-) -> None:
+def test_dcp_index_has_shards_of_each_region(sixteen_ranks: Path, tmp_path: Path, has_tables: bool) -> None:
     """With tables, the index is used if the tables would be larger than ``.metadata``."""
     if not has_tables:
         remove_tables(sixteen_ranks)
@@ -274,7 +272,7 @@ def test_an_index_has_the_pieces_of_each_region(
     assert len(list(cache.iterdir())) == 1
 
 
-def test_torch_loads_what_tables_describe(sixteen_ranks: Path) -> None:
+def test_torch_loads_dcp_with_tables(sixteen_ranks: Path) -> None:
     names = [entry.key for entry in list_keys(5, 16)]
     state = {name: torch.zeros(16, 4) for name in names}
     dcp_load(state, checkpoint_id=sixteen_ranks, no_dist=True)
@@ -291,7 +289,7 @@ def test_torch_loads_what_tables_describe(sixteen_ranks: Path) -> None:
     ],
     ids=["table", "shard", "index"],
 )
-def test_a_damaged_table_is_refused(sixteen_ranks: Path, name: str, damaged: bytes) -> None:
+def test_damaged_dcp_table_is_rejected(sixteen_ranks: Path, name: str, damaged: bytes) -> None:
     path = sixteen_ranks / name
     content = bytearray(path.read_bytes())
     content[content.index(damaged) + 2] ^= 1
@@ -302,8 +300,8 @@ def test_a_damaged_table_is_refused(sixteen_ranks: Path, name: str, damaged: byt
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_a_file_of_another_run_is_refused(tmp_path: Path, name: str) -> None:
-    """Nothing shows it without checksums: the same layout to the byte, other values."""
+def test_dcp_file_of_another_run_is_rejected(tmp_path: Path, name: str) -> None:
+    """Only checksums detect it: the layout is identical to the byte, and the values differ."""
     for version, run in ((b"1.0.0", tmp_path / "one"), (b"1.0.1", tmp_path / "other")):
         dcp_save({"model": {"w": torch.randn(64, 3)}}, checkpoint_id=run, no_dist=True)
         (run / ".metadata").write_bytes((run / ".metadata").read_bytes().replace(b"1.0.0", version))

@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints that DeepSpeed wrote, against the live tensors of the run."""
+"""Checkpoints written by DeepSpeed itself, compared with the live tensors of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reference(written: Path, name: str, step: int = 2) -> dict[str, Any]:
     return values
 
 
-def test_paths(deepspeed_written: Path, tmp_path: Path) -> None:
+def test_deepspeed_checkpoint_opens_by_folder_tag_or_file(deepspeed_written: Path, tmp_path: Path) -> None:
     root = deepspeed_written / "zero3-bf16-3"
     file = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     for path, tag, step in (
@@ -49,8 +49,8 @@ def test_paths(deepspeed_written: Path, tmp_path: Path) -> None:
             open_checkpoint(tmp_path)
 
 
-def test_fp16_files(deepspeed_written: Path, tmp_path: Path) -> None:
-    """DeepSpeed refuses fp16 on CPU: a bf16 run's files, rewritten as an fp16 run names and types them."""
+def test_deepspeed_fp16_files_are_read(deepspeed_written: Path, tmp_path: Path) -> None:
+    """DeepSpeed rejects fp16 on CPU, so the files of a bf16 run get the names and types of fp16."""
     in_fp16 = partial(tree_map_only, torch.Tensor, lambda v: v.half() if v.dtype == torch.bfloat16 else v)
     for name in ("zero2-bf16-2", "zero3-bf16-3"):
         source, target = deepspeed_written / name / "global_step2", tmp_path / name
@@ -60,7 +60,7 @@ def test_fp16_files(deepspeed_written: Path, tmp_path: Path) -> None:
             content["ds_config"] = {**content["ds_config"], "fp16": {"enabled": True}}
             optimizer = content.get("optimizer_state_dict")
             if isinstance(optimizer, dict) and name.startswith("zero2"):
-                # the weights beside must be the masters, rounded: make masters that both types hold exactly
+                # the weights must be the rounded masters: make masters that both types represent exactly
                 groups = optimizer["single_partition_of_fp32_groups"]
                 optimizer["single_partition_of_fp32_groups"] = [
                     group.bfloat16().half().float() for group in groups
@@ -79,7 +79,9 @@ def test_fp16_files(deepspeed_written: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero2-fp32-3", "zero3-bf16-3"])
-def test_files_of_another_step(deepspeed_written: Path, tmp_path: Path, name: str) -> None:
+def test_deepspeed_files_of_another_step_are_rejected(
+    deepspeed_written: Path, tmp_path: Path, name: str
+) -> None:
     run = deepspeed_written / name
     step, later = shutil.copytree(run / "global_step2", tmp_path / name), run / "global_step3"
     good = everything(open_checkpoint(step))
@@ -101,8 +103,10 @@ def test_files_of_another_step(deepspeed_written: Path, tmp_path: Path, name: st
 # -- pipeline stages, experts and tensor parallel ranks ------------------------------------------------------
 
 
-def test_patterns_of_before_the_maps(deepspeed_parallel: Path, tmp_path: Path) -> None:
-    """DeepSpeed 0.18 lists replicated and row parallel parameters; what it cuts otherwise is refused."""
+def test_deepspeed_tensor_parallel_patterns_of_old_versions_are_read(
+    deepspeed_parallel: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed 0.18 lists replicated and row-parallel parameters. Other kinds of shards are rejected."""
     for name, told in (("autotp-zero1-4", None), ("autotp-zero2-4", "sub-parameters")):
         folder = tmp_path / name
         shutil.copytree(deepspeed_parallel / name / "global_step2", folder)
@@ -115,8 +119,8 @@ def test_patterns_of_before_the_maps(deepspeed_parallel: Path, tmp_path: Path) -
                 open_checkpoint(folder)
 
 
-def test_an_expert_swapped_for_another_is_refused(deepspeed_parallel: Path, tmp_path: Path) -> None:
-    """Also where both its names and its file's say that it is the other: by the values of its masters."""
+def test_deepspeed_swapped_expert_is_rejected(deepspeed_parallel: Path, tmp_path: Path) -> None:
+    """The masters show the swap, even if the file name and the tensor names match the other expert."""
     shutil.copytree(deepspeed_parallel / "experts-zero1-4" / "global_step2", tmp_path / "step")
     first, second = (
         tmp_path / "step" / f"layer_0_expert_{number}_mp_rank_00_model_states.pt" for number in (0, 2)
@@ -128,12 +132,12 @@ def test_an_expert_swapped_for_another_is_refused(deepspeed_parallel: Path, tmp_
         open_checkpoint(tmp_path / "step")
 
 
-def test_mics_writes_the_files_of_one_group(deepspeed_written: Path, tmp_path: Path) -> None:
+def test_deepspeed_mics_checkpoint_is_read_as_one_group(deepspeed_written: Path, tmp_path: Path) -> None:
     """DeepSpeed up to 0.19.6 has MiCS: ZeRO-3 within groups of ranks, which all write the same files.
 
     `MiCS_Optimizer` makes the group its `dp_process_group`, which numbers the files, and its size the
-    `partition_count`; only `dp_world_size` counts all ranks. It needs a backend that coalesces, which gloo
-    does not, so these are the files of a ZeRO-3 run of one group, with what MiCS records beside.
+    `partition_count`. Only `dp_world_size` counts all ranks. MiCS needs a backend that coalesces, which gloo
+    does not, so these are the files of a ZeRO-3 run of one group, with the fields that MiCS adds.
     """
     step = tmp_path / "step"
     shutil.copytree(deepspeed_written / "zero3-fp32-2" / "global_step2", step)
@@ -150,11 +154,12 @@ def test_mics_writes_the_files_of_one_group(deepspeed_written: Path, tmp_path: P
         open_checkpoint(step)
 
 
-# -- ZeRO-3 groups on NVMe: swap files beside the rank files -------------------------------------------------
+# -- ZeRO-3 groups on NVMe: swap files in addition to the rank files
+# -------------------------------------------------
 
 
 @pytest.mark.ops("async_io")
-def test_bit_for_bit_with_the_live_run(deepspeed_nvme: Path, tmp_path: Path) -> None:
+def test_deepspeed_nvme_checkpoint_equals_live_run(deepspeed_nvme: Path, tmp_path: Path) -> None:
     step = deepspeed_nvme / "nvme-2" / "global_step2"
     swapped = {path.name for path in (step / "offloaded_tensors" / "rank01").iterdir()}
     assert swapped == {"0_11.tensor.swp", "exp_avg-0_11.tensor.swp", "exp_avg_sq-0_11.tensor.swp"}
@@ -178,7 +183,9 @@ def test_bit_for_bit_with_the_live_run(deepspeed_nvme: Path, tmp_path: Path) -> 
 TAG = "global_step2_universal"
 
 
-def test_every_way_to_name_it(written_universal: Path, tmp_path: Path) -> None:
+def test_deepspeed_universal_checkpoint_opens_by_folder_tag_or_file(
+    written_universal: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(written_universal / "sub-groups-3", run)
     shutil.copytree(written_universal.parent / "sub-groups-3", run, dirs_exist_ok=True)
@@ -198,7 +205,9 @@ def test_every_way_to_name_it(written_universal: Path, tmp_path: Path) -> None:
         open_checkpoint(run)
 
 
-def test_a_moment_in_the_form_of_another_stage(written_universal: Path, tmp_path: Path) -> None:
+def test_deepspeed_universal_moment_of_other_stage_is_rejected(
+    written_universal: Path, tmp_path: Path
+) -> None:
     step = Path(shutil.copytree(written_universal / "zero2-bf16-2" / TAG, tmp_path / TAG))
     path = step / "zero" / "big.weight" / "exp_avg.pt"
     torch.save(load(path)["param"].flatten().clone(), path)

@@ -1,4 +1,4 @@
-"""Quantized weights as floats: each format beside its own library, or its published formula in torch."""
+"""Quantized weights as floats: each format compared with its library, or with its formula in torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 
 
 def spread(scale: Tensor, height: int, width: int, shape: tuple[int, int]) -> Tensor:
-    """A scale for each block of a matrix, for each element."""
+    """Return the scale of each element, from one scale per block of a matrix."""
     wide = scale.float().repeat_interleave(height, -2).repeat_interleave(width, -1)
     return wide[..., : shape[0], : shape[1]]
 
@@ -40,7 +40,7 @@ def eight(*shape: int, kind: torch.dtype = torch.float8_e4m3fn) -> Tensor:
 
 
 def fp8_blocks(kind: torch.dtype = torch.float8_e4m3fn) -> Case:
-    """DeepSeek's `weight_dequant`, with blocks that do not divide the shape."""
+    """Return a case of DeepSeek's `weight_dequant`, with blocks that do not divide the shape."""
     weight, scale = eight(70, 100, kind=kind), torch.rand(5, 4) + 0.1
     settings = {"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}
     tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": torch.rand(7)}
@@ -62,7 +62,7 @@ def fp8_blocks_of_compressed_tensors() -> Case:
 
 
 def fp8_exponents() -> Case:
-    """A stack of experts whose scales are powers of two."""
+    """Return a stack of experts whose scales are powers of two."""
     weight = eight(3, 32, 64)
     scale = torch.randint(120, 134, (3, 2, 4), dtype=torch.uint8).view(torch.float8_e8m0fnu)
     wide = torch.stack([spread(part.float(), 16, 16, (32, 64)) for part in scale])
@@ -84,7 +84,7 @@ def fp8_whole() -> Case:
 
 
 def mxfp4() -> Case:
-    """transformers' own unpacking of GPT-OSS's experts."""
+    """Return a case of transformers' unpacking of the experts of GPT-OSS."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
@@ -95,7 +95,7 @@ def mxfp4() -> Case:
 
 
 def pairs(*shape: int) -> tuple[Tensor, Tensor]:
-    """Bytes of two FP4 codes, and their values."""
+    """Return bytes of two FP4 codes each, and their values."""
     packed = torch.randint(0, 256, shape, dtype=torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], -1).reshape(*shape[:-1], -1)
     return packed, FP4[codes.long()]
@@ -128,7 +128,7 @@ def compressed(form: str) -> dict[str, Any]:
 
 
 def words(codes: Tensor, bits: int) -> Tensor:
-    """Codes packed along the first dimension, the lowest bits first, as AutoGPTQ's `pack` does."""
+    """Pack codes along the first dimension, lowest bits first, like AutoGPTQ's `pack`."""
     flat = np.zeros((codes.shape[0] * bits // 32, codes.shape[1]), np.uint64)
     for number, row in enumerate(codes.numpy().astype(np.uint64)):
         word, shift = divmod(number * bits, 32)
@@ -139,7 +139,7 @@ def words(codes: Tensor, bits: int) -> Tensor:
 
 
 def of_library(form: str, shape: tuple[int, int], weights: dict[str, Any]) -> Case:
-    """compressed-tensors' own scales, compression and decompression."""
+    """Return a case with the scales, compression and decompression of compressed-tensors."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -159,7 +159,7 @@ def of_library(form: str, shape: tuple[int, int], weights: dict[str, Any]) -> Ca
 
 
 def ordered_int4() -> Case:
-    """Groups of columns in another order, as `weight_g_idx` of older versions says."""
+    """Return groups of columns in another order, given by `weight_g_idx` of older versions."""
     settings, tensors, _ = of_library("pack-quantized", (30, 96), {"num_bits": 4, **groups(32)})
     codes = (tensors["a.weight_packed"][..., None] >> torch.arange(0, 32, 4) & 15).flatten(1) - 8
     index = torch.arange(96).div(32, rounding_mode="floor")[torch.randperm(96)]
@@ -203,7 +203,7 @@ def awq() -> Case:
 def bitsandbytes(
     kind: str, *, nested: bool = False, columns: int = 64, storage: torch.dtype = torch.uint8
 ) -> Case:
-    """bitsandbytes' own quantization, state and dequantization on the CPU, which it would compile."""
+    """Return a case of bitsandbytes' quantization, state and dequantization on the CPU, uncompiled."""
     from bitsandbytes import functional
 
     weight = torch.randn(48, columns)
@@ -287,7 +287,7 @@ def written(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
+def test_dequantized_weights_match_format(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     settings, tensors, whole = CASES[name]()
     # Newer releases of the writers add settings without an effect.
@@ -324,24 +324,24 @@ def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
 build_defaults = cache(build_table)
 
 
-def test_defaults_match_the_libraries() -> None:
+def test_quantization_defaults_match_libraries() -> None:
     assert json.loads(FILE.read_bytes()) == build_defaults()
 
 
 SCALE = "a.weight_scale_inv"
 nested_nf4 = partial(bitsandbytes, "nf4", nested=True)
-# The tensors and settings that are other than the case has them, and what is said.
+# Tensors and settings that differ from the case, and the expected error.
 BAD: list[tuple[Callable[[], Case], dict[str, Tensor | None], dict[str, Any], str]] = [
-    (fp8_blocks, {SCALE: None}, {}, "a.weight belongs to no weight"),
+    (fp8_blocks, {SCALE: None}, {}, "a.weight does not belong to a known weight"),
     (fp8_blocks, {"a.weight": None}, {}, f"{SCALE} belongs to no weight"),
     (fp8_blocks, {SCALE: torch.ones(5, 3)}, {}, f"{SCALE}: F32 of shape [5, 3] does not belong to a weight"),
     (fp8_blocks, {SCALE: torch.full((5, 4), torch.nan)}, {}, f"{SCALE}: a scale is infinite or NaN"),
     (fp8_blocks, {SCALE: torch.zeros(5, 4)}, {}, f"{SCALE}: the scale of values other than 0"),
-    (fp8_blocks, {"b.weight": eight(9)}, {}, "b.weight belongs to no weight that is known"),
-    (fp8_blocks, {}, {"rotate": True}, "rotate is not known"),
+    (fp8_blocks, {"b.weight": eight(9)}, {}, "b.weight does not belong to a known weight"),
+    (fp8_blocks, {}, {"rotate": True}, "rotate is an unknown setting"),
     (fp8_blocks, {}, {"expert_dtype": "fp4"}, "expert_dtype is not known"),
     (fp8_blocks, {}, {"quant_method": "hqq"}, "quant_method 'hqq' is not one of"),
-    (fp8_blocks, {}, {"weight_block_size": "x"}, "weight_block_size 'x' is not two sizes"),
+    (fp8_blocks, {}, {"weight_block_size": "x"}, "weight_block_size 'x' is not a pair of sizes"),
     # Tables that are too small.
     (nested_nf4, {"a.weight.nested_absmax": torch.zeros(0)}, {}, "a.weight.nested_absmax: "),
     (nested_nf4, {"a.weight.quant_map": torch.zeros(3)}, {}, "a.weight.quant_map: "),
@@ -351,7 +351,7 @@ BAD: list[tuple[Callable[[], Case], dict[str, Tensor | None], dict[str, Any], st
 
 
 @pytest.mark.parametrize(("made", "other", "changed", "told"), BAD, ids=[told for *_, told in BAD])
-def test_what_does_not_fit_is_refused(
+def test_dequantize_rejects_inconsistent_tensors(
     made: Callable[[], Case],
     other: dict[str, Tensor | None],
     changed: dict[str, Any],
@@ -366,10 +366,10 @@ def test_what_does_not_fit_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_of_torchao_are_copied_and_their_scales_are_not_cast(
+def test_convert_copies_torchao_weights_without_cast(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers saves the parts of torchao's tensors under names of their own."""
+    """transformers saves the parts of torchao's tensors under special names."""
     torchao = pytest.importorskip("torchao.quantization")
     transformers = pytest.importorskip("transformers")
     tiny_model("llama").save_pretrained(tmp_path / "base")
@@ -390,7 +390,7 @@ def test_weights_of_torchao_are_copied_and_their_scales_are_not_cast(
     assert "quant_method 'torchao' is not one of" in refusal
 
 
-def test_settings_of_modelopt_in_their_own_file(tmp_path: Path) -> None:
+def test_dequantize_reads_settings_file_of_modelopt(tmp_path: Path) -> None:
     _, tensors, whole = fp8_whole()
     source = written(tmp_path / "in", {}, tensors)
     told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": []}}

@@ -16,13 +16,13 @@ TYPES: dict[str, dict[str, str]] = json.loads(FILE.read_bytes())["types"]
 
 
 SOME = [*{tuple(paths.items()): name for name, paths in TYPES.items()}.values()]
-"""A model type for each combination of keys."""
+"""One model type per combination of keys."""
 
 
 @pytest.mark.parametrize(
     "types", [SOME, pytest.param([*TYPES], marks=pytest.mark.exhaustive)], ids=["some", "every"]
 )
-def test_transformers_5_reads_the_same_values_with_and_without_earlier_keys(types: list[str]) -> None:
+def test_earlier_keys_do_not_change_values_in_transformers_5(types: list[str]) -> None:
     for model_type in types:
         paths = TYPES[model_type]
         config = build_probed_config(model_type, paths)
@@ -39,21 +39,21 @@ def test_transformers_5_reads_the_same_values_with_and_without_earlier_keys(type
         assert {key: read[key] for key in wanted} == wanted, model_type
 
 
-def test_values_of_the_source_are_kept() -> None:
+def test_earlier_keys_of_source_are_kept() -> None:
     config = {"model_type": "llama", "rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}
     add_earlier_keys_to_config(config)
     assert config["rope_theta"] == 5.0
     assert remove_earlier_keys(config)["rope_theta"] == 5.0
 
 
-def test_sections_of_multimodal_positions_are_kept() -> None:
+def test_earlier_keys_keep_multimodal_sections() -> None:
     rope = {"rope_type": "default", "rope_theta": 5.0, "mrope_section": [1, 1, 2]}
     config: dict[str, Any] = {"model_type": "qwen3_vl_text", "rope_parameters": rope}
     assert add_earlier_keys_to_config(config)
     assert config["rope_scaling"] == {"rope_type": "default", "mrope_section": [1, 1, 2]}
 
 
-def test_nested_configs_get_earlier_keys() -> None:
+def test_earlier_keys_are_added_to_nested_configs() -> None:
     rope = {"sliding_attention": {"rope_theta": 2.0}, "full_attention": {"rope_theta": 3.0}}
     text: dict[str, Any] = {"model_type": "gemma3_text", "rope_parameters": rope}
     config = {"model_type": "gemma3", "text_config": text}

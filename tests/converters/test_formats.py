@@ -1,7 +1,7 @@
-"""What holds for every format: it equals the live run that wrote it, and each lie in its files is named.
+"""Tests of every format: it equals the live run that wrote it, and errors name inconsistent files.
 
-Random damage is in `test_mutations.py`, conversions into every other format in `test_matrix.py`. A format
-takes part by rows here, and by samples in `samples.py`.
+Random damage is in `test_mutations.py`, conversions into every other format in `test_matrix.py`. A format is
+added by rows here, and by samples in `samples.py`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ FORMATS = {
         for name in names
     ],
 )
-def test_equals_the_live_run(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
+def test_format_equals_live_run(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
     base: Path = request.getfixturevalue(fixture)
     reference, ranks, step = TRUTHS[fixture][name]
     checkpoint = open_checkpoint(base / name)
@@ -112,8 +112,8 @@ def test_equals_the_live_run(fixture: str, name: str, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("name", TRUTHS["written"])
-def test_dcp_equals_the_live_run_through_an_index(name: str, written: Path, tmp_path: Path) -> None:
-    """The second process of a node maps what the first has parsed, and opens no metadata."""
+def test_dcp_index_equals_live_run(name: str, written: Path, tmp_path: Path) -> None:
+    """The second process of a node maps the index of the first one, and opens no metadata."""
     reference, ranks, _ = TRUTHS["written"][name]
     opened = list[str]()
     is_counting = [True]
@@ -133,21 +133,22 @@ def test_dcp_equals_the_live_run_through_an_index(name: str, written: Path, tmp_
     assert opened.count(".metadata") == folders and len(list(tmp_path.iterdir())) == folders
 
 
-# -- lies ----------------------------------------------------------------------------------------------------
+# -- inconsistent files
+# ----------------------------------------------------------------------------------------------------
 
 
 class Swap(str):
-    """The file of the same checkpoint with which a file changes places."""
+    """The file of the same checkpoint with which a file is swapped."""
 
 
 Change = Any
-"""A function of the content; the bytes to write; a file to copy or to swap with; or None to delete it."""
+"""A function of the content, the bytes to write, a file to copy or to swap with, or None to delete it."""
 FOURTH = "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
 OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 class Evil:
-    """Would open a file where it is unpickled."""
+    """Object that would open a file when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return open, ("/nonexistent/owned", "w")
@@ -167,7 +168,7 @@ def reverse(shapes: Any) -> None:
 
 
 def piece(content: Any) -> Any:
-    """Where AutoTP's map says that a parameter's part on the second rank lies."""
+    """Return the entry of AutoTP's map for a parameter's part on the second rank."""
     table = content["universal_checkpoint_info"]["affine_map"]["params"]
     return table[r"^odd_proj\.weight$"]["ranks"][1]["pieces"][0]
 
@@ -187,7 +188,7 @@ def shard(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def chunk(metadata: Any, name: str) -> Any:
-    """Where DCP's metadata says that a chunk of a tensor lies."""
+    """Return the entry of DCP's metadata for a chunk of a tensor."""
     return next(place for at, place in metadata.storage_data.items() if at.fqn == name).__dict__
 
 
@@ -196,7 +197,7 @@ def described(metadata: Any) -> Any:
 
 
 def tensors_of(table: dict[str, Any]) -> dict[str, Any]:
-    """The tensors that torch_checkpointing lists of the model."""
+    """Return the tensors of the model in torch_checkpointing's list."""
     tensors: dict[str, Any] = table["metadata"]["model"]["nested_path_to_metadata"]
     return tensors
 
@@ -212,13 +213,13 @@ def layout_of(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_file(table: dict[str, Any], name: str) -> None:
-    """Name the file of the model on rank 1."""
+    """Return the name of the file of the model on rank 1."""
     layout = {"file_path": name, "serialization_format": {"type": "TorchSerialization"}}
     table["metadata"]["model"]["rank_to_layout_info"][1] = layout
 
 
 def args(**settings: Any) -> Callable[[Any], None]:
-    """Other settings of Megatron's parser."""
+    """Change settings of Megatron's parser."""
     return lambda content: vars(content["args"]).update(settings)
 
 
@@ -243,7 +244,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda m: chunk(m, WEIGHT).update(transform_descriptors=["stream.zstd"]), "compressed"),
             (lambda m: m.__dict__.update(storage_meta=Evil()), r"io\.open"),
         ],
-        # torch's consolidation writes zeros for a missing shard without a word
+        # torch's consolidation writes zeros for a missing shard without an error
         ("safetensors/consolidated", f"sharded/{SHARDS[2]}"): [(None, "a shard is missing")],
         ("safetensors/consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
             (f"safetensors/consolidated/sharded/{SHARDS[0]}", "holds files with other numbers")
@@ -297,7 +298,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: c.update(mp_world_size=3), "parallel degrees are 2 and 1 of 3"),
         ],
         ("autotp-zero2-4", MP0): [
-            (lambda c: c.pop("universal_checkpoint_info"), "do not say how"),
+            (lambda c: c.pop("universal_checkpoint_info"), "only if their files record how"),
             (lambda c: piece(c)["source"].__setitem__(0, 6), "odd_proj"),
         ],
         ("pipeline-fp32-4", "layer_01-model_states.pt"): [
@@ -425,7 +426,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("llama-2x2", "**/*.pt"): [
             (args(num_experts=8), "num_experts=8 is not supported"),
             (args(rotary_interleaved=True), "rotary_interleaved=True"),
-            (args(window_size=(4, 0)), "window_size=5, no config.json says so"),
+            (args(window_size=(4, 0)), "window_size=5, and there is no config.json to confirm it"),
             (args(use_rope_scaling=True), "use_rope_scaling='llama3 of factor 8.0', no config"),
             (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
             (args(position_embedding_type="none"), "neither Llama- nor GPT-2-shaped"),
@@ -475,7 +476,7 @@ BELOW = {
         for row in rows
     ],
 )
-def test_a_lie_is_named(
+def test_format_error_names_inconsistency(
     fixture: str,
     name: str,
     file: str,
@@ -508,7 +509,7 @@ def test_a_lie_is_named(
 PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text("utf-8")
 
 
-def test_the_snippet_runs(
+def test_formats_page_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = torch.nn.Sequential()

@@ -1,4 +1,4 @@
-"""The end of the road: transformers loads what comes out and computes the same logits."""
+"""Converted checkpoints: transformers loads them and computes the same logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ transformers: Any = pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_same_names_and_logits_as_save_pretrained(tmp_path: Path, kind: str, tied: bool) -> None:
+def test_converted_model_has_names_and_logits_of_save_pretrained(
+    tmp_path: Path, kind: str, tied: bool
+) -> None:
     head = "AutoModelForSeq2SeqLM" if kind == "t5" else "AutoModelForCausalLM"
     model = tiny_model(kind, head, tie_word_embeddings=tied)
     step = tmp_path / "run" / "checkpoints" / "step-000001"
@@ -53,14 +55,12 @@ def test_same_names_and_logits_as_save_pretrained(tmp_path: Path, kind: str, tie
         ("bf16", "bfloat16", None),
     ],
 )
-def test_loads_in_the_type_that_was_asked_for(
-    tmp_path: Path, asked: str, stored: str, key: str | None
-) -> None:
-    """``from_pretrained`` goes by ``config.json``, whatever the tensors are."""
+def test_convert_dtype_is_written_to_config(tmp_path: Path, asked: str, stored: str, key: str | None) -> None:
+    """``from_pretrained`` uses the type in ``config.json``, regardless of the tensors."""
     tiny_model("llama").save_pretrained(tmp_path / "in")
     path = tmp_path / "in" / "config.json"
     config = {k: v for k, v in json.loads(path.read_text()).items() if k != "dtype"}
-    # bfloat16 for the weights that are fp32: what a ZeRO run's masters lie beside.
+    # The config has bfloat16 for fp32 weights, as next to the masters of a ZeRO run.
     path.write_text(json.dumps({**config, **({key: "bfloat16"} if key else {})}))
     assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", asked, "--quiet"]) == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -72,7 +72,7 @@ def test_loads_in_the_type_that_was_asked_for(
     }
 
 
-def test_parts_of_a_config_name_the_type_too(tmp_path: Path) -> None:
+def test_convert_dtype_is_written_to_nested_configs(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "in")
     path = tmp_path / "in" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": {"dtype": "float32", "a": 1}}))
@@ -81,8 +81,10 @@ def test_parts_of_a_config_name_the_type_too(tmp_path: Path) -> None:
     assert written["text_config"] == {"dtype": "bfloat16", "a": 1}
 
 
-def test_config_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder of shards without a config: said, and taken from the model that it began as."""
+def test_config_from_completes_folder_without_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A note reports that the folder of shards has no config. The config is read from its base model."""
     model = tiny_model("llama", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "in").mkdir()
@@ -105,7 +107,7 @@ def test_config_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert f"--config-from {path}: {key} is {right[key] + 1:,}, and " in said
 
 
-def test_config_from_the_hubs_cache(
+def test_config_from_accepts_hub_id_in_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
@@ -125,7 +127,7 @@ def test_config_from_the_hubs_cache(
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
     said = error_of(capsys, argv[0], tmp_path / "out2", *argv[2:], "someone/other")
     assert said.startswith("error: --config-from someone/other: neither")
-    # As SRC, a hub id is the whole model.
+    # As SRC, a hub id is the complete model.
     tiny_model("llama").save_pretrained(cached / "snapshots" / revision)
     assert main(["someone/tiny", str(tmp_path / "copy"), "--quiet"]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy").dtype == torch.float32

@@ -1,4 +1,4 @@
-"""One file a rank of FSDP-sharded state, against the live tensors it was written from."""
+"""FSDP-sharded state with one file per rank, compared with the live tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ SAMPLES = Path(__file__).parent / "rank_samples"
 
 @pytest.mark.parametrize("run", ["tensor-parallel-4", "meshes-4"])
 @pytest.mark.parametrize("torch_version", ["2.9.1", "2.10.0", "2.15.0"])
-def test_meshes_of_older_and_newer_torch(torch_version: str, run: str, tmp_path: Path) -> None:
+def test_fsdp_rank_meshes_of_several_torch_versions_are_read(
+    torch_version: str, run: str, tmp_path: Path
+) -> None:
     shutil.unpack_archive(SAMPLES / f"torch-{torch_version}.tar.xz", tmp_path, filter="data")
     checkpoint, reference = open_checkpoint(tmp_path / run), load(tmp_path / f"{run}.ref.pt")
     assert_model(checkpoint, reference["model"])
     assert_optimizer(checkpoint, reference)
 
 
-def test_the_folders_of_a_run(written_ranks: Path, tmp_path: Path) -> None:
-    """`global_step_<n>/actor/`, with the model's config in `huggingface/`."""
+def test_fsdp_rank_files_open_by_folder_or_file(written_ranks: Path, tmp_path: Path) -> None:
+    """The folder is `global_step_<n>/actor/`, with the model's config in `huggingface/`."""
     actor = tmp_path / "run" / "global_step_7" / "actor"
     shutil.copytree(written_ranks / "fsdp2-2", actor)
     (actor / "huggingface").mkdir()
@@ -39,18 +41,18 @@ def test_the_folders_of_a_run(written_ranks: Path, tmp_path: Path) -> None:
         open_checkpoint(actor.parent)
 
 
-def test_what_is_refused_by_name(written_ranks: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save with SHARDED_STATE_DICT"):
+def test_fsdp_rank_local_state_dict_is_rejected(written_ranks: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save it with SHARDED_STATE_DICT"):
         open_checkpoint(written_ranks / "fsdp1-local-3")
     accelerate = tmp_path / "local" / "pytorch_model_fsdp_rank0.bin"
     accelerate.parent.mkdir()
     accelerate.touch()
     for path in (accelerate, accelerate.parent):
-        with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save with SHARDED_STATE_DICT"):
+        with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save it with SHARDED_STATE_DICT"):
             open_checkpoint(path)
 
 
-def test_wrapped_modules_follow_from_the_lengths_or_are_not_guessed() -> None:
+def test_find_wrapped_modules_uses_lengths_without_guessing() -> None:
     layers = [(f"layers.{i}.{name}", (size,)) for i in range(3) for name, size in (("up", 12), ("down", 8))]
     sizes = [("embed", (10,)), *layers, ("head", (10,))]
     found = _find_wrapped_modules(sizes, [[10] * 2, [10] * 2, [10] * 2, [10] * 2], 2)

@@ -1,4 +1,4 @@
-"""Full state dicts: `.bin`, `.pt` and `.pth` files against the tensors that torch.save was given."""
+"""Full state dicts: `.bin`, `.pt` and `.pth` files compared with the tensors passed to torch.save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.converters.compare import assert_model, assert_optimizer, live, refus
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Every type and every kind of view; `f.base` and `f.row` overlap without being tied."""
+    """Return tensors of every type and kind of view. `f.base` and `f.row` overlap without being tied."""
     torch.manual_seed(0)
     base, attributed = torch.randn(6, 10), nn.Parameter(torch.randn(2, 3))
     attributed.tag = "x"  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
-def test_bare_state_dicts_bit_for_bit(tmp_path: Path, name: str, protocol: int) -> None:
+def test_full_state_dict_is_read_bit_for_bit(tmp_path: Path, name: str, protocol: int) -> None:
     state = collections.OrderedDict(weights())
     state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
     torch.save(state, tmp_path / name, pickle_protocol=protocol)
@@ -66,7 +66,7 @@ def test_bare_state_dicts_bit_for_bit(tmp_path: Path, name: str, protocol: int) 
 def stepped(
     model: nn.Module, groups: Any = None, kind: Any = torch.optim.AdamW, **how: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer of all parameters or these groups, after a step of all of the former."""
+    """Return an optimizer of all parameters or of `groups`, after a step with all gradients."""
     optimizer: torch.optim.Optimizer = kind(model.parameters() if groups is None else groups, **how)
     torch.stack([p.square().sum() for p in model.parameters() if p.requires_grad]).sum().backward()
     optimizer.step()
@@ -74,7 +74,7 @@ def stepped(
 
 
 def in_container(name: str) -> Callable[[nn.Module, dict[str, Any]], dict[str, Any]]:
-    """What a program saves, with names as DDP leaves them."""
+    """Return a function that saves as a program does, with names as DDP leaves them."""
     return lambda model, state: {
         name: nn.ModuleDict({"module": model}).state_dict(),
         "optimizer": state,
@@ -86,7 +86,7 @@ def in_container(name: str) -> Callable[[nn.Module, dict[str, Any]], dict[str, A
 
 
 def wrapped(prefix: str) -> Callable[[nn.Module, dict[str, Any]], dict[str, Any]]:
-    """A compiled model in DDP, or DDP compiled: also where the optimizer names its parameters."""
+    """Return a function that saves a compiled model in DDP, or the reverse, also with parameter names."""
 
     def saved(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         held = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
@@ -98,7 +98,7 @@ def wrapped(prefix: str) -> Callable[[nn.Module, dict[str, Any]], dict[str, Any]
 
 
 def lightning(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The model is an attribute, `model`."""
+    """Save like Lightning, with the model as an attribute, `model`."""
     return {
         "epoch": 0,
         "global_step": 7,
@@ -112,7 +112,7 @@ def lightning(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def composer(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """As Lightning's, and the state has names."""
+    """Save like Lightning, but with names in the optimizer state."""
     names = [f"model.{name}" for name, _ in model.named_parameters()]
     named = {names[key]: value for key, value in state["state"].items()}
     groups = [{**group, "params": names} for group in state["param_groups"]]
@@ -130,7 +130,7 @@ def composer(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         composer,
     ],
 )
-def test_a_model_within_what_its_program_saves(tmp_path: Path, saved: Any) -> None:
+def test_full_state_dict_is_found_in_container_of_program(tmp_path: Path, saved: Any) -> None:
     model = nn.Module()
     model.model, model.norm, model.lm_head = nn.Linear(3, 2), nn.BatchNorm1d(3), nn.Linear(2, 5)
     optimizer = stepped(model)
@@ -141,7 +141,7 @@ def test_a_model_within_what_its_program_saves(tmp_path: Path, saved: Any) -> No
     assert_optimizer(checkpoint, live(model, optimizer))
 
 
-def test_shared_storages_are_tied_once_under_their_owner(tmp_path: Path) -> None:
+def test_full_state_dict_ties_shared_storages(tmp_path: Path) -> None:
     shared, bias = torch.randn(7, 4), torch.randn(3)
     state = {
         "lm_head.weight": shared,
@@ -158,8 +158,8 @@ def test_shared_storages_are_tied_once_under_their_owner(tmp_path: Path) -> None
     assert open_checkpoint(tmp_path).aliases == {"b.bias": "a.bias"}
 
 
-def test_shards_with_an_index(tmp_path: Path) -> None:
-    """What an index may not say: ``test_safetensors``, of the one reader of both."""
+def test_sharded_state_dict_is_read_by_index(tmp_path: Path) -> None:
+    """Errors of an index are tested in ``test_safetensors``, because both formats use one reader."""
     values = weights()
     names = list(values)
     files = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
@@ -173,7 +173,7 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     assert_model(open_checkpoint(index), values)
 
 
-def test_what_is_refused_and_why(tmp_path: Path) -> None:
+def test_full_state_dict_errors_name_reason(tmp_path: Path) -> None:
     def said(value: Any, name: str = "m.pt", **how: Any) -> str:
         torch.save(value, tmp_path / name, **how)
         with pytest.raises(CheckpointError) as caught:
@@ -201,7 +201,7 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
     assert "is too large" in said({"a": wide})
 
 
-def test_folders_that_leave_a_choice(tmp_path: Path) -> None:
+def test_full_state_dict_folder_with_several_models_is_rejected(tmp_path: Path) -> None:
     tensor = torch.randn(2)
     torch.save({"a.w": tensor}, tmp_path / "a.pt")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"):
@@ -241,7 +241,7 @@ class Block(nn.Module):
 
 
 def by_kind(model: nn.Module) -> Any:
-    """Two groups: matrices, and vectors with another learning rate."""
+    """Return two groups: matrices, and vectors with another learning rate."""
     every = list(model.parameters())
     return [{"params": [p for p in every if p.ndim == n], "lr": 0.1 * n} for n in (2, 1)]
 
@@ -257,7 +257,7 @@ def by_kind(model: nn.Module) -> Any:
         ("", lambda model: model.parameters(), torch.optim.Adagrad, {}),
     ],
 )
-def test_index_keyed_optimizers_get_names_when_only_one_order_fits(
+def test_index_keyed_optimizer_gets_names_if_order_is_unique(
     tmp_path: Path, frozen: str, groups: Any, kind: Any, how: dict[str, Any]
 ) -> None:
     model = Block()
@@ -268,7 +268,7 @@ def test_index_keyed_optimizers_get_names_when_only_one_order_fits(
     assert_optimizer(open_checkpoint(tmp_path), live(model, optimizer))
 
 
-def test_index_keyed_optimizers_that_fit_in_several_ways_are_refused(tmp_path: Path) -> None:
+def test_index_keyed_optimizer_with_ambiguous_order_is_rejected(tmp_path: Path) -> None:
     pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     pair[0].requires_grad_(False)  # or was it pair[1]?
     model = Block()
@@ -299,7 +299,7 @@ def test_index_keyed_optimizers_that_fit_in_several_ways_are_refused(tmp_path: P
         (lambda s: s.pop("state"), "not an optimizer"),
     ],
 )
-def test_optimizers_that_do_not_add_up_are_refused(change: Any, told: str, tmp_path: Path) -> None:
+def test_inconsistent_optimizer_is_rejected(change: Any, told: str, tmp_path: Path) -> None:
     model = Block()
     save_run(tmp_path, model, stepped(model))
     rewrite(tmp_path / "optimizer.pt", change)

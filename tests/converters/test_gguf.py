@@ -1,7 +1,7 @@
-"""GGUF files, read again by the `gguf` package, and run by llama.cpp, which `xllamacpp` brings as a wheel.
+"""GGUF files, read again by the `gguf` package, and run by llama.cpp from the `xllamacpp` wheel.
 
-What llama.cpp computes is compared with transformers, for every model type and every setting that changes
-something: equal, or refused by the setting's name.
+The results of llama.cpp are compared with transformers, for every model type and every setting with an
+effect. They are equal, or an error names the setting.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
 }
 FULL, WINDOW = "full_attention", "sliding_attention"
-# (model type, settings beside PLAIN, None where llama.cpp computes the same, or else what the refusal names)
+# (model type, settings in addition to PLAIN, name in the error or None if llama.cpp computes the same)
 SETTINGS: list[tuple[str, dict[str, Any], str | None]] = [
     ("llama", {"rope_parameters": LLAMA3}, None),
     ("llama", {"rope_parameters": LINEAR}, None),
@@ -153,7 +153,7 @@ def tokenizer(kind: str) -> Tokenizer:
     made.pre_tokenizer = bytes_
     every = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=310, special_tokens=["<|end|>"], initial_alphabet=every)
-    text = (Path(__file__).parents[2] / "LICENSE").read_text()  # which stays as it is
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()  # which is not changed
     made.train_from_iterator([text], trainer)
     return made
 
@@ -164,7 +164,7 @@ def saved(folder: Path, kind: str, changed: dict[str, Any] | None = None) -> tor
     config = transformers.AutoConfig.for_model(kind, **{**values, **(changed or {})})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for value in model.parameters():  # or norms would be all ones and biases zeros
+        for value in model.parameters():  # otherwise, norms would be all ones and biases zeros
             value.add_(torch.randn_like(value) * 0.03)
     model.float().eval().save_pretrained(folder)
     tokenizer(kind).save(str(folder / "tokenizer.json"))
@@ -191,7 +191,7 @@ os._exit(0)
 
 
 def asked(file: Path, *asks: dict[str, Any], lora: Path | None = None) -> list[dict[str, Any]]:
-    """What llama.cpp's server answers to requests for completions."""
+    """Return the answers of llama.cpp's server to requests for completions."""
     ran = subprocess.run(
         [sys.executable, "-c", RUN, str(file), json.dumps(asks), *([] if lora is None else [str(lora)])],
         capture_output=True,
@@ -204,13 +204,13 @@ def asked(file: Path, *asks: dict[str, Any], lora: Path | None = None) -> list[d
 
 
 def distance(file: Path, model: torch.nn.Module, tokens: Tokenizer, lora: Path | None = None) -> float:
-    """The largest difference of a log probability, of a prompt longer than the windows."""
+    """Return the largest difference of a log probability, after a prompt longer than the windows."""
     ids = tokens.encode("The checkpoint of 2026 goes   on\n\nto 12345 TPUs, it's fine. And so on, " * 2).ids[
         :60
     ]
     with torch.no_grad():
         wanted = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1], -1)
-    # The server reports a token once its text is whole; the probabilities are those before the bias.
+    # The server reports a token once its text is complete; the probabilities are those before the bias.
     letter = tokens.token_to_id("a")
     ask = {"prompt": ids, "n_probs": VOCAB, "logit_bias": [[letter, 1000]]}
     (told,) = asked(file, ask, lora=lora)
@@ -223,7 +223,7 @@ def distance(file: Path, model: torch.nn.Module, tokens: Tokenizer, lora: Path |
 @pytest.mark.parametrize(
     ("kind", "changed", "refused"), CASES, ids=[f"{a}-{'-'.join(b)}" for a, b, _ in CASES]
 )
-def test_llama_cpp_computes_the_same_or_the_setting_is_refused(
+def test_gguf_setting_matches_transformers_or_is_rejected(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, changed: dict[str, Any], refused: str | None
 ) -> None:
     model = saved(tmp_path / "in", kind, changed)
@@ -245,7 +245,7 @@ def test_llama_cpp_computes_the_same_or_the_setting_is_refused(
         assert found < most, dtype
 
 
-# (model type, settings; None where llama.cpp computes the same, or else what the refusal says)
+# (model type, settings, text of the error or None if llama.cpp computes the same)
 LORA: list[tuple[str, dict[str, Any], str | None]] = [
     ("llama", {"target_modules": "all-linear"}, None),  # rows in pairs
     (
@@ -266,7 +266,7 @@ LORA: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings", "refused"), LORA)
-def test_an_adapter_computes_as_peft_does_or_is_refused(
+def test_gguf_adapter_matches_peft_or_is_rejected(
     kind: str,
     settings: dict[str, Any],
     refused: str | None,
@@ -305,11 +305,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"new_switch": None, "new_list": [], "new_flag": False}, ""),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling differs"),
-        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor 1.0: it must be above"),
-        ({"rope_parameters": {**LINEAR, "factor": -4}}, "rope_parameters.factor -4: it must be a positive"),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor 1.0: not above"),
+        ({"rope_parameters": {**LINEAR, "factor": -4}}, "rope_parameters.factor -4: not a positive"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0 instead of a whole number from 1"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776 instead of a whole number"),
-        ({"max_position_embeddings": 1 << 40}, "max_position_embeddings 1099511627776: it must be a count"),
+        ({"max_position_embeddings": 1 << 40}, "max_position_embeddings 1099511627776: not a count"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps NaN"),
         ({"vocab_size": 100}, "instead of [100, 64]"),
         ({"rope_scaling": None, "rope_theta": 5.0, "num_key_value_heads": 2}, ""),
@@ -317,7 +317,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model_type": "bloom"}, "llama.cpp's own converter: convert_hf_to_gguf.py OUT"),
     ],
 )
-def test_a_setting_that_is_unknown_or_impossible_is_one_line(
+def test_gguf_rejects_unknown_or_invalid_setting_in_one_line(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], told: str
 ) -> None:
     folder = Path(shutil.copytree(llama, tmp_path / "in"))
@@ -334,7 +334,7 @@ def test_a_setting_that_is_unknown_or_impossible_is_one_line(
     ("kind", "form"),
     [("llama", "fp8"), ("llama", "int8"), ("llama", "int4"), ("qwen3_moe", "mxfp4"), ("gpt_oss", "base")],
 )
-def test_quantized_weights_are_dequantized(kind: str, form: str, tmp_path: Path) -> None:
+def test_gguf_dequantizes_weights(kind: str, form: str, tmp_path: Path) -> None:
     """The file is the same as from the dequantized checkpoint, for which transformers and llama.cpp agree."""
     wide = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
     saved(tmp_path / "floats", kind, wide if form == "int4" else None)
@@ -378,10 +378,10 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3_moe": {"norm_topk_prob": True},
 }
-"""Settings of a type that llama.cpp does not compute with transformers' default."""
+"""Settings of types whose default in transformers is not supported by llama.cpp."""
 
 
-def test_defaults_are_those_of_transformers() -> None:
+def test_gguf_setting_defaults_match_transformers() -> None:
     known = {"query_pre_attn_scalar", "rope_parameters"}
     for kind, model in MODEL_TYPES.items():
         config = transformers.AutoConfig.for_model(kind)
@@ -401,8 +401,8 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_experts_as_one_tensor(tmp_path: Path, kind: str) -> None:
-    """The names of a live model, which checkpoints of a training run have."""
+def test_gguf_reads_stacked_experts(tmp_path: Path, kind: str) -> None:
+    """The checkpoint has the names of a live model, like checkpoints of a training run."""
     model = saved(tmp_path / "in", kind)
     live = {name: value.contiguous() for name, value in model.state_dict().items()}
     assert any(name.endswith("experts.gate_up_proj") for name in live)
@@ -418,7 +418,7 @@ def test_experts_as_one_tensor(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(GGML_KINDS))
-def test_blocks_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_quantization_in_pieces_matches_gguf_package(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).standard_normal((3, 20, 96)).astype(np.float32)
     values[0, 3, :32] = 0
     values[1, 4, :32] = 1e30  # its scale is infinite in float16
@@ -432,7 +432,9 @@ def test_blocks_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"".join(block.tobytes() for block in tensor.iter_blocks(77, set())) == theirs.tobytes()
 
 
-def test_the_file_and_the_folder(llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_gguf_output_may_be_file_or_folder(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "a" / "m.gguf"
     to = ["--to", "gguf", "--quiet"]
     assert main([str(llama), str(tmp_path / "out"), *to]) == 0
@@ -447,7 +449,9 @@ def test_the_file_and_the_folder(llama: Path, tmp_path: Path, capfd: pytest.Capt
     assert file.stat().st_size < (tmp_path / "out" / "model.gguf").stat().st_size
 
 
-def test_one_object_in_a_store(llama: Path, s3: ObjectStore, capfd: pytest.CaptureFixture[str]) -> None:
+def test_gguf_output_may_be_object_in_store(
+    llama: Path, s3: ObjectStore, capfd: pytest.CaptureFixture[str]
+) -> None:
     scale = ["--to", "gguf", "--quiet", "--verify"]
     assert main([str(llama), s3.url("b/m.gguf"), *scale]) == 0
     assert main([str(llama), s3.url("b/m.gguf"), *scale]) == 2
@@ -456,7 +460,7 @@ def test_one_object_in_a_store(llama: Path, s3: ObjectStore, capfd: pytest.Captu
     assert list(RemotePath.from_url(s3.url("b")).list_objects()) == ["m.gguf"]
 
 
-def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_path: Path) -> None:
+def test_gguf_omits_unsupported_tokenizer(llama: Path, tmp_path: Path) -> None:
     known = json.loads(tokenizer("llama").to_str())
     config = {"vocab_size": VOCAB, "bos_token_id": 0}
     assert convert_byte_level_bpe_to_gguf(known, config, [0]) is not None
@@ -487,7 +491,7 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_p
         ([0, 1, 2], "c", "{{ 'b' if calls else 'c' }}", ["c", "a", "b"]),  # Llama 3.1 has several ends
     ],
 )
-def test_llama_cpp_stops_where_transformers_does(
+def test_gguf_end_tokens_match_transformers(
     llama: Path, tmp_path: Path, stops: Any, own: str, template: str, ends: list[Any]
 ) -> None:
     folder = tmp_path / "in"

@@ -17,7 +17,7 @@ from tests.converters.samples import folder_of, parameters
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, Any]:
-    """(exit code, the JSON document) of a command."""
+    """Return (exit code, JSON document) of a command."""
     capsys.readouterr()
     code = main([*map(str, argv), "--json"])
     return code, json.loads(capsys.readouterr().out)
@@ -32,7 +32,7 @@ def saved(path: Path, **tensors: Any) -> Path:
 @pytest.mark.parametrize(
     "name", parameters(["dcp", "deepspeed-zero3-fp32-2", "universal-zero2-bf16-2", "xla-flat3"])
 )
-def test_every_format_is_shown_and_equals_its_conversion(
+def test_inspect_and_diff_of_every_format(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = folder_of(name, request, tmp_path)
@@ -49,7 +49,7 @@ def test_every_format_is_shown_and_equals_its_conversion(
     assert all(tensor["statistics"]["not_finite"] == 0 for tensor in known)
 
 
-def test_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = np.array([[0, -3, 1], [np.nan, np.inf, 2]], np.float32).astype(ml_dtypes.bfloat16)
     source = saved(tmp_path / "a", weight=values, none=np.zeros((0, 3)), count=np.array([1 << 40]))
     code, document = run(capsys, "inspect", source, "--stats")
@@ -68,7 +68,7 @@ def test_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 tensors, " in capsys.readouterr().out
 
 
-def test_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((300, 400)).astype(np.float32)
     other, bad = weight.copy(), weight.copy()

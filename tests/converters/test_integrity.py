@@ -59,7 +59,7 @@ REPEATED = next(case for case in SAMPLED if case.name == "repeated expert")
 
 
 def build_checkpoint(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Checkpoint:
-    """Build a checkpoint whose tensors have shapes, but no values, beside a file with its config."""
+    """Build a checkpoint whose tensors have shapes, but no values, with a config file."""
     empty = InMemorySource(b"")
     tensors = {name: Tensor.from_source(name, "F32", tuple(shape), empty) for name, shape in shapes.items()}
     file = Path(create_folder().name) / "config.json"
@@ -102,7 +102,7 @@ def iterate_verdicts(
 
 
 @pytest.mark.parametrize("pair", FEW_PAIRS, ids=lambda pair: pair[0])
-def test_complete_models_have_no_problems(pair: tuple[str, str]) -> None:
+def test_find_model_problems_accepts_complete_models(pair: tuple[str, str]) -> None:
     assert not {names: problems for names, problems in iterate_verdicts(*pair) if problems}
 
 
@@ -118,7 +118,7 @@ def test_complete_models_have_no_problems(pair: tuple[str, str]) -> None:
         for case in DAMAGED
     ],
 )
-def test_damaged_checkpoints_are_refused(
+def test_convert_rejects_damaged_checkpoints(
     case: DamagedCheckpoint,
     maker: str,
     request: pytest.FixtureRequest,
@@ -134,7 +134,7 @@ def test_damaged_checkpoints_are_refused(
     )
 
 
-def test_partial_converts_a_damaged_checkpoint(
+def test_convert_partial_accepts_damaged_checkpoint(
     damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli([str(damaged / "first-layer-dcp"), str(tmp_path / "out"), "--partial"]) == 0
@@ -142,7 +142,7 @@ def test_partial_converts_a_damaged_checkpoint(
 
 
 @pytest.mark.parametrize("target", ["dcp", "gguf", "merge"])
-def test_other_targets_compare_the_values_of_experts(
+def test_convert_to_other_targets_compares_experts(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from safetensors.torch import save_file
@@ -173,7 +173,7 @@ def test_other_targets_compare_the_values_of_experts(
 
 
 @pytest.mark.parametrize("name", ["repeated expert", "repeated experts of a published layout"])
-def test_experts_in_an_object_store_are_compared(
+def test_convert_from_object_store_compares_experts(
     name: str, s3: ObjectStore, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (case,) = [case for case in SAMPLED if case.name == name]
@@ -188,7 +188,7 @@ def test_experts_in_an_object_store_are_compared(
         (((4, 32), (16, 4), (0,)), "without gathering the partitions of ZeRO-3"),
     ],
 )
-def test_inspect_names_the_cause_of_damaged_adapters(
+def test_inspect_names_cause_of_damaged_adapters(
     shapes: tuple[tuple[int, ...], ...], cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -214,7 +214,7 @@ def test_inspect_names_the_cause_of_damaged_adapters(
     ],
     ids=["stacked experts", "repeated experts", "split tie", "stale quantization"],
 )
-def test_inspect_names_the_known_causes_of_problems(
+def test_inspect_names_known_causes_of_problems(
     source: str | dict[str, Any],
     cause: str,
     damaged: Path,
@@ -228,14 +228,14 @@ def test_inspect_names_the_known_causes_of_problems(
     assert cause in capsys.readouterr().out
 
 
-def test_empty_tensors_name_their_cause(
+def test_convert_names_cause_of_empty_tensors(
     damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert EMPTY[3] in error_of(capsys, damaged / "empty-tensors", tmp_path / "out")
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_complete_checkpoints_have_no_problems(format: str, damaged: Path) -> None:
+def test_find_model_problems_accepts_complete_checkpoints(format: str, damaged: Path) -> None:
     folders = sorted(damaged.glob(f"complete-*-{format}"))
     assert len(folders) == 8
     problems = {folder.name: find_model_problems(open_checkpoint(folder)) for folder in folders}
@@ -301,7 +301,7 @@ def check_descriptions(pairs: Iterable[tuple[str, str]]) -> None:
             assert sort_facts(stored[f"{model_type} {name}"]) == sort_facts(description), (model_type, task)
 
 
-def test_every_class_is_described_or_listed() -> None:
+def test_expected_tensors_describe_every_class() -> None:
     classes = {f"{pair.model_type} {find_class_name(pair.model_type, pair.task)}" for pair in list_pairs()}
     described = json.loads(FILE.read_bytes())["classes"].keys()
     assert classes - described == UNDESCRIBED.keys()
@@ -350,7 +350,7 @@ INVALID: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("key", INVALID)
-def test_invalid_settings_are_refused_as_in_transformers(key: str) -> None:
+def test_find_model_problems_rejects_settings_like_transformers(key: str) -> None:
     from tests.converters.make_damaged import build_state
 
     state, config = build_state("qwen3_moe")
@@ -373,7 +373,7 @@ def test_invalid_settings_are_refused_as_in_transformers(key: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_conversion_refuses_invalid_settings(
+def test_convert_rejects_invalid_settings(
     settings: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_folder(tmp_path / "source", **settings)
@@ -451,7 +451,7 @@ def iterate_changes(table: dict[str, Any], step: int) -> Iterator[dict[str, Any]
         *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("tokenizer", "generation", "shards")),
     ],
 )
-def test_settings_of_any_type_are_one_line(
+def test_convert_rejects_settings_of_other_types_in_one_line(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     source, (name, templates) = write_fuzzed_folder(kind, tmp_path), FUZZED[kind]
@@ -470,7 +470,7 @@ def test_settings_of_any_type_are_one_line(
         shutil.rmtree(out, ignore_errors=True)
 
 
-def test_conversion_unties_embeddings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_unties_embeddings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_folder(tmp_path / "source", tie_word_embeddings=True)
     assert cli(["inspect", str(source)]) == 1
     assert cli([str(source), str(tmp_path / "out")]) == 0
@@ -478,7 +478,7 @@ def test_conversion_unties_embeddings_that_differ(tmp_path: Path, capsys: pytest
     assert read_config(tmp_path / "out")["tie_word_embeddings"] is False
 
 
-def test_conversion_unties_the_text_part_like_the_complete_model(tmp_path: Path) -> None:
+def test_convert_unties_text_config_like_complete_model(tmp_path: Path) -> None:
     """transformers 5 saves configs of Qwen3-VL-MoE whose text part has the default of its class."""
     settings = {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}
     source = write_folder(tmp_path / "source", **settings)
@@ -486,7 +486,7 @@ def test_conversion_unties_the_text_part_like_the_complete_model(tmp_path: Path)
     assert read_config(tmp_path / "out")["text_config"] == {"tie_word_embeddings": False}
 
 
-def test_conversion_removes_a_stale_quantization_config(
+def test_convert_removes_stale_quantization_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_folder(tmp_path / "source", quantization_config={"quant_method": "fp8"})
@@ -498,7 +498,9 @@ def test_conversion_removes_a_stale_quantization_config(
 
 
 @pytest.mark.parametrize("name", parameters(sample.name for sample in all_samples()))
-def test_samples_have_no_problems(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_find_model_problems_accepts_samples(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     assert not list(
         map(str, find_model_problems(open_checkpoint(folder_of(name, request, tmp_path / "made"))))
     )

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: whoever wrote it, it leads nowhere else and is no reason for a traceback."""
+"""The manifest of a checkpoint: it refers to no other folder, and damage does not cause a traceback."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def folder(tmp_path: Path) -> Path:
         {"config\ud800.json": {"bytes": 23}},
     ],
 )
-def test_what_it_must_not_name(folder: Path, files: Any) -> None:
+def test_check_manifest_rejects_invalid_files(folder: Path, files: Any) -> None:
     (folder / MANIFEST).write_text(format_manifest(files, step=4))
     with pytest.raises(CheckpointError, match="damaged"):
         check_manifest(folder)
 
 
-def test_a_link_that_leads_out_is_not_followed(folder: Path, tmp_path: Path) -> None:
+def test_check_manifest_does_not_follow_link(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").rename(tmp_path / "elsewhere.json")
     (folder / "config.json").symlink_to(tmp_path / "elsewhere.json")
     with pytest.raises(CheckpointError, match="leaves"):
@@ -52,12 +52,12 @@ def test_a_link_that_leads_out_is_not_followed(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_a_conversion_copies_what_was_saved(
+def test_convert_checks_companions_against_manifest(
     name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(folder), str(tmp_path / "out")]) == 0
     text = (folder / name).read_text()
-    (folder / name).write_text(text.replace("l", "m").replace("1", "2"))  # as long as it was
+    (folder / name).write_text(text.replace("l", "m").replace("1", "2"))  # of the same length
     assert main([str(folder), str(tmp_path / "other")]) == 65
     assert f"{name}: damaged, or from another save" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
@@ -66,8 +66,8 @@ def test_a_conversion_copies_what_was_saved(
 @pytest.mark.parametrize(
     "name", [".metadata", "__5.metadata", "__0_7.distcp", "latest_universal", "zero/a.weight/fp32.pt"]
 )
-def test_a_file_of_another_format_is_refused(name: str, folder: Path) -> None:
-    """It would be opened in place of what the save wrote."""
+def test_check_manifest_rejects_file_of_another_format(name: str, folder: Path) -> None:
+    """The additional file would be opened instead of the saved files."""
     (folder / "notes.txt").write_text("a person's own file may stay")
     assert check_manifest(folder) is not None
     (folder / name).parent.mkdir(parents=True, exist_ok=True)

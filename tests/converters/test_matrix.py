@@ -1,7 +1,7 @@
-"""From every format into every other: what is written opens again as the same logical checkpoint.
+"""Conversions from every format into every other one: the result opens as the same logical checkpoint.
 
-Readers and writers meet in one logical view, so pairs follow: each source goes into one format, by turns,
-each format gets all kinds of sources. ``--all`` runs every pair.
+Readers and writers share one logical view, so not every pair is needed: each source is converted into one
+format, in turn, and each format gets all kinds of sources. ``--all`` runs every pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TARGETS = [name for name in WRITERS if name != "gguf"]
 
 
 FULL = ("dcp", "deepspeed-zero3-fp32-2", "deepspeed-autotp-zero1-4")
-"""Samples that go into every format: optimizer and counters, odd shapes, tied names."""
+"""Samples for every format: optimizer and counters, unusual shapes, tied names."""
 PAIRS = [
     pytest.param(*parameter.values, to, marks=[*parameter.marks, *([] if now else [pytest.mark.exhaustive])])
     for at, parameter in enumerate(parameters(sample.name for sample in all_samples()))
@@ -35,7 +35,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def model(checkpoint: Checkpoint, *, masters: bool = False) -> dict[str, Any]:
-    """Every value by name, a tied one under each of its names; parameters in float32 if `masters`."""
+    """Return every value by name, a tied one under each of its names; parameters in float32 if `masters`."""
     tensors = dict(checkpoint.tensors)
     tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
     made = {}
@@ -48,7 +48,7 @@ def model(checkpoint: Checkpoint, *, masters: bool = False) -> dict[str, Any]:
 
 
 def state(checkpoint: Checkpoint) -> Any:
-    """The optimizer's state and groups; a number as what it becomes in a 0-d tensor."""
+    """Return the state and groups of the optimizer, with numbers as 0-d tensors."""
     optimizer = checkpoint.optimizer
     assert optimizer is not None
     values = {
@@ -68,7 +68,7 @@ def bits(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("source", "to"), PAIRS, indirect=["source"])
-def test_into_every_format(source: Checkpoint, tmp_path: Path, to: str) -> None:
+def test_convert_into_every_format(source: Checkpoint, tmp_path: Path, to: str) -> None:
     try:
         has_optimizer = source.optimizer is not None
     except CheckpointError:
@@ -85,7 +85,7 @@ def test_into_every_format(source: Checkpoint, tmp_path: Path, to: str) -> None:
     again = open_checkpoint(tmp_path / "out")
     masters = to == "deepspeed-universal"
     ours, theirs = model(source, masters=masters), model(again, masters=masters)
-    # A tied alias is written where the format has a name for it.
+    # A tied alias is written if the format has a name for it.
     assert {name: ours[name] for name in theirs} == theirs
     assert source.tensors.keys() <= theirs.keys()
     if has_optimizer:

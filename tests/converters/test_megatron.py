@@ -1,7 +1,7 @@
-"""Megatron-LM's rank files against Megatron-Core's own logits, through transformers.
+"""Rank files of Megatron-LM, compared with logits of Megatron-Core through transformers.
 
-The files are written by `make_megatron.py`, by Megatron-Core's parallel modules on the CPU. Older layouts,
-and damage, are those files with other names or settings.
+`make_megatron.py` writes the files with Megatron-Core's parallel modules on the CPU. Older layouts and
+damaged files have other names or settings.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
 
 
 @pytest.mark.parametrize("run", [*CONFIGS, *(f"core-{run}" for run in CONFIGS)])
-def test_transformers_computes_what_megatron_computed(
-    written_megatron: Path, tmp_path: Path, run: str
-) -> None:
-    """Two tensor ranks, and two stages but for one; padded vocabulary, grouped queries, tied and not."""
+def test_megatron_logits_match_transformers(written_megatron: Path, tmp_path: Path, run: str) -> None:
+    """The models have two tensor ranks, one or two stages, a padded vocabulary, and grouped queries."""
     shutil.copytree(written_megatron / run, tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(json.dumps(CONFIGS[run.removeprefix("core-")].to_dict()))
     checkpoint = open_checkpoint(tmp_path / "run")
@@ -70,7 +68,7 @@ Change = Any
 
 @pytest.fixture
 def changed(written_megatron: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a run, with other args in each file, or with each file's content changed."""
+    """Return a function that copies a run with other args in each file, or with other content."""
 
     def make(run: str = "llama-2x2", change: Change = lambda content: None, **args: Any) -> Path:
         copy = tmp_path / "run"
@@ -83,7 +81,7 @@ def changed(written_megatron: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def older(content: dict[str, Any]) -> None:
-    """The names of before Megatron-Core."""
+    """Rename tensors to the names before Megatron-Core."""
     names = {
         "self_attention.linear_qkv": "self_attention.query_key_value",
         "self_attention.linear_proj": "self_attention.dense",
@@ -102,7 +100,7 @@ def older(content: dict[str, Any]) -> None:
 
 
 def in_chunks(content: dict[str, Any]) -> None:
-    """Two layers each, as an interleaved schedule has them."""
+    """Split the layers into chunks of two, as in an interleaved schedule."""
     for number in range(2):
         content[f"model{number}"] = chunk = {}
         for key, value in content["model"].items():
@@ -114,7 +112,7 @@ def in_chunks(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [older, in_chunks])
-def test_other_layouts_hold_the_same(
+def test_megatron_layouts_have_same_values(
     change: Change, written_megatron: Path, changed: Callable[..., Path]
 ) -> None:
     whole = open_checkpoint(written_megatron / "llama-tied-2x1")
@@ -125,7 +123,7 @@ def test_other_layouts_hold_the_same(
         assert everything(checkpoint) == everything(whole)
 
 
-def test_the_vocabulary_of_a_config_that_is_given(written_megatron: Path, tmp_path: Path) -> None:
+def test_megatron_vocabulary_size_follows_given_config(written_megatron: Path, tmp_path: Path) -> None:
     given = tmp_path / "config.json"
     given.write_text('{"model_type": "llama", "vocab_size": 110}')
     found = open_checkpoint(written_megatron / "llama-2x2", companions={"config.json": given})
@@ -161,7 +159,7 @@ ARGS: dict[str, Any] = {
         ({"vocab_size": 120}, {"vocab_size": 119}, "vocab_size=120 in its args, vocab_size=119"),
     ],
 )
-def test_the_config_says_what_the_args_say(
+def test_megatron_config_must_match_args(
     changed: Callable[..., Path],
     tmp_path: Path,
     args: dict[str, Any],
@@ -177,7 +175,7 @@ def test_the_config_says_what_the_args_say(
         open_checkpoint(run, companions={"config.json": given})
 
 
-def test_megatron_s_own_defaults_are_known_to_change_nothing(
+def test_megatron_default_settings_change_nothing(
     written_megatron: Path, changed: Callable[..., Path]
 ) -> None:
     config = pytest.importorskip("megatron.core.transformer.transformer_config")

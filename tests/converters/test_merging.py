@@ -1,4 +1,4 @@
-"""`--merge-into` against peft: `merge_and_unload`, and the logits of the model that was trained."""
+"""`--merge-into` compared with peft: `merge_and_unload`, and the logits of the trained model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.tiny_models import tiny_config, tiny_model
 
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of peft's, of which there are many
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft has many such warnings
 
 ANY = "all-linear"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def lora(**settings: Any) -> Any:
-    # A scaling that is no power of two, so that the order of roundings shows.
+    # The scaling is not a power of two, so that the order of roundings matters.
     return peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], **settings})
 
 
 def shake(model: Any) -> None:
-    """Give what is trained other values than those it starts from, which add nothing."""
+    """Change the trained values, because the initial values of an adapter add nothing."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -56,7 +56,7 @@ class Pair:
         return self.kind.from_pretrained(folder, dtype=dtype or self.dtype).eval()
 
     def merge(self, *more: str) -> Any:
-        """The model that we write, loaded; everything in the files was used."""
+        """Return our merged model, loaded, after a check that every tensor in the files was used."""
         arguments = [str(self.adapter), str(self.out), "--merge-into", str(self.base), "--quiet", *more]
         assert main(arguments) == 0
         loaded, report = self.kind.from_pretrained(self.out, dtype=self.dtype, output_loading_info=True)
@@ -64,14 +64,14 @@ class Pair:
         return loaded.eval()
 
     def truth(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """The state of peft's own merge."""
+        """Return the state of peft's merge."""
         again = peft.PeftModel.from_pretrained(self.load(self.base, dtype), self.adapter)
         state: dict[str, torch.Tensor] = again.merge_and_unload().state_dict()
         return state
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], before: Any) -> None:
-    """Equal to float32 rounding; and the adapter has changed something."""
+    """Check that values are equal up to float32 rounding, and that the adapter has changed something."""
     assert ours.keys() == theirs.keys()
     moved = 0
     for name, value in theirs.items():
@@ -94,7 +94,7 @@ CAUSAL = (
     *("qwen3_moe", "granitemoe", "gpt_oss", "deepseek_v3", "hy_v3", "kimi_linear", "qwen3_5_moe_text"),
 )
 KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
-    # The adapter has the names of the live model, the base those of the files: they differ for experts.
+    # The adapter has the names in memory, the base has the names in files. They differ for experts.
     **{kind: (partial(tiny_model, kind), lora(target_modules=ANY)) for kind in CAUSAL},
     "nemotron_h": (
         partial(tiny_model, "nemotron_h"),
@@ -145,14 +145,14 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_adapter(kind: str, tmp_path: Path) -> None:
+def test_merge_of_every_kind_of_adapter_matches_peft(kind: str, tmp_path: Path) -> None:
     make, config = KINDS[kind]
     pair = Pair(tmp_path, make(), config)
     assert_same(pair.merge("--verify").state_dict(), pair.truth(), pair.load(pair.base).state_dict())
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_text_model_adapter_merges_into_composite_base(kind: str, tmp_path: Path) -> None:
+def test_merge_of_text_model_adapter_into_composite_base(kind: str, tmp_path: Path) -> None:
     """The names in the base have a prefix that transformers removes when it loads only the text model."""
     settings = tiny_config(kind)
     settings["vision_config"] |= {"depth": 1}
@@ -175,8 +175,8 @@ def test_text_model_adapter_merges_into_composite_base(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["patterns", "dora", "dora-conv1d", "experts"])
-def test_rounds_once_to_the_dtype_of_the_base(kind: str, dtype: str, tmp_path: Path) -> None:
-    """At most one unit in the last place from the float32 merge of the same weights, and hardly ever that."""
+def test_merge_rounds_once_to_dtype_of_base(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Values differ from the float32 merge by at most one unit in the last place, and rarely."""
     make, config = KINDS[kind]
     pair = Pair(tmp_path, make(), config, dtype)
     ours, exact = pair.merge().state_dict(), pair.truth(torch.float32)
@@ -191,7 +191,7 @@ def test_rounds_once_to_the_dtype_of_the_base(kind: str, dtype: str, tmp_path: P
 
 
 def ordered(value: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the 16-bit floats; neighbors differ by one."""
+    """Return integers in the order of the 16-bit floats. Neighbors differ by one."""
     bits = value.contiguous().view(torch.int16).to(torch.int32)
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
@@ -218,8 +218,8 @@ BOTH = {"ensure_weight_tying": True}
     ],
     ids=str,
 )
-def test_unties_embeddings_that_no_longer_agree(settings: dict[str, Any], tied: bool, tmp_path: Path) -> None:
-    """peft changes both or warns; the model that was trained changes one of them, or each in its own way."""
+def test_merge_unties_embeddings_that_differ(settings: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    """peft changes both embeddings or warns. The trained model changes only one, or both differently."""
     pair = Pair(tmp_path, tiny_model("llama", tie_word_embeddings=True), lora(**settings))
     assert_same_logits(pair.merge(), pair.trained)
     loaded = load_file(pair.out / "model.safetensors")
@@ -231,7 +231,7 @@ def test_unties_embeddings_that_no_longer_agree(settings: dict[str, Any], tied: 
 
 
 @pytest.mark.parametrize(("kind", "named"), [("llama", None), ("gpt2", ["wte"]), ("t5", None)])
-def test_tokens_alone_of_tied_embeddings(kind: str, named: list[str] | None, tmp_path: Path) -> None:
+def test_merge_of_tokens_of_tied_embeddings(kind: str, named: list[str] | None, tmp_path: Path) -> None:
     """The settings name one module; the file has the tokens of each that shares its weight."""
     model = SEQ2SEQ() if kind == "t5" else tiny_model(kind, tie_word_embeddings=True)
     config = peft.TrainableTokensConfig(token_indices=[3, 9], target_modules=named)
@@ -251,14 +251,14 @@ def assert_same_logits(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "query", "saved"), [(SEQ2SEQ, "q", "shared"), (MASKED, "query", "word_embeddings")]
 )
-def test_embeddings_that_cannot_be_untied(
+def test_merge_rejects_embeddings_that_cannot_be_untied(
     model: Any, query: str, saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pair = Pair(tmp_path, model(), lora(target_modules=[query], modules_to_save=[saved]))
-    assert "cannot be untied" in refused(pair, capsys)
+    assert "cannot untie them" in refused(pair, capsys)
 
 
-def test_a_new_head_and_a_resized_embedding(tmp_path: Path) -> None:
+def test_merge_of_new_head_and_resized_embedding(tmp_path: Path) -> None:
     model = tiny_model("llama", "AutoModelForSequenceClassification", num_labels=5, pad_token_id=0)
     model.base_model.save_pretrained(tmp_path / "bare")
     pair = Pair(tmp_path / "labels", model, lora(task_type="SEQ_CLS"))
@@ -289,7 +289,7 @@ def test_a_new_head_and_a_resized_embedding(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_adapters_of_a_resized_model(
+def test_merge_of_adapter_of_resized_model(
     tied: bool, settings: dict[str, Any], missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """peft saves the resized tables below LoRA's layers; an adapter without one of them is refused."""
@@ -306,10 +306,10 @@ def test_adapters_of_a_resized_model(
 
 
 @pytest.mark.parametrize("version", ["0.18.1", "0.21.2", None])
-def test_layouts_of_factors_of_square_experts(
+def test_merge_reads_expert_factors_by_peft_version(
     version: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """peft before 0.19 stores the factors of a stack the other way round, which shapes do not show."""
+    """peft before 0.19 stores the factors of a stack transposed, which square shapes do not show."""
     model = tiny_model("qwen3_moe")
     model = tiny_model("qwen3_moe", moe_intermediate_size=model.config.hidden_size // 2)
     pair = Pair(tmp_path, model, lora(target_modules=[], target_parameters=EXPERTS[:1]))
@@ -330,9 +330,7 @@ def test_layouts_of_factors_of_square_experts(
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "granitemoe", "gpt_neox"])
-def test_adapters_with_published_names_merge_into_a_base_with_names_in_memory(
-    kind: str, tmp_path: Path
-) -> None:
+def test_merge_of_published_names_into_base_with_names_in_memory(kind: str, tmp_path: Path) -> None:
     """transformers 4 has the published names in memory, and an adapter for each expert."""
     tiny_model(kind).save_pretrained(tmp_path / "base")
     assert main([str(tmp_path / "base"), str(tmp_path / "live"), "--names", "live", "--quiet"]) == 0
@@ -362,7 +360,7 @@ def test_adapters_with_published_names_merge_into_a_base_with_names_in_memory(
 
 
 def refused(pair: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> str:
-    """The one line of a refusal, after which nothing was written."""
+    """Return the one-line error of a merge that writes nothing."""
     err = error_of(capsys, pair.adapter, pair.out, "--merge-into", pair.base, *more)
     assert not pair.out.exists()
     return err
@@ -375,7 +373,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture
 def pair(saved: Pair, tmp_path: Path) -> Pair:
-    """A copy of one pair, to be damaged."""
+    """Return a copy of a pair, to be damaged."""
     copied = object.__new__(Pair)
     copied.__dict__ |= saved.__dict__
     copied.base, copied.adapter, copied.out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
@@ -384,7 +382,7 @@ def pair(saved: Pair, tmp_path: Path) -> Pair:
     return copied
 
 
-def test_merging_twice_is_refused_and_another_adapter_is_not(
+def test_merge_rejects_same_adapter_twice(
     pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pair.merge()
@@ -405,7 +403,7 @@ QUERY = "base_model.model.model.layers.1.self_attn.q_proj"
 
 
 def change(pair: Pair, how: Callable[[Tensors], Tensors] | dict[str, Any] | bytes) -> None:
-    """Change the adapter's tensors, some of its settings, or the text of all of them."""
+    """Change the adapter's tensors, some of its settings, or their complete text."""
     path, settings = pair.adapter / "adapter_model.safetensors", pair.adapter / "adapter_config.json"
     if isinstance(how, bytes):
         settings.write_bytes(how)
@@ -416,7 +414,7 @@ def change(pair: Pair, how: Callable[[Tensors], Tensors] | dict[str, Any] | byte
 
 
 def twice(tensors: Tensors) -> Tensors:
-    """Factors of twice the rank."""
+    """Double the rank of the factors."""
     return {
         name: value.repeat((2, 1) if "lora_A" in name else (1, 2)) if "lora" in name else value
         for name, value in tensors.items()
@@ -450,14 +448,14 @@ DAMAGE: list[tuple[Callable[[Tensors], Tensors] | dict[str, Any] | bytes, str]] 
     ({"rank_pattern": {"(": 3}}, "not a regular expression"),
     ({"bias": "some"}, "bias 'some' is not one of none, all, lora_only"),
     ({"use_dora": True}, "lora_magnitude_vector is missing"),
-    # peft would leave out what they do not name.
+    # peft would omit tensors that the settings do not name.
     ({"target_modules": ["self_attn.q_proj", "k_proj"]}, "v_proj: has an adapter, but target_modules"),
     (b"[" * 100_000, "not readable as JSON"),
 ]
 
 
 @pytest.mark.parametrize(("how", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
-def test_damaged_and_hostile_adapters_are_refused_in_one_line(
+def test_merge_rejects_damaged_adapters_in_one_line(
     how: Any, message: str, pair: Pair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patterns, "_TIMEOUT_SECONDS", 0.2)
@@ -465,19 +463,19 @@ def test_damaged_and_hostile_adapters_are_refused_in_one_line(
     assert message in refused(pair, capsys)
 
 
-def test_an_adapter_in_a_pickle(pair: Pair) -> None:
+def test_merge_reads_adapter_in_pickle(pair: Pair) -> None:
     state = load_file(pair.adapter / "adapter_model.safetensors")
     (pair.adapter / "adapter_model.safetensors").unlink()
     torch.save(state, pair.adapter / "adapter_model.bin")
     assert_same(pair.merge().state_dict(), pair.truth(), pair.load(pair.base).state_dict())
 
 
-def test_what_else_is_no_base_or_no_adapter(
+def test_merge_rejects_other_folders_as_base_or_adapter(
     pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = pair.base
     pair.base = pair.adapter
-    assert "holds the adapter alone" in refused(pair, capsys)
+    assert "contains only the adapter" in refused(pair, capsys)
     pair.base = tmp_path / "other"
     shutil.copytree(pair.adapter, pair.base)
     assert "give only the base model" in refused(pair, capsys)
@@ -491,11 +489,11 @@ def test_what_else_is_no_base_or_no_adapter(
     assert "is quantized (gptq)" in refused(pair, capsys)
 
 
-def test_settings_from_elsewhere_and_several_adapters(
+def test_merge_reads_separate_settings_and_named_adapter(
     pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = (pair.adapter / "adapter_config.json").rename(tmp_path / "settings.json")
-    assert "give it with --adapter-config FILE" in refused(pair, capsys)
+    assert "add --adapter-config FILE" in refused(pair, capsys)
     pair.merge("--adapter-config", str(config))
     shutil.rmtree(pair.out)
     model = peft.get_peft_model(UNTIED(), lora())
@@ -513,16 +511,16 @@ def test_settings_from_elsewhere_and_several_adapters(
     assert_same(ours, model.merge_and_unload(adapter_names=["ref"]).state_dict(), UNTIED().state_dict())
 
 
-def test_what_peft_knows_by_the_type_of_the_model(tmp_path: Path) -> None:
-    """(IA)^3 vectors of inputs are told by their shape where `feedforward_modules` is null."""
+def test_merge_of_ia3_without_feedforward_modules(tmp_path: Path) -> None:
+    """If `feedforward_modules` is null, the shape identifies (IA)^3 vectors of inputs."""
     pair = Pair(tmp_path, OPT(), KINDS["ia3"][1])
     truth = pair.truth()
     change(pair, {"feedforward_modules": None, "target_modules": None})
     assert_same(pair.merge().state_dict(), truth, pair.load(pair.base).state_dict())
 
 
-def test_every_setting_of_peft_is_known() -> None:
-    """A setting that a later peft adds, and that is set, is refused by name until it is read here."""
+def test_merge_supports_all_but_listed_peft_settings() -> None:
+    """A setting of a later peft version is rejected by name until this project supports it."""
     from dataclasses import fields
 
     from portable.converters.adapters.config import SUPPORTED_SETTINGS
@@ -535,7 +533,7 @@ def test_every_setting_of_peft_is_known() -> None:
     }
 
 
-def test_where_transformers_has_inputs_as_rows() -> None:
+def test_inputs_first_types_match_transformers() -> None:
     models = Path(transformers.__file__).parent / "models"
     found = set()
     for path in models.glob("*/modeling_*.py"):

@@ -1,7 +1,7 @@
-"""Every format, damaged at random: a refusal that names the checkpoint, or exactly the right bytes.
+"""Random damage of every format: an error names the checkpoint, or all bytes are correct.
 
-A flip in a byte that the format leaves without any check (`Sample.unchecked`) may change a value; even then
-nothing but a refusal or a well-formed checkpoint may come of it.
+A flip in a byte that the format does not protect (`Sample.unchecked`) may change a value. Even then, the
+result is an error or a well-formed checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.converters.samples import Sample, all_samples, folder_of, parameters
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 FLIPS, FILES = 40, 8
-"""How many bytes, and of how many files each; more: ``python -m tests.converters.fuzz``."""
+"""Number of flipped bytes, and number of damaged files, per sample. ``tests.converters.fuzz`` tries more."""
 
 
 class Damaged:
-    """A copy of a sample that is damaged, looked at, and mended, again and again."""
+    """A copy of a sample that is damaged, read and repaired repeatedly."""
 
     def __init__(self, sample: Sample, original: Path, copy: Path) -> None:
         self.sample = sample
@@ -39,7 +39,7 @@ class Damaged:
         ]
 
     def look(self, what: str, *, vouched: bool = True) -> None:
-        """Open and read it all. Anything but a refusal or the right values fails."""
+        """Read all values of the checkpoint. Fail unless it is rejected or has the correct values."""
         try:
             checkpoint = open_checkpoint(self.folder)
             found = everything(checkpoint)
@@ -47,7 +47,7 @@ class Damaged:
             assert str(self.folder) in str(error), what
             assert "\n" not in str(error), what
             return
-        # Without its optimizer a checkpoint is whole, but `--optimizer` refuses it.
+        # A checkpoint is complete without its optimizer, but `--optimizer` rejects it.
         if found["groups"] is None:
             assert {k: v for k, v in self.good.items() if k in found and k != "groups"} == {
                 k: v for k, v in found.items() if k != "groups"
@@ -64,7 +64,7 @@ def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def pick_byte(rng: random.Random, files: list[Path]) -> tuple[Path, int]:
-    """A file, small and large alike, and a byte of it, leaning towards headers and directories."""
+    """Choose a file of any size with equal probability, and a byte, preferably in a header or directory."""
     path = rng.choice([path for path in files if path.stat().st_size])
     size = path.stat().st_size
     edge = min(size, 4096)
@@ -72,7 +72,7 @@ def pick_byte(rng: random.Random, files: list[Path]) -> tuple[Path, int]:
     return path, at
 
 
-def test_flips(damaged: Damaged) -> None:
+def test_flipped_bytes_are_detected(damaged: Damaged) -> None:
     rng = random.Random(zlib.crc32(damaged.sample.name.encode()))
     for _ in range(FLIPS):
         path, at = pick_byte(rng, damaged.files)
@@ -85,7 +85,7 @@ def test_flips(damaged: Damaged) -> None:
         path.write_bytes(data)
 
 
-def test_truncations_and_foreign_bytes(damaged: Damaged) -> None:
+def test_truncated_and_foreign_files_are_detected(damaged: Damaged) -> None:
     rng = random.Random(1)
     for path in rng.sample(damaged.files, min(len(damaged.files), FILES)):
         data = path.read_bytes()
@@ -99,7 +99,7 @@ def test_truncations_and_foreign_bytes(damaged: Damaged) -> None:
         path.write_bytes(data)
 
 
-def test_missing_files(damaged: Damaged) -> None:
+def test_missing_files_are_detected(damaged: Damaged) -> None:
     for path in damaged.files:
         data = path.read_bytes()
         path.unlink()
@@ -113,7 +113,7 @@ def test_missing_files(damaged: Damaged) -> None:
         path.write_bytes(data)
 
 
-def test_swapped_files(damaged: Damaged) -> None:
+def test_swapped_files_are_detected(damaged: Damaged) -> None:
     rng = random.Random(2)
     pairs = [(a, b) for i, a in enumerate(damaged.files) for b in damaged.files[i + 1 :]]
     for left, right in rng.sample(pairs, min(len(pairs), 15)):
@@ -132,8 +132,8 @@ def test_swapped_files(damaged: Damaged) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch-one-file", "torch-sharded", "safetensors-shards"])
-def test_a_sample_of_what_runs_at_scale(name: str, tmp_path: Path) -> None:
-    """`python -m tests.converters.fuzz` takes thousands of files a format; these few keep it working."""
+def test_fuzz_program_runs(name: str, tmp_path: Path) -> None:
+    """`python -m tests.converters.fuzz` uses thousands of files per format. This test runs a few."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux, to measure memory")
     folder = tmp_path / "made" / name

@@ -1,8 +1,8 @@
-"""Orbax's checkpoints, read without JAX, bit for bit.
+"""Orbax checkpoints, read without JAX, bit for bit.
 
-`orbax_samples/` was written by Orbax itself (`make_orbax.py`); where Orbax is installed, the same is written
-again and read. What MaxText folds into its weights is undone as MaxText's own exporter does it: the expected
-values here are its formulas in numpy.
+Orbax itself wrote `orbax_samples/` (`make_orbax.py`). If Orbax is installed, the samples are written again.
+The factors that MaxText folds into its weights are removed as in MaxText's exporter: the expected values are
+its formulas in numpy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def zstd(count: int) -> bytes:
-    """So many zeros."""
+    """Compress `count` zeros."""
     return bytes(pyarrow.Codec("zstd").compress(bytes(count), asbytes=True))
 
 
@@ -75,8 +75,11 @@ def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("run", ["ocdbt", "zarr", "zarr3"])
-def test_a_tree_bit_for_bit(samples: Path, run: str) -> None:
-    """Sharded over two dimensions or one, whole, empty of dimensions; numbers, a string and None beside."""
+def test_orbax_tree_is_read_bit_for_bit(samples: Path, run: str) -> None:
+    """The arrays are sharded over two dimensions, one or none.
+
+    The tree also has numbers, a string and None.
+    """
     checkpoint = open_checkpoint(samples / run)
     assert checkpoint.format == "orbax" and checkpoint.optimizer is None
     assert checkpoint.tensors.keys() == ODD.keys()
@@ -89,7 +92,7 @@ def test_a_tree_bit_for_bit(samples: Path, run: str) -> None:
     assert both.read((slice(2, 5), slice(1, 3))).tobytes() == both.read()[2:5, 1:3].tobytes()
 
 
-def test_two_processes_and_the_optimizer_bit_for_bit(samples: Path) -> None:
+def test_orbax_optimizer_of_two_processes_is_read_bit_for_bit(samples: Path) -> None:
     checkpoint = open_checkpoint(samples / "maxtext")
     assert checkpoint.metadata["step"] == STEP and checkpoint.counters["step"] == STEP
     optimizer = checkpoint.optimizer
@@ -139,7 +142,7 @@ def config(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def model(kind: str, *, scanned: bool) -> dict[str, Array]:
-    """Parameters of MaxText, in bfloat16, by their paths below `params`."""
+    """Return parameters of MaxText, in bfloat16, by their paths below `params`."""
     shapes: dict[str, list[int]] = {}
     pairs = kind == "gemma2"
     count = LAYERS // (2 if pairs else 1)
@@ -166,7 +169,7 @@ def layer_of(kind: str, arrays: dict[str, Array], name: str, number: int, *, sca
 
 
 def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int = 0) -> dict[str, Array]:
-    """transformers' weights; with a power, moments of gradients, which a weight's factor divides."""
+    """Return transformers' weights. With a power, return moments, which a weight's factor divides."""
     gemma, made = kind.startswith("gemma"), {}
 
     def scaled(value: Array, factor: Any, *, up: bool) -> Array:
@@ -219,7 +222,7 @@ def assert_equal(made: dict[str, Tensor], wanted: dict[str, Array]) -> None:
 
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "layer by layer"])
 @pytest.mark.parametrize("kind", list(NORMS))
-def test_maxtext_with_the_names_and_rows_of_transformers(kind: str, scanned: bool) -> None:
+def test_maxtext_layout_converts_to_transformers(kind: str, scanned: bool) -> None:
     arrays = model(kind, scanned=scanned)
     tensors = as_tensors(arrays)
     layout = build_maxtext_layout(
@@ -237,8 +240,8 @@ def test_maxtext_with_the_names_and_rows_of_transformers(kind: str, scanned: boo
         assert_equal(made, expected(kind, arrays, scanned=scanned, power=power))
 
 
-def test_transformers_loads_a_converted_llama(tmp_path: Path) -> None:
-    """Scanned layers of two processes, through the command; the optimizer goes the same way."""
+def test_converted_maxtext_llama_loads_in_transformers(tmp_path: Path) -> None:
+    """The command converts scanned layers of two processes, with the optimizer."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(LLAMA))
     source, out = str(SAMPLES / "maxtext"), str(tmp_path / "out")
@@ -264,8 +267,8 @@ LAYER = ("params", "decoder", "layers", "mlp")
 @pytest.mark.parametrize(
     ("change", "shapes", "told"),
     [
-        ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not read; export it with"),
-        ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], by config.json it would be \[8, 5, 4, 6\]"),
+        ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not supported; export it with"),
+        ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], but config.json implies \[8, 5, 4, 6\]"),
         ({"vocab_size": 13}, {}, "does not hold 13 tokens of 8"),
         ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, {}, "an odd head_dim, 5"),
         ({}, {(*LAYER, "wi", "kernel"): (8, 4, 24)}, r"mlp\.wi\.kernel' has no place in a model of type"),
@@ -277,7 +280,7 @@ LAYER = ("params", "decoder", "layers", "mlp")
         ({}, {(*LAYER, "wi_0", "kernel"): None}, r"layers\.0\.mlp\.gate_proj\.weight is missing"),
     ],
 )
-def test_a_config_or_model_that_does_not_fit_is_refused(
+def test_maxtext_layout_rejects_other_config_or_model(
     change: dict[str, Any], shapes: dict[tuple[str, ...], Any], told: str
 ) -> None:
     whole = {path: tensor.shape for path, tensor in as_tensors(model("llama", scanned=True)).items()}
@@ -290,7 +293,7 @@ def test_a_config_or_model_that_does_not_fit_is_refused(
 # -- chunks --------------------------------------------------------------------------------------------------
 
 
-def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orbax_large_chunks_are_decompressed_into_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed_bytes, "MEMORY_BYTES", 0)
     monkeypatch.setattr(compressed_bytes, "CACHE_BYTES", 0)
     large = open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"]
@@ -304,7 +307,7 @@ def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPat
         open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"].read()
 
 
-def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orbax_chunk_with_false_size_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
     real = tempfile.TemporaryFile
 
@@ -327,8 +330,8 @@ INDEX = b"".join(struct.pack("<QQ", at, 2) for at in (4, 0, 2))
 
 
 @pytest.mark.parametrize(("fill", "wanted"), [(None, 0.0), (7, 7.0), ("-Infinity", -np.inf)])
-def test_chunks_that_were_not_stored_hold_the_fill_value(fill: Any, wanted: float) -> None:
-    """As Orbax left them out until 2024; only with `store_array_data_equal_to_fill_value` is one missing."""
+def test_orbax_missing_chunks_have_fill_value(fill: Any, wanted: float) -> None:
+    """Orbax omitted such chunks until 2024. With `store_array_data_equal_to_fill_value`, all must exist."""
     held = {"0": InMemorySource(np.array([1, 2], np.float32).tobytes())}
     made = array({**FLAT, "shape": [5], "fill_value": fill}, held.get)
     assert made.read().tolist() == [1, 2, wanted, wanted, wanted]
@@ -336,7 +339,7 @@ def test_chunks_that_were_not_stored_hold_the_fill_value(fill: Any, wanted: floa
 
 
 def shards(count: int, inner: int = 1) -> dict[str, Any]:
-    """A header of version 3: one shard of `count` bytes in chunks of `inner`, uncompressed."""
+    """Return a header of version 3: one shard of `count` bytes in chunks of `inner`, uncompressed."""
     plain = {"name": "bytes"}
     sharding = {"chunk_shape": [inner], "codecs": [plain], "index_codecs": [plain]}
     return {
@@ -355,7 +358,7 @@ def array(header: Any, values: Callable[[str], InMemorySource | None]) -> Tensor
     return build_zarr_tensor("a", json.dumps(header).encode(), version, values, "here", 100, ChunkBudget(50))
 
 
-def test_chunks_within_a_shard() -> None:
+def test_orbax_chunks_within_shard_are_read() -> None:
     made = array(shards(6, 2), lambda key: InMemorySource(bytes(range(6)) + INDEX))
     assert made.read().tolist() == [4, 5, 0, 1, 2, 3]
 
@@ -378,10 +381,10 @@ def test_chunks_within_a_shard() -> None:
             bytes(6) + INDEX[:16] + struct.pack("<QQ", 1 << 63, 2) + INDEX[32:],
             "the index of a shard is wrong",
         ),
-        (shards(1 << 20), bytes(100), "too many chunks lie within shards"),
+        (shards(1 << 20), bytes(100), "too many chunks are within shards"),
     ],
 )
-def test_an_array_that_is_not_read_is_refused_by_name(header: Any, data: bytes | None, told: str) -> None:
+def test_orbax_unsupported_array_is_rejected(header: Any, data: bytes | None, told: str) -> None:
     with pytest.raises(CheckpointError, match=told):
         array(header, lambda key: None if data is None else InMemorySource(data)).read()
 
@@ -389,14 +392,14 @@ def test_an_array_that_is_not_read_is_refused_by_name(header: Any, data: bytes |
 # -- the database --------------------------------------------------------------------------------------------
 
 
-def test_crc32c_is_the_one_of_rfc_3720() -> None:
+def test_crc32c_matches_rfc_3720() -> None:
     assert compute_crc32c(b"123456789") == 0xE3069283
     assert compute_crc32c(bytes(32)) == 0x8A9136AA
     data = bytes(range(256)) * 260  # side by side, and bytes left over
     assert (compute_crc32c(data[:5001]), compute_crc32c(data[:66001])) == (0x67F60DF9, 0x1F4C3337)
 
 
-def test_a_deep_tree_is_read(tmp_path: Path) -> None:
+def test_ocdbt_deep_tree_is_read(tmp_path: Path) -> None:
     leaves = [{"a": b"1", "b": b"2"}, {"x": b"3"}]
     nodes = [craft.sealed(craft.NODE, craft.leaf(values), compress=True) for values in leaves]
     root = craft.sealed(
@@ -419,7 +422,7 @@ def hostile() -> Iterator[tuple[str, bytes, dict[str, Any], str]]:
     yield "beyond", craft.apart("d/data", "a", 1 << 40, 4), {}, "truncated or damaged, a would end at byte"
     yield "huge", craft.apart("d/data", "a", 0, 1 << 50), {}, "truncated or damaged"
     yield "missing", craft.apart("d/other", "a", 0, 4), {}, "d/other: No such file"
-    yield "height", good, {"height": 3}, "another height than its parent says"
+    yield "height", good, {"height": 3}, "another height than its parent records"
     yield "rest", good + b"!", {}, "1 bytes more than its entries"
     yield "entries", b"\0" + craft.files() + craft.varint(1 << 40), {}, "entries"
     yield "order", craft.leaf({"b": b"1", "a": b"2"}), {}, "keys are out of order"
@@ -432,7 +435,7 @@ def hostile() -> Iterator[tuple[str, bytes, dict[str, Any], str]]:
 @pytest.mark.parametrize(
     ("name", "body", "more", "told"), [pytest.param(*case, id=case[0]) for case in hostile()]
 )
-def test_a_hostile_database_is_refused(
+def test_ocdbt_malicious_database_is_rejected(
     tmp_path: Path, name: str, body: bytes, more: dict[str, Any], told: str
 ) -> None:
     craft.database(tmp_path, craft.sealed(craft.NODE, body), **more)
@@ -451,7 +454,7 @@ def test_a_hostile_database_is_refused(
         (bytes(1 << 28), "has more than 134,217,728 bytes"),
     ],
 )
-def test_a_node_that_decompresses_to_gigabytes_is_refused(tmp_path: Path, body: bytes, told: str) -> None:
+def test_ocdbt_decompression_bomb_is_rejected(tmp_path: Path, body: bytes, told: str) -> None:
     craft.database(tmp_path, craft.sealed(craft.NODE, body, compress=True))
     assert (tmp_path / "d" / "data").stat().st_size < 1 << 16
     with pytest.raises(CheckpointError, match=told):
@@ -459,7 +462,7 @@ def test_a_node_that_decompresses_to_gigabytes_is_refused(tmp_path: Path, body: 
 
 
 def bodies() -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Bodies of nodes: a leaf of Orbax's, and one above others."""
+    """Yield bodies of nodes: a leaf of Orbax, and an interior node."""
     for path in sorted((SAMPLES / "ocdbt" / "d").iterdir()):
         data = path.read_bytes()
         yield (
@@ -476,8 +479,8 @@ def bodies() -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 @pytest.mark.timeout(120)
-def test_any_node_under_a_right_checksum_is_refused_or_read(tmp_path: Path) -> None:
-    """Whoever makes a hostile file makes its checksum, too."""
+def test_ocdbt_random_nodes_are_rejected_or_read(tmp_path: Path) -> None:
+    """The checksum is correct, because a malicious file has a correct one, too."""
     rng = random.Random(4)
     ended: set[bool] = set()
     for body, more in bodies():
@@ -499,7 +502,7 @@ def test_any_node_under_a_right_checksum_is_refused_or_read(tmp_path: Path) -> N
 
 
 def saved(folder: Path, arrays: Mapping[str, Array | np.generic], **more: Any) -> Path:
-    """A tree of plain arrays, one chunk each, with its flags."""
+    """Save a tree of plain arrays, one chunk each, with its flags."""
     listed = {}
     for name, value in arrays.items():
         where = folder / name
@@ -516,7 +519,7 @@ def saved(folder: Path, arrays: Mapping[str, Array | np.generic], **more: Any) -
     return folder
 
 
-def test_a_chunk_may_be_missing_only_in_what_older_versions_wrote(
+def test_orbax_chunk_may_be_missing_only_in_old_checkpoints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones((), np.float32)}
@@ -531,7 +534,7 @@ def test_a_chunk_may_be_missing_only_in_what_older_versions_wrote(
         open_checkpoint(newer)
 
 
-def test_items_of_any_name(tmp_path: Path) -> None:
+def test_orbax_items_may_have_any_name(tmp_path: Path) -> None:
     step = tmp_path / "ckpt_12"
     step.mkdir()
     (step / "_CHECKPOINT_METADATA").write_text("{}")
@@ -543,8 +546,8 @@ def test_items_of_any_name(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
-    """As flax.nnx is saved: the settings of `inject_hyperparams` are left out, unclear parameters refused."""
+def test_orbax_optimizer_of_flax_nnx_is_read(tmp_path: Path) -> None:
+    """The settings of `inject_hyperparams` are ignored, and ambiguous parameters are rejected."""
     ones, count = np.ones(3, np.float32), np.array(5, np.int32)
     above = "optimizer.opt_state.inner_state.0"
     arrays: dict[str, Array] = {"model.l.w": ones, f"{above}.mu.l.w": ones * 2, f"{above}.nu.l.w": ones * 3}
@@ -558,11 +561,11 @@ def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"one moment of model\.l\.w, Adam has two; convert without"):
         _ = open_checkpoint(saved(tmp_path / "lion", lion)).optimizer
     two = open_checkpoint(saved(tmp_path / "two", {**arrays, "ema.l.w": ones}))
-    with pytest.raises(CheckpointError, match=r"mu\.l\.w' is no moment of optax's Adam; convert without"):
+    with pytest.raises(CheckpointError, match=r"mu\.l\.w' is not a moment of optax's Adam; convert without"):
         _ = two.optimizer
 
 
-def test_one_that_was_not_finished_is_told(tmp_path: Path) -> None:
+def test_orbax_unfinished_checkpoint_is_rejected(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "zarr", tmp_path / "7.orbax-checkpoint-tmp")
     with pytest.raises(CheckpointError, match="an Orbax checkpoint that was not finished"):
         open_checkpoint(tmp_path / "7.orbax-checkpoint-tmp")

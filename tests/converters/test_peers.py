@@ -1,4 +1,4 @@
-"""What other projects' own functions write, and what those that read it make of ours."""
+"""Checkpoints written by functions of other projects, and our checkpoints read by other projects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def peers(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["fsdp2-full", "alone"])
-def test_bit_for_bit_with_the_live_run(peers: Path, name: str) -> None:
+def test_accelerate_and_dcp_checkpoints_equal_live_run(peers: Path, name: str) -> None:
     reference = load(peers / f"{name}.ref.pt")
     checkpoint = open_checkpoint(peers / name)
     assert checkpoint.format == ("torch" if name == "fsdp2-full" else "dcp")
@@ -40,7 +40,7 @@ def test_bit_for_bit_with_the_live_run(peers: Path, name: str) -> None:
     assert_optimizer(checkpoint, reference)
 
 
-def test_a_metadata_file_from_each_rank(peers: Path, tmp_path: Path) -> None:
+def test_dcp_with_metadata_per_rank_needs_all_files(peers: Path, tmp_path: Path) -> None:
     names = {path.name for path in (peers / "alone").iterdir()}
     assert {"__0.metadata", "__1.metadata"} <= names and ".metadata" not in names
     for lost in ("__0.metadata", "__1.metadata", "__1_0.distcp"):
@@ -52,7 +52,7 @@ def test_a_metadata_file_from_each_rank(peers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_same_as_torch_merges(peers: Path, tmp_path: Path, version: int) -> None:
+def test_accelerate_sharded_checkpoint_equals_torch_merge(peers: Path, tmp_path: Path, version: int) -> None:
     step = peers / f"fsdp{version}-sharded"
     dcp_to_torch_save(step / "pytorch_model_fsdp_0", tmp_path / "model.pt")
     checkpoint = open_checkpoint(step)
@@ -65,7 +65,7 @@ HEADS = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
-def test_the_known_orders_are_those_of_the_models(tmp_path: Path, kind: str) -> None:
+def test_sort_in_module_order_matches_models(tmp_path: Path, kind: str) -> None:
     with torch.device("meta"):
         model = tiny_model(kind, HEADS.get(kind, "AutoModelForCausalLM"))
     names = [name for name, _ in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""The reader of pickles and of the zips around them: nothing can make it run code, hang or swell."""
+"""The reader of pickles and of their zips: no input makes it run code, hang or use much memory."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("index", range(len(VALUES)))
-def test_plain_values(protocol: int, index: int) -> None:
+def test_unpickle_plain_values(protocol: int, index: int) -> None:
     assert read(pickle.dumps(VALUES[index], protocol)) == VALUES[index]
 
 
-def test_cycles_and_depth() -> None:
+def test_unpickle_limits_depth_and_rejects_cycles() -> None:
     loop: list[Any] = [1]
     loop.append(loop)
     with pytest.raises(CheckpointError, match="contains itself"):
@@ -69,7 +69,7 @@ class Evil:
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 4])
 @pytest.mark.parametrize("call", [os.system, eval, exec, getattr, __import__, os.remove, pickle.loads])
-def test_nothing_is_called(protocol: int, call: Any) -> None:
+def test_unpickle_calls_nothing(protocol: int, call: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(pickle.dumps({"x": [Evil(call, "false")]}, protocol))
     assert "f.pkl: " in str(caught.value)
@@ -83,7 +83,7 @@ _READS = build_getattr_standin(build_inert_members({_ENUM: MEMORY_FORMATS}))
 
 
 def by_getattr(owner: bytes, name: bytes) -> bytes:
-    """What Python 3.11.2 pickles for the member of an enumeration: `getattr(owner, name)`."""
+    """Return the pickle of an enumeration member by Python 3.11.2: `getattr(owner, name)`."""
     named = b"X" + struct.pack("<I", len(name)) + name
     return b"\x80\x02c__builtin__\ngetattr\nq\x00" + owner + named + b"\x86R."
 
@@ -92,7 +92,7 @@ _LISTED = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
 _CONTIGUOUS = by_getattr(_LISTED, b"TORCH_CONTIGUOUS_FORMAT")
 
 
-def test_a_member_of_a_listed_enumeration_is_read_by_name() -> None:
+def test_unpickle_reads_member_of_listed_enumeration() -> None:
     prefixes = ("torch.distributed.checkpoint.",)
     standins = {**TORCH_STANDINS, "builtins.getattr": _READS}
     found = unpickle_without_code(_CONTIGUOUS, location="f.pkl", standins=standins, allowed_prefixes=prefixes)
@@ -118,7 +118,7 @@ def test_a_member_of_a_listed_enumeration_is_read_by_name() -> None:
         b"\x80\x02c__builtin__\ngetattr\n" + _LISTED + b"X\x01\x00\x00\x00xN\x87R.",  # with a default
     ],
 )
-def test_no_other_attribute_is_read(data: bytes) -> None:
+def test_unpickle_reads_no_other_attribute(data: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"f\.pkl: .*not on the allow-list; no code was run$"):
         unpickle_without_code(
             data,
@@ -154,7 +154,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_are_refused_at_once(name: str) -> None:
+def test_unpickle_rejects_bombs(name: str) -> None:
     if name in ("memo index", "long frame"):
         assert read(BOMBS[name]) is None  # the memo is a dict and frames are skipped: neither costs anything
         return
@@ -162,7 +162,7 @@ def test_bombs_are_refused_at_once(name: str) -> None:
         read(BOMBS[name])
 
 
-def test_shared_references_do_not_swell() -> None:
+def test_unpickle_limits_shared_references() -> None:
     value: Any = []
     for _ in range(60):
         value = [value, value]
@@ -177,7 +177,7 @@ def test_shared_references_do_not_swell() -> None:
 
 
 def memo(value: bytes, then: bytes, times: int) -> bytes:
-    """A pickle that keeps `value` in the memo and goes through `then` again and again."""
+    """Return a pickle that stores `value` in the memo and repeats `then`."""
     return b"\x80\x02]" + value + b"q\x010" + then * times + b"."
 
 
@@ -200,8 +200,8 @@ WORK = {
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_work_is_bounded_by_the_length(name: str) -> None:
-    """Small pickles that copied, hashed or multiplied for minutes, or into gigabytes."""
+def test_unpickle_work_is_bounded_by_length(name: str) -> None:
+    """The small pickles caused copies, hashes or products for minutes, or gigabytes of memory."""
     tracemalloc.start()
     started = time.process_time()
     try:
@@ -213,8 +213,8 @@ def test_work_is_bounded_by_the_length(name: str) -> None:
     assert time.process_time() - started < 5
 
 
-def test_what_libraries_write_is_within_the_bounds() -> None:
-    """Many parameters of one shape, dtype and container, as `.metadata` and `optimizer.pt` have them."""
+def test_unpickle_limits_allow_library_files() -> None:
+    """Many parameters share a shape, dtype and container, as in `.metadata` and `optimizer.pt`."""
     one = (2048, 2048)
     groups = [{"params": list(range(5000)), "betas": (0.9, 0.95)}] * 3
     state = {index: {"shape": one, "path": ("model", "layers", index)} for index in range(5000)}
@@ -225,7 +225,7 @@ def test_what_libraries_write_is_within_the_bounds() -> None:
 # -- torch.save's zips ---------------------------------------------------------------------------------------
 
 
-def test_without_checksums(tmp_path: Path) -> None:
+def test_torch_zip_without_checksums_is_read(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"a": torch.arange(5)}, tmp_path / "a.pt")
@@ -248,7 +248,7 @@ EMPTY = pickle.dumps({}, 2)
     ],
 )
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_other_zips_are_refused(
+def test_torch_zip_reader_rejects_other_zips(
     tmp_path: Path, members: list[tuple[str, bytes]], compression: int, told: str
 ) -> None:
     with zipfile.ZipFile(tmp_path / "a.pt", "w", compression) as made:
@@ -259,16 +259,16 @@ def test_other_zips_are_refused(
 
 
 @pytest.mark.parametrize("data", [b"PK\3\4", b"", b"hello, world" * 10])
-def test_what_is_no_zip_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_torch_zip_reader_rejects_other_files(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "other.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match="other"):
         open_checkpoint(tmp_path / "other.pt")
 
 
-def test_zip64_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory of a record above 4 GiB keeps its size in the zip64 field; so does this small one.
+def test_torch_zip_reader_reads_zip64_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of a record above 4 GiB has its size in the zip64 field, which this small file imitates.
 
-    Python does so, but for the last record, whose fields are full where the values are elsewhere.
+    Python writes such fields for all but the last record, whose other fields then have the maximum value.
     """
     torch.save({"a": torch.arange(4)}, tmp_path / "a.pt")
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 0)
@@ -280,7 +280,7 @@ def test_zip64_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(open_checkpoint(tmp_path / "b.pt").tensors["a"], torch.arange(4))
 
 
-def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
+def test_torch_zip_tensor_larger_than_storage_is_rejected(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(4)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as made:
         members = {info.filename: made.read(info) for info in made.infolist()}

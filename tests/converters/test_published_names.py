@@ -116,11 +116,11 @@ def check_like_transformers(model: Any) -> None:
 @pytest.mark.parametrize(
     "model_type", [*SOME, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list_all_types())]
 )
-def test_names_and_values_match_save_pretrained(model_type: str) -> None:
+def test_published_names_and_values_match_save_pretrained(model_type: str) -> None:
     check_like_transformers(tiny_model(model_type))
 
 
-def test_layers_without_experts_keep_the_name_of_the_base() -> None:
+def test_published_names_of_layers_without_experts_follow_base() -> None:
     """transformers renames the layers without experts of Kimi Linear, unlike published files and servers."""
     model = tiny_model("kimi_linear")
     rules = get_default_rules({**model.config.to_dict(), "architectures": [type(model).__name__]})
@@ -135,7 +135,7 @@ def test_layers_without_experts_keep_the_name_of_the_base() -> None:
 
 
 @pytest.mark.parametrize("maker", ["some", pytest.param("every", marks=pytest.mark.exhaustive)])
-def test_sharded_checkpoints_become_like_save_pretrained(
+def test_converted_sharded_checkpoints_match_save_pretrained(
     maker: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """DCP, FSDP rank files, ZeRO-2 and ZeRO-3 get the names, shapes, and values of ``save_pretrained``."""
@@ -154,7 +154,7 @@ def test_sharded_checkpoints_become_like_save_pretrained(
 
 
 @pytest.mark.parametrize(("model_type", "head"), COMPOSITE)
-def test_composite_models_match_save_pretrained(model_type: str, head: str) -> None:
+def test_published_names_of_composite_models_match_save_pretrained(model_type: str, head: str) -> None:
     settings = tiny_config(model_type)
     settings["vision_config"] |= {"depth": 1, "num_hidden_layers": 1, "deepstack_visual_indexes": [0]}
     settings.pop("model_type")
@@ -164,7 +164,7 @@ def test_composite_models_match_save_pretrained(model_type: str, head: str) -> N
     check_like_transformers(model.to_empty(device="cpu"))
 
 
-def test_rules_match_transformers() -> None:
+def test_published_name_rules_match_transformers() -> None:
     from transformers import conversion_mapping
 
     table = json.loads(published_names.FILE.read_bytes())
@@ -184,7 +184,7 @@ def test_rules_match_transformers() -> None:
 
 
 @pytest.mark.exhaustive
-def test_all_parts_of_models_match_transformers() -> None:
+def test_published_name_table_matches_transformers() -> None:
     assert json.loads(json.dumps(published_names.build_table())) == json.loads(
         published_names.FILE.read_bytes()
     )
@@ -224,7 +224,7 @@ def test_dcp_checkpoint_gets_published_names(mixtral: Path, tmp_path: Path) -> N
     assert set(group["params"]) == wanted.keys()
 
 
-def test_names_live_keeps_or_restores_names_in_memory(mixtral: Path, tmp_path: Path) -> None:
+def test_convert_names_live_restores_names_in_memory(mixtral: Path, tmp_path: Path) -> None:
     live = {name: tensor.read() for name, tensor in open_checkpoint(mixtral / "dcp").tensors.items()}
     for source in ("dcp", "pretrained"):
         out = tmp_path / source
@@ -238,7 +238,7 @@ def test_names_live_keeps_or_restores_names_in_memory(mixtral: Path, tmp_path: P
     assert load_file(tmp_path / "stored" / "model.safetensors").keys() == live.keys()
 
 
-def test_diff_compares_both_kinds_of_names(mixtral: Path, tmp_path: Path) -> None:
+def test_diff_compares_live_and_published_names(mixtral: Path, tmp_path: Path) -> None:
     assert main(["diff", str(mixtral / "dcp"), str(mixtral / "pretrained")]) == 0
     (tmp_path / "dcp").mkdir()
     for path in (mixtral / "dcp").iterdir():
@@ -247,7 +247,7 @@ def test_diff_compares_both_kinds_of_names(mixtral: Path, tmp_path: Path) -> Non
     assert main(["diff", str(mixtral / "pretrained"), str(tmp_path / "dcp")]) == 0
 
 
-def test_published_names_are_kept(mixtral: Path, tmp_path: Path) -> None:
+def test_convert_keeps_published_names(mixtral: Path, tmp_path: Path) -> None:
     assert main([str(mixtral / "pretrained"), str(tmp_path / "out"), "--quiet"]) == 0
     before, after = (
         (folder / "model.safetensors").read_bytes() for folder in (mixtral / "pretrained", tmp_path / "out")
@@ -341,7 +341,7 @@ def sort_layers(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tenso
         ("gpt_oss", TORCHTITAN, "dcp"),
     ],
 )
-def test_names_of_torchtitan_and_meta_become_published(
+def test_convert_of_torchtitan_and_meta_names_gives_published_names(
     model_type: str, table: dict[str, str], form: str, tmp_path: Path
 ) -> None:
     model = tiny_model(model_type)
@@ -395,7 +395,7 @@ def test_names_of_torchtitan_and_meta_become_published(
         ("policy.model.layers", "self_attn.q_proj"),
     ],
 )
-def test_names_of_other_programs_are_reported(
+def test_convert_reports_names_of_other_programs(
     prefix: str, layer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "source").mkdir()
@@ -412,7 +412,7 @@ def test_names_of_other_programs_are_reported(
 
 
 @pytest.mark.exhaustive
-def test_words_match_transformers() -> None:
+def test_module_words_match_transformers() -> None:
     from tests import module_words
 
     words = json.loads(module_words.FILE.read_bytes())

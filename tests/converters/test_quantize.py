@@ -1,4 +1,4 @@
-"""Floats as quantized weights: bit for bit what each format's own library makes of them."""
+"""Floats as quantized weights: equal to the result of each format's library, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def weights(dtype: torch.dtype) -> dict[str, Tensor]:
-    """One linear layer with rows of zeros and of tiny values, and what stays as it is."""
+    """Return one linear layer with rows of zeros and of tiny values, and tensors that are not quantized."""
     torch.manual_seed(0)
     weight = torch.randn(256, 384) * torch.logspace(-6, 2, 256)[:, None]
     weight[5] = 0
@@ -65,7 +65,7 @@ def written(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The bytes, which tell -0.0 from 0.0."""
+    """Return the bytes, which distinguish -0.0 from 0.0."""
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
@@ -84,7 +84,7 @@ def codes_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if (form, dtype) != ("mxfp4", torch.float16)
     ],
 )
-def test_equals_what_the_library_makes(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_quantized_weights_equal_library(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = weights(dtype)
     source = written(tmp_path / "in", tensors)
     assert main([str(source), str(tmp_path / "out"), "--quantize", form, "--verify", "--quiet"]) == 0
@@ -98,7 +98,7 @@ def test_equals_what_the_library_makes(form: str, dtype: torch.dtype, tmp_path: 
         assert torch.equal(raw(found[name]), raw(value)), name
     kept = settings.get("modules_to_not_convert", settings.get("ignore"))
     assert kept == ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
-    # The same again, as a model that is quantized already has it.
+    # Quantize again, like a model that is already quantized.
     like = [str(source), str(tmp_path / "like"), "--quantize-like", str(tmp_path / "out"), "--quiet"]
     assert main(like) == 0
     assert codes_of(tmp_path / "like")[1] == settings
@@ -111,12 +111,12 @@ def test_equals_what_the_library_makes(form: str, dtype: torch.dtype, tmp_path: 
     ("form", "kind"),
     [
         *((form, "llama") for form in QUANTIZATION_FORMS),
-        # transformers loads no int8 experts that stand apart, also not those of llm-compressor.
+        # transformers cannot load separate int8 experts, not even from llm-compressor.
         *((form, "qwen3_moe") for form in QUANTIZATION_FORMS if form != "int8"),
     ],
 )
-def test_transformers_loads_it(form: str, kind: str, tmp_path: Path) -> None:
-    """The logits are those of the weights that --dequantize makes of it."""
+def test_quantized_model_loads_in_transformers(form: str, kind: str, tmp_path: Path) -> None:
+    """The logits equal the logits after --dequantize."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -148,14 +148,14 @@ def dequantizing(folder: Path) -> Any:
 
 
 def exponents(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Of DeepSeek V3.1: blocks whose scales are powers of two."""
+    """Quantize like DeepSeek V3.1, with blocks whose scales are powers of two."""
     settings = {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
     tensors |= of_transformers(tensors[NAME], **settings)
     return {"quant_method": "fp8", **settings}
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """One scale, and one of the activations, as ModelOpt writes them."""
+    """Quantize with one scale, and one scale of the activations, as ModelOpt does."""
     weight = tensors[NAME].float()
     scale = weight.abs().max() / 448
     tensors[NAME] = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -164,7 +164,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def experts(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """GPT-OSS, by the rules of OCP."""
+    """Quantize like GPT-OSS, by the rules of OCP."""
     weight = tensors.pop(NAME).float()
     blocks = weight.T.unflatten(1, (-1, 32))
     exponent = (blocks.abs().amax(-1).log2().floor() - 2).clamp(-127, 127)
@@ -180,7 +180,9 @@ def experts(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", [exponents, whole, experts])
-def test_like_a_base(form: Callable[[dict[str, Tensor]], dict[str, Any]], tmp_path: Path) -> None:
+def test_quantize_like_base_matches_base(
+    form: Callable[[dict[str, Tensor]], dict[str, Any]], tmp_path: Path
+) -> None:
     source, tensors = written(tmp_path / "in", weights(torch.float32)), weights(torch.float32)
     settings = form(tensors)
     base = written(tmp_path / "base", {name: value.contiguous() for name, value in tensors.items()})
@@ -198,7 +200,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "another format": (["--quantize", "fp8", "--to", "dcp"], "--to dcp"),
     "a base of floats": (["--quantize-like", "IN"], "config.json has no quantization_config"),
     "both": (["--quantize", "fp8", "--quantize-like", "IN"], "leave out one of them"),
-    "NaN": (["--quantize", "int8"], "holds infinite values or NaN"),
+    "NaN": (["--quantize", "int8"], "contains NaN or infinite values"),
     "quantized": (["--quantize", "int8"], "--dequantize"),
     "small layers": (["--quantize", "fp8-block"], "blocks of 128 x 128, and they divide no linear layer"),
     "short rows": (["--quantize", "int4"], "blocks of 128 columns, and they divide no linear layer"),
@@ -206,7 +208,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_written_is_refused(
+def test_quantize_rejects_unsupported_models(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, told = REFUSED[case]

@@ -1,4 +1,4 @@
-"""Object stores: the layer over them, against a real S3 server with real failures; credentials."""
+"""The layer over object stores, with a real S3 server and real failures, and credentials."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(s3: ObjectStore) -> RemotePath:
     return RemotePath.from_url(s3.url("run"))
 
 
-def test_what_is_too_large_for_one_copy_is_copied_in_parts(
+def test_remote_copy_of_large_object_uses_parts(
     s3: ObjectStore, folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3.put("run/x", data := os.urandom(2 * remote.PART_BYTES + 1))
@@ -46,7 +46,7 @@ def test_what_is_too_large_for_one_copy_is_copied_in_parts(
     assert remote.compute_part_bytes(1 << 40) > (1 << 40) / 10_000
 
 
-def test_a_tree_is_removed_with_its_open_uploads(s3: ObjectStore, folder: RemotePath) -> None:
+def test_remove_folder_removes_objects_and_open_uploads(s3: ObjectStore, folder: RemotePath) -> None:
     for number in range(1005):  # more than one request deletes
         s3.put(f"run/{number}", b"")
     s3.put("run-2/stays", b"")
@@ -59,10 +59,10 @@ def test_a_tree_is_removed_with_its_open_uploads(s3: ObjectStore, folder: Remote
     remove_folder(folder)  # nothing there is no error
 
 
-def test_what_is_gone_already_does_not_stop_a_deletion(
+def test_remove_objects_ignores_missing_objects(
     s3: ObjectStore, folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Google's store ends a deletion of several at the first that is missing; here it is pretended to."""
+    """Google's store ends a batch deletion at the first missing object, which is imitated here."""
     delete = obstore.delete
 
     def one_by_one(store: Any, keys: list[str]) -> None:
@@ -77,7 +77,7 @@ def test_what_is_gone_already_does_not_stop_a_deletion(
     assert not {"a", "b"} & folder.list_objects().keys()
 
 
-def test_markers_tell_what_is_whole(s3: ObjectStore, folder: RemotePath) -> None:
+def test_folder_markers_show_completeness(s3: ObjectStore, folder: RemotePath) -> None:
     assert not (folder / completion.COMPLETE_MARKER).is_file() and not is_incomplete_folder(folder)
     token = completion.mark_folder_incomplete(folder)
     assert is_incomplete_folder(folder) and s3.names("run/") == ["_INCOMPLETE"]
@@ -91,7 +91,7 @@ def test_markers_tell_what_is_whole(s3: ObjectStore, folder: RemotePath) -> None
     assert (folder / completion.COMPLETE_MARKER).is_file()
 
 
-def test_silence_is_a_failure(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_read_times_out(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
     monkeypatch.setenv("PORTABLE_STORAGE_TIMEOUT", "0.3")
     s3.put("run/x", b"x")
@@ -107,23 +107,23 @@ def test_silence_is_a_failure(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) 
     [
         ("s3://bucket/a\\b", "is refused"),
         ("az://me@bucket/x", "credentials do not belong"),
-        ("memory://run", "no object store"),
+        ("memory://run", "not a supported object store"),
         ("s3://key:hidden-password@bucket/run", "credentials do not belong"),
         ("s3://bucket/run?X-Amz-Signature=hidden-password", "leave out the query"),
         ("s3://", "names no bucket"),
     ],
 )
-def test_urls_that_are_refused(url: str, said: str) -> None:
+def test_remote_path_rejects_bad_urls(url: str, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as raised:
         RemotePath.from_url(url)
     assert "hidden-password" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["a/../b", "a//b", "a/./b", "a\\b", "x\ty", "/lead"])
-def test_odd_names_of_objects_are_refused(
+def test_remote_path_rejects_unsafe_object_names(
     name: str, s3: ObjectStore, folder: RemotePath, tmp_path: Path
 ) -> None:
-    """Whoever owns a bucket could otherwise write anywhere on the disk that it is copied to."""
+    """Otherwise, the owner of a bucket could write anywhere on the disk to which it is copied."""
     s3.put(f"run/{name}", b"evil")
     for act in (
         folder.list_objects,
@@ -134,7 +134,7 @@ def test_odd_names_of_objects_are_refused(
         with pytest.raises(RemoteError, match=r"rename that object or delete it"):
             act()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    if name == "a\\b":  # beside others obstore lists nothing
+    if name == "a\\b":  # in addition to other objects, obstore does not list it
         s3.put("run/good.txt", b"")
         assert (
             [*find_matching_objects(folder / "*.txt")]
@@ -146,8 +146,8 @@ def test_odd_names_of_objects_are_refused(
             folder / name.replace("//", "/../").replace("/./", "/../")
 
 
-def test_empty_objects_for_folders_are_none(s3: ObjectStore, folder: RemotePath) -> None:
-    """As consoles make them."""
+def test_remote_path_ignores_empty_folder_objects(s3: ObjectStore, folder: RemotePath) -> None:
+    """Web consoles of stores create such objects."""
     for name in ("run/", "run/sub/", "run/sub/x"):
         s3.put(name, b"" if name.endswith("/") else b"x")
     assert list(folder.list_objects()) == ["sub/x"] and [path.name for path in folder.iterdir()] == ["sub"]
@@ -155,20 +155,24 @@ def test_empty_objects_for_folders_are_none(s3: ObjectStore, folder: RemotePath)
 
 
 OPERATIONS: dict[str, Any] = {
-    "list": lambda folder, _: sorted(folder.objects()) == ["x", "y"],
+    "list": lambda folder, _: sorted(folder.list_objects()) == ["x", "y"],
     "list of a folder": lambda folder, _: sorted(path.name for path in folder.iterdir()) == ["x", "y"],
     "size": lambda folder, _: (folder / "x").get_file_size() == 1000,
     "read": lambda folder, _: (folder / "x").read_bytes() == b"x" * 1000,
     "read of a range": lambda folder, _: (folder / "x").read_range(500, 600) == b"x" * 100,
     "write": lambda folder, _: (folder / "z").write_bytes(b"z"),
-    "copy": lambda folder, _: (folder / "x").copy_to(folder / "z") or folder.objects()["z"].size == 1000,
-    "deletion": lambda folder, _: folder.remove(["x"]) or list(folder.objects()) == ["y"],
-    "upload": lambda folder, file: (folder / "z").upload_file(file) or folder.objects()["z"].size > 1 << 20,
+    "copy": lambda folder, _: (
+        (folder / "x").copy_to(folder / "z") or folder.list_objects()["z"].size_bytes == 1000
+    ),
+    "deletion": lambda folder, _: folder.remove_objects(["x"]) or list(folder.list_objects()) == ["y"],
+    "upload": lambda folder, file: (
+        (folder / "z").upload_file(file) or folder.list_objects()["z"].size_bytes > 1 << 20
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_answer_that_breaks_off_is_asked_for_again(
+def test_remote_operation_is_retried_after_truncated_response(
     name: str, s3: ObjectStore, folder: RemotePath, tmp_path: Path
 ) -> None:
     for key in ("run/x", "run/y"):
@@ -178,7 +182,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
     assert OPERATIONS[name](folder, tmp_path / "large")
 
 
-def test_ctrl_c_does_not_wait_for_a_store(s3: ObjectStore, folder: RemotePath) -> None:
+def test_remote_retries_end_on_ctrl_c(s3: ObjectStore, folder: RemotePath) -> None:
     s3.fail(status=503)
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     started = time.monotonic()
@@ -201,7 +205,7 @@ def test_ctrl_c_does_not_wait_for_a_store(s3: ObjectStore, folder: RemotePath) -
         ("AWS_ENDPOINT_URL_S3", "["),
     ],
 )
-def test_impossible_settings_of_the_environment_are_one_line(
+def test_remote_rejects_invalid_environment_in_one_line(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for key in KEYS:
@@ -216,7 +220,7 @@ def test_impossible_settings_of_the_environment_are_one_line(
     assert capfd.readouterr() == ("", "")
 
 
-def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redact_credentials_removes_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_STORAGE_TOKEN", "abcdef123456")
     for text in (
         "s3://user:abcdef@bucket/x",
@@ -257,7 +261,7 @@ region = eu-central-1
 
 @pytest.fixture
 def no_keys(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A user without keys in the environment, whose home is empty."""
+    """Make a user without keys in the environment, whose home is empty."""
     for name in KEYS:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -266,7 +270,7 @@ def no_keys(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 @pytest.fixture
 def signed(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How the requests were signed."""
+    """Return the signatures of all requests."""
     found: list[str] = []
     forward = s3.forward
 
@@ -285,7 +289,7 @@ def said(url: str) -> str:
     return str(raised.value)
 
 
-def test_a_profile_of_the_aws_tools(
+def test_remote_uses_aws_profile(
     s3: ObjectStore, no_keys: None, signed: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / ".aws").mkdir()
@@ -306,7 +310,7 @@ def test_a_profile_of_the_aws_tools(
     assert "pip install 'portable-trainer[s3]'" in said(s3.url("x"))
 
 
-def test_unsigned_requests(
+def test_remote_sends_unsigned_requests_on_request(
     s3: ObjectStore, no_keys: None, signed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
@@ -314,7 +318,7 @@ def test_unsigned_requests(
     assert signed[-1] == ""
 
 
-def test_googles_default_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_remote_finds_google_default_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     monkeypatch.setattr(credentials, "_is_metadata_host_reachable", lambda protocol: False)
@@ -327,7 +331,7 @@ def test_googles_default_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert OPTION_BUILDERS["gs"]("b") == {"base_url": "http://localhost:1", "skip_signature": True}
 
 
-def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_finds_azure_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.delenv(name, raising=False)
     assert "names no storage account; set AZURE_STORAGE_ACCOUNT_NAME" in said("az://container/x")

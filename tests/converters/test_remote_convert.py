@@ -1,4 +1,4 @@
-"""`portable-convert` from and to an object store: a real S3 server, the real client, real failures."""
+"""`portable-convert` from and to an object store, with a real S3 server, a real client and real failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.converters.samples import folder_of, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
 from tests.ranks import wait_for
 
-# One of each way of lying: several rank files, items within files, flat shards, an index, one zip.
+# One per layout: several rank files, items within files, flat shards, an index, one zip.
 NAMES = [
     "dcp",
     "deepspeed-zero2-bf16-2",
@@ -39,13 +39,14 @@ NAMES = [
     "torch-one-file",
 ]
 NAMES += ["megatron-core", "orbax-maxtext", "orbax-zarr"]
-# What is read does not depend on what is written: each is read once, and DCP is written twice.
+# Reading does not depend on the target: each source is read once, and DCP is written twice.
 CONVERSIONS = [
     *parameters([name for name in NAMES if name not in ("dcp", "torch-one-file")], "safetensors"),
     *parameters(["dcp", "torch-one-file"], "dcp"),
 ]
 MB = 1_000_000
-# Of the shards of `large`: all it has in two, one for each large tensor. The sizes are those of `scale_down`.
+# Sizes of shards of `large`: all tensors in two shards, or one shard per large tensor. For the sizes, see
+# `scale_down`.
 TWO, THREE = "1600KB", "940KB"
 
 
@@ -65,7 +66,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 
 def published(s3: ObjectStore, name: str) -> dict[str, bytes]:
-    """The objects of a completed conversion, its marker left out."""
+    """Return the objects of a completed conversion, without its marker."""
     found = s3.tree(name)
     assert COMPLETE_MARKER in found and INCOMPLETE_MARKER not in found and s3.open_uploads() == []
     del found[COMPLETE_MARKER]
@@ -74,7 +75,10 @@ def published(s3: ObjectStore, name: str) -> dict[str, bytes]:
 
 @pytest.fixture
 def large(s3: ObjectStore, tmp_path: Path) -> Path:
-    """Two safetensors shards of 1 MB, in the bucket as `src` too; three tensors large, many small."""
+    """Write two safetensors shards of 1 MB, also into the bucket as `src`.
+
+    The shards have three large and many small tensors.
+    """
     random = np.random.default_rng(0)
     state = {f"layer.{i}.weight": random.standard_normal((250, 750), np.float32) for i in range(3)}
     state |= {f"norm.{i}": random.standard_normal(32, np.float32) for i in range(200)}
@@ -90,7 +94,7 @@ def large(s3: ObjectStore, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "to"), CONVERSIONS)
-def test_every_format_from_store_to_store(
+def test_remote_convert_of_every_format_equals_local(
     name: str, to: str, request: pytest.FixtureRequest, s3: ObjectStore, tmp_path: Path
 ) -> None:
     source = folder_of(name, request, tmp_path / "sample")
@@ -100,13 +104,13 @@ def test_every_format_from_store_to_store(
     assert convert(source, tmp_path / "local", *options) == 0
     assert convert(s3.url("src"), s3.url("out"), "--verify", *options) == 0
     assert published(s3, "out") == tree(tmp_path / "local")
-    if to == "dcp":  # ours is read again
+    if to == "dcp":  # our DCP checkpoint is read again
         assert convert(s3.url("out"), tmp_path / "back") == 0
         assert convert(tmp_path / "local", tmp_path / "back-local") == 0
         assert tree(tmp_path / "back") == tree(tmp_path / "back-local")
 
 
-def test_a_run_folder_gives_its_newest_whole_step(
+def test_remote_convert_selects_newest_complete_step(
     written: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
@@ -123,7 +127,7 @@ def test_a_run_folder_gives_its_newest_whole_step(
     assert open_checkpoint(s3.url("run")).metadata["step"] == 3
 
 
-def test_opening_fetches_headers_only(
+def test_remote_open_fetches_only_headers(
     large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([s3.url("src"), s3.url("out"), "--dry-run"]) == 0
@@ -135,13 +139,13 @@ def test_opening_fetches_headers_only(
 
 RANKS = 128
 LATENCY, LONGEST_OPENING = 0.05, 10
-"""Seconds until a distant store answers, and seconds in which a checkpoint must be open."""
+"""Seconds until a distant store responds, and maximum seconds to open a checkpoint."""
 
 
 def write_zero3(folder: Path) -> None:
     """Write the rank files of a ZeRO-3 checkpoint with many ranks."""
     shapes = {f"layers.{i}.weight": torch.Size([RANKS, 1024]) for i in range(4)}
-    flat = torch.ones(4 * 1024)  # Larger than what is fetched at once, so that a file takes several requests.
+    flat = torch.ones(4 * 1024)  # Larger than one request, so that a file takes several requests.
     about = {"ds_config": {"zero_optimization": {"stage": 3}}, "ds_version": "0.16.0"}
     optimizer = {
         "zero_stage": 3,
@@ -179,7 +183,7 @@ def write_shards(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("write", "limit"), [(write_zero3, 8 * RANKS + 20), (write_shards, RANKS + 20)])
-def test_headers_are_read_in_parallel(
+def test_remote_open_reads_headers_in_parallel(
     write: Callable[[Path], None], limit: int, s3: ObjectStore, tmp_path: Path
 ) -> None:
     folder = tmp_path / "step"
@@ -198,7 +202,7 @@ def test_headers_are_read_in_parallel(
         assert s3.count_alone < 5
 
 
-def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStore) -> None:
+def test_remote_convert_transfers_each_byte_once(large: Path, s3: ObjectStore) -> None:
     total = sum(path.stat().st_size for path in large.glob("*.safetensors"))
     assert convert(s3.url("src"), s3.url("out"), "--max-shard-size", THREE) == 0
     assert total <= s3.bytes_out(".safetensors") < 1.02 * total
@@ -219,7 +223,7 @@ def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStor
     ],
     ids=["reads", "writes"],
 )
-def test_failures_on_the_way_change_nothing(
+def test_remote_convert_survives_failures(
     large: Path, s3: ObjectStore, faults: list[dict[str, bool | int | str]]
 ) -> None:
     for fault in faults:
@@ -230,7 +234,7 @@ def test_failures_on_the_way_change_nothing(
     assert published(s3, "out") == tree(large)
 
 
-def test_a_store_that_stays_away_ends_it(
+def test_remote_convert_ends_if_store_is_unavailable(
     large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
@@ -250,7 +254,9 @@ def test_a_store_that_stays_away_ends_it(
     assert convert(s3.url("src"), s3.url("out")) == 0
 
 
-def test_refusals(large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remote_convert_errors_name_cause(
+    large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     assert "no such bucket" in refused(capsys, "s3://nowhere-at-all/x", out)
     assert "no such bucket" in refused(capsys, s3.url("src"), "s3://nowhere-at-all/x")
@@ -265,8 +271,8 @@ def test_refusals(large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.C
     assert not out.exists() and s3.names("out") == []
 
 
-def test_credentials_that_reach_the_checkpoint_alone_do(s3: ObjectStore, large: Path, tmp_path: Path) -> None:
-    """Companions are looked for in the folders above, which a policy often hides."""
+def test_remote_convert_needs_access_only_to_checkpoint(s3: ObjectStore, large: Path, tmp_path: Path) -> None:
+    """Companions are searched for in the parent folders, which a policy often hides."""
     s3.put_tree(large, "hidden/src")
     s3.fail(status=403, method="GET", query="prefix=hidden%2F&")
     s3.fail(status=403, method="GET", query="prefix=hidden/&")
@@ -275,7 +281,9 @@ def test_credentials_that_reach_the_checkpoint_alone_do(s3: ObjectStore, large: 
     assert tree(tmp_path / "out") == tree(large)
 
 
-def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remote_convert_overwrite_replaces_only_model_files(
+    large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     s3.put("out/model-00001-of-00009.safetensors", b"old")
     s3.put("out/tokenizer.json", b"old")
     s3.put("out-2/stays", b"")
@@ -286,8 +294,8 @@ def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[s
     s3.fail(status=403, method="GET", key="src/model-00002")
     assert convert(s3.url("src"), s3.url("out"), "--overwrite") == 2
     s3.heal()
-    assert s3.tree("out") == before  # a conversion that fails on the way leaves what was there
-    s3.fail(status=403, method="POST", query="delete", every=2, times=1)  # of what it replaces
+    assert s3.tree("out") == before  # a conversion that fails leaves the old files
+    s3.fail(status=403, method="POST", query="delete", every=2, times=1)  # of the replaced files
     assert convert(s3.url("src"), s3.url("out"), "--overwrite") == 2
     assert {INCOMPLETE_MARKER, *before} == {*s3.names("out/")}, (
         "where not all could be deleted, nothing looks whole"
@@ -305,7 +313,7 @@ def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[s
 
 
 def convert_alone(log: Path, environment: dict[str, str], argv: list[str]) -> None:
-    """The command in a process of its own, of which ``log`` keeps what it says."""
+    """Run the command in a separate process, with its output in ``log``."""
     os.environ.update(environment)
     scale_down(pytest.MonkeyPatch())
     with log.open("wb") as file:
@@ -314,7 +322,7 @@ def convert_alone(log: Path, environment: dict[str, str], argv: list[str]) -> No
 
 
 def start(s3: ObjectStore, folder: Path, *options: str) -> Any:
-    """Begin to convert, in a fork of a process that has imported most of what it takes."""
+    """Begin a conversion in a fork of a process that has imported most of the modules."""
     argv = [s3.url("src"), s3.url("out"), *options]
     process = multiprocessing.get_context("forkserver").Process(
         target=convert_alone, args=(folder / "log", s3.environment, argv)
@@ -324,7 +332,7 @@ def start(s3: ObjectStore, folder: Path, *options: str) -> Any:
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_conversion_leaves_nothing_that_looks_whole(
+def test_killed_remote_convert_leaves_no_complete_folder(
     large: Path, s3: ObjectStore, tmp_path: Path, kill: signal.Signals
 ) -> None:
     s3.fail(delay=30, method="PUT", key=INCOMPLETE_MARKER)  # which follows the last part
@@ -340,7 +348,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     assert published(s3, "out") == tree(large)
 
 
-def test_killed_while_it_was_made_visible(
+def test_killed_remote_convert_can_be_repeated_with_overwrite(
     large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     s3.fail(delay=30, method="PUT", key="index.json")
@@ -357,8 +365,8 @@ def test_killed_while_it_was_made_visible(
     assert published(s3, "out") == tree(large)
 
 
-def test_what_is_copied_from_the_output_itself_is_not_lost(s3: ObjectStore) -> None:
-    """The folder `model` beside SRC is looked through for SRC's tokenizer, and may be OUT, made before."""
+def test_remote_convert_keeps_companions_of_output(s3: ObjectStore) -> None:
+    """The folder `model` next to SRC is searched for SRC's tokenizer, and may be an earlier OUT."""
     s3.put("run/step/model.safetensors", safetensors.numpy.save({"a": np.arange(4.0)}))
     s3.put("run/model/tokenizer.json", b"{}")
     s3.put("run/model/model-00001-of-00002.safetensors", b"")
@@ -367,7 +375,7 @@ def test_what_is_copied_from_the_output_itself_is_not_lost(s3: ObjectStore) -> N
     assert s3.get("run/model/tokenizer.json") == b"{}"
 
 
-def test_verify_reads_what_the_store_holds(
+def test_remote_convert_verify_reads_store(
     large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = FileUpload.write
@@ -380,7 +388,7 @@ def test_verify_reads_what_the_store_holds(
     assert "differs from the source" in said and s3.names("out/") == []
 
 
-def test_nothing_secret_is_printed(
+def test_remote_convert_prints_no_secrets(
     s3: ObjectStore, large: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "converters")

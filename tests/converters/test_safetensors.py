@@ -1,4 +1,4 @@
-"""safetensors in and out, held against the reference implementation."""
+"""Reading and writing safetensors files, compared with the reference implementation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def header(document: Any, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def test_folder_file_and_index(tmp_path: Path) -> None:
+def test_safetensors_round_trips_folder_file_and_index(tmp_path: Path) -> None:
     source = model(tmp_path / "in")
     for path in (source, source / "model.safetensors"):
         checkpoint = open_checkpoint(path)
@@ -70,7 +70,7 @@ def test_folder_file_and_index(tmp_path: Path) -> None:
     assert_model(open_checkpoint(tmp_path / "out" / "model.safetensors.index.json"), WEIGHTS)
 
 
-def test_optimizer_goes_out_and_comes_back(tmp_path: Path) -> None:
+def test_safetensors_round_trips_optimizer(tmp_path: Path) -> None:
     stored = open_checkpoint(model(tmp_path / "in")).tensors
     weights = {name: stored[name] for name in ("a.weight", "b.weight")}
     state: dict[str, dict[str, Tensor | int | float | bool]] = {
@@ -93,7 +93,7 @@ def test_optimizer_goes_out_and_comes_back(tmp_path: Path) -> None:
     assert_same(back.state["b.weight"]["row"], WEIGHTS["b.weight"])  # type: ignore[arg-type]
 
 
-def test_only_floats_with_dimensions_are_cast(tmp_path: Path) -> None:
+def test_safetensors_dtype_casts_only_floats_with_dimensions(tmp_path: Path) -> None:
     weights = {**WEIGHTS, "g.scale": torch.tensor(0.1)}
     source = model(tmp_path / "in", weights)
     write_safetensors(
@@ -133,14 +133,14 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_lying_headers_are_refused(tmp_path: Path, name: str) -> None:
+def test_safetensors_inconsistent_headers_are_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(DAMAGED[name])
     with pytest.raises(CheckpointError, match=r"model\.safetensors: ") as caught:
         open_checkpoint(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_index_must_agree_with_its_shards(tmp_path: Path) -> None:
+def test_safetensors_index_must_match_shards(tmp_path: Path) -> None:
     source = model(tmp_path / "in")
     out = tmp_path / "out"
     write_safetensors(open_checkpoint(source), out, max_shard_size=100, progress=False)

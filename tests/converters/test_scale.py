@@ -1,4 +1,4 @@
-"""Many files and tensors, with next to nothing in each: the work grows with their number."""
+"""Many files and tensors with almost no content: the work grows with their number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from portable.converters import open_checkpoint, write_safetensors
 
 
 def dcp(folder: Path, tensors: int) -> bytes:
-    """A file for each tensor; the bytes of the last."""
+    """Write one file per tensor. Returns the bytes of the last tensor."""
     state = {f"layers.{i}.weight": torch.arange(16.0) + i for i in range(tensors)}
     writer = FileSystemWriter(folder, single_file_per_rank=False)
     dcp_save({"model": state}, storage_writer=writer, no_dist=True)
@@ -30,7 +30,7 @@ def convert(source: Path, out: Path) -> None:
 
 
 def functions_called(body: Callable[[], None]) -> int:
-    """How many calls of Python and C functions ``body`` makes, on all threads."""
+    """Count the calls of Python and C functions in ``body``, on all threads."""
     called = Counter[str]()
 
     def count(_frame: object, event: str, _function: object) -> None:
@@ -46,10 +46,10 @@ def functions_called(body: Callable[[], None]) -> int:
     return called["call"] + called["c_call"]
 
 
-def test_work_grows_linearly(tmp_path: Path) -> None:
-    """Convert two sizes, the second four times the first, and compare the calls of functions.
+def test_convert_work_grows_linearly(tmp_path: Path) -> None:
+    """Convert two sizes, the second four times the first, and compare the numbers of function calls.
 
-    Calls rather than seconds, which on a busy machine say more about its other jobs.
+    Calls are counted instead of seconds, because the time on a busy machine depends on its other jobs.
     """
     counted = []
     for tensors in (100, 400):
@@ -58,4 +58,4 @@ def test_work_grows_linearly(tmp_path: Path) -> None:
         counted.append(functions_called(partial(convert, source, out)))
         values = open_checkpoint(out).tensors[f"layers.{tensors - 1}.weight"].read()
         assert values.tobytes() == last
-    assert counted[1] <= 4.5 * counted[0]  # 16 times as many where the work is quadratic
+    assert counted[1] <= 4.5 * counted[0]  # 16 times the calls if the work is quadratic

@@ -106,7 +106,7 @@ SIZES_OF_TOWER = {
     "num_attention_heads": 2,
 }
 NAMES_PER_TYPE = 12
-"""Names of which every part is changed, so that the server has to refuse them."""
+"""Number of names per type with one changed part, which the server must reject."""
 
 
 class Names(NamedTuple):

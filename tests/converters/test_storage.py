@@ -19,12 +19,12 @@ DATA = random.Random(0).randbytes(3 << 20)
 
 
 @pytest.mark.parametrize("name", ["../f", "/etc/passwd", "a/../../f", "", "a\0b", "a\\b"])
-def test_no_name_leaves_the_folder(tmp_path: Path, name: str) -> None:
+def test_checkpoint_folder_rejects_names_outside(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="leaves the checkpoint folder"):
         CheckpointFolder(tmp_path).get_file(name)
 
 
-def test_more_files_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_folder_limits_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "_MAX_OPEN_FILES", 30)
     folder = CheckpointFolder(tmp_path)
     for i in range(100):
@@ -40,10 +40,10 @@ def test_more_files_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 99])
-def test_the_kernel_copies_until_it_cannot(
+def test_kernel_copy_falls_back_if_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """Where it stops half-way the piece is as if nothing had been copied, and the progress is taken back."""
+    """If the copy stops half-way, the piece is unchanged, and the progress is reset."""
     if not hasattr(os, "copy_file_range"):
         pytest.skip("no copy_file_range here")
     (tmp_path / "source").write_bytes(DATA)

@@ -1,4 +1,4 @@
-"""What is written is opened by the program that it is for, optimizer included, and goes on as before."""
+"""Converted checkpoints in their target programs: they load with the optimizer and continue as before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.converters.test_safetensors import WEIGHTS, model
 # -- torch ---------------------------------------------------------------------------------------------------
 
 
-def test_torch_loads_the_state_dict_and_ties(written_ranks: Path, tmp_path: Path) -> None:
+def test_torch_loads_converted_state_dict_with_ties(written_ranks: Path, tmp_path: Path) -> None:
     reference = load(written_ranks / "fsdp2-3.ref.pt")
     argv = [str(written_ranks / "fsdp2-3"), str(tmp_path / "out"), "--to", "torch", "--optimizer", "--verify"]
     assert main([*argv, "--quiet"]) == 0
@@ -31,15 +31,15 @@ def test_torch_loads_the_state_dict_and_ties(written_ranks: Path, tmp_path: Path
     assert all(value.data_ptr() % 64 == 0 for value in mapped.values())
 
 
-def test_every_dtype_in_one_file(tmp_path: Path) -> None:
+def test_converted_state_dict_has_every_dtype(tmp_path: Path) -> None:
     write_checkpoint(open_checkpoint(model(tmp_path / "in")), tmp_path / "out", "torch", verify=True)
     state = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert {name: bits(value) for name, value in state.items()} == {k: bits(v) for k, v in WEIGHTS.items()}
     assert all(state[name].shape == value.shape for name, value in WEIGHTS.items())
 
 
-def test_a_torch_optimizer_goes_on(universal_loads: Path, tmp_path: Path) -> None:
-    """FSDP2's two groups, in one process: the next step is that of the run that was not interrupted."""
+def test_torch_optimizer_continues_from_conversion(universal_loads: Path, tmp_path: Path) -> None:
+    """FSDP2's two groups continue in one process. The next step equals the step of the uninterrupted run."""
     write_checkpoint(open_checkpoint(universal_loads / "source"), tmp_path / "out", "torch", optimizer=True)
     run = Stack()
     run.load_state_dict(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True))
@@ -59,12 +59,12 @@ def test_a_torch_optimizer_goes_on(universal_loads: Path, tmp_path: Path) -> Non
 # -- DCP's safetensors ---------------------------------------------------------------------------------------
 
 
-def test_torch_and_transformers_open_dcp_safetensors(written_ranks: Path, tmp_path: Path) -> None:
+def test_torch_loads_converted_dcp_safetensors(written_ranks: Path, tmp_path: Path) -> None:
     reference = load(written_ranks / "fsdp2-3.ref.pt")
     source, out = open_checkpoint(written_ranks / "fsdp2-3"), tmp_path / "out"
     write_checkpoint(source, out, "dcp-safetensors", optimizer=True, max_shard_size=300, verify=True)
     weights = reference["model"]
-    assert "lm_head.weight" in weights  # tied: a live model asks for it
+    assert "lm_head.weight" in weights  # tied: a live model needs it
     state = blank(weights)
     dcp_load(state, storage_reader=HuggingFaceStorageReader(str(out)))
     assert {name: bits(value) for name, value in state.items()} == {k: bits(v) for k, v in weights.items()}
@@ -75,8 +75,8 @@ def test_torch_and_transformers_open_dcp_safetensors(written_ranks: Path, tmp_pa
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_loads_a_universal_checkpoint(universal_loads: Path, stage: int) -> None:
-    """Three ranks load what two of FSDP2 saved: masters, moments, groups; and their next step agrees."""
+def test_deepspeed_loads_converted_universal_checkpoint(universal_loads: Path, stage: int) -> None:
+    """Three ranks load the masters, moments and groups of two FSDP2 ranks, and their next steps agree."""
     source = open_checkpoint(universal_loads / "source")
     held = load(universal_loads / f"zero{stage}.pt")
     optimizer = assert_state(
@@ -87,7 +87,7 @@ def test_deepspeed_loads_a_universal_checkpoint(universal_loads: Path, stage: in
         assert_same(source.tensors[name], held["model"][name])
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     loaded = [{**group, "betas": list(group["betas"])} for group in held["groups"]]
-    # Stage 3 takes the first group's hyperparameters for all: DeepSpeed's own limit.
+    # Stage 3 uses the first group's hyperparameters for all groups, which is a limit of DeepSpeed.
     assert loaded == (groups if stage < 3 else [groups[0], groups[0]])
     after = load(universal_loads / f"zero{stage}.next.pt")
     for name, value in load(universal_loads / "next.pt").items():

@@ -1,4 +1,4 @@
-"""Tensors in pieces, and cast, against numpy and torch."""
+"""Tensors in pieces and casts of tensors, compared with numpy and torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def cut(rng: random.Random, offsets: tuple[int, ...], sizes: tuple[int, ...], depth: int) -> list[Cut]:
-    """A random guillotine tiling."""
+    """Return a random guillotine tiling."""
     dims = [dim for dim, size in enumerate(sizes) if size > 1]
     if depth == 0 or not dims:
         return [(offsets, sizes)]
@@ -44,7 +44,7 @@ def region(cut: Cut) -> tuple[slice, ...]:
 
 
 def scattered(rng: random.Random, array: np.ndarray[Any, Any], cuts: list[Cut]) -> list[Box]:
-    """The pieces of `array`, each a view of a larger storage, some with their dimensions permuted."""
+    """Return the pieces of `array`, each a view of a larger storage, some with permuted dimensions."""
     boxes = []
     for piece in cuts:
         part = array[region(piece)]
@@ -61,7 +61,7 @@ def scattered(rng: random.Random, array: np.ndarray[Any, Any], cuts: list[Cut]) 
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_boxes_read_like_numpy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_of_boxes_reads_like_numpy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(tensor_module, "SCRATCH_BYTES", rng.choice([16, 64, 4 << 20]))
     shape = tuple(rng.randrange(1, 8) for _ in range(rng.randrange(1, 5)))
@@ -81,7 +81,7 @@ def test_boxes_read_like_numpy(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_tiling_is_exact(seed: int) -> None:
+def test_check_boxes_cover_once_accepts_only_exact_tilings(seed: int) -> None:
     rng = random.Random(seed)
     shape = tuple(rng.randrange(2, 7) for _ in range(rng.randrange(1, 4)))
     cuts = cut(rng, (0,) * len(shape), shape, 5)
@@ -109,7 +109,7 @@ def test_tiling_is_exact(seed: int) -> None:
                 check_boxes_cover_once("t", shape, boxes)
 
 
-def test_values_are_the_same_bit_for_bit() -> None:
+def test_are_tensors_equal_compares_bits() -> None:
     def of(*values: float) -> Tensor:
         return Tensor.from_source("x", "F32", (2,), InMemorySource(np.array(values, np.float32).tobytes()))
 
@@ -138,7 +138,7 @@ def cast(values: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[A
 
 
 def hard_cases() -> np.ndarray[Any, Any]:
-    """Ties of bfloat16, and their neighbors in float64; subnormals, limits, infinities, NaN."""
+    """Return ties of bfloat16 and their neighbors in float64, subnormals, limits, infinities, and NaN."""
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 1 << 16, 4000).astype(np.uint32) << 16
     ties = (bits | 0x8000).view(np.float32).astype(np.float64)
@@ -148,7 +148,7 @@ def hard_cases() -> np.ndarray[Any, Any]:
 
 
 def nearest_bfloat16(value: float) -> float:
-    """By exact arithmetic."""
+    """Round to bfloat16 by exact arithmetic."""
     if not np.isfinite(value) or value == 0:
         return value
     exact = Fraction(value)
@@ -162,7 +162,7 @@ def nearest_bfloat16(value: float) -> float:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_float64_to_bfloat16_rounds_once() -> None:
+def test_cast_float64_to_bfloat16_rounds_once() -> None:
     values = hard_cases()
     ours = cast(values, "F64", "BF16").astype(np.float64)
     theirs = np.array([nearest_bfloat16(float(value)) for value in values])
@@ -175,8 +175,8 @@ def test_float64_to_bfloat16_rounds_once() -> None:
     ("source", "target"),
     [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "BF16"), ("BF16", "F16"), ("F64", "F32")],
 )
-def test_as_torch_casts(source: str, target: str) -> None:
-    """Every 16-bit value; for fp32 random bits of every exponent, ties, NaN with any payload."""
+def test_cast_matches_torch(source: str, target: str) -> None:
+    """The values are all 16-bit values, or for fp32 random bits of every exponent, ties, and NaN payloads."""
     types = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     values = torch.from_numpy(hard_cases()).to(types[source])
     if values.element_size() == 2:
@@ -192,10 +192,10 @@ def test_as_torch_casts(source: str, target: str) -> None:
     assert np.array_equal(np.signbit(ours[~np.isnan(ours)]), np.signbit(theirs[~np.isnan(theirs)]))
 
 
-def test_scales_of_quantized_weights_keep_their_dtype_and_losses_are_told(
+def test_cast_keeps_dtype_of_scales_and_reports_losses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Modules of FP8, GPTQ, bitsandbytes and torchao; another module with numbers in it is cast."""
+    """Modules of FP8, GPTQ, bitsandbytes and torchao keep their scales. Other modules are cast."""
     kept = {
         "fp8.weight_scale_inv": torch.rand(2, 2),
         "gptq.scales": torch.rand(2, 8),

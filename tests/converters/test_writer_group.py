@@ -1,4 +1,4 @@
-"""Several processes, which threads stand for, write one output: the result is that of one process."""
+"""Several processes, emulated by threads, write one output: it equals the output of one process."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def output(
 
 
 @pytest.mark.parametrize("size", [2, 3, 12])
-def test_the_files_are_those_of_one_process(
+def test_writer_group_files_equal_one_process(
     size: int,
     source: Path,
     output: tuple[Callable[[str], AnyPath], Callable[[str], dict[str, bytes]]],
@@ -134,7 +134,7 @@ def test_the_files_are_those_of_one_process(
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_process_that_dies_leaves_no_output(
+def test_writer_group_with_dead_process_leaves_no_output(
     number: int,
     call: int,
     source: Path,
@@ -151,7 +151,7 @@ def test_a_process_that_dies_leaves_no_output(
     assert files("out") == files("alone")
 
 
-def test_a_process_that_sees_another_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
+def test_writer_group_rejects_different_sources(source: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     safetensors.numpy.save_file({"layer.0": np.ones(3, np.float32)}, other / "model.safetensors")
@@ -160,7 +160,7 @@ def test_a_process_that_sees_another_checkpoint_is_refused(source: Path, tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"other"}
 
 
-def test_a_process_without_the_file_system_of_process_0_is_an_error(
+def test_writer_group_needs_shared_file_system(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -175,7 +175,7 @@ def test_a_process_without_the_file_system_of_process_0_is_an_error(
     assert not list(elsewhere.iterdir())
 
 
-def test_a_file_that_process_0_sees_in_part_is_an_error(
+def test_writer_group_detects_truncated_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = atomic_output.FolderOutput.check_sizes

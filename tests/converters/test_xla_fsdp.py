@@ -1,4 +1,4 @@
-"""PyTorch/XLA's FSDP v1 shard files and SPMD checkpoints, against the live shards."""
+"""PyTorch/XLA FSDP v1 shard files and SPMD checkpoints, compared with the live shards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.converters.compare import assert_model, assert_optimizer, load
 EXAMPLE = "ckpt_rank-{:08d}-of-00000003.pth"
 
 
-def test_one_file_stands_for_its_ranks(written_xla: Path, tmp_path: Path) -> None:
-    """Two steps in one folder, and a consolidated file beside them."""
+def test_xla_fsdp_checkpoint_opens_by_any_rank_file(written_xla: Path, tmp_path: Path) -> None:
+    """The folder has two steps and a consolidated file."""
     for step in (1, 2):
         for rank in range(3):
             name = EXAMPLE.format(rank)
@@ -33,8 +33,8 @@ def test_one_file_stands_for_its_ranks(written_xla: Path, tmp_path: Path) -> Non
     )
 
 
-def test_trainer_folder(written_xla: Path, tmp_path: Path) -> None:
-    """The Trainer puts the consolidated weights beside the shards; only the shards have the optimizer."""
+def test_xla_fsdp_trainer_folder_is_read(written_xla: Path, tmp_path: Path) -> None:
+    """The Trainer writes consolidated weights next to the shards. Only the shards have the optimizer."""
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(written_xla / "trainer3", folder)
     torch.save({"arguments": 1}, folder / "training_args.bin")

@@ -448,7 +448,7 @@ def run_cases(numbers: Sequence[int], seed: int, folder: Path) -> Iterator[tuple
     before = Path.cwd()
     os.chdir(folder)
     try:
-        first = run_case(Case(BASE, [], False), path)  # imports what all cases need
+        first = run_case(Case(BASE, [], False), path)  # imports modules for all cases
         assert first.code == 0, first.error
         for number in numbers:
             case = generator.build_case(number)

@@ -218,7 +218,7 @@ def describe(value: Any) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discard what is printed."""
+    """Discard all printed output."""
     with (
         Path(os.devnull).open("w") as null,
         contextlib.redirect_stderr(null),
@@ -236,7 +236,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def change_table(dice: random.Random, table: Any, keys: Sequence[str], value: Any) -> Any:
-    """Put a value somewhere into a table: at a key that has a value, or at one that a library knows."""
+    """Put a value somewhere into a table: at a key with a value, or at a key that a library supports."""
     holder, key = table, None
     if isinstance(table, dict) and (not table or dice.random() < 0.6):
         table[dice.choice(keys)] = value
@@ -375,7 +375,7 @@ class Kind:
 
 
 def bomb(name: str) -> str:
-    """Return a text of a kilobyte that stands for very many values."""
+    """Return a text of a kilobyte that expands to very many values."""
     lines = "a0: &a0 [x, x]\n" + "".join(
         f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
     )
@@ -898,7 +898,7 @@ class DataFolder(Kind):
 
 
 class RunFolder(FromRun):
-    """Folders of runs and bare checkpoints, of which commands inform, and from which a run resumes."""
+    """Folders of runs and bare checkpoints, which commands describe, and from which a run resumes."""
 
     keys: ClassVar[dict[str, Sequence[str]]] = {
         "trainer_state.json": (
@@ -1137,7 +1137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--strace", type=int, default=0, metavar="N", help="run N cases under strace instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each broken promise to it")
     arguments = parser.parse_args(argv)
-    if ENVIRONMENT not in os.environ:  # /proc/self/environ shows what a process was started with
+    if ENVIRONMENT not in os.environ:  # /proc/self/environ shows the environment at the start of a process
         variables = {ENVIRONMENT: f"{MARKER}-environment", "HF_HUB_OFFLINE": "1"}
         variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         command = [sys.executable, "-m", "tests.fuzz.folders", *(argv or sys.argv[1:])]

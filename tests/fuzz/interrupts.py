@@ -3,13 +3,13 @@
     python -m tests.fuzz.interrupts [--count 100] [--seed 0] [--start 0]
     python -m tests.fuzz.interrupts --kill [--count 10]
 
-Each case starts a command in a process group of its own: a run of one or two ranks with data workers, a run
+Each case starts a command in a separate process group: a run of one or two ranks with data workers, a run
 that tokenizes a long source in several processes, a conversion, a report, `portable-data` or `--resume-info`.
-Its moment is an amount of processor time of the whole group, so that it does not depend on the load of the
+Its moment is an amount of processor time of the entire group, so that it does not depend on the load of the
 machine. Then the group receives SIGINT one to five times within two seconds. The command must end with code
-130, or 75 after it saved a checkpoint, without a traceback or a process that goes on. A command that had
-finished before the signal counts apart, and so does one that is interrupted before Python runs its first
-line.
+130, or 75 after it saved a checkpoint, without a traceback or a remaining process. A command that had
+finished before the signal counts apart, and so does a command that is interrupted before Python runs its
+first line.
 
 With `--kill`, the group of a run receives SIGKILL, before its first batch or after it. Names of semaphores
 that are left in `/dev/shm` must be gone once another run has started.
@@ -126,7 +126,7 @@ def find_names() -> set[str]:
 
 
 class Case:
-    """A command that runs in a process group of its own.
+    """A command that runs in a separate process group.
 
     Args:
         command: The command.
@@ -166,7 +166,7 @@ class Case:
             os.killpg(self.process.pid, number)
 
     def end(self) -> tuple[int | str, str]:
-        """Wait for the end; return the exit code, or what went on, and the output."""
+        """Wait for the end. Returns the exit code, or the remaining processes, and the output."""
         code: int | str
         try:
             code = self.process.wait(LIMIT)

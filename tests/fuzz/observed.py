@@ -1,4 +1,4 @@
-"""Run an action in a fork and observe which files it opens, what it writes and how long it takes.
+"""Run an action in a fork and observe which files it opens, its output and its time.
 
 Three observers together see every read: an audit hook in the fork (each open of Python, with its path),
 inotify on the secret files (each open by any library or subprocess), and a search for the marker of the
@@ -179,7 +179,7 @@ class Observer:
         sys.addaudithook(hook)
 
     def leaves(self, real: str, *, writes: bool) -> bool:
-        """Return whether a real path is one that no action may open."""
+        """Return whether no action may open a real path."""
         if any(_below(real, secret) for secret in self._secrets):
             return True
         if any(_below(real, folder) for folder in (self._writable if writes else self._inside)):

@@ -1,4 +1,4 @@
-"""A sample of the hostile folders, and that the observers see what they are for."""
+"""A sample of the hostile folders, and a check that the observers detect each fault."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RARE = ("processor", "run")
     "kind", [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in RARE else kind for kind in KINDS]
 )
 def test_commands_read_hostile_folders(kind: str) -> None:
-    # A process of its own, because the fuzz forks, and threads of this one may hold locks.
+    # A separate process, because the fuzz forks, and threads of this one may hold locks.
     command = [sys.executable, "-m", "tests.fuzz.folders", kind, "--count", str(CASES[kind]), "--seed", "1"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=300)

@@ -1,4 +1,4 @@
-"""``portable-train`` that writes down each rank's mesh: ``python -m tests.gpu.mesh_of_rank FOLDER ...``"""
+"""Run ``portable-train`` and record each rank's mesh: ``python -m tests.gpu.mesh_of_rank FOLDER ...``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile per layer: no more compilations than there are kinds of layers. Losses: ``test_settings``."""
+"""torch.compile per layer: at most one compilation per kind of layer. ``test_settings`` compares losses."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.parity import opened
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
 
-# What is compiled does not depend on how the ranks share the work: each value once.
+# The compiled graphs do not depend on the number of ranks, so each value is used once.
 EAGER: dict[str, Any] = {"compile": True, "compile_backend": "eager"}
 
 
 def graphs() -> int:
-    """Graphs that dynamo has compiled in this process since it was reset."""
+    """Return the number of graphs that dynamo has compiled in this process since its reset."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def compilations(config: RunConfig) -> list[int]:
-    """Graphs compiled so far: after each of three steps, an evaluation, another step and evaluation."""
+    """Return the number of graphs after each of three steps, an evaluation, a step and an evaluation."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with opened(config) as trial:
@@ -53,7 +53,7 @@ def compilations(config: RunConfig) -> list[int]:
     ("world_size", "recompute"),
     [(1, "none"), (2, "full"), (1, "selective")],
 )
-def test_compilations_do_not_grow_with_the_layers(
+def test_compilations_do_not_grow_with_layers(
     world_size: int, recompute: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     settings: dict[str, Any] = {
@@ -74,7 +74,7 @@ def test_compilations_do_not_grow_with_the_layers(
     )
     assert few == many
     assert few[0] >= 1
-    assert few[0] == few[1] == few[2]  # the first step compiles what training needs
+    assert few[0] == few[1] == few[2]  # the first step compiles everything for training
     assert few[3] == few[4] == few[5]  # and the first evaluation the rest
 
 
@@ -88,8 +88,8 @@ def fresh() -> Iterator[None]:
     torch._dynamo.config.load_config(saved)
 
 
-def test_layers_that_do_differ_are_all_compiled(fresh: None) -> None:
-    """By default the ninth of a kind would run uncompiled."""
+def test_compile_layers_compiles_all_different_layers(fresh: None) -> None:
+    """By default, the ninth layer of a kind would run uncompiled."""
     config = GPT2Config(
         vocab_size=32,
         n_embd=8,
@@ -117,7 +117,9 @@ def test_layers_that_do_differ_are_all_compiled(fresh: None) -> None:
         ({"strategy": "zero3"}, "compile: not supported with strategy zero3"),
     ],
 )
-def test_refused(settings: dict[str, Any], message: str, tmp_path: Path, corpus: Path) -> None:
+def test_compile_rejects_invalid_settings(
+    settings: dict[str, Any], message: str, tmp_path: Path, corpus: Path
+) -> None:
     config = configured(tmp_path, corpus, compile=True, **settings)
     with pytest.raises(UserError) as refused:
         check_config(config, is_resolved=True)

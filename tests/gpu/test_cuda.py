@@ -1,8 +1,8 @@
-"""What one GPU can show: each strategy, precision, optimizer and saving against the plain run on the CPU.
+"""Tests of one GPU: each strategy, precision, optimizer and memory setting compared with the CPU.
 
-``pytest -m gpu tests/gpu/test_cuda.py`` runs what needs a GPU; without one it is skipped. The same tests run
-on the CPU wherever they mean something there, so that they cannot rot. What a library beyond the base install
-is needed for is skipped without it.
+``pytest -m gpu tests/gpu/test_cuda.py`` runs the tests that need a GPU. Without a GPU, they are skipped.
+The same tests also run on the CPU if possible, so that they stay correct. Tests that need a library
+beyond the base install are skipped without the library.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tests.runs import TINY_MODEL, configured
 Run = Callable[..., list[float]]
 STEPS = 6
 CLOSE = {"cpu": 1e-5, "cuda": 1e-4}
-"""Relative difference from the CPU's losses: a GPU sums in another order, and Adam magnifies it."""
+"""Relative difference from the CPU's losses: a GPU sums in another order, which Adam amplifies."""
 
 OPTIMIZERS = ["adamw", "sgd", "adafactor", "adamw_8bit", "muon"]
 HEADS_OF_16 = {**TINY_MODEL, "hidden_size": 64}
-"""Fused kernels of attention want heads of a multiple of 8."""
+"""Fused attention kernels need head sizes that are a multiple of 8."""
 HEADS_OF_64 = {**TINY_MODEL, "hidden_size": 256}
 MOE = {**HEADS_OF_16, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
 MOE |= {"moe_intermediate_size": 32}
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
-"""It has dropout."""
+"""Model with dropout."""
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -70,7 +70,7 @@ def present(name: str) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, corpus: Path) -> Run:
-    """Losses of some steps on a device; nothing is read from it before the last."""
+    """Return a function that trains on a device. Values are read from the device only after the last step."""
 
     def losses(device: str, **settings: Any) -> list[float]:
         config = configured(tmp_path / device, corpus, backend=device, **settings)
@@ -81,13 +81,13 @@ def run(tmp_path: Path, corpus: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[float]:
-    """The losses of the CPU in fp32, whose equality with a hand-written loop test_parity holds."""
+    """Return the losses of the CPU in fp32, which test_parity compares with a hand-written loop."""
     return take_steps(configured(tmp_path_factory.mktemp("truth"), corpus), STEPS).losses
 
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """DDP and FSDP on a process group of one rank, where the program would leave the model as it is."""
+    """Return a function that joins a process group of one rank, so that DDP and FSDP are used on one rank."""
 
     def join(device: str) -> None:
         monkeypatch.setattr(sharding, "is_unsharded", lambda *_, **__: False)
@@ -104,7 +104,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
 @pytest.mark.parametrize(
     "strategy", ["no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2"]
 )
-def test_strategies(
+def test_strategy_losses_match_cpu(
     strategy: str, device: str, run: Run, truth: list[float], one_rank: Callable[[str], None]
 ) -> None:
     one_rank(device)
@@ -113,17 +113,19 @@ def test_strategies(
 
 @pytest.mark.parametrize("parts", [("params", "optimizer"), ("optimizer",)], ids=["all", "optimizer"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_offloading(
+def test_offloading_losses_match_cpu(
     precision: str, parts: tuple[str, ...], device: str, run: Run, truth: list[float]
 ) -> None:
-    """In fp16, gradients in host memory meet a loss scale on the device."""
+    """In fp16, gradients in host memory are combined with a loss scale on the device."""
     settings = {f"memory__offload_{part}": "cpu" for part in parts}
     tolerance = CLOSE[device] if precision == "fp32" else 1e-2
     assert run(device, precision=precision, **settings) == pytest.approx(truth, rel=tolerance)
 
 
-def test_a_memory_snapshot(cuda: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That memory runs out is injected in the second step; what is written is torch's own."""
+def test_memory_snapshot_is_written_if_out_of_memory(
+    cuda: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The out-of-memory error in the second step is injected. The snapshot is torch's."""
     taken = 0
 
     def fail(*_: Any, **__: Any) -> None:
@@ -148,7 +150,7 @@ def test_a_memory_snapshot(cuda: str, tmp_path: Path, corpus: Path, monkeypatch:
     ("precision", "tolerance"), [("fp32", 1e-4), ("tf32", 2e-3), ("bf16", 2e-2), ("fp16", 1e-2)]
 )
 @pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])
-def test_precisions(
+def test_precision_losses_match_cpu(
     precision: str,
     tolerance: float,
     sharded: bool,
@@ -179,7 +181,7 @@ def test_precisions(
     ],
     indirect=["device"],
 )
-def test_optimizers(
+def test_optimizer_losses_match_cpu(
     optimizer: str, sharded: bool, device: str, run: Run, one_rank: Callable[[str], None]
 ) -> None:
     settings: dict[str, Any] = {"train__optimizer": optimizer, "train__learning_rate": 0.01}
@@ -203,12 +205,14 @@ def test_optimizers(
         ("train__micro_batch_size", "auto"),
     ],
 )
-def test_savings_change_nothing(key: str, value: Any, device: str, run: Run, truth: list[float]) -> None:
+def test_memory_savings_do_not_change_losses(
+    key: str, value: Any, device: str, run: Run, truth: list[float]
+) -> None:
     assert run(device, **{key: value}) == pytest.approx(truth, rel=CLOSE[device])
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])
-def test_compiled(
+def test_compiled_losses_match_cpu(
     sharded: bool, cuda: str, run: Run, truth: list[float], one_rank: Callable[[str], None]
 ) -> None:
     if sharded:
@@ -219,7 +223,9 @@ def test_compiled(
 
 @pytest.mark.parametrize("packing", [True, "documents"])
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
-def test_attentions(attention: str, packing: bool | str, cuda: str, run: Run) -> None:
+def test_attention_implementation_losses_match_sdpa(
+    attention: str, packing: bool | str, cuda: str, run: Run
+) -> None:
     if attention == "flash_attention_2":
         pytest.importorskip("flash_attn")
     given = {"precision": "bf16", "data__packing": packing, "model__config": HEADS_OF_64}
@@ -229,15 +235,15 @@ def test_attentions(attention: str, packing: bool | str, cuda: str, run: Run) ->
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])
-def test_experts(experts: str, precision: str, cuda: str, run: Run) -> None:
-    """The products of all experts in one, beside one expert after another on the CPU."""
+def test_experts_implementation_losses_match_cpu(experts: str, precision: str, cuda: str, run: Run) -> None:
+    """One product of all experts is compared with one product per expert on the CPU."""
     given = {"precision": precision, "model__config": MOE}
     expected = run("cpu", model__experts="eager", **given)
     tolerance = CLOSE[cuda] if precision == "fp32" else 2e-2
     assert run(cuda, model__experts=experts, **given) == pytest.approx(expected, rel=tolerance)
 
 
-def test_fp8(cuda: str, run: Run) -> None:
+def test_fp8_losses_match_bf16(cuda: str, run: Run) -> None:
     pytest.importorskip("torchao")
     given: dict[str, Any] = {"precision": "bf16", "model__config": HEADS_OF_64}
     expected = run(cuda, **given)
@@ -246,8 +252,8 @@ def test_fp8(cuda: str, run: Run) -> None:
     assert found != expected
 
 
-def test_packed_documents(device: str, run: Run) -> None:
-    """A mask for the whole sample, and a call per document on a CPU."""
+def test_packed_document_losses_match_cpu(device: str, run: Run) -> None:
+    """The device uses a mask of the full sample, and a CPU one call per document."""
     given = {"data__packing": "documents", "data__seq_len": 64}
     expected = run("cpu", model__attention="eager", **given)
     assert run(device, **given) == pytest.approx(expected, rel=CLOSE[device])
@@ -259,10 +265,11 @@ def test_packed_documents(device: str, run: Run) -> None:
 
 
 def leg(folder: Path, corpus: Path, device: str, **settings: Any) -> list[float]:
-    """Train a leg of a run in ``folder``; all losses that it has on record."""
+    """Train a launch of a run in ``folder``. Returns all recorded losses."""
     short = {"data__eval_fraction": 0, "log__sample_tokens": 0, "checkpoint__export": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reporter, "write_report", lambda *_, **options: [])  # a report takes as long as a leg
+        # a report takes the same time as a launch
+        patch.setattr(reporter, "write_report", lambda *_, **options: [])
         assert run_rank(device, configured(folder, corpus, backend=device, **short, **settings)) == 0
     return [row["loss"] for row in read_metrics(folder) if "loss" in row]
 
@@ -280,10 +287,10 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", RESUMED)
-def test_a_run_goes_on_bit_for_bit(
+def test_cuda_run_resumes_bit_for_bit(
     kind: str, cuda: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU, other tests hold it: ``test_run``, ``test_moves`` and ``test_optimizers``."""
+    """For a CPU, see ``test_run``, ``test_moves`` and ``test_optimizer_losses_match_cpu``."""
     if kind == "sharded":
         monkeypatch.setattr(sharding, "is_unsharded", lambda *_, **__: False)
     whole = leg(tmp_path / "whole", corpus, cuda, **RESUMED[kind])
@@ -291,7 +298,7 @@ def test_a_run_goes_on_bit_for_bit(
     assert leg(tmp_path / "parts", corpus, cuda, **RESUMED[kind]) == whole
 
 
-def test_checkpoints_move_between_devices(device: str, tmp_path: Path, corpus: Path) -> None:
+def test_checkpoint_moves_between_devices(device: str, tmp_path: Path, corpus: Path) -> None:
     whole = leg(tmp_path / "whole", corpus, "cpu")
     leg(tmp_path / "parts", corpus, "cpu", train__stop_after=2)
     leg(tmp_path / "parts", corpus, device, train__stop_after=5)
@@ -311,8 +318,8 @@ ZERO: dict[str, dict[str, Any]] = {
     "kind",
     [pytest.param(kind, marks=pytest.mark.ops("async_io")) if "disk" in kind else kind for kind in ZERO],
 )
-def test_zero(kind: str, cuda: str, tmp_path: Path, corpus: Path) -> None:
-    """A run that a CPU began goes on under ZeRO, from its own checkpoint, and ends without ZeRO."""
+def test_zero_losses_match_cpu(kind: str, cuda: str, tmp_path: Path, corpus: Path) -> None:
+    """A run on the CPU continues under ZeRO, then from ZeRO's checkpoint, and ends without ZeRO."""
     pytest.importorskip("deepspeed")
     settings = ZERO[kind]
     given: dict[str, Any] = {"memory__nvme_path": str(tmp_path)} if "disk" in kind else {}
@@ -328,12 +335,12 @@ def test_zero(kind: str, cuda: str, tmp_path: Path, corpus: Path) -> None:
     assert leg(parts, corpus, cuda, **common) == pytest.approx(expected, rel=rel)
 
 
-# -- what only a GPU has -----------------------------------------------------------------------------------
+# -- features of GPUs -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def no_waits(device: str) -> Iterator[None]:
-    """Fail where the host waits for the device. On a CPU, test_waits looks for what would."""
+    """Fail if the host waits for the device. On a CPU, test_waits finds such operations."""
     if device == "cpu":
         yield
         return
@@ -357,7 +364,7 @@ def steps_without_waiting(device: str, config: Any) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])
 @pytest.mark.parametrize("packing", [True, "documents"])
-def test_the_host_waits_for_nothing_between_logs(
+def test_steps_do_not_synchronize_host_between_logs(
     packing: bool | str,
     optimizer: str,
     sharded: bool,
@@ -388,7 +395,7 @@ def test_the_host_waits_for_nothing_between_logs(
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values() if not isinstance(value, dict)),
 )
-def test_nor_does_it_with_other_settings(
+def test_steps_do_not_synchronize_host_with_other_settings(
     settings: dict[str, Any], device: str, tmp_path: Path, corpus: Path, one_rank: Callable[[str], None]
 ) -> None:
     if "adapter__base" in settings:
@@ -409,10 +416,10 @@ def test_nor_does_it_with_other_settings(
     ],
     ids=lambda settings: "-".join(settings) or "alone",
 )
-def test_a_save_has_the_state_of_its_step(
+def test_background_save_has_state_of_its_step(
     settings: dict[str, Any], device: str, tmp_path: Path, corpus: Path, one_rank: Callable[[str], None]
 ) -> None:
-    """Copies to page-locked memory, while steps that follow at once overwrite what is copied."""
+    """The state is copied to page-locked memory, because the following steps overwrite it."""
     if "strategy" in settings:
         one_rank(device)
     folder = tmp_path / "saved"
@@ -442,8 +449,8 @@ def test_a_save_has_the_state_of_its_step(
     assert all(pinned) == (device == "cuda" and any("offload" in key for key in settings))
 
 
-def test_dropout_is_drawn_again_alike(device: str, run: Run) -> None:
-    """By the generator of the device: in another run, and in layers that are computed twice."""
+def test_dropout_is_repeated_in_recomputation(device: str, run: Run) -> None:
+    """The generator of the device draws the same values in another run, and in recomputed layers."""
     drawn = run(device, model__config=GPT2)
     assert run(device, model__config=GPT2) == drawn
     again = run(device, model__config=GPT2, memory__activation_checkpointing="full")
@@ -452,7 +459,7 @@ def test_dropout_is_drawn_again_alike(device: str, run: Run) -> None:
     assert run(device, model__config={**GPT2, **none}) != pytest.approx(drawn, rel=1e-3)
 
 
-def test_a_loss_scale_that_is_too_high_comes_down(device: str, tmp_path: Path, corpus: Path) -> None:
+def test_fp16_loss_scale_is_lowered_after_overflow(device: str, tmp_path: Path, corpus: Path) -> None:
     settings = {"precision": "fp16", "fp16__initial_scale_power": 30, "fp16__hysteresis": 1}
     with opened(configured(tmp_path, corpus, backend=device, **settings)) as trial:
         before = [to_local(p.detach()).clone() for p in trial.engine.model.parameters()]
@@ -472,7 +479,9 @@ def test_a_loss_scale_that_is_too_high_comes_down(device: str, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("packing", [True, False, "documents"])
-def test_layers_are_compiled_once(packing: bool | str, device: str, tmp_path: Path, corpus: Path) -> None:
+def test_compiled_layers_are_not_recompiled(
+    packing: bool | str, device: str, tmp_path: Path, corpus: Path
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiler = "inductor" if device == "cuda" else "eager"
@@ -488,19 +497,19 @@ def test_layers_are_compiled_once(packing: bool | str, device: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "more", [{}, {"memory__activation_checkpointing": "full"}], ids=["plain", "recomputed"]
 )
-def test_cuda_graphs(more: dict[str, Any], cuda: str, run: Run, truth: list[float]) -> None:
-    """With gradients of several micro-batches, which graphs must not overwrite."""
+def test_cuda_graph_losses_match_cpu(more: dict[str, Any], cuda: str, run: Run, truth: list[float]) -> None:
+    """Graphs must not overwrite the gradients of several micro-batches."""
     given = {"compile": True, "compile_mode": "reduce-overhead", "train__micro_batch_size": 2, **more}
     assert run(cuda, **given) == pytest.approx(truth, rel=1e-4)
 
 
 @pytest.mark.parametrize("packing", [True, "documents"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_attention_runs_in_fused_kernels(precision: str, packing: bool | str, device: str, run: Run) -> None:
-    """None of them takes queries of another dtype than the values, or falls back to the formula."""
+def test_sdpa_uses_fused_kernels(precision: str, packing: bool | str, device: str, run: Run) -> None:
+    """No attention gets queries of another dtype than the values, or falls back to the formula."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    # In fp32 the fused kernels of torch 2.11 take as many keys as queries only.
+    # In fp32, the fused kernels of torch 2.11 support only equal numbers of key and query heads.
     model = {**HEADS_OF_16, **({"num_key_value_heads": 4} if precision == "fp32" else {})}
     given = {"precision": precision, "data__packing": packing, "model__config": model}
     expected = run(device, model__attention="eager", **given)
@@ -511,12 +520,12 @@ def test_attention_runs_in_fused_kernels(precision: str, packing: bool | str, de
 
 
 @pytest.mark.parametrize(("precision", "least", "most"), [("fp32", 0.0, 1e-5), ("tf32", 1e-4, 1e-2)])
-def test_what_tf32_rounds(
+def test_tf32_rounds_only_on_request(
     precision: str, least: float, most: float, cuda: str, tmp_path: Path, corpus: Path
 ) -> None:
-    """Products of matrices, and convolutions, which torch rounds by default: to 11 bits, 3e-4 in a product.
+    """TF32 rounds matrix products and convolutions to 11 bits, an error of 3e-4 in a product.
 
-    cuDNN may convolve by Winograd's method, which in fp32 costs a digit.
+    cuDNN may use Winograd's method for convolutions, which costs a digit in fp32.
     """
     with opened(configured(tmp_path, corpus, backend=cuda, precision=precision)):
         torch.manual_seed(0)
@@ -532,7 +541,7 @@ def test_what_tf32_rounds(
             assert least <= error < most, function
 
 
-def test_nccl_records_its_collectives(
+def test_nccl_collectives_are_recorded(
     cuda: str, tmp_path: Path, one_rank: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
@@ -546,11 +555,11 @@ def test_nccl_records_its_collectives(
 
 
 @pytest.mark.parametrize("base", ["auto", "nf4", "int8"])
-def test_adapters(
+def test_adapter_losses_match_peft_loop(
     base: str, device: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a loop with peft on the CPU."""
-    if device == "cpu":  # where there is a GPU, weights are quantized on it once another test has used it
+    """The losses are compared with a loop with peft on the CPU."""
+    if device == "cpu":  # if there is a GPU, weights would be quantized on it after another test has used it
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     given: dict[str, Any] = {"adapter__type": "lora", "train__learning_rate": 1e-2, "train__steps": STEPS}
     if base == "auto":
@@ -580,8 +589,8 @@ def test_adapters(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_savings_save(saving: dict[str, Any], ratio: float, cuda: str, run: Run) -> None:
-    """A model whose activations and logits outweigh its parameters."""
+def test_memory_savings_reduce_peak_memory(saving: dict[str, Any], ratio: float, cuda: str, run: Run) -> None:
+    """The activations and logits of the model are larger than its parameters."""
     large: dict[str, Any] = {
         "model__config": {**TINY_MODEL, "vocab_size": 8192, "num_hidden_layers": 8, "hidden_size": 192},
         "data__seq_len": 64,
@@ -599,7 +608,7 @@ def test_savings_save(saving: dict[str, Any], ratio: float, cuda: str, run: Run)
     assert peaks[1] < ratio * peaks[0]
 
 
-def test_what_the_driver_counts(cuda: str, tmp_path: Path, corpus: Path, capfd: Any) -> None:
+def test_driver_memory_is_reported(cuda: str, tmp_path: Path, corpus: Path, capfd: Any) -> None:
     backend = create_backend(cuda)
     counted = backend.diagnostics.query_driver_memory()
     assert counted is not None

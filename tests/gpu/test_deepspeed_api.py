@@ -1,4 +1,4 @@
-"""The params of the installed DeepSpeed's optimizers and schedulers are those of our tables."""
+"""The parameters of the installed DeepSpeed's optimizers and schedulers match our tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def deepspeed() -> Any:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """The params of an optimizer or a scheduler; None where there is no default."""
+    """Return the parameters of an optimizer or a scheduler with their defaults, or None without a default."""
     found = {
         name: None if one.default is inspect.Parameter.empty else one.default
         for name, one in inspect.signature(kind.__init__).parameters.items()  # type: ignore[misc]
@@ -36,7 +36,7 @@ def defaults(kind: type) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
-def test_what_optimizers_take_is_in_the_table(deepspeed: Any) -> None:
+def test_deepspeed_optimizer_params_match_table(deepspeed: Any) -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from torch.optim import SGD, AdamW
 
@@ -58,7 +58,7 @@ def test_what_optimizers_take_is_in_the_table(deepspeed: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", SCHEDULER_DEFAULTS)
-def test_what_schedulers_take_is_in_the_table(kind: str, deepspeed: Any) -> None:
+def test_deepspeed_scheduler_params_match_table(kind: str, deepspeed: Any) -> None:
     from deepspeed.runtime import lr_schedules
 
     found = defaults(getattr(lr_schedules, kind))

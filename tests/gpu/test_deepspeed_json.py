@@ -1,4 +1,4 @@
-"""DeepSpeed's own JSON: taken over, filled in, and never misread in silence."""
+"""DeepSpeed's JSON: it is converted, completed, and never misread silently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.published import shapes
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, losses, weights
 
-# Files of Hugging Face's DeepSpeed guide, as they stand there. What they come to: ``test_published_json``.
+# Unchanged files of Hugging Face's DeepSpeed guide. ``test_published_deepspeed`` checks their meaning.
 GUIDE = {shape.name: shape.config for shape in shapes("deepspeed.json") if shape.name.startswith("guide-")}
 
 
@@ -51,12 +51,12 @@ LEARNING: dict[str, Any] = {
     "train__learning_rate": 0.006,
     "data__eval_fraction": 0,
 }
-"""Of a run that learns in spite of DeepSpeed's slow warm-up; each of two ranks takes two micro-batches."""
+"""Settings of a run that learns despite DeepSpeed's slow warmup; each of two ranks has two micro-batches."""
 
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[[str], Losses]:
-    """The losses of one rank without ZeRO, by schedule."""
+    """Return the losses of one rank without ZeRO, by schedule."""
 
     @cache
     def losses(schedule: str) -> Losses:
@@ -71,7 +71,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[[s
     "name",
     [pytest.param(name, marks=pytest.mark.ops("async_io") if "nvme" in name else ()) for name in GUIDE],
 )
-def test_the_guides_files_train(
+def test_deepspeed_json_of_guide_trains(
     name: str, truth: Callable[[str], Losses], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     file = tmp_path / "ds.json"
@@ -92,7 +92,7 @@ def forced(folder: Path, corpus: Path, **settings: Any) -> RunConfig:
 
 
 def forced_leg(folder: Path, corpus: Path, stop: int | None, updates: int) -> int:
-    """A leg, once it is certain that DeepSpeed's optimizer makes its updates."""
+    """Train a launch, and check that DeepSpeed's optimizer makes its updates."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     own = DeepSpeedCPUAdam.step
@@ -106,10 +106,10 @@ SHORT: dict[str, Any] = {**LEARNING, "train__steps": STEPS, "train__schedule": "
 
 
 @pytest.mark.ops("cpu_adam")
-def test_deepspeeds_cpu_optimizer_where_it_is_asked_for(
+def test_deepspeed_cpu_optimizer_is_used_on_request(
     truth: Callable[[str], Losses], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    """It follows torch's, and goes on bit for bit."""
+    """Its losses match torch's, and a resumed run continues bit for bit."""
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert ranks.run(2, forced_leg, whole, corpus, None, STEPS) == 0
     plain = [loss for loss, _ in truth("constant")]
@@ -120,7 +120,7 @@ def test_deepspeeds_cpu_optimizer_where_it_is_asked_for(
     assert weights(run) == weights(whole)
 
 
-def test_a_resolved_config_agrees_with_the_json_in_it(tmp_path: Path, corpus: Path) -> None:
+def test_resolved_config_agrees_with_deepspeed_json(tmp_path: Path, corpus: Path) -> None:
     (sections,) = (shape.config for shape in shapes("deepspeed_keys.yaml") if shape.name == "sections")
     given = {"model": {"config": TINY_MODEL}, "deepspeed": {"config": sections}}
     config = resolve_run(load_config(given), "cpu", 2).config
@@ -129,7 +129,7 @@ def test_a_resolved_config_agrees_with_the_json_in_it(tmp_path: Path, corpus: Pa
 
 
 def models() -> dict[str, Any]:
-    """The models that the installed DeepSpeed reads sections with."""
+    """Return the models with which the installed DeepSpeed reads sections."""
     return {
         section: model
         for section, model in private_api.get_config_models().items()
@@ -144,7 +144,7 @@ def read_mapping(document: dict[str, Any]) -> tuple[dict[str, Any], ImportedRun]
     return read.values, read.imported.raise_first_refusal()
 
 
-def test_null_and_defaults_of_deepspeed_have_no_effect() -> None:
+def test_deepspeed_null_and_default_values_have_no_effect() -> None:
     assert len(models()) > 5
     fields = {
         section: [
@@ -167,7 +167,7 @@ def test_null_and_defaults_of_deepspeed_have_no_effect() -> None:
 
 
 @pytest.mark.parametrize("section", ["", "zero_optimization", "zero_optimization.offload_param", "aio"])
-def test_unknown_keys_that_are_off_have_no_effect(section: str) -> None:
+def test_deepspeed_unknown_keys_that_are_off_have_no_effect(section: str) -> None:
     off: dict[str, Any] = {"new_thing": False, "new_name": "", "new_table": {}, "new_list": [], "none": None}
     for value in (off, {"new_thing": True}, {"new_thing": 0}):
         document = value
@@ -188,7 +188,9 @@ ROWS = yaml.safe_load((Path(published.__file__).parent / "deepspeed_refused.yaml
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.get("text") or json.dumps(row["json"]))
-def test_contradictions_name_both_sides(row: dict[str, Any], tmp_path: Path, corpus: Path) -> None:
+def test_deepspeed_json_contradiction_names_both_settings(
+    row: dict[str, Any], tmp_path: Path, corpus: Path
+) -> None:
     document: Any = str(tmp_path / "ds.json")
     if "text" in row:
         Path(document).write_text(row["text"])

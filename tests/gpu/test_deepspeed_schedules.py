@@ -1,4 +1,4 @@
-"""The schedules that have DeepSpeed's names, step by step against DeepSpeed's own classes."""
+"""Schedules with DeepSpeed's names, compared with DeepSpeed's classes at each step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def taken_over(block: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_rates_and_betas_are_deepspeeds(block: dict[str, Any]) -> None:
+def test_deepspeed_schedules_match_rates_and_betas(block: dict[str, Any]) -> None:
     zero_runtime.import_deepspeed("cpu")
     from deepspeed.runtime import lr_schedules
 
@@ -56,7 +56,7 @@ def test_rates_and_betas_are_deepspeeds(block: dict[str, Any]) -> None:
 
 
 def rates_of_engine(config: RunConfig) -> list[tuple[float, tuple[float, float]]]:
-    """What the optimizer inside the engine steps by."""
+    """Return the learning rates and betas of the optimizer in the engine."""
     with opened(config) as trial:
         seen = []
         inner: Any = getattr(trial.engine, "_engine", None)
@@ -75,7 +75,7 @@ CYCLE: dict[str, Any] = {
 }
 
 
-def test_the_optimizer_goes_by_them(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_deepspeed_schedule_sets_rates_of_optimizer(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     seen = ranks.run(2, rates_of_engine, configured(tmp_path, corpus, strategy="zero3", **CYCLE))
     assert [rate for rate, _ in seen] == pytest.approx([0.001, 0.002, 0.003, 0.002])
     assert [betas[0] for _, betas in seen] == pytest.approx([0.8, 0.85, 0.8, 0.85])
@@ -86,8 +86,8 @@ def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return run_rank("cpu", configured(folder, corpus, **{"train__micro_batch_size": 1} | settings))
 
 
-def test_a_cycle_goes_on_where_it_was(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    """Adam's betas, too, which make other losses."""
+def test_one_cycle_schedule_resumes(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """Adam's betas also continue, which affects the losses."""
     settings = {"strategy": "zero1", **CYCLE}
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert ranks.run(1, leg, whole, corpus, settings) == 0

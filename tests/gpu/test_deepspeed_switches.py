@@ -1,4 +1,4 @@
-"""Switches of a DeepSpeed JSON that the run has no setting for: each works, or a line says why not."""
+"""Switches of a DeepSpeed JSON without a setting of the run: each works, or the error gives the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runs import TINY_MODEL, configured
 
 
 def zero_config(folder: Path, corpus: Path, **settings: Any) -> RunConfig:
-    """Of two ranks, each takes two micro-batches a step."""
+    """Build a config with two micro-batches per step on each of two ranks."""
     sizes = {"train__global_batch_size": 4, "train__micro_batch_size": 1}
     return configured(folder, corpus, **{**sizes, **settings})
 
@@ -37,7 +37,7 @@ def with_json(folder: Path, corpus: Path, stage: int, document: dict[str, Any], 
     return zero_config(folder, corpus, deepspeed__config=document, **settings)
 
 
-def test_inputs_of_layers_are_kept_on_the_host(
+def test_deepspeed_cpu_checkpointing_moves_inputs_to_host(
     truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     document = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -46,7 +46,7 @@ def test_inputs_of_layers_are_kept_on_the_host(
 
 
 def losses_with_inputs_on_host(config: RunConfig) -> Losses:
-    """The losses, once it is certain that the inputs of each layer go to the host."""
+    """Return the losses, after a check that the inputs of each layer are moved to the host."""
     from torch.autograd.graph import save_on_cpu
 
     with patch("portable.model.activation_checkpointing.save_on_cpu", side_effect=save_on_cpu) as saved:
@@ -68,7 +68,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         (3, "bf16", "bf16", "bf16"),
     ],
 )
-def test_gradients_are_reduced_in_the_type_that_is_asked_for(
+def test_deepspeed_communication_data_type_is_used(
     stage: int,
     precision: str,
     asked: str | None,
@@ -86,7 +86,7 @@ def test_gradients_are_reduced_in_the_type_that_is_asked_for(
 
 
 def losses_and_reduced_types(config: RunConfig) -> tuple[Losses, set[torch.dtype]]:
-    """The losses, and the types of what DeepSpeed summed over the ranks: norms and flags left out."""
+    """Return the losses, and the dtypes that DeepSpeed sums over the ranks, without norms and flags."""
     from deepspeed.comm.torch import TorchBackend
 
     with ExitStack() as patches:

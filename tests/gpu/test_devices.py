@@ -1,4 +1,4 @@
-"""What is known of GPUs by their names. None is needed."""
+"""Properties of GPUs by their names. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from portable.gpu import device_specs as devices
         ("Some other card", None),
     ],
 )
-def test_peaks(name: str, bf16: float | None) -> None:
+def test_get_peak_flops_by_gpu_name(name: str, bf16: float | None) -> None:
     assert devices.get_peak_flops(name, "bf16") == (None if bf16 is None else pytest.approx(bf16 * 1e12))
     assert devices.get_peak_flops(name, "fp32") is None
 
 
-def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_gpu_index_gives_each_rank_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in devices.SRUN_BINDING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert devices.choose_gpu_index(7, 8) == 7

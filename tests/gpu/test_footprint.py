@@ -1,4 +1,4 @@
-"""What the planner says an engine keeps, against the tensors that the live engine has on its first rank."""
+"""The planner's memory of an engine, compared with the tensors of the live engine on its first rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODEL = {
 }
 BUCKETS = {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 100}
 
-# Beside the bytes of tensors, by parameter and rank: DCP wraps each tensor in an archive of its own.
+# Additional bytes per parameter and rank: DCP wraps each tensor in a separate archive.
 METADATA = 8 << 10
 
 Kept = dict[str, int]
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 
 def storages(tensors: Iterable[Any]) -> int:
-    """Bytes behind the tensors, those that share memory counted once."""
+    """Return the bytes of the storages of the tensors. Shared storages count once."""
     found = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
@@ -86,7 +86,7 @@ def kept_by_zero(engine: Any) -> Kept:
 
 
 def on_host_by_zero(engine: Any) -> int:
-    """Bytes of what DeepSpeed has on the host where the optimizer, and parameters, are offloaded."""
+    """Return the bytes of DeepSpeed's state on the host if the optimizer or parameters are offloaded."""
     zero = engine._engine.optimizer
     if int(engine._engine.zero_optimization_stage()) == 3:
         flats = zero.fp32_partitioned_groups_flat
@@ -105,17 +105,17 @@ def on_host_by_zero(engine: Any) -> int:
 
 
 def live(config: RunConfig) -> Kept:
-    """What the first rank keeps after the last micro-batch of the second step, optimizer state included."""
+    """Return the memory of the first rank after the last micro-batch of the second step."""
     return stepped(config, kept_by_zero if config.strategy.startswith("zero") else kept_by_fsdp)
 
 
 def live_host(config: RunConfig) -> int:
-    """The same of ZeRO's host memory."""
+    """Return the bytes of ZeRO's host memory."""
     return stepped(config, on_host_by_zero)
 
 
 def saved(config: RunConfig) -> int:
-    """Bytes of the files of a checkpoint, as the engine writes it after a step."""
+    """Return the bytes of the files of a checkpoint after a step."""
     folder = Path(config.output_dir) / "saved"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -127,11 +127,11 @@ def saved(config: RunConfig) -> int:
 
 
 def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
-    """What ``look`` says of the engine after the last micro-batch of the second step."""
+    """Return the result of ``look`` for the engine after the last micro-batch of the second step."""
     sizes = {"train.global_batch_size": 2 * int(os.environ["WORLD_SIZE"]), "train.micro_batch_size": 1}
     with opened(config.replaced(sizes)) as trial:
         trial.step(1e-3)
-        # Stage 1 sums gradients with the last micro-batch; before it, they are all there.
+        # Stage 1 reduces gradients with the last micro-batch. Before that, all gradients exist.
         first = config.strategy == "zero1"
         batch = trial.backend.copy_to_device(next(trial.batches))
         trial.engine.accumulate_gradients(batch, torch.tensor(100), is_last_micro_batch=not first)
@@ -192,7 +192,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world_size", "strategy", "settings"), CASES)
-def test_what_stays_is_exact(
+def test_planned_device_memory_is_exact(
     world_size: int, strategy: str, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     config = config_for(tmp_path, corpus, strategy, **settings)
@@ -205,7 +205,7 @@ def test_what_stays_is_exact(
     )
 
 
-def test_what_is_offloaded_is_on_the_host(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_planned_host_memory_of_fsdp_offloading(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     config = config_for(tmp_path, corpus, "full_shard", memory__offload_params="cpu")
     kept, found = ranks.run(2, live, config), planned(config, 2)
     assert found.parameters == found.gradients == found.optimizer == 0
@@ -227,7 +227,7 @@ def test_what_is_offloaded_is_on_the_host(tmp_path: Path, corpus: Path, ranks: R
         (2, "zero3", PART),
     ],
 )
-def test_what_zero_offloads_is_on_the_host(
+def test_planned_host_memory_of_zero_offloading_is_exact(
     world_size: int, strategy: str, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     host: dict[str, Any] = {"memory__offload_optimizer": "cpu", "precision": "bf16"}
@@ -246,10 +246,10 @@ def test_what_zero_offloads_is_on_the_host(
         *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("full_shard", "zero1")),
     ],
 )
-def test_a_checkpoint_on_disk_has_the_planned_bytes(
+def test_planned_checkpoint_bytes_match_files(
     world_size: int, strategy: str, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    """Names, shapes and pickles take some more, which does not grow with the tensors."""
+    """The files also have names, shapes and pickles, whose size does not grow with the tensors."""
     large = {**MODEL, "vocab_size": 8192}
     config = config_for(tmp_path, corpus, strategy, **settings, model__config=large)
     model = build_training_model(models.load_model_config(config.model), resolve_adapter_config(config))

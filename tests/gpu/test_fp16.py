@@ -1,7 +1,7 @@
-"""fp16 with its search for a loss scale, under DDP, FSDP2 and ZeRO.
+"""fp16 with a dynamic loss scale, under DDP, FSDP2 and ZeRO.
 
-DeepSpeed trains in fp16 on GPUs only. torch multiplies it on CPUs as well, so the accelerator is said to
-support it, and the rule that knows better is left out. All else is real.
+DeepSpeed trains in fp16 only on GPUs. Because torch supports fp16 products on CPUs, the tests override the
+accelerator's answer and remove the rule against fp16. Everything else is real.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.runs import configured, losses
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_scale_matches_deepspeed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
     monkeypatch.setattr(scaling.dist, "get_rank", lambda: 1)  # the first rank prints
     draw = random.Random(seed)
@@ -80,7 +80,7 @@ def supported() -> Iterator[None]:
 
 
 def leg(config: RunConfig, until: int) -> str:
-    """Go on to the step ``until``, and save; how it ended if it did not end well."""
+    """Continue to the step ``until``, and save. Returns the error, or an empty string."""
     with supported():
         try:
             run_rank("cpu", config.replaced({"precision": "fp16", "train.stop_after": until}))
@@ -90,12 +90,12 @@ def leg(config: RunConfig, until: int) -> str:
 
 
 def search(folder: Path) -> list[tuple[float, float]]:
-    """The scale of each step, and how many updates have overflowed."""
+    """Return the scale of each step, and the number of overflows."""
     return [(row["loss_scale"], row["overflows"]) for row in read_metrics(folder) if "loss" in row]
 
 
 def searching(folder: Path, corpus: Path, strategy: str, total: int, **fp16: Any) -> RunConfig:
-    """A run whose scale begins too high, and doubles after every second update that does not overflow."""
+    """Build a run whose initial scale is too high and which doubles after two updates without overflow."""
     scale = {"initial_scale_power": 19, "hysteresis": 1, "loss_scale_window": 2, **fp16}
     settings: dict[str, Any] = {"train__micro_batch_size": 3, "train__steps": total, "precision": "bf16"}
     settings |= {"checkpoint__export": False, "data__eval_fraction": 0, "log__sample_tokens": 0}
@@ -111,7 +111,7 @@ def saved(folder: Path, step: int) -> Any:
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_goes_on_bit_for_bit_scale_included(
+def test_fp16_run_resumes_bit_for_bit_with_loss_scale(
     strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     pytest.importorskip("deepspeed")
@@ -127,7 +127,7 @@ def test_goes_on_bit_for_bit_scale_included(
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_at_its_floor_the_run_ends_with_advice(
+def test_fp16_run_ends_at_minimum_loss_scale(
     strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     pytest.importorskip("deepspeed")
@@ -138,12 +138,12 @@ def test_at_its_floor_the_run_ends_with_advice(
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-# Each class of engines, with its own way to keep the search, is moved to and from.
+# Each class of engines stores the search differently, so the run moves to and from each.
 ROUTE = (("no_shard", 2), ("zero2", 2), ("full_shard", 2), ("zero3", 2), ("no_shard", 1))
 
 
-def test_the_scale_and_its_counters_move_along(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    """It is one search, which no move interrupts."""
+def test_fp16_loss_scale_moves_between_engines(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """No move restarts the search for the scale."""
     pytest.importorskip("deepspeed")
     total = 3 * len(ROUTE)
     for number, (strategy, world_size) in enumerate(ROUTE, 1):

@@ -1,4 +1,4 @@
-"""``train.micro_batch_size: auto``, and memory that runs out: on ranks whose memory really is limited."""
+"""``train.micro_batch_size: auto`` and out-of-memory errors, on ranks with limited memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 
 
 @pytest.mark.parametrize("share", [1, 12, 5040])
-def test_the_largest_is_found_with_few_tries(share: int) -> None:
+def test_find_largest_fitting_needs_few_trials(share: int) -> None:
     sizes = list_divisors(share)
     assert sizes == [n for n in range(1, share + 1) if share % n == 0]
     for most in (0, *sizes):
@@ -39,7 +39,7 @@ def test_the_largest_is_found_with_few_tries(share: int) -> None:
             tried.append(size)
             return size <= most
 
-        for first in (1, most, sizes[-1]):  # whatever the planner says
+        for first in (1, most, sizes[-1]):  # for any estimate of the planner
             tried.clear()
             assert find_largest_fitting(sizes, fits, first) == (most or None)
             assert len(tried) == len(set(tried)) <= 2 * math.log2(len(sizes) + 1) + 2
@@ -50,13 +50,13 @@ def test_the_largest_is_found_with_few_tries(share: int) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    """Ranks of these tests alone: what others have freed would come on top of a limit."""
+    """Start separate ranks for these tests, because memory freed by other tests would extend the limit."""
     pool = RankPool()
     yield pool
     pool.close()
 
 
-# The logits, 0.4 MB a sequence and several times over, are what takes the memory.
+# The logits, 0.4 MB per sequence in several copies, need the most memory.
 LARGE: dict[str, Any] = {
     "model__config": {**TINY_MODEL, "max_position_embeddings": 256},
     "data__seq_len": 256,
@@ -70,7 +70,7 @@ LARGE: dict[str, Any] = {
 
 @contextmanager
 def memory_limit(more: int) -> Iterator[None]:
-    """Grant this process ``more`` bytes beyond what it has, and nothing after that."""
+    """Limit this process to ``more`` bytes in addition to its present memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     has = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -82,7 +82,7 @@ def memory_limit(more: int) -> Iterator[None]:
 
 
 def limited_leg(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: list[int]) -> int:
-    """A leg of a run on ranks that have so many MiB each while they try what fits."""
+    """Train a launch on ranks with the given numbers of MiB during the memory trials."""
     room = mebibytes[int(os.environ["RANK"])] * MIB
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_trial, "has_host_memory_limit", lambda: True)
@@ -91,7 +91,7 @@ def limited_leg(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes:
 
 
 def free_leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    # Memory goes back once nobody has a use for it, so that a limit means what it says.
+    # Unused memory is returned to the system, so that the limit is effective.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 4) == 1
     return run_rank("cpu", configured(folder, corpus, **{**LARGE, **settings}))
 
@@ -106,13 +106,13 @@ def micro_batch(folder: Path) -> int:
     ("world_size", "settings"),
     [(1, {}), (2, {"strategy": "full_shard", "context_parallel_size": 2}), (2, {"strategy": "zero3"})],
 )
-def test_auto_is_the_run_with_the_number_that_it_finds(
+def test_auto_micro_batch_run_equals_run_with_its_size(
     world_size: int, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     room = [500] * (world_size - 1) + [52 // world_size + 3]  # the last rank has the least
     if settings.get("strategy", "").startswith("zero"):
         pytest.importorskip("deepspeed")
-        room = [5000, 5000]  # DeepSpeed lays its buckets out before it knows the model
+        room = [5000, 5000]  # DeepSpeed allocates its buckets before it gets the model
     auto, named = tmp_path / "auto", tmp_path / "named"
     wanted = settings | {"train__micro_batch_size": "auto"}
     assert ranks.run(world_size, limited_leg, auto, corpus, wanted, room) == 0
@@ -124,7 +124,7 @@ def test_auto_is_the_run_with_the_number_that_it_finds(
     assert weights(auto) == weights(named)
 
 
-def test_a_leg_goes_on_with_what_was_found(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_resumed_run_keeps_auto_micro_batch_size(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     auto = {"train__micro_batch_size": "auto"}
     assert ranks.run(1, limited_leg, tmp_path, corpus, auto | {"train__stop_after": 1}, [60]) == 0
     found = micro_batch(tmp_path)
@@ -133,10 +133,10 @@ def test_a_leg_goes_on_with_what_was_found(tmp_path: Path, corpus: Path, ranks: 
 
 
 def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: list[int], after: int) -> str:
-    """What a leg says whose device runs out of memory once it has taken ``after`` micro-batches.
+    """Return the error of a launch whose device runs out of memory after ``after`` micro-batches.
 
-    The error is injected, as torch.cuda raises it: there is no GPU whose memory could run out. What fits is
-    then searched for under a real limit.
+    The error is injected in the form of torch.cuda, because there is no GPU whose memory could run out. The
+    trials that follow have a real limit.
     """
     from portable.engines.fsdp.engine import TorchEngine
 
@@ -164,17 +164,22 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
     return str(refused.value)
 
 
-def test_out_of_memory_at_the_start_says_what_fits(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_out_of_memory_at_start_suggests_micro_batch_size(
+    tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
     told = ranks.run(2, refusal_of_a_gpu, tmp_path, corpus)
     fitting = int(told.split(";")[1].split()[0])
     assert 1 < fitting < 16
     assert told.startswith("train.micro_batch_size: out of memory in step 1 with 16 sequences at a time; ")
-    assert "set it to that, or use memory.activation_checkpointing full, strategy full_shard" in told
+    assert (
+        "set train.micro_batch_size to this number, or use memory.activation_checkpointing full, "
+        "strategy full_shard" in told
+    )
     assert "train.micro_batch_size" in told.split("by plan, this fits: ")[1]
 
 
 def refusal_of_a_gpu(folder: Path, corpus: Path) -> str:
-    """As :func:`refusal`; the driver, which a CPU has none of, tells of a small GPU."""
+    """Like :func:`refusal`, with a driver that reports a small GPU, because a CPU has no driver."""
     settings = {"strategy": "no_shard", "train__micro_batch_size": 16}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "KEPT_FOR_COLLECTIVES", 0)
@@ -182,7 +187,7 @@ def refusal_of_a_gpu(folder: Path, corpus: Path) -> str:
         return refusal(folder, corpus, settings, [30, 30], 0)
 
 
-def test_out_of_memory_later_names_the_last_checkpoint(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_out_of_memory_later_names_last_checkpoint(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     settings = {
         "train__micro_batch_size": 1,
         "train__global_batch_size": 1,
@@ -213,6 +218,6 @@ def test_out_of_memory_later_names_the_last_checkpoint(tmp_path: Path, corpus: P
     ],
     ids=lambda value: value if isinstance(value, bool) else f"{type(value).__name__}",
 )
-def test_what_it_looks_like_when_memory_is_full(error: Exception, full: bool) -> None:
-    """Kernels, pinned memory and libraries ask the driver, past torch's allocator and its own error."""
+def test_is_out_of_memory_recognizes_errors(error: Exception, full: bool) -> None:
+    """Kernels, pinned memory and libraries use the driver directly, without torch's allocator."""
     assert memory_trial.is_out_of_memory(error) is full

@@ -1,4 +1,4 @@
-"""Muon: torch's own on one rank, and whole matrices on every engine."""
+"""Muon: equal to torch's on one rank, with full matrices on every engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MUON: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("rule", "decay"), [("match_rms_adamw", 0.3), ("original", 0.0)])
-def test_muon_is_torchs(rule: Any, decay: float) -> None:
+def test_muon_matches_torch(rule: Any, decay: float) -> None:
     torch.manual_seed(0)
     shapes = [(7, 5), (4, 9), (2, 2)]
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -60,8 +60,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
 
 SHARDED = ("full_shard", "zero2", "xla")
 ONCE = (*SHARDED, "full_shard, shared", "zero1", "zero3, offload")
-"""The others update as one of these does; on a TPU: ``torchtpu/test_torchtpu.py``."""
-# Refused; and ranks that run different programs, which the slice of tests.torchtpu cannot.
+"""The other engines update like one of these. ``torchtpu/test_torchtpu.py`` tests TPUs."""
+# Rejected settings, and ranks with different programs, which tests.torchtpu does not support.
 LEFT_OUT = ("full_shard, layers shared", "tpu, no_shard")
 CASES = [
     pytest.param(name, size, marks=[] if at < (name in SHARDED) + (name in ONCE) else pytest.mark.exhaustive)
@@ -72,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
-def test_every_engine(
+def test_muon_matches_plain_loop_on_every_engine(
     name: str, size: int, truth: Losses, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     config = configured(tmp_path, corpus, **{**MUON, **accumulated(size), **ENGINES[name].settings})
@@ -80,7 +80,9 @@ def test_every_engine(
 
 
 @pytest.mark.xla
-def test_layers_in_a_loop(truth: Losses, engines: Engines, corpus: Path, tmp_path: Path) -> None:
+def test_muon_matches_plain_loop_with_scanned_layers(
+    truth: Losses, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
     config = configured(tmp_path, corpus, **MUON, backend="xla", xla__scan_layers=True)
     assert_close(engines.run("xla", 2, our_losses, config), truth, 1e-5)
 
@@ -106,7 +108,7 @@ LORA: dict[str, Any] = {
     ],
     ids=["", "lora"],
 )
-def test_moves(
+def test_muon_state_moves_between_engines(
     settings: dict[str, Any],
     route: list[tuple[str, int, int]],
     engines: Engines,
@@ -127,6 +129,6 @@ def test_moves(
     assert matrices == {name for name in kinds if "layers" in name and "norm" not in name}
 
 
-def test_without_matrices(corpus: Path, tmp_path: Path) -> None:
+def test_muon_without_matrices_is_rejected(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.optimizer: muon is for the matrices .* use adamw"):
         our_losses(configured(tmp_path, corpus, **MUON, train__trainable="embed_tokens"))

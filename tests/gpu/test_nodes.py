@@ -30,7 +30,7 @@ HYBRID: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[float]:
-    """The losses of one rank."""
+    """Return the losses of one rank."""
     folder = tmp_path_factory.mktemp("truth")
     assert run_rank("cpu", configured(folder, corpus, **{**HYBRID, "strategy": "no_shard"})) == 0
     return losses(folder)
@@ -41,16 +41,18 @@ def losses(folder: Path) -> list[float]:
 
 
 def check_meshes(folder: Path) -> None:
-    """A copy of the state on each node, and gradients summed between the nodes."""
+    """Check that each node has a copy of the state, and that gradients are summed between the nodes."""
     meshes = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert [mesh["node"] for mesh in meshes] == [0, 0, 1, 1]
     for mesh in meshes:
-        # Each mesh of a process has a number, besides the name of its axis.
+        # Each mesh of a process has a number after the name of its axis.
         assert [name.rstrip("0123456789") for name in mesh["names"]] == ["replicate", "shard"]
         assert mesh["ranks"] == [[0, 1], [2, 3]]
 
 
-def test_two_agents_of_torchrun(tmp_path: Path, corpus: Path, truth: list[float], zygote: Zygote) -> None:
+def test_torchrun_trains_on_two_nodes(
+    tmp_path: Path, corpus: Path, truth: list[float], zygote: Zygote
+) -> None:
     settings = flags(tiny(tmp_path / "run", corpus, **HYBRID))
     port = str(free_port())
     agents = []
@@ -68,11 +70,11 @@ def test_two_agents_of_torchrun(tmp_path: Path, corpus: Path, truth: list[float]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[Slurm]:
-    """Its tasks are forks of the zygote: real processes of SLURM stand for them, and pass signals on."""
+    """Start a SLURM cluster whose tasks are forks of the zygote: its real processes pass signals to them."""
     if (reason := slurm.missing()) is not None:
         pytest.skip(reason)
     nodes = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
-    # The names of the nodes mean nothing to this machine's resolver; on a real cluster they do.
+    # This machine cannot resolve the names of the nodes, unlike a real cluster.
     nodes.environment |= {"MASTER_ADDR": "127.0.0.1", "PATH": zygote.environment["PATH"]}
     try:
         nodes.start()
@@ -82,7 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterato
 
 
 @pytest.mark.slow
-def test_srun(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) -> None:
+def test_srun_trains_on_two_nodes(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) -> None:
     settings = flags(tiny(tmp_path / "run", corpus, **HYBRID))
     layout = ("--nodes", "2", "--ntasks-per-node", "2", "--chdir", str(Path.cwd()))
     command = ("python", "-m", "tests.gpu.mesh_of_rank", str(tmp_path), *settings)
@@ -94,7 +96,7 @@ def test_srun(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True], ids=["signal", "killed rank"])
-def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
+def test_slurm_template_saves_checkpoint_and_requeues_job(
     killed: bool, tmp_path: Path, corpus: Path, cluster: Slurm
 ) -> None:
     settings = {**HYBRID, "backend": "auto", "train__steps": 4000, "checkpoint__every_steps": 2}
@@ -105,7 +107,7 @@ def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
     assert main(["init", str(tmp_path / "run.yaml"), "--for", "slurm", "--device", "h100:16"]) == 0
     output = tmp_path / "job.out"
     template = tmp_path / "run.slurm.sbatch"
-    # Two tasks a node, on nodes without GPUs.
+    # Two tasks per node, on nodes without GPUs.
     sizes = ("--ntasks-per-node", "2", "--gpus-per-node", "0", "--cpus-per-task", "1")
     note = tmp_path / "note"
     submitted = cluster.command(
@@ -122,11 +124,11 @@ def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
         assert cluster.command("scancel", job).returncode == 0
         return
     wait_for(lambda: metrics.exists() and len(losses(tmp_path / "run")) >= 3)
-    # What --signal=TERM@300 does five minutes before the end: the steps are signalled, the script is not.
+    # Like --signal=TERM@300 five minutes before the end: the steps get a signal, the script does not.
     assert cluster.command("scancel", "--signal", "TERM", job).returncode == 0
     wait_for(lambda: "queued again" in output.read_text(errors="replace"))
     stopped = len(losses(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped:06d}").exists()
-    # The controller restarts it a moment after the script has asked.
+    # The controller restarts the job shortly after the script's request.
     wait_for(lambda: "Requeue=1 Restarts=1" in cluster.command("scontrol", "show", "job", job).stdout)
     assert cluster.command("scancel", job).returncode == 0

@@ -1,4 +1,4 @@
-"""Adafactor and 8-bit AdamW: against torch's, on sharded parameters, and in checkpoints."""
+"""Adafactor and 8-bit AdamW: compared with torch's, on sharded parameters, and in checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.xla import XlaPool
 ADAFACTOR: dict[str, Any] = {"train__optimizer": "adafactor", "train__learning_rate": 0.08}
 HYBRID: dict[str, Any] = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}
 
-# A matrix, one that leaves a rank empty, a stack of matrices, a vector, a scalar.
+# A matrix, a matrix that leaves a rank empty, a stack of matrices, a vector, a scalar.
 SHAPES = [(7, 5), (1, 6), (4, 3, 5), (9,), ()]
 
 
@@ -38,7 +38,7 @@ def gradients(step: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_restore_optimizer_state_rejects_other_shape(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
     stored: Any = SimpleNamespace(optimizer={"w": {"exp_avg": open_checkpoint(tmp_path).tensors["w"]}})
     optimizer = SimpleNamespace(
@@ -52,8 +52,8 @@ def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rule", "size"), [("torch", 1.0), ("transformers", 1.0), ("transformers", 1e-6)])
-def test_adafactor_is_that_of(rule: str, size: float) -> None:
-    """Of transformers also with gradients that are smaller than the floors of torch's rule."""
+def test_adafactor_matches_torch_and_transformers(rule: str, size: float) -> None:
+    """The rule of transformers is also tested with gradients below the floors of torch's rule."""
     ours = [nn.Parameter(value) for value in gradients(99)]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     groups = [{"params": ours[:3], "weight_decay": 0.1}, {"params": ours[3:], "weight_decay": 0.0}]
@@ -93,7 +93,7 @@ MASKED: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_a_masked_step_changes_nothing(name: str) -> None:
+def test_masked_optimizer_step_changes_nothing(name: str) -> None:
     shapes = [*SHAPES, (128, 64)]
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     matrices = [p for p in parameters if p.ndim == 2]
@@ -122,7 +122,7 @@ SHORT: dict[str, Any] = {"train__steps": 5, "train__global_batch_size": 8, "data
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    """In two micro-batches on each of one, two or four ranks."""
+    """Train with two micro-batches on each of one, two or four ranks."""
     share = {"train__micro_batch_size": 4 // int(os.environ["WORLD_SIZE"])}
     return run_rank("cpu", configured(folder, corpus, **{**SHORT, **share, **settings}))
 
@@ -131,8 +131,8 @@ def adafactor_leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return leg(folder, corpus, {**ADAFACTOR, **settings})
 
 
-def test_adafactor_goes_on(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    """Bit for bit on the same ranks, to rounding on others."""
+def test_adafactor_run_resumes(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """The run resumes bit for bit on the same ranks, and up to rounding on others."""
     whole, same, other = tmp_path / "whole", tmp_path / "same", tmp_path / "other"
     assert ranks.run(2, adafactor_leg, whole, corpus, {}) == 0
     assert ranks.run(2, adafactor_leg, same, corpus, {"train__stop_after": 2}) == 0
@@ -159,8 +159,8 @@ def test_adafactor_moves_between_xla_and_ranks(
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
-def test_8bit_adamw_follows_adamw() -> None:
-    """Matrices to within the coarser moments; what keeps its moments in 32 bits exactly."""
+def test_8bit_adamw_matches_adamw() -> None:
+    """Matrices match up to the coarser moments, and parameters with 32-bit moments match exactly."""
     torch.manual_seed(0)
     ours = [
         nn.Parameter(torch.randn(128, 96)),
@@ -188,8 +188,8 @@ def test_8bit_adamw_follows_adamw() -> None:
 WIDE = {**TINY_MODEL, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
 
 
-def test_8bit_adamw_on_shards_and_in_checkpoints(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    """Bit for bit on the same ranks; on others it differs by what rounding makes of a code."""
+def test_8bit_adamw_run_resumes_on_shards(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """The run resumes bit for bit on the same ranks. On other ranks, it differs by the rounding of codes."""
     settings: dict[str, Any] = {"train__optimizer": "adamw_8bit", "model__config": WIDE}
     whole, run, four = tmp_path / "whole", tmp_path / "run", tmp_path / "four"
     assert ranks.run(2, leg, whole, corpus, settings) == 0

@@ -1,4 +1,7 @@
-"""Losses against a hand-written loop: micro-batches, optimizers, precisions. Engines: ``test_engines``."""
+"""Losses compared with a hand-written loop: micro-batches, optimizers and precisions.
+
+``test_engines`` tests the engines.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.promises import record
 from tests.runs import configured
 
 STEPS = 4
-"""Enough to pass the warm-up and for every moment to count; each engine has a witness over LONG steps."""
+"""Enough steps to pass the warmup and for every moment to matter. Each engine has a test over LONG steps."""
 LONG = 30
 
 Losses = list[tuple[float, float]]
@@ -32,12 +35,12 @@ Truth = dict[bool, Losses]
 
 
 def throughout(config: RunConfig, steps: int) -> RunConfig:
-    """The run with a schedule as long as it is trained here; past its end the rate is 0, and all agree."""
+    """Return the run with a schedule of exactly `steps` steps, because the rate after its end would be 0."""
     return config.replaced({"train.steps": steps})
 
 
 def our_losses(config: RunConfig, steps: int = STEPS) -> Losses:
-    """Loss and gradient norm of each step, from the parts that ``portable-train`` is made of."""
+    """Return loss and gradient norm of each step, with the parts of ``portable-train``."""
     with opened(throughout(config, steps)) as trial:
         results = [trial.step() for _ in range(steps)]
         return [(float(result.loss), float(result.grad_norm)) for result in results]
@@ -50,14 +53,14 @@ def plain_losses(
     prepared: Callable[[Any], list[dict[str, Any]]] | None = None,
     made: Callable[[list[dict[str, Any]]], Any] | None = None,
 ) -> Losses:
-    """The same run as a person would write it without this project: one process, the whole batch at once.
+    """Train the same run without this project: one process, and the full batch at once.
 
     Args:
-        config: of the run.
-        steps: to take.
-        criterion: of :func:`tests.parity.plain_steps`.
-        prepared: freezes parameters of a model; returns the groups.
-        made: makes the optimizer of the groups.
+        config: Config of the run.
+        steps: Number of steps.
+        criterion: Loss function of :func:`tests.parity.plain_steps`.
+        prepared: Function that freezes parameters of a model and returns the groups.
+        made: Function that builds the optimizer of the groups.
     """
     backend = create_backend("cpu")
     run = prepare_run(resolve_run(throughout(config, steps), backend.name), backend)
@@ -109,7 +112,8 @@ class TorchMuon:
 
     def step(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            if self._fp32:  # torch's own code always multiplies in bf16, whose rounding is not that of shards
+            # torch's code always multiplies in bf16, whose rounding differs from the rounding of shards
+            if self._fp32:
                 patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # torch 2.9
                 patch.setattr(torch, "bfloat16", torch.float32)  # torch 2.15
             for part in self._parts:
@@ -137,13 +141,13 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Truth:
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_equals_a_hand_written_loop(packing: bool, truth: Truth, tmp_path: Path, corpus: Path) -> None:
+def test_losses_equal_hand_written_loop(packing: bool, truth: Truth, tmp_path: Path, corpus: Path) -> None:
     ours = our_losses(configured(tmp_path, corpus, data__packing=packing, train__micro_batch_size=6))
     assert_close(ours, truth[packing], 1e-6)
 
 
 @pytest.mark.parametrize(("packing", "micro_batch_size"), [(True, 1), (True, 3), (False, 2)])
-def test_micro_batches_do_not_change_the_loss(
+def test_micro_batch_size_does_not_change_loss(
     packing: bool,
     micro_batch_size: int,
     truth: Truth,

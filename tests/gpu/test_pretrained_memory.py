@@ -1,4 +1,4 @@
-"""Pretrained weights go from the files into each rank's shard: no rank holds the model, none sends it."""
+"""Pretrained weights are read from the files into each rank's shard: no rank stores the model or sends it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tests.runs import TINY_MODEL, configured
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 
 MIB = 2**20
-SLACK = 40 * MIB  # a tensor on its way, and what libraries allocate at the first use
+SLACK = 40 * MIB  # a tensor that is being read, and allocations of libraries at their first use
 COLLECTIVES = ("broadcast", "scatter", "broadcast_object_list", "all_gather_into_tensor")
 
 
 def anonymous() -> int:
-    """Resident bytes of this process that no file backs."""
+    """Return the resident bytes of this process that no file backs."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
 @contextmanager
 def peak_of(found: list[int]) -> Iterator[None]:
-    """Append by how much anonymous memory grew at most, looking every few milliseconds."""
+    """Append the largest growth of anonymous memory, sampled every few milliseconds."""
     ctypes.CDLL(None).malloc_trim(0)
     start, done = anonymous(), threading.Event()
     highest = start
@@ -63,7 +63,11 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 def start(config: RunConfig, name: str) -> tuple[list[int], int, torch.Tensor]:
-    """Growth of each rank while the engine gets its weights, bytes of the parameters, one of them whole."""
+    """Return the memory growth of each rank while the engine reads its weights, and related values.
+
+    Returns:
+        Growth in bytes per measurement, bytes of the parameters, and one full parameter.
+    """
     backend = create_backend("cpu")
     backend.start()
     try:
@@ -84,7 +88,9 @@ def start(config: RunConfig, name: str) -> tuple[list[int], int, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_rank_holds_its_shard_and_no_more(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_pretrained_weights_of_rank_need_memory_of_its_shard(
+    tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # For its tokenizer.
@@ -116,5 +122,5 @@ def test_a_rank_holds_its_shard_and_no_more(tmp_path: Path, corpus: Path, ranks:
                     break
         else:
             pytest.fail(f"{name} is in no file")
-    # Three times the model, and not three times what is held besides the shard.
+    # Three times the model needs less than three times the memory in addition to the shard.
     assert beyond[1] < beyond[0] + SLACK / 2

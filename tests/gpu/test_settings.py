@@ -1,7 +1,7 @@
-"""What a run is set to, and how many ranks it has, do not change its losses: they are those of one rank.
+"""Settings and the number of ranks do not change the losses: they equal the losses of one rank.
 
-Plain torch's, where :func:`tests.gpu.test_parity.plain_losses` knows the optimizer and the model. Strategies
-by themselves: ``test_engines``.
+They equal plain torch's if :func:`tests.gpu.test_parity.plain_losses` supports the optimizer and the model.
+``test_engines`` tests strategies without other settings.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tests.tpu.test_parity import MODELS
 
 
 class Case(NamedTuple):
-    """A run to be compared.
+    """A run to compare.
 
     Attributes:
-        ranks: that share it.
-        settings: that must not change the losses.
-        of: settings of both runs.
-        plain: the truth is a loop in plain torch; else a run of one rank.
-        within: the relative tolerance; in 16 bits a hundredth.
-        falls: at least by how much the loss falls.
+        ranks: Number of ranks.
+        settings: Settings that must not change the losses.
+        of: Settings of both runs.
+        plain: Whether the expected losses are from a loop in plain torch; otherwise from a run of one rank.
+        within: Relative tolerance; a hundredth in 16 bits.
+        falls: Minimum decrease of the loss.
     """
 
     ranks: int
@@ -53,7 +53,7 @@ ON_HOST: dict[str, Any] = {"memory__offload_optimizer": "cpu"}
 FULL, SELECTIVE = ({"memory__activation_checkpointing": kind} for kind in ("full", "selective"))
 COMPILED: dict[str, Any] = {"compile": True, "compile_backend": "aot_eager"}
 FP16: dict[str, Any] = {"precision": "fp16", "fp16__initial_scale_power": 12}
-# hpZ keeps a second copy of the weights in each node, which is what a forward pass sees.
+# hpZ keeps a second copy of the weights in each node, which the forward pass uses.
 TWO_COPIES: dict[str, Any] = {
     "strategy": "zero3",
     "deepspeed__config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
@@ -112,7 +112,7 @@ XLNET: dict[str, Any] = {
         "dropout": 0.0,
     },
 }
-# A sentence has 16 tokens, of which none may go to some of the 8 experts.
+# A sentence has 16 tokens, so that some of the 8 experts may get none.
 SWITCH: dict[str, Any] = {
     "model__task": "seq2seq-lm",
     "model__config": {
@@ -134,7 +134,7 @@ SWITCH: dict[str, Any] = {
     "seed": 1,  # with seed 0 two experts are nearly equal for a token, and rounding decides
     "train__global_batch_size": 2,
 }
-# Each expert is a matrix, which ranks hold as a whole, or in parts.
+# Each expert is a matrix, which is sharded or not.
 MUON_OF_EXPERTS: dict[str, Any] = {
     "train__optimizer": "muon",
     "train__learning_rate": 0.01,
@@ -183,7 +183,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[[
 def truth(
     tmp_path_factory: pytest.TempPathFactory, source: Callable[[Case], Path]
 ) -> Callable[[Case], Losses]:
-    """The losses of one rank, found once for all that share them."""
+    """Return the losses of one rank, computed once per distinct run."""
     known: dict[str, Losses] = {}
 
     def losses(case: Case) -> Losses:
@@ -198,7 +198,7 @@ def truth(
 
 
 def seen_losses(config: RunConfig) -> Losses:
-    """A rank's, once it is certain that layers were compiled where that is set."""
+    """Return a rank's losses, after a check that layers were compiled if `compile` is set."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     losses = our_losses(config)
@@ -207,7 +207,7 @@ def seen_losses(config: RunConfig) -> Losses:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_one_rank(
+def test_settings_losses_match_one_rank(
     name: str,
     truth: Callable[[Case], Losses],
     source: Callable[[Case], Path],
@@ -218,7 +218,7 @@ def test_losses_are_those_of_one_rank(
     if str(case.settings.get("strategy")).startswith("zero"):
         pytest.importorskip("deepspeed")
     batch = case.of["train__global_batch_size"]
-    # Two micro-batches, where there are as many sequences.
+    # Two micro-batches if there are enough sequences.
     sizes = {"train__micro_batch_size": max(batch // case.ranks // 2, 1)}
     config = configured(tmp_path, source(case), **{**sizes, **case.of, **case.settings})
     found, expected = ranks.run(case.ranks, seen_losses, config), truth(case)
@@ -231,7 +231,7 @@ def test_losses_are_those_of_one_rank(
 
 
 @pytest.mark.exhaustive
-def test_experts_in_an_order_of_their_own(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_zero2_rejects_experts_with_different_orders(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     pytest.importorskip("deepspeed")
     with pytest.raises(RankError, match=r"strategy: zero2 [^\n]* use zero1, zero3 or full_shard"):
         ranks.run(2, our_losses, configured(tmp_path, corpus, strategy="zero2", **SWITCH))

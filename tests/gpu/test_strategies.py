@@ -1,4 +1,4 @@
-"""Choosing an engine: what is missing is said in one line, before anything is built."""
+"""Choice of an engine: missing requirements are reported in one line before anything is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.runs import configured, flags, tiny
 @pytest.mark.parametrize(
     "settings", [["--strategy", "zero2"], ["--deepspeed.config.zero_optimization.stage", "2"]]
 )
-def test_without_deepspeed(
+def test_zero_without_deepspeed_suggests_install(
     settings: list[str],
     tmp_path: Path,
     corpus: Path,
@@ -25,7 +25,7 @@ def test_without_deepspeed(
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as an import finds it where it is not installed
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it was not installed
     assert main([*flags(tiny(tmp_path / "out", corpus)), *settings]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1
@@ -33,7 +33,7 @@ def test_without_deepspeed(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_flag_of_the_deepspeed_launcher_is_let_pass(
+def test_local_rank_flag_of_deepspeed_launcher_is_accepted(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--local_rank=0", *flags(tiny(tmp_path / "out", corpus)), "--dry-run"]
@@ -43,7 +43,7 @@ def test_the_flag_of_the_deepspeed_launcher_is_let_pass(
     assert main(arguments) == 0
 
 
-def test_flash_attention_that_is_not_installed(
+def test_missing_flash_attention_suggests_sdpa(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)

@@ -1,7 +1,7 @@
-"""Nothing in a training step reads a value: on a GPU the host would wait there for all that is queued.
+"""No operation in a training step reads a value: on a GPU, the host would wait for all queued work.
 
-Seen on the CPU, by the operations that a step consists of. What a copy between host and device waits for,
-only a GPU can tell (tests/gpu/test_cuda.py).
+The operations of a step are recorded on the CPU. Copies between host and device can only be tested on a GPU
+(tests/gpu/test_cuda.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.waits import Waits
     ],
     ids=lambda settings: "-".join(map(str, settings.values())) or "adamw",
 )
-def test_a_step_reads_nothing(settings: dict[str, Any], tmp_path: Path, corpus: Path) -> None:
+def test_training_step_reads_no_value(settings: dict[str, Any], tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, train__micro_batch_size=1, **settings)
     seen = Waits()
     with opened(config) as trial, seen.looking():
@@ -48,7 +48,7 @@ def test_a_step_reads_nothing(settings: dict[str, Any], tmp_path: Path, corpus: 
 
 
 @pytest.mark.parametrize("model_type", ["llama", "bert", "lfm2"])  # causal, in both directions, recurrent
-def test_no_mask_is_read(model_type: str) -> None:
+def test_forward_pass_reads_no_mask(model_type: str) -> None:
     task = "masked-lm" if model_type == "bert" else "causal-lm"
     settings = ModelConfig.model_validate({"config": tiny_config(model_type), "task": task})
     model = build_model_on_meta(load_model_config(settings), settings)

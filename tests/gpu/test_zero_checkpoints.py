@@ -1,4 +1,4 @@
-"""What else reads the checkpoints of ZeRO. Moves: ``test_moves``; bit for bit in 16 bits: ``test_fp16``."""
+"""Other readers of ZeRO checkpoints. ``test_moves`` tests moves, and ``test_fp16`` resumed 16-bit runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
 
 
 def own_tool(folder: Path) -> dict[str, Any]:
-    """What DeepSpeed's own script makes of a checkpoint."""
+    """Return the state that DeepSpeed's script reads from a checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     state = get_fp32_state_dict_from_zero_checkpoint(str(folder))
@@ -39,7 +39,7 @@ def own_tool(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_deepspeeds_own_tool_and_portable_convert_agree(
+def test_zero_checkpoint_conversion_matches_deepspeed_tool(
     strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     settings = {"strategy": strategy, "precision": "bf16", "train__stop_after": 2}

@@ -1,4 +1,4 @@
-"""ZeRO under other launchers than our own."""
+"""ZeRO under launchers of other programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runs import flags, tiny
 from tests.zygote import Zygote
 
 ENVIRONMENT: dict[str, Any] = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0"}
-"""Launchers look for an accelerator when they start; there is none."""
+"""Launchers search for an accelerator when they start; there is none."""
 
 
 def settings_of(folder: Path, corpus: Path, strategy: str) -> list[str]:
@@ -31,7 +31,7 @@ def check(folder: Path, strategy: str, done: subprocess.CompletedProcess[str]) -
     assert done.stderr.count("step 2/2") == 1  # one rank speaks
 
 
-def test_the_ranks_of_deepspeed_train_together(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+def test_zero_trains_under_deepspeed_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     # What the command deepspeed does; it starts a process on each node, which starts the ranks.
     python = str(zygote.folder / "python")
     launcher = f"import sys; from deepspeed.launcher.runner import main; sys.executable = {python!r}; main()"
@@ -41,7 +41,7 @@ def test_the_ranks_of_deepspeed_train_together(tmp_path: Path, corpus: Path, zyg
     check(tmp_path, "zero2", done)
 
 
-def test_the_ranks_of_accelerate_train_together(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+def test_zero_trains_under_accelerate_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     command = ["accelerate", "launch", "--use_deepspeed", "--zero_stage", "3", "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     command += ["--main_process_port", str(free_port()), "-m", "portable.cli"]

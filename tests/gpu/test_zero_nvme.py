@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: what is swapped to a disk trains, is saved and goes on as if it had never left memory."""
+"""ZeRO-Infinity: state that is swapped to a disk trains, is saved and resumes like state in memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory, corpus: Path, ranks: Ran
 
 @pytest.mark.parametrize("what", ["optimizer", "optimizer and parameters"])
 @pytest.mark.ops("async_io")
-def test_trains_and_goes_on(
+def test_zero_nvme_trains_and_resumes(
     what: str, in_memory: Path, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     settings: dict[str, Any] = {**SHORT, "memory__nvme_path": str(tmp_path)}
@@ -78,7 +78,7 @@ def refused(folder: Path, corpus: Path, path: Path) -> str:
 
 
 @pytest.mark.ops("async_io")
-def test_a_disk_that_cannot_serve_is_refused(tmp_path: Path, corpus: Path) -> None:
+def test_zero_nvme_rejects_unusable_disk(tmp_path: Path, corpus: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert "does not exist" in refused(tmp_path, corpus, tmp_path / "missing")
@@ -91,7 +91,7 @@ def test_a_disk_that_cannot_serve_is_refused(tmp_path: Path, corpus: Path) -> No
 @pytest.mark.parametrize(
     ("key", "value"), [("ema", 0.9), ("optimizer", "muon"), ("optimizer", "torch.optim:NAdam")]
 )
-def test_state_that_cannot_be_swapped_is_refused(key: str, value: Any, tmp_path: Path, corpus: Path) -> None:
+def test_zero_nvme_rejects_unsupported_state(key: str, value: Any, tmp_path: Path, corpus: Path) -> None:
     disk = {"memory__offload_optimizer": "nvme", "memory__nvme_path": str(tmp_path)}
     with pytest.raises(UserError, match=f"train.{key}: .*does not work with memory.offload_optimizer"):
         check_config(

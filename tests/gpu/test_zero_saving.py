@@ -1,4 +1,4 @@
-"""Saves behind the training under ZeRO: what is written is the step that was saved, and failures are loud."""
+"""Background saves under ZeRO: the files have the state of the saved step, and failures end the run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.runs import configured
 
 
 def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
-    """Save a step in the foreground and in the background, the latter held up until two steps later.
+    """Save a step in the foreground, and in the background with a delay of two steps.
 
     Returns:
-        the files whose bytes differ, of this rank's.
+        Files of this rank whose bytes differ.
     """
     import torch.distributed as dist
 
@@ -57,7 +57,7 @@ def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
 
 
 def different(one: Path, other: Path) -> bool:
-    """Whether two files of torch's hold other tensors or other values; their names are part of zip files."""
+    """Return whether two files of torch have other tensors or values. Their names are part of zip files."""
     import torch
     from torch.utils._pytree import tree_flatten
 
@@ -71,7 +71,7 @@ def different(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize(("strategy", "offload"), [("zero1", "none"), ("zero2", "cpu"), ("zero3", "none")])
-def test_what_is_written_later_is_the_step_that_was_saved(
+def test_zero_background_save_has_state_of_its_step(
     strategy: str, offload: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     settings: dict[str, Any] = {"strategy": strategy, "memory__offload_optimizer": offload}
@@ -82,7 +82,7 @@ def test_what_is_written_later_is_the_step_that_was_saved(
 def leg_with_a_full_disk(
     folder: Path, corpus: Path, settings: dict[str, Any], full_rank: int, error: Exception
 ) -> str:
-    """Train while ``error`` meets ``full_rank``'s second checkpoint; the error of this rank's run."""
+    """Train while ``error`` is raised for ``full_rank``'s second checkpoint. Returns this rank's error."""
     import os
 
     write, written = zero_saving._CheckpointFile.write, 0
@@ -94,7 +94,7 @@ def leg_with_a_full_disk(
             raise error
         write(file)
 
-    # The second to end may find the first gone, which has told of it.
+    # The second rank to end may find that the first has already ended and reported the error.
     ended = pytest.raises((RunError, ReportedElsewhereError))
     with pytest.MonkeyPatch.context() as patch, ended as caught:
         patch.setattr(zero_saving._CheckpointFile, "write", failing)
@@ -106,10 +106,10 @@ def leg_with_a_full_disk(
     ("full_rank", "error", "words"),
     [(0, OSError(28, "No space left on device"), "No space left"), (1, MemoryError(), "MemoryError); last")],
 )
-def test_a_save_that_fails_ends_the_run(
+def test_zero_failed_save_ends_run(
     full_rank: int, error: Exception, words: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    """One rank cannot write; each learns why, and what is left is named."""
+    """One rank cannot write. All ranks get the reason, and the error names the last good checkpoint."""
     settings = {"strategy": "zero2", "checkpoint__every_steps": 2}
     told = ranks.run(2, leg_with_a_full_disk, tmp_path / "run", corpus, settings, full_rank, error)
     assert "step-000004: could not be written" in told

@@ -1,9 +1,9 @@
-"""DeepSpeed's C++ ops for the tests: built where a test that was asked for needs one, and kept.
+"""DeepSpeed's C++ ops for the tests: built if a collected test needs one, and kept.
 
-A test that needs one is marked ``@pytest.mark.ops("cpu_adam")`` or ``"async_io"``. Where such a test was
-collected, the session starts ``python -m tests.ops`` beside the tests at once, and the test waits for it.
-What is built is kept by the versions of torch, DeepSpeed and the compiler, in the user's cache or where
-``TORCH_EXTENSIONS_DIR`` says.
+A test that needs an op is marked ``@pytest.mark.ops("cpu_adam")`` or ``"async_io"``. If such a test was
+collected, the session starts ``python -m tests.ops`` in the background, and the test waits for it. The built
+ops are kept by the versions of torch, DeepSpeed and the compiler, in the user's cache or in
+``TORCH_EXTENSIONS_DIR``.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 OPS = {"cpu_adam": ("CPUAdamBuilder",), "async_io": ("PinMemoryBuilder", "AsyncIOBuilder")}
-"""What builds each, in order."""
+"""Builders of each op, in order."""
 COMPILER = Path(__file__).with_name("cxx")
 
 
 def prepare_environment() -> None:
-    """Have this process and its children build and look for ops in the folder of these versions."""
+    """Let this process and its children build and find ops in the folder of these versions."""
     os.environ.setdefault("CXX", str(COMPILER))
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_folder()))
 
 
 def cache_folder() -> Path:
-    """Where ops built by these versions, for this processor, are kept."""
+    """Return the folder of ops built by these versions for this processor."""
     try:
         parts = [version("torch"), version("deepspeed")]
     except PackageNotFoundError:
@@ -40,7 +40,7 @@ def cache_folder() -> Path:
     except FileNotFoundError:
         compiler = ""
     flags = "".join(line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("flags"))[:4000]
-    # Paths stand in what is built: another place of theirs would have it built anew, there.
+    # The built files contain paths, so files in another folder would be built again.
     ours = [sys.prefix, str(COMPILER), COMPILER.read_text("utf-8")]
     text = "\n".join([*parts, sys.version, compiler, flags, platform.machine(), *ours])
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -55,16 +55,16 @@ def _lines(path: Path) -> list[str]:
 
 
 def libaio() -> bool:
-    """Whether the system library that swapping to a disk needs is there."""
+    """Return whether the system library for swapping to a disk is installed."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
 def build_aside(names: list[str]) -> Callable[[], None]:
-    """Start building ``names`` beside this process; returns what ends that, if it is not done by then.
+    """Start to build ``names`` in the background. Returns a function that ends the build if it is not done.
 
-    What goes wrong is reported by :func:`build`, when a test calls it.
+    :func:`build` reports errors when a test calls it.
     """
     running = subprocess.Popen(
         [sys.executable, "-m", "tests.ops", *names],
@@ -85,7 +85,7 @@ def build(op: str) -> None:
     """Wait until ``op`` is built, by this process or by another.
 
     Raises:
-        subprocess.CalledProcessError: with the compiler's messages as its output.
+        subprocess.CalledProcessError: If the build failed, with the compiler's messages as its output.
     """
     from filelock import FileLock
 

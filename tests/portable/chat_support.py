@@ -23,7 +23,7 @@ NO_FRAME = Frame((), ())
 
 @dataclass(frozen=True)
 class Family:
-    """Special tokens of a family of models, and what its template can show."""
+    """Special tokens of a family of models, and features of its template."""
 
     begin: str | None
     end: str
@@ -36,7 +36,7 @@ class Family:
     marked: bool = True
     """Whether TRL has a template with marks."""
     in_marks: str = ""
-    """What TRL's marks include before an answer, which the generation prompt has written already."""
+    """Tokens before an answer that TRL's marks include and the generation prompt has already written."""
 
 
 FAMILIES = {
@@ -57,7 +57,7 @@ _TEXT = "what is it, and more? you are welcome; the quick brown fox jumps over a
 
 @cache
 def tokenizer(name: str) -> Any:
-    """A byte-level tokenizer with the special tokens of a family, and its template."""
+    """Return a byte-level tokenizer with the special tokens of a family, and its template."""
     family = FAMILIES[name]
     special = list(dict.fromkeys(token for token in (family.begin, family.end, *family.special) if token))
     bpe = Tokenizer(models.BPE())
@@ -81,18 +81,18 @@ def tokenizer(name: str) -> Any:
 
 
 def template(name: str) -> str:
-    """The template of a family; with ``_training``, TRL's with marks."""
+    """Return the template of a family; with ``_training``, TRL's template with marks."""
     return CHATML if name == "chatml" else (TEMPLATES / f"{name}.jinja").read_text("utf-8")
 
 
 def record(
     row: dict[str, Any], kind: Any = "messages", roles: frozenset[str] = DEFAULT_TRAINED_ROLES
 ) -> Document:
-    """The document of a record."""
+    """Return the document of a record."""
     read = parse_conversation(row, kind, "chat.jsonl:1", roles)
     return Document("", conversation=read)  # type: ignore[arg-type]
 
 
 def plain_chatml() -> str:
-    """ChatML without marks."""
+    """Return ChatML without marks."""
     return CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 _passes: dict[Any, Any] = {}
-"""What passes of a model take, by all that they depend on."""
+"""Results of measured passes, keyed by all arguments that affect them."""
 
 
 @pytest.fixture
 def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner runs the passes of a model once in a session, for tests of what it makes of them."""
+    """Cache measured passes, so that the planner runs the passes of each model once per session."""
     from portable.planner import activations as passes
 
     run = passes.measure_activations
@@ -27,5 +27,5 @@ def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def brief_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process write no report."""
+    """Turn off the report of runs in this process."""
     monkeypatch.setattr("portable.reporting.reporter.write_report", lambda *_, **options: [])

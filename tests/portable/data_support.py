@@ -1,4 +1,4 @@
-"""Small data sets and settings for the tests of the data path."""
+"""Small datasets and settings for the tests of the data path."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class Settings(DataConfig):
 
 
 def replace(settings: Settings, **values: Any) -> Settings:
-    """A copy with other values."""
+    """Return a copy with other values."""
     return settings.model_copy(update=values)
 
 
 def settings_of(name: Any = None, task: str = "causal-lm", **data: Any) -> SourceSettings:
-    """What a source is opened with; of a format, unless another is given."""
+    """Build the settings that a source is opened with. The default format is text."""
     return SourceSettings(Settings(**({"source": name, "format": "text"} | data)), task)
 
 
 def source(name: Any, task: str = "causal-lm", **data: Any) -> DataSource:
-    """The source of a name, opened alone."""
+    """Open a single source."""
     return open_source(settings_of(name, task, **data))
 
 
 def texts(number: int) -> list[str]:
-    """Documents of different lengths, all different."""
+    """Return different documents of different lengths."""
     return [f"document {i}: " + " ".join(f"w{i * j % 97}" for j in range(i % 23 + 1)) for i in range(number)]
 
 
@@ -58,11 +58,12 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def kill_build(number: int, build: Callable[[], object]) -> None:
-    """Kill a process that builds a token cache when it has added to the cache ``number`` times.
+    """Kill a process that builds a token cache after a number of additions.
 
     Args:
-        number: Number of calls of ``TokenCacheWriter.add_documents``. The kill also loses what is in the
-        buffers of files. build: Function that builds the cache.
+        number: Number of calls of ``TokenCacheWriter.add_documents`` before the kill. The kill also loses the
+            contents of file buffers.
+        build: Function that builds the cache.
     """
     child = os.fork()
     if child == 0:
@@ -92,7 +93,7 @@ def corpus(folder: Path, number: int = 60) -> Path:
 def token_cache(
     folder: Path, documents: Sequence[Sequence[int]], *, labels: Sequence[int | str] | None = None
 ) -> TokenCache:
-    """A cache of documents given as tokens."""
+    """Write a cache of documents given as tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = TokenCacheWriter(folder, ["text"], vocab_size=1000, labels=labels is not None)
     writer.add_documents(
@@ -105,7 +106,7 @@ def token_cache(
 
 
 def word_level(names: Sequence[str], single: str = "", pair: str | None = None, **options: Any) -> Any:
-    """A tokenizer of words, which frames a text and a pair of texts as the templates say."""
+    """Build a tokenizer of words that frames a text and a pair of texts by the given templates."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,8 @@
-"""Write training checkpoints of a tiny Llama with other programs' own code, beside the values they must hold.
+"""Write training checkpoints of a tiny Llama with the code of other programs, and their expected values.
 
-Run as `python -m tests.portable.make_external OUT [xla]`. Beside each checkpoint lies `<name>.ref.pt`, of the
-live run: `{"model": ..., "optim": {name: {...}}}`. torchtitan's layout is written with torch's DCP.
+Run as `python -m tests.portable.make_external OUT [xla]`. Each checkpoint gets a file `<name>.ref.pt` with
+the values of the live run: `{"model": ..., "optim": {name: {...}}}`. The layout of torchtitan is written with
+torch's DCP.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def llama() -> Any:
 
 
 def batch(step: int, rank: int = 0) -> dict[str, torch.Tensor]:
-    """Random tokens."""
+    """Return random tokens."""
     tokens = torch.randint(0, 384, (2, 16), generator=torch.Generator().manual_seed(100 * rank + step))
     return {"input_ids": tokens, "labels": tokens}
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    """In the groups that the Trainer makes as well."""
+    """Build AdamW with the parameter groups of the Trainer."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": DECAY},
@@ -74,13 +75,13 @@ def trainer_arguments(folder: Path, **more: Any) -> Any:
         weight_decay=DECAY,
         optim="adamw_torch",
         lr_scheduler_type="constant",
-        logging_steps=1,  # kept in the checkpoint, and what a resumed Trainer goes by
+        logging_steps=1,  # stored in the checkpoint; a resumed Trainer uses it
         **more,
     )
 
 
 def live(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The values of a run on one rank."""
+    """Return the values of a run on one rank."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         "model": {name: value.detach().clone() for name, value in model.state_dict().items()},
@@ -108,7 +109,10 @@ def one_rank(rank: int, world: int, out: Path) -> None:
 
 
 def accelerate(out: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """`save_state` on one rank: safetensors and optimizer.bin, and nothing that tells the step but Adam."""
+    """Call `save_state` on one rank: it writes safetensors and optimizer.bin.
+
+    Only the state of Adam contains the step.
+    """
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -182,9 +186,10 @@ def sharded(rank: int, world: int, out: Path) -> None:
 
 
 def llama3(weights: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The same state as torchtitan's own Llama 3 has it: its names, and pairs of rows where halves were.
+    """Convert a state to the names and the row order of torchtitan's Llama 3.
 
-    By the table and the permutation in torchtitan's adapter (models/llama3/state_dict_adapter.py).
+    Torchtitan stores interleaved pairs of rows instead of two halves. See the table and the permutation in
+    its adapter (models/llama3/state_dict_adapter.py).
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -243,7 +248,7 @@ def trainer_zero(rank: int, world: int, out: Path) -> None:
 
 
 def deepspeed_alone(out: Path) -> None:
-    """What DeepSpeed itself leaves, without the Trainer's files."""
+    """Copy only DeepSpeed's files of a checkpoint, without the files of the Trainer."""
     tag = f"global_step{STEPS}"
     shutil.copytree(out / "trainer-zero2" / f"checkpoint-{STEPS}" / tag, out / "deepspeed" / tag)
     (out / "deepspeed" / "latest").write_text(tag)

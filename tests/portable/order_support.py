@@ -1,11 +1,11 @@
-"""A mixture whose samples tell who they are, and a process that takes its batches until it is killed.
+"""A mixture whose samples identify themselves, and a process that takes its batches until it is killed.
 
 Every record is one sample of four tokens: the name of its source, two digits to base 100, and the end token.
 
     python -m tests.portable.order_support FOLDER WORLD_SIZE WORKERS STEPS
 
-takes the batches of all ranks from the position in ``FOLDER/position.json`` on. It appends the ids of each
-step to ``FOLDER/taken``, and replaces the position every few steps, as a checkpoint does.
+takes the batches of all ranks, starting at the position in ``FOLDER/position.json``. It appends the ids of
+each step to ``FOLDER/taken``, and replaces the position every few steps, as a checkpoint does.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _records(name: str, first: int, count: int) -> Iterator[dict[str, str]]:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A tokenizer that knows the words of the records."""
+    """Write a tokenizer whose vocabulary has all words of the records."""
     words = ["<end>", "<unknown>"]
     words += [f"{name}{n}" for name in SOURCES for n in range(4)]
     words += [f"{digit}{n}" for digit in "hl" for n in range(_DIGITS)]
@@ -79,7 +79,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def numbers(batch: Any) -> npt.NDArray[np.int64]:
-    """The source and the number of each sample, as ``source * 10**6 + number``, from its tokens."""
+    """Return the source and number of each sample, as ``source * 10**6 + number``, from its tokens."""
     tokens = batch["input_ids"].numpy()
     assert (tokens[:, 3] == 0).all() and (tokens[:, :3] > 1).all()
     source, top = np.divmod(tokens[:, 0] - 2, 4)
@@ -94,7 +94,7 @@ def numbers(batch: Any) -> npt.NDArray[np.int64]:
 def steps(
     data: RunData, world_size: int, workers: int, position: int = 0, *, seed: int = 5
 ) -> Generator[npt.NDArray[np.int64]]:
-    """The samples of each step, as ``world_size`` ranks get them."""
+    """Yield the samples of each step, as ``world_size`` ranks get them."""
     loaders = [
         TrainLoader(
             data.train,

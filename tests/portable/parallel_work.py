@@ -1,4 +1,4 @@
-"""What the test of processes lets them do; they import this module, so it imports little."""
+"""Work functions for the test of processes. The processes import this module, so it imports little."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Settings from an ``accelerate config`` file and from the environment of ``accelerate launch``.
 
-What files come to is held against Accelerate itself in ``test_published_yaml``; the environments here are
-those that the installed Accelerate makes.
+``test_published_accelerate`` compares the resulting settings with Accelerate itself. The installed Accelerate
+creates the environments of these tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.runs import configured, flags, losses, tiny
 from tests.zygote import Zygote
 
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
-# Of Hugging Face's guide for TPUs. Accelerate's launcher refuses it, so that nothing is compared with it.
+# From Hugging Face's guide for TPUs. It is not compared with Accelerate, because Accelerate's launcher
+# rejects it.
 XLA = """\
 distributed_type: FSDP
 num_processes: 2
@@ -43,7 +44,7 @@ def parsed(folder: Path, text: str, *arguments: str) -> Invocation:
 
 
 def launched(words: str = "") -> dict[str, str]:
-    """The environment that the installed Accelerate gives the ranks of a launch with these flags."""
+    """Return the environment that the installed Accelerate gives the ranks of a launch with these flags."""
     given = launch_command_parser().parse_args([*words.split(), "train.py"])
     given.num_processes, given.num_machines, given.main_process_port = 1, 1, free_port()
     given.mixed_precision = given.mixed_precision or "no"
@@ -63,7 +64,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], *arg
     return parse_train_args(list(arguments)).config
 
 
-def test_the_guides_file_for_tpus(tmp_path: Path) -> None:
+def test_accelerate_file_of_tpu_guide_is_converted(tmp_path: Path) -> None:
     invocation = parsed(tmp_path, XLA)
     run = invocation.config
     assert (run.backend, run.strategy, run.precision) == ("xla", "full_shard", "bf16")
@@ -71,7 +72,7 @@ def test_the_guides_file_for_tpus(tmp_path: Path) -> None:
     assert invocation.nproc is None and not any(value is not None for _, value in run.fsdp)
 
 
-def test_unknown_keys_that_are_off_have_no_effect(tmp_path: Path) -> None:
+def test_accelerate_unknown_keys_that_are_off_have_no_effect(tmp_path: Path) -> None:
     off = "new_thing: false\nnew_name: ''\nnew_table: {}\nnone: null\n"
     run = parsed(
         tmp_path, f"{FSDP}{off}".replace("fsdp_version: 2", "fsdp_version: 2, fsdp_new_thing: false")
@@ -86,14 +87,14 @@ def test_unknown_keys_that_are_off_have_no_effect(tmp_path: Path) -> None:
             parsed(tmp_path, FSDP + line)
 
 
-def test_accelerates_own_defaults(tmp_path: Path) -> None:
+def test_accelerate_default_file_is_converted(tmp_path: Path) -> None:
     path = str(tmp_path / "default.yaml")
     ClusterConfig(ComputeEnvironment.LOCAL_MACHINE, "NO", "no", False, False).to_yaml_file(path)
     run = parsed(tmp_path, Path(path).read_text()).config
     assert (run.strategy, run.precision) == ("no_shard", "fp32")
 
 
-def test_beside_a_config_and_flags(tmp_path: Path) -> None:
+def test_accelerate_file_is_merged_with_config_and_flags(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("strategy: full_shard\ntrain: {steps: 3}\n")
     both = ("--config", str(file))
@@ -111,20 +112,22 @@ def test_beside_a_config_and_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["--cpu", "--multi_gpu", "--use_fsdp", "--use_fsdp --fsdp_version 2"])
-def test_what_was_not_asked_for_changes_nothing(kind: str) -> None:
+def test_accelerate_environment_defaults_change_nothing(kind: str) -> None:
     found = convert_accelerate_environment(launched(kind))
     assert not found.notes
     assert found.values == ({"backend": "cpu"} if kind == "--cpu" else {})
 
 
-def test_the_rest_of_the_launcher_is_refused_or_noted() -> None:
+def test_accelerate_environment_reports_unsupported_variables() -> None:
     with pytest.raises(UserError, match=r"^accelerate launch: FSDP_NEW_THING: not a key of Accelerate's"):
         convert_accelerate_environment(launched("--use_fsdp") | {"FSDP_NEW_THING": "1"})
     (note,) = convert_accelerate_environment(launched("--use_fsdp --fsdp_use_orig_params false")).notes
     assert note.startswith("accelerate launch: FSDP_USE_ORIG_PARAMS: false has no")
 
 
-def test_the_launcher_must_agree_with_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_environment_must_agree_with_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("strategy: shard_grad_op\nprecision: fp32\n")
     config = ("--config", str(file))
@@ -137,7 +140,7 @@ def test_the_launcher_must_agree_with_the_config(tmp_path: Path, monkeypatch: py
     assert load_config(file).precision == "fp32"  # only the command line listens to a launcher
 
 
-def test_two_ranks_that_it_starts(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+def test_accelerate_launch_trains_on_two_ranks(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     given = tiny(tmp_path / "run", corpus, train__steps=3, train__micro_batch_size=3)
     command = ["accelerate", "launch", "--num_processes", "2", "--main_process_port", "0"]
     command += ["--use_fsdp", "--fsdp_sharding_strategy", "SHARD_GRAD_OP", "--fsdp_offload_params", "true"]

@@ -1,4 +1,4 @@
-"""Activations as the planner reckons them, against what torch's allocator hands out for the same passes."""
+"""The planner's estimates of activation memory, compared with torch's allocator for the same passes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def built(config: RunConfig) -> Any:
 
 
 def measured(model: nn.Module, request: PassRequest) -> int:
-    """The peak of the allocator in forward and backward, beyond parameters and gradients, which are there."""
+    """Return the peak of the allocator in forward and backward, without parameters and gradients."""
     real = copy.deepcopy(model)
     computed = TORCH_DTYPES[request.precision]
     dtype = computed if request.compute == "cast" else None
@@ -101,14 +101,15 @@ CASES: list[tuple[str, str, ComputeMode, str, dict[str, Any]]] = [
     ("llama", "bf16", "cast", "full", ADAPTER),
     ("llama", "bf16", "autocast", "full", ADAPTER),
     ("llama", "bf16", "cast", "full", {"memory.loss_chunk_tokens": 32}),
-    # An H200 measured 1.005 of what is planned of a Llama with 1.2 billion parameters; uncompiled, 0.78.
+    # On an H200, the measured peak is 1.005 times the estimate for a Llama with 1.2 billion parameters;
+    # uncompiled, 0.78.
     ("llama", "bf16", "autocast", "none", {"compile": True}),
     ("gpt2", "bf16", "cast", "none", {"compile": True}),
 ]
 
 
 @pytest.mark.parametrize(("family", "precision", "compute", "recompute", "more"), CASES)
-def test_within_a_tenth_of_what_is_allocated(
+def test_activation_estimate_is_within_tenth_of_allocation(
     family: str, precision: str, compute: ComputeMode, recompute: str, more: dict[str, Any]
 ) -> None:
     config = config_of(family, precision, recompute, **more)
@@ -125,8 +126,8 @@ def test_within_a_tenth_of_what_is_allocated(
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
-    """Beside what an adapter takes anyway."""
+def test_activation_estimate_of_quantized_base_adds_one_weight(kind: str) -> None:
+    """A quantized base needs at most one dequantized weight more than an adapter on an unquantized base."""
     pytest.importorskip("bitsandbytes")
     found = {}
     for base in ("auto", kind):
@@ -140,11 +141,11 @@ def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
     assert -largest <= found[kind] - found["auto"] <= 2 * largest
 
 
-def test_every_trained_parameter_gets_a_gradient_if_the_others_are_frozen() -> None:
+def test_gives_all_parameters_gradients_if_unused_ones_are_frozen() -> None:
     model = built(config_of("xlnet", "fp32", "none"))  # no batch uses its mask and segment embeddings
     assert "transformer.mask_emb" in list_frozen_names(model) and gives_all_parameters_gradients(model)
 
 
 @pytest.mark.parametrize("family", ["longformer", "opt"])
-def test_or_it_is_known_that_some_may_not(family: str) -> None:
+def test_gives_all_parameters_gradients_detects_unused_parameters(family: str) -> None:
     assert not gives_all_parameters_gradients(built(config_of(family, "fp32", "none")))

@@ -1,4 +1,4 @@
-"""Adapters in the model and in the config: what is refused, where values come from, what they cost."""
+"""Adapters in the model and in the config: rejected settings, initial values and cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOE = tiny_config("qwen3_moe")
 
 
 def adapted(folder: Path, **settings: Any) -> tuple[Any, Adapter]:
-    """A model on the meta device with its adapter."""
+    """Build a model on the meta device with its adapter."""
     config = configured(folder, folder, **{"adapter__type": "lora", **settings})
     check_config(config)
     config = resolve_adapter_config(config)
@@ -38,11 +38,11 @@ def adapted(folder: Path, **settings: Any) -> tuple[Any, Adapter]:
     return model, found
 
 
-def test_a_pattern_that_is_a_name(tmp_path: Path) -> None:
-    """What else the model cannot have: ``command_line_refused.yaml``."""
+def test_adapter_target_pattern_without_full_match_suggests_list(tmp_path: Path) -> None:
+    """See ``command_line_refused.yaml`` for other targets that do not exist in the model."""
     with pytest.raises(
         UserError,
-        match=r"adapter\.target_modules: 'q_proj' matches no whole .*; write them as a list: \[q_proj\]",
+        match=r"adapter\.target_modules: 'q_proj' matches no complete .*; write them as a list: \[q_proj\]",
     ):
         adapted(tmp_path, adapter__target_modules="q_proj")
 
@@ -60,7 +60,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_stored_and_its_names_are_pefts(kind: dict[str, Any], tmp_path: Path) -> None:
+def test_adapter_checkpoint_has_names_and_shapes_of_peft(kind: dict[str, Any], tmp_path: Path) -> None:
     model, adapter = adapted(tmp_path, **kind)
     materialize_model(model, torch.device("cpu"))
     with warnings.catch_warnings():
@@ -71,7 +71,7 @@ def test_what_is_stored_and_its_names_are_pefts(kind: dict[str, Any], tmp_path: 
     assert all(ours[f"base_model.model.{name}"].shape == tensor.shape for name, tensor in theirs.items())
 
 
-def test_initial_values_are_pefts_for_the_seed_and_the_name(tmp_path: Path) -> None:
+def test_adapter_initial_values_match_peft_for_seed_and_name(tmp_path: Path) -> None:
     from peft.tuners.lora import Linear
 
     for init in (True, "gaussian", "orthogonal"):
@@ -81,7 +81,7 @@ def test_initial_values_are_pefts_for_the_seed_and_the_name(tmp_path: Path) -> N
         layer = torch.nn.Linear(48, 80, bias=False)
         torch.manual_seed(derive_named_seed(0, name))
         lone: Any = Linear(layer, "default", adapter.config, r=4, lora_alpha=32)
-        if init == "orthogonal":  # which draws after what it replaces was made
+        if init == "orthogonal":  # which draws after the creation of the replaced layer
             torch.manual_seed(derive_named_seed(0, name))
             layers: Any = lone
             layers.lora_A["default"].reset_parameters()
@@ -103,7 +103,7 @@ def test_initial_values_are_pefts_for_the_seed_and_the_name(tmp_path: Path) -> N
     ],
     ids=lambda values: list(values)[-1],
 )
-def test_patterns_that_take_years(
+def test_adapter_patterns_time_out(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patterns, "_TIMEOUT_SECONDS", 0.2)
@@ -113,7 +113,7 @@ def test_patterns_that_take_years(
         adapted(tmp_path, adapter__type=None, adapter__config=str(path))
 
 
-def test_a_file_of_peft_decides(tmp_path: Path) -> None:
+def test_adapter_config_file_of_peft_is_used(tmp_path: Path) -> None:
     config = peft.LoraConfig(
         r=3, lora_alpha=5, target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 2}, use_rslora=True
     )
@@ -149,8 +149,8 @@ def test_a_file_of_peft_decides(tmp_path: Path) -> None:
     assert set(adapter.config.feedforward_modules) == {"down_proj"}
 
 
-def test_the_heads_of_classifiers_are_trained(tmp_path: Path) -> None:
-    """A pretrained model has none, so the adapter is worth nothing without it."""
+def test_adapter_trains_classifier_head(tmp_path: Path) -> None:
+    """A pretrained model has no classification head, so the adapter is useless without the trained head."""
     given = {"model__task": "sequence-classification", "model__config": tiny_config("bert")}
     model, adapter = adapted(tmp_path, **given)
     assert any(name.startswith("classifier.modules_to_save.") for name in get_checkpointed_tensors(model))

@@ -1,4 +1,4 @@
-"""Added tokens: the tokenizer has them, and the model's new rows are those of transformers."""
+"""Added tokens: the tokenizer has them, and the model's new rows match transformers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ADDED = ["<|im_start|>", "<|im_end|>", "<think>"]
 
 
 def trained(folder: Path, corpus: Path, **settings: Any) -> Path:
-    """The model of a short run."""
+    """Train a short run. Returns the folder of its model."""
     run_rank("cpu", configured(folder, corpus, **{"train__steps": 2, **settings}))
     return folder / "final"
 
 
 def of(base: Path, **settings: Any) -> dict[str, Any]:
-    """The settings of a run that begins with a model."""
+    """Return the settings of a run that begins with a model."""
     return {"model__config": None, "model__name_or_path": str(base), **settings}
 
 
 @pytest.fixture(scope="module")
 def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose vocabulary is as large as its tokenizer's, and whose head is a table of its own."""
+    """Train a model whose vocabulary is as large as its tokenizer's, and whose head is not tied."""
     untied = {**TINY_MODEL, "tie_word_embeddings": False}
     final = trained(tmp_path_factory.mktemp("base"), corpus, model__config=untied)
     assert len(AutoTokenizer.from_pretrained(final)) == 384
@@ -42,7 +42,7 @@ def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tables(config: RunConfig) -> tuple[dict[str, Any], float]:
-    """The tables at the start, whole, and the loss of the first step."""
+    """Return the full embedding tables at the start, and the loss of the first step."""
     with opened(config) as trial:
         folder = Path(config.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def tables(config: RunConfig) -> tuple[dict[str, Any], float]:
         ("xla", 2, {"backend": "xla"}),
     ],
 )
-def test_new_rows_are_those_of_transformers(
+def test_added_token_rows_match_transformers(
     name: str, size: int, settings: Any, base: Path, corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     config = configured(tmp_path / "run", corpus, **of(base, data__added_tokens=ADDED, **settings))
@@ -80,7 +80,9 @@ def test_new_rows_are_those_of_transformers(
     assert 0 < loss < 20
 
 
-def test_the_export_has_both(base: Path, conversations: Path, tmp_path: Path, brief_runs: None) -> None:
+def test_added_tokens_and_chat_template_are_exported(
+    base: Path, conversations: Path, tmp_path: Path, brief_runs: None
+) -> None:
     (tmp_path / "chatml.jinja").write_text(template("chatml"))
     given = of(base, data__added_tokens=ADDED[:2], data__chat_template=str(tmp_path / "chatml.jinja"))
     final = trained(tmp_path / "run", conversations, **given, data__seq_len=64)
@@ -89,10 +91,13 @@ def test_the_export_has_both(base: Path, conversations: Path, tmp_path: Path, br
     assert tokens("<|im_end|>", add_special_tokens=False)["input_ids"] == [385]
 
 
-def test_an_adapter_holds_the_new_rows_of_a_tied_model(
+def test_adapter_stores_added_token_rows_of_tied_model(
     conversations: Path, corpus: Path, tmp_path: Path, brief_runs: None
 ) -> None:
-    """What the refusal says to write trains; peft loads the adapter, and merged it is the same model."""
+    """The setting that the error suggests trains.
+
+    PEFT loads the adapter, and the merged model computes the same.
+    """
     import peft
 
     from portable.converters.cli import main as convert
@@ -100,7 +105,7 @@ def test_an_adapter_holds_the_new_rows_of_a_tied_model(
     base = trained(tmp_path / "base", corpus)
     settings = of(base, data__added_tokens=ADDED[:2], data__chat_template="chatml", data__seq_len=64)
     settings |= {"train__learning_rate": 1e-2, "adapter__type": "lora"}
-    with pytest.raises(UserError, match=r"train them: adapter.trainable_token_indices: \[384, 385\]$"):
+    with pytest.raises(UserError, match=r"set adapter.trainable_token_indices: \[384, 385\]$"):
         run_rank("cpu", configured(tmp_path / "run", conversations, **settings))
     settings["adapter__trainable_token_indices"] = [384, 385]
     final, out = trained(tmp_path / "run", conversations, **settings), tmp_path / "merged"

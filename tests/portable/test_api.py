@@ -1,4 +1,4 @@
-"""Training from Python: what the calls return, and the notebook of the docs."""
+"""Training from Python: return values of the functions, and the notebook of the docs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.zygote import Zygote
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "notebook.ipynb"
 
 
-def test_a_run_and_what_it_left(tmp_path: Path, corpus: Path) -> None:
+def test_train_returns_checkpoint_metrics_and_final(tmp_path: Path, corpus: Path) -> None:
     half = train(configured(tmp_path / "run", corpus, train__stop_after=4))
     assert half.final is None and half.checkpoint is not None and half.checkpoint.name == "step-000004"
     whole = train(configured(tmp_path / "run", corpus))
@@ -32,10 +32,10 @@ def test_a_run_and_what_it_left(tmp_path: Path, corpus: Path) -> None:
     assert whole.final == tmp_path / "run" / "final" and (whole.final / "model.safetensors").is_file()
 
 
-def test_an_interrupt_saves_and_the_same_call_goes_on(
+def test_train_saves_on_interrupt_and_resumes(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A notebook's stop button sends SIGINT, to this very process."""
+    """A notebook's stop button sends SIGINT to the process of the notebook."""
     taken = 0
 
     def interrupted(*given: Any, **named: Any) -> StepResult:
@@ -53,10 +53,8 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(
     assert not train(configured(tmp_path / "run", corpus)).stopped
 
 
-def test_examples_in_docstrings_of_the_public_functions(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a folder with a ``run.yaml``, in the order in which a user would call the functions."""
+def test_public_docstring_examples_run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples run next to a ``run.yaml``, in the order in which a user would call the functions."""
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(dump_yaml(configured(Path("runs/quickstart"), corpus)))
     finder = doctest.DocTestFinder(recurse=False)
@@ -69,8 +67,8 @@ def test_examples_in_docstrings_of_the_public_functions(
 
 
 @pytest.mark.slow
-def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> None:
-    """All its cells, in a real kernel, which is a fork of the zygote."""
+def test_docs_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> None:
+    """All cells run in a real kernel, which is a fork of the zygote."""
     kernel = tmp_path / "jupyter" / "kernels" / "zygote" / "kernel.json"
     kernel.parent.mkdir(parents=True)
     started = [str(zygote.folder / "python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -82,7 +80,7 @@ def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook: Any = nbformat.reads(NOTEBOOK.read_text("utf-8"), as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are not kept in the repository"
-    # Processes are started once: with what the notebook itself defines.
+    # Processes are started once, for the objects that the notebook defines.
     (moved,) = (
         cell for cell in notebook.cells if "train(load_config(None, settings), nproc=2)" in cell.source
     )

@@ -1,4 +1,4 @@
-"""Evaluation on data of its own, the best checkpoints and early stopping, in whole runs."""
+"""Evaluation on separate data, the best checkpoints and early stopping, in complete runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.runs import configured
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
 VALUES = {1: 5.0, 2: 3.0, 3: 2.0, 4: 2.5, 5: 2.4, 6: 1.9, 7: 1.95, 8: 1.99}
-"""What the evaluation after each step gives, where a test says so."""
+"""Evaluation loss after each step, in tests that use the fixture."""
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, float]]:
-    """Evaluations give ``VALUES``; all else is as it is. Yields how often each step was evaluated."""
+    """Let evaluations return ``VALUES``. Yields the number of evaluations of each step."""
     counted: dict[int, float] = {}
     real = evaluation.evaluate_all_sources
 
@@ -64,8 +64,11 @@ def kept(folder: Any) -> list[int]:
 # -- which checkpoints stay --------------------------------------------------------------------------------
 
 
-def test_the_best_stay_beside_the_last(told: Any, tmp_path: Path, corpus: Path) -> None:
-    """Steps 6 and 7 would not have been saved. 3 was the best for a while. ``final`` is the best."""
+def test_keep_best_keeps_best_and_last_checkpoints(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """Only `keep_best` saves steps 6 and 7. Step 3 was the best for a while.
+
+    ``final`` is the best checkpoint.
+    """
     from portable.converters.cli import main as convert
 
     given = {"checkpoint__keep": 1, "checkpoint__keep_best": 2, "checkpoint__export_best": True}
@@ -83,20 +86,23 @@ def test_the_best_stay_beside_the_last(told: Any, tmp_path: Path, corpus: Path) 
 PATIENT: dict[str, Any] = {"train__early_stopping_patience": 2, "checkpoint__keep_best": 1}
 
 
-def test_a_run_ends_when_it_gets_no_better(told: Any, tmp_path: Path, corpus: Path) -> None:
-    """After 4 and 5, neither better than 3, with a checkpoint and a model; nothing is left to do then."""
+def test_early_stopping_ends_run_after_patience(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """The run ends after steps 4 and 5, neither better than 3, and exports a model.
+
+    A repeated command does nothing.
+    """
     assert leg(tmp_path, corpus, **PATIENT) == 0
     assert kept(tmp_path)[-1] == 5 and (tmp_path / "final").exists()
     before = (tmp_path / "metrics.jsonl").read_text()
     assert leg(tmp_path, corpus, **PATIENT) == 0
     assert (tmp_path / "metrics.jsonl").read_text() == before and kept(tmp_path)[-1] == 5
-    # More patience makes it go on, to 8.
+    # With more patience, the run continues to step 8.
     assert leg(tmp_path, corpus, **PATIENT | {"train__early_stopping_patience": 3}) == 0
     assert kept(tmp_path)[-1] == 8 and set(told.values()) == {1}
 
 
-def test_a_resumed_run_ends_at_the_same_step(told: Any, tmp_path: Path, corpus: Path) -> None:
-    """Also in another folder: it is as patient as before; the best there are its own."""
+def test_early_stopping_of_resumed_run_ends_at_same_step(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """A run resumed in another folder keeps its patience, but not the best checkpoints of the old folder."""
     assert leg(tmp_path, corpus, **PATIENT, train__stop_after=4) == 0
     assert told == dict.fromkeys(range(1, 5), 1)
     moved = PATIENT | {"checkpoint__resume": str(tmp_path / "checkpoints" / "step-000004")}
@@ -107,8 +113,8 @@ def test_a_resumed_run_ends_at_the_same_step(told: Any, tmp_path: Path, corpus: 
     assert kept(tmp_path)[-1] == 5 and 3 in kept(tmp_path) and told == {5: 1}
 
 
-def test_the_evaluation_where_a_launch_ends_does_not_count(told: Any, tmp_path: Path, corpus: Path) -> None:
-    """At step 3, which no run in one launch evaluates: after it, 4 would be no improvement."""
+def test_early_stopping_ignores_evaluation_at_end_of_launch(told: Any, tmp_path: Path, corpus: Path) -> None:
+    """A run in one launch does not evaluate at step 3. If it counted, step 4 would not be an improvement."""
     given = PATIENT | {"train__early_stopping_patience": 1, "train__eval_every": 2}
     assert leg(tmp_path, corpus, **given, train__stop_after=3) == 0
     assert told == {2: 1, 3: 1}
@@ -118,10 +124,10 @@ def test_the_evaluation_where_a_launch_ends_does_not_count(told: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("at", [3, 5])
-def test_a_killed_run_ends_at_the_same_step(
+def test_early_stopping_of_killed_run_ends_at_same_step(
     at: int, told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after the evaluation, and before or while its checkpoint is written."""
+    """The kill follows the evaluation, before or during the write of its checkpoint."""
     with monkeypatch.context() as patched:
         real = evaluation.EvaluationCallback.__call__
 
@@ -140,10 +146,10 @@ def test_a_killed_run_ends_at_the_same_step(
     assert rows == [1, 2, 3, 4, 5]
 
 
-def test_a_signal_comes_before_an_evaluation(
+def test_early_stopping_makes_up_for_evaluation_after_signal(
     told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launch ends without the evaluation that was due; the next one makes up for it, and it counts."""
+    """The launch ends without the evaluation that was due. The next launch runs it, and it counts."""
     # The flag is read before and after the work of each step.
     asked = chain(repeat(False, 7), repeat(True))
     with monkeypatch.context() as patched:
@@ -155,7 +161,7 @@ def test_a_signal_comes_before_an_evaluation(
     assert kept(tmp_path)[-1] == 5 and told == dict.fromkeys(range(1, 6), 1)
 
 
-def test_the_judge() -> None:
+def test_best_tracker_applies_threshold_and_counts_patience() -> None:
     eval_history = EvalHistory()
     best_tracker = BestTracker("eval_loss", "min", keep_best=1, patience=2, threshold=0.1)
     for step, value in enumerate([3.0, 2.95, 2.86, 2.84, float("nan")], start=1):
@@ -163,12 +169,13 @@ def test_the_judge() -> None:
     assert (eval_history.best, eval_history.mark, eval_history.waited) == ([(4, 2.84)], 2.84, 4)
 
 
-# -- data of its own ---------------------------------------------------------------------------------------
+# -- separate evaluation data
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A file with another field, and one like the training data."""
+    """Write a file with another field, and a file like the training data."""
     folder = tmp_path_factory.mktemp("sources")
     found = {"news": folder / "news.jsonl", "code": folder / "code.jsonl"}
     write_jsonl(found["news"], ({"body": f"line {i} of a small model that reads text"} for i in range(20)))
@@ -185,7 +192,9 @@ def own(sources: dict[str, Path]) -> dict[str, Any]:
     }
 
 
-def test_named_sources(sources: dict[str, Path], tmp_path: Path, corpus: Path) -> None:
+def test_best_metric_may_name_evaluation_source(
+    sources: dict[str, Path], tmp_path: Path, corpus: Path
+) -> None:
     given = own(sources) | {"data__eval_fraction": 0.1}
     best = {"checkpoint__keep_best": 1, "checkpoint__best_metric": "eval_accuracy/code"}
     assert leg(tmp_path, corpus, **given, **best, train__steps=2) == 0
@@ -199,7 +208,7 @@ def test_named_sources(sources: dict[str, Path], tmp_path: Path, corpus: Path) -
     assert (state.eval_history.metric, state.eval_history.mode) == ("eval_accuracy/code", "max")
 
 
-def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
+def test_evaluation_source_uses_classes_of_training_data(tmp_path: Path) -> None:
     def written(name: str, labels: list[Any]) -> str:
         rows = ({"text": f"text {i} " * 3, "label": label} for i, label in enumerate(labels))
         return str(write_jsonl(tmp_path / name, rows))
@@ -229,7 +238,9 @@ def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
     )
 
 
-def test_on_ranks(sources: dict[str, Path], tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_best_checkpoints_and_early_stopping_match_on_two_ranks(
+    sources: dict[str, Path], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
     """Two ranks decide as one does, with real evaluations."""
     given = own(sources) | {"train__eval_every": 1, "train__steps": 6, "train__learning_rate": 3e-2}
     given |= {"checkpoint__keep": 1, "checkpoint__keep_best": 1, "checkpoint__best_metric": "eval_loss/code"}

@@ -58,8 +58,8 @@ class Watching:
         self.seen.append(f"end {run.step}")
 
 
-def test_what_callbacks_see_and_do(tmp_path: Path, corpus: Path, brief_runs: None) -> None:
-    """In this process, the object is the one that was given."""
+def test_callback_is_called_in_order_and_stops_run(tmp_path: Path, corpus: Path, brief_runs: None) -> None:
+    """In the process of the caller, the run uses the given object itself."""
     watching = Watching()
     config = configured(tmp_path / "run", corpus, train__eval_every=4, log__every_steps=2)
     result = train(config, callbacks=[watching])
@@ -75,7 +75,7 @@ def test_what_callbacks_see_and_do(tmp_path: Path, corpus: Path, brief_runs: Non
 
 
 class Odd:
-    """Does in a step what a callback may not do."""
+    """Callback that does something forbidden in a step."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -98,13 +98,21 @@ class Odd:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("weights", "on_step: changes parameters of the model, which ranks and the optimizer do not know of"),
+        (
+            "weights",
+            "on_step: changes parameters of the model, which other ranks and the optimizer do not notice",
+        ),
         ("exit", r"on_step: fails \(SystemExit: 3; test_callbacks\.py, line"),
-        ("text", r"on_step: fails \(TypeError: log\({'x': 'y'}\): give numbers or scalar tensors, by name"),
+        (
+            "text",
+            r"on_step: fails \(TypeError: log\({'x': 'y'}\): a value must be a number or a scalar tensor",
+        ),
         ("nothing", r"Odd\(.*: on_save: fails \(OSError: disk full; test_callbacks"),
     ],
 )
-def test_what_a_callback_may_not_do(kind: str, told: str, tmp_path: Path, corpus: Path) -> None:
+def test_callback_with_forbidden_side_effect_is_rejected(
+    kind: str, told: str, tmp_path: Path, corpus: Path
+) -> None:
     config = configured(tmp_path / "run", corpus, train__callbacks=f"{HERE}:Odd(kind={kind!r})")
     with pytest.raises(UserError, match=told) as caught:
         train(config)
@@ -152,7 +160,7 @@ def uses_a_tensor(outputs, batch):
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a cell defines, in a ``__main__`` that is no file."""
+    """Define the objects of a cell in a ``__main__`` that has no file."""
     main = type(sys)("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     file = "/nowhere/cell-1.py"
@@ -162,7 +170,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
     del linecache.cache[file]
 
 
-def test_what_a_notebook_defines_reaches_the_ranks(
+def test_notebook_objects_reach_ranks(
     notebook: Any, tmp_path: Path, corpus: Path, ranks: RankPool, brief_runs: None
 ) -> None:
     def config(name: str) -> RunConfig:
@@ -174,7 +182,9 @@ def test_what_a_notebook_defines_reaches_the_ranks(
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"))
 
 
-def test_what_ranks_could_not_make_is_refused(notebook: Any, tmp_path: Path, corpus: Path) -> None:
+def test_notebook_objects_that_ranks_cannot_rebuild_are_rejected(
+    notebook: Any, tmp_path: Path, corpus: Path
+) -> None:
     config = configured(tmp_path, corpus)
     for loss, told in (
         (notebook.uses_a_tensor, "uses_a_tensor uses tensor, a Tensor of the notebook"),
@@ -190,7 +200,7 @@ def test_what_ranks_could_not_make_is_refused(notebook: Any, tmp_path: Path, cor
 # -- identity ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_with_the_same_code_alone(
+def test_resume_requires_same_custom_code(
     tmp_path: Path,
     corpus: Path,
     monkeypatch: pytest.MonkeyPatch,

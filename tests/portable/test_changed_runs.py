@@ -57,7 +57,7 @@ def copy_run(finished: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run of eight steps with a constant learning rate."""
+    """Train a run of eight steps with a constant learning rate."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     train(folder, corpus, **CONSTANT)
     return folder
@@ -122,7 +122,7 @@ def test_changed_schedule_is_followed_and_unset_settings_are_kept(
         ({"train__steps": 6}, r"train\.steps: 8 and 6.*--allow-changes"),
         (
             {"train__steps": 6, "checkpoint__allow_changes": True},
-            r"^train\.steps: .* is at step 8.*; set it to 8",
+            r"^train\.steps: .* is at step 8.*; set train.steps to 8",
         ),
         ({"seed": 5, "checkpoint__allow_changes": True}, r"\(seed: 0 and 5\).*--checkpoint\.resume"),
         (
@@ -141,7 +141,7 @@ def test_changed_schedule_is_followed_and_unset_settings_are_kept(
         ),
     ],
 )
-def test_refused_changes_name_a_way(
+def test_rejected_change_leaves_run_and_suggests_fix(
     settings: dict[str, Any], message: str, corpus: Path, finished: Path
 ) -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*"))
@@ -151,9 +151,7 @@ def test_refused_changes_name_a_way(
     assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
 
 
-def test_commands_that_read_the_run_do_not_take_other_data(
-    tmp_path: Path, corpus: Path, finished: Path
-) -> None:
+def test_eval_only_and_replay_reject_other_data(tmp_path: Path, corpus: Path, finished: Path) -> None:
     (tmp_path / "text").mkdir()
     other = write_corpus(tmp_path / "text")
     other.write_text(other.read_text().replace("loss", "cost"))
@@ -220,7 +218,7 @@ def test_new_folder_continues_from_a_checkpoint_with_other_settings(
         ({"train__learning_rate": 1e-3, "train__steps": 4}, r"is at step 4, and this run ends after step 4"),
     ],
 )
-def test_what_a_new_folder_may_not_change(
+def test_new_folder_rejects_changed_model_and_optimizer(
     settings: dict[str, Any], message: str, tmp_path: Path, corpus: Path, finished: Path
 ) -> None:
     start = str(finished / "checkpoints" / "step-000004")
@@ -230,7 +228,7 @@ def test_what_a_new_folder_may_not_change(
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "zero2"])
-def test_changed_settings_reach_the_optimizer_of_each_engine(
+def test_changed_settings_reach_optimizer_of_each_engine(
     strategy: str, tmp_path: Path, corpus: Path, finished: Path
 ) -> None:
     settings: dict[str, Any] = {
@@ -291,7 +289,7 @@ COMMAND = [
         ),
     ],
 )
-def test_run_keeps_the_defaults_of_the_version_that_began_it(
+def test_run_keeps_defaults_of_version_that_began_it(
     command: tuple[str, ...], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """The same command continues the run, although the defaults have changed since."""

@@ -1,4 +1,4 @@
-"""``portable-chat``: answers equal transformers', and everything else is one line."""
+"""``portable-chat``: answers equal transformers', and all errors are one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["whole", "lora"])
-def test_answer_equals_transformers(kind: str, trained: Path, tmp_path: Path) -> None:
+def test_chat_answer_equals_transformers(kind: str, trained: Path, tmp_path: Path) -> None:
     final = find_exported_model(str(trained / kind))
     plain = final
     if kind == "lora":
@@ -66,7 +66,7 @@ def test_answer_equals_transformers(kind: str, trained: Path, tmp_path: Path) ->
     assert answer == tokenizer.decode(expected[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_conversation_on_standard_input(
+def test_chat_reads_conversation_from_standard_input(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[list[dict[str, str]]] = []
@@ -89,7 +89,7 @@ def test_conversation_on_standard_input(
     ]
 
 
-def test_prompt_prints_one_answer(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_prompt_prints_one_answer(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [str(trained / "whole"), "--prompt", "a model?", "--max-tokens", "4", "--temperature", "0"]
     assert main(command) == 0
     first = capsys.readouterr().out
@@ -97,7 +97,7 @@ def test_prompt_prints_one_answer(trained: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == first
 
 
-def test_refusals_name_a_way(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_errors_suggest_fix(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def read_error(*words: str) -> str:
         assert main(list(words)) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -108,7 +108,7 @@ def test_refusals_name_a_way(trained: Path, tmp_path: Path, capsys: pytest.Captu
     assert "portable-convert" in read_error(str(tmp_path / "run"))
     (trained / "base").rename(trained / "moved")
     try:
-        assert "which is not there; run the command in the folder" in read_error(str(trained / "lora"))
+        assert "which does not exist; run the command in the folder" in read_error(str(trained / "lora"))
     finally:
         (trained / "moved").rename(trained / "base")
     assert "--max-tokens: 0 is out of range" in read_error(str(trained / "whole"), "--max-tokens", "0")

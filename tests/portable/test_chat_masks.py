@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained, for a dozen families of models."""
+"""Trained tokens of a conversation, for a dozen families of models."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def encode(
 
 
 def theirs(name: str, messages: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
-    """Tokens and mask of transformers, which TRL calls, with TRL's template."""
-    day = Mock(now=lambda: datetime.fromisoformat(TEMPLATE_DATE))  # GPT-OSS tells the model what day it is
+    """Return tokens and mask of transformers for TRL's template, with which TRL calls it."""
+    day = Mock(now=lambda: datetime.fromisoformat(TEMPLATE_DATE))  # the template of GPT-OSS contains the date
     with patch("transformers.utils.chat_template_utils.datetime", day):
         found = tokenizer(name).apply_chat_template(
             messages,
@@ -70,8 +70,8 @@ def trained(name: str, encoded: EncodedConversations, at: int = 0) -> str:
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_marks_of_the_template(name: str) -> None:
-    """Token for token what transformers makes of TRL's template, which is what TRL trains on."""
+def test_generation_marks_give_mask_of_transformers(name: str) -> None:
+    """Tokens and mask equal the result of transformers for TRL's template, which TRL trains on."""
     cases: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [(talk, {}) for talk in talks(name).values()]
     if name in ("qwen2_5", "qwen3", "gptoss"):
         cases.append((ROWS["calls"], {"tools": ROWS["tools"]}))
@@ -84,8 +84,8 @@ def test_marks_of_the_template(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
-def test_answers_are_found_by_their_prefixes(name: str) -> None:
-    """In the model's own template. TRL's marks differ only by what the generation prompt writes itself."""
+def test_answers_of_unmarked_template_are_found_by_prefix(name: str) -> None:
+    """The model's original template is used. TRL's marks differ only by the text of the generation prompt."""
     family = FAMILIES[name]
     text = plain_chatml() if name == "chatml" else template(name)
     for messages in talks(name).values():
@@ -141,7 +141,7 @@ def test_empty_keys_mean_missing_keys_in_every_template() -> None:
     assert written > 160
 
 
-def test_a_call_without_words_is_the_same_call_in_every_template() -> None:
+def test_tool_call_without_content_renders_same_in_every_template() -> None:
     """A call has the same text if ``content`` is null, empty or missing."""
     compared = 0
     for path in EVERY_TEMPLATE:
@@ -160,8 +160,8 @@ THOUGHTS = [{**one, "reasoning_content": f"hm {at}"} if at % 2 else one for at, 
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])
-def test_a_sample_of_each_answer(name: str) -> None:
-    """What the model is shown and has to say at that point, as at inference."""
+def test_split_turns_gives_one_sample_per_answer(name: str) -> None:
+    """Each sample is the prompt and the answer as at inference."""
     encoded = encode(name, template(name), {"messages": SYSTEM + TALK}, split_turns=True)
     assert len(encoded.tokens) == 3
     for number, stop in enumerate((3, 5, 7)):
@@ -175,7 +175,7 @@ def test_a_sample_of_each_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", ROWS["rows"], ids=lambda case: case["it"])
-def test_what_is_trained_or_refused(case: dict[str, Any]) -> None:
+def test_conversation_encoder_trains_or_rejects_row(case: dict[str, Any]) -> None:
     family, name = case["family"], case.get("template", case["family"])
     text = template(name) if "{" not in name else name
     row: dict[str, Any] = {
@@ -204,14 +204,17 @@ def test_what_is_trained_or_refused(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_token_that_ends_an_answer(name: str) -> None:
+def test_end_token_of_answer_is_counted(name: str) -> None:
     encoded = encode(name, tokenizer(name).chat_template, {"messages": GREETING})
     assert encoded.end_token_counts == {tokenizer(name).convert_tokens_to_ids(FAMILIES[name].answer_end): 1}
     assert (encoded.num_stopping, encoded.unstopped_example) == (1, "")
 
 
-def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:
-    """Qwen3 writes an empty thought for the one that has none; the prompt of both is what both begin with."""
+def test_preference_answers_are_trained_from_same_token() -> None:
+    """Qwen3 writes an empty thought for an answer without one.
+
+    The prompt of both answers is their common prefix.
+    """
     thinks = {"role": "assistant", "content": "5", "reasoning_content": "hm"}
     row = {"prompt": GREETING[:1], "chosen": [thinks], "rejected": [GREETING[1]]}
     both = [Document("", conversation=one) for one in parse_preference(row, "x")]  # type: ignore[arg-type]
@@ -232,7 +235,7 @@ def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:
             assert np.flatnonzero(mask).tolist() == list(range(common, len(mask)))
 
 
-def test_a_newline_that_joins_the_answers_own() -> None:
+def test_token_shared_by_prompt_and_answer_is_trained() -> None:
     """A token that the prompt and the answer share is trained, as in TRL."""
     from tokenizers import Tokenizer
 
@@ -251,7 +254,7 @@ def test_a_newline_that_joins_the_answers_own() -> None:
         assert joined.decode(encoded.tokens[0][encoded.trained_masks[0]]) == "\n\nIt is 5.<|im_end|>\n"
 
 
-def test_answers_that_are_too_many_to_find() -> None:
+def test_conversation_with_too_many_answers_is_rejected() -> None:
     many = [{"role": role, "content": "x" * 1000} for _ in range(1000) for role in ("user", "assistant")]
     with pytest.raises(UserError, match=r"1,000 answers in .* characters are too many to find"):
         encode("llama3", template("llama3"), {"messages": many})

@@ -62,7 +62,7 @@ def loss_and_gradients(model: nn.Module, head: ChunkedHead | None, task: str) ->
 
 @pytest.mark.parametrize(("chunk", "compiled"), [(1, False), (10, False), (10, True)])
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_the_loss_of_all_logits(name: str, chunk: int, compiled: bool) -> None:
+def test_chunked_loss_equals_loss_of_all_logits(name: str, chunk: int, compiled: bool) -> None:
     task, config = MODELS[name]
     model, head = built(task, config, chunk)
     assert head is not None
@@ -91,7 +91,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_equals_it_under_autocast() -> None:
+def test_chunked_loss_equals_loss_of_all_logits_under_autocast() -> None:
     model, head = built(*MODELS["llama, tied"], 10)
     with torch.autocast("cpu", torch.bfloat16):
         whole, expected = loss_and_gradients(model, None, "causal-lm")
@@ -101,7 +101,7 @@ def test_equals_it_under_autocast() -> None:
         assert (ours - theirs).norm() <= 0.01 * theirs.norm()
 
 
-def test_never_holds_all_logits() -> None:
+def test_chunked_loss_never_holds_all_logits() -> None:
     wide = TINY_MODEL | {"vocab_size": 30_000, "hidden_size": 8, "tie_word_embeddings": False}
     model, head = built("causal-lm", wide, 2)
     with LargestTensor() as chunked:
@@ -112,7 +112,7 @@ def test_never_holds_all_logits() -> None:
     assert chunked.elements == 8 * 30_000  # the head's own gradient; the logits of two tokens are fewer
 
 
-def test_a_model_that_caps_its_logits_keeps_them() -> None:
+def test_chunked_loss_is_off_for_capped_logits() -> None:
     assert built("causal-lm", tiny_config("gemma2"), "auto")[1] is None
 
 
@@ -122,7 +122,7 @@ def model_of(tied: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[bool, Losses]:
-    """The losses of one rank that computes all logits, with the embedding for a head and without."""
+    """Return the losses of one rank that computes all logits, with tied and untied embeddings."""
     folder = tmp_path_factory.mktemp("plain")
     return {
         tied: our_losses(configured(folder, corpus, memory__loss_chunk_tokens=0, **model_of(tied), **FOUR))
@@ -134,9 +134,9 @@ WRAPPED: dict[str, Any] = {"fsdp__auto_wrap_policy": "size_based_wrap", "fsdp__m
 RECOMPUTED: dict[str, Any] = {"memory__offload_params": "cpu", "memory__activation_checkpointing": "full"}
 
 
-# A head of its own is sharded with the root, or is a unit; other settings shard it as these do.
+# An untied head is sharded with the root, or is a unit; other settings shard it as these do.
 @pytest.mark.parametrize(("tied", "settings"), [(True, WRAPPED), (False, WRAPPED), (True, RECOMPUTED)])
-def test_on_ranks(
+def test_chunked_loss_matches_on_two_ranks(
     tied: bool, settings: Any, plain: dict[bool, Losses], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     chunked = configured(tmp_path, corpus, memory__loss_chunk_tokens=9, **model_of(tied), **FOUR, **settings)

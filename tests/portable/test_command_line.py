@@ -49,7 +49,7 @@ def snapshot(folder: Path) -> dict[str, int]:
         ("portable.reporting.html_report", ["no/such/run"], 2),
     ],
 )
-def test_help_and_mistakes_are_answered_without_torch(module: str, arguments: list[str], code: int) -> None:
+def test_help_and_errors_do_not_import_torch(module: str, arguments: list[str], code: int) -> None:
     call = (
         f"import sys, {module} as program\n"
         f"try: code = program.main({arguments!r})\n"
@@ -68,13 +68,15 @@ def test_help_and_mistakes_are_answered_without_torch(module: str, arguments: li
         "from portable.command_line import parse_train_args; parse_train_args(['--train.steps', '3'])",
     ],
 )
-def test_a_config_without_mistakes_loads_no_table_of_another_program(statement: str) -> None:
+def test_config_does_not_import_tables_of_other_programs(statement: str) -> None:
     call = f"import sys\n{statement}\nprint([name for name in sys.modules if 'portable.importing' in name])"
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_several_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_names_several_mistakes_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train:\n  steps: many\n  learning_rat: 1\ndata: {seq_len: -3}\n")
     assert main(["--config", str(file), "--train.epochs", "x"]) == 2
@@ -97,7 +99,7 @@ def test_several_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("task", read_starter_configs())
-def test_init(
+def test_init_writes_starter_config(
     task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -119,12 +121,15 @@ REFUSED += [
     {"settings": {"data.source": "x" * 300}, "words": ["data.source", "too long"]},
     {"settings": {"data.tokenizer": "\u00e9" * 300}, "words": ["data.tokenizer", "too long for a path"]},
     {"settings": {"output_dir": "a/" * 2100}, "words": ["output_dir", "too long for a path"]},
-    {"flags": f"--eval-only --json {__file__}", "words": ["--json", "has no evaluation; name another file"]},
+    {
+        "flags": f"--eval-only --json {__file__}",
+        "words": ["--json", "does not contain an evaluation; name another file"],
+    },
 ]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: "".join(row["words"]))
-def test_each_is_refused_before_anything_is_written(
+def test_command_line_rejects_bad_settings_before_writing(
     row: dict[str, Any],
     tmp_path: Path,
     corpus: Path,
@@ -147,7 +152,9 @@ def test_each_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_rejects_folder_of_another_run(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(flags(tiny(tmp_path, corpus, train__steps=3, train__stop_after=2))) == 0
     capsys.readouterr()
     before = snapshot(tmp_path)
@@ -155,10 +162,10 @@ def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.
     assert str(tmp_path) in line and "seed: 0 and 1" in line
     assert snapshot(tmp_path) == before
     assert main(flags(tiny(tmp_path, corpus, train__steps=3, train__stop_after=1))) == 0  # has been passed
-    assert "stopped at step 2 of 3, as train.stop_after says" in capsys.readouterr().err
+    assert "stopped at step 2 of 3, as train.stop_after requires" in capsys.readouterr().err
 
 
-def test_dry_run_says_what_would_happen_and_writes_nothing(
+def test_dry_run_prints_plan_and_writes_nothing(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
@@ -168,14 +175,14 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(
     printed = " ".join(capsys.readouterr().out.split())
     for told in ("model_type: llama", "2 ranks x 1 accumulation step x 3", "KiB", "memory, planned"):
         assert told in printed
-    monkeypatch.setenv("RANK", "0")  # nor where a launcher started it
+    monkeypatch.setenv("RANK", "0")  # nor if a launcher started it
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([*flags(settings), "--dry-run"]) == 0
     assert "2 ranks x 1 accumulation step x 3" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_launcher_left_over_is_refused(
+def test_command_line_rejects_partial_launcher_environment(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -192,8 +199,10 @@ def test_what_a_launcher_left_over_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what it says once it is over: no rates."""
+def test_eval_only_and_resume_info_leave_run_unchanged(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A repeated command reports that nothing is left to train, without rates."""
     settings = flags(tiny(tmp_path, corpus, train__steps=2))
     assert main(settings) == 0
     said = capsys.readouterr().err
@@ -219,7 +228,7 @@ def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.Capt
     assert "tokens/s" not in said and "nothing left to train" in said
 
 
-def test_what_can_take_a_checkpoint_on(
+def test_resume_info_lists_strategies_that_can_resume(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = flags(tiny(tmp_path, corpus, train__steps=2, train__optimizer="adafactor"))
@@ -230,7 +239,7 @@ def test_what_can_take_a_checkpoint_on(
     rows = {name: value.strip() for name, _, value in (line.strip().partition("  ") for line in told)}
     assert (rows["step"], rows["samples"], rows["tokens"]) == ("2 of 2", "12", "384")
     assert (rows["optimizer"], rows["written by"]) == ("adafactor", "1 rank, cpu, full_shard")
-    # What it says of a strategy is what a run under it says.
+    # Its line for a strategy equals the error of a run with that strategy.
     assert rows["full_shard"] == "on 1, 2, 3, 6 ranks"
     refused = refusal(capsys, [*settings, "--strategy", "zero1", "--dry-run"])
     assert rows["zero1"] == "no: " + refused.removeprefix("error: --").strip()  # the flag's name
@@ -239,8 +248,8 @@ def test_what_can_take_a_checkpoint_on(
 # Models and folders that cannot be
 
 
-def test_an_architecture_without_sdpa() -> None:
-    """Asked for by name it is refused: ``command_line_refused.yaml``."""
+def test_attention_auto_selects_eager_without_sdpa() -> None:
+    """An explicit `sdpa` is rejected: ``command_line_refused.yaml``."""
     config = load_config(None, {"model.config": tiny_config("bloom")}).model
     assert (
         models.build_model_on_meta(models.load_model_config(config), config).config._attn_implementation
@@ -265,13 +274,15 @@ STATE = asdict(TrainerState(4, 24, 0, {"total_steps": 8}, {}, "digest", "cpu", "
     ],
     ids=lambda text: text[-40:],
 )
-def test_a_damaged_trainer_state(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_info_names_damaged_trainer_state(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "trainer_state.json").write_text(text)
     line = refusal(capsys, ["--resume-info", str(tmp_path)])
     assert "trainer_state.json: damaged (" in line and "older checkpoint" in line
 
 
-def test_an_output_folder_that_cannot_be_written_to(
+def test_command_line_rejects_unwritable_output_folder(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"

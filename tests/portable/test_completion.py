@@ -27,7 +27,7 @@ complete_as portable-chat --te
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_settings_and_their_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_in_bash_offers_settings_and_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     done = subprocess.run(["bash", "-c", BASH], input=script, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The config: what is understood, from a file, flags or Python; what is refused and how; what a run is."""
+"""The config: values from a file, flags or Python, errors, and which settings identify a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = yaml.safe_load(Path(__file__).with_name("config_rows.yaml").read_text("ut
 
 
 def each(section: str, *names: str) -> pytest.MarkDecorator:
-    """A case for each row of ``config_rows.yaml``."""
+    """Parametrize by the rows of ``config_rows.yaml``."""
     return pytest.mark.parametrize(names, [[row[name] for name in names] for row in ROWS[section]])
 
 
@@ -45,7 +45,7 @@ def loaded(path: Path, text: str) -> RunConfig:
 
 
 def refusal(file: Path, call: Callable[[], Any]) -> str:
-    """The one line about flags, a file, or values."""
+    """Return the one-line error about flags, a file, or values."""
     with pytest.raises(UserError) as caught:
         call()
     message = str(caught.value)
@@ -53,17 +53,17 @@ def refusal(file: Path, call: Callable[[], Any]) -> str:
     return message.replace(f"{file.parent}/", "")
 
 
-# What is understood
+# Accepted values
 
 
 @each("scalars", "text", "value")
-def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
+def test_yaml_scalars_follow_version_1_2(text: str, value: Any) -> None:
     assert parse_yaml(text, "x").value == value
     assert type(parse_yaml(text, "x").value) is type(value)
 
 
 @each("files", "text", "key", "value")
-def test_files(text: str, key: str, value: Any, file: Path) -> None:
+def test_config_file_sets_value(text: str, key: str, value: Any, file: Path) -> None:
     got = keys.to_plain_value(loaded(file, text).get(key))
     assert got == value
     assert type(got) is type(value)
@@ -71,7 +71,7 @@ def test_files(text: str, key: str, value: Any, file: Path) -> None:
 
 
 @each("flags", "flags", "key", "value")
-def test_flags(flags: str, key: str, value: Any) -> None:
+def test_flag_sets_value(flags: str, key: str, value: Any) -> None:
     # The brace argument is one word to the shell.
     config = parse_train_args(flags.split(" ", 1) if "{" in flags else flags.split()).config
     got = keys.to_plain_value(config.get(key))
@@ -93,7 +93,7 @@ def test_every_setting_has_a_flag(key: str) -> None:
         assert parse_train_args([f"--{key.replace('_', '-')}={text}"]).config.is_set(key)
 
 
-# What counts as set, and defaults that follow other settings
+# Set keys, and defaults that follow other settings
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(100, 1), (101, 2), (20_000, 200)])
@@ -143,23 +143,23 @@ EACH_EPOCH |= {"checkpoint.every_epochs": 1.0, "checkpoint.every_steps": None}
         ({"train.schedule": "OneCycle"}, {"train.warmup_ratio": None, "train.min_learning_rate_ratio": 0.0}),
     ],
 )
-def test_defaults_follow_what_is_trained(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_defaults_follow_task_and_length(settings: dict[str, Any], expected: dict[str, Any]) -> None:
     config = load_config(None, settings)
     assert {key: config.get(key) for key in expected} == expected
     assert not any(config.is_set(key) for key in expected.keys() - settings.keys())
 
 
-def test_one_file_may_hold_settings_for_every_backend() -> None:
+def test_config_may_have_settings_for_every_backend() -> None:
     for backend in ("auto", "cpu", "cuda", "xla"):
         checked({"backend": backend, "xla": {"scan_layers": True}, "fsdp": {"forward_prefetch": True}})
     checked({"backend": "xla", "strategy": "full_shard", "deepspeed": {"config": "ds.json"}})  # ignored there
 
 
-# What is refused
+# Errors
 
 
 @each("flags_refused", "flags", "line")
-def test_flags_that_are_refused(flags: str, line: str, file: Path) -> None:
+def test_flags_with_errors_are_rejected(flags: str, line: str, file: Path) -> None:
     assert refusal(file, lambda: check_config(parse_train_args(flags.split()).config)).startswith(line)
 
 
@@ -174,20 +174,20 @@ LARGE: list[tuple[bytes, str]] = [
 @pytest.mark.parametrize(
     ("content", "line"), [*((row["text"].encode(), row["line"]) for row in ROWS["files_refused"]), *LARGE]
 )
-def test_refusals(content: bytes, line: str, file: Path) -> None:
+def test_config_files_with_errors_are_rejected(content: bytes, line: str, file: Path) -> None:
     file.write_bytes(content)
     assert refusal(file, lambda: checked(file)).startswith(line)
 
 
 @each("contradictions", "text", "words")
-def test_contradictions_name_the_keys(text: str, words: list[str], file: Path) -> None:
+def test_contradicting_settings_are_named(text: str, words: list[str], file: Path) -> None:
     file.write_text(text)
     told = refusal(file, lambda: checked(file))
     assert all(word in told for word in words), told
 
 
 @pytest.mark.parametrize("text", [row["text"] for row in ROWS["contradictions"]])
-def test_problems_name_existing_keys(text: str, file: Path) -> None:
+def test_setting_problems_name_existing_keys(text: str, file: Path) -> None:
     try:
         problems = list(iter_setting_problems(loaded(file, text)))
     except UserError:  # the schema refuses it
@@ -198,20 +198,20 @@ def test_problems_name_existing_keys(text: str, file: Path) -> None:
             assert any(key == name or key.startswith(f"{name}.") for name in (*TABLE, "data")), key
 
 
-def test_a_problem_has_the_origin_of_a_flag_before_a_line(file: Path) -> None:
+def test_setting_problem_names_flag_before_line(file: Path) -> None:
     file.write_text("train:\n  epochs: 1\n")
     message = refusal(file, lambda: check_config(load_config(file, ["--train.steps", "5"])))
     assert message.startswith("--train.steps: train.epochs 1 and train.steps 5 both")
 
 
-def test_aliases_cannot_unfold_without_end(file: Path) -> None:
+def test_yaml_aliases_cannot_expand_exponentially(file: Path) -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     file.write_text("\n".join(lines))
     assert "alias" in refusal(file, lambda: checked(file))
 
 
-def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+def test_load_config_rejects_missing_and_unreadable_files(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path, tmp_path / ("x" * 5000)):
         with pytest.raises(UserError, match="cannot read the config"):
             checked(path)
@@ -223,7 +223,7 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", ROWS["dumped"])
-def test_a_dump_reads_back(file: Path, values: dict[str, Any]) -> None:
+def test_dump_yaml_round_trips(file: Path, values: dict[str, Any]) -> None:
     config = load_config(values)
     if config.deepspeed.config is not None:
         config = config.replaced({"strategy": "zero3"})
@@ -240,7 +240,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_prints_settings_of_section(capsys: pytest.CaptureFixture[str]) -> None:
     everything = printed(capsys, "--help", "all")
     assert all(f"--{key}" in everything for key in TABLE)
     section = printed(capsys, "--help", "train")
@@ -248,11 +248,11 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--data.source" not in section
 
 
-# What a run is
+# Identity of a run
 
 
 @pytest.mark.parametrize(("key", "value"), (ROWS["may_change"] | ROWS["another_run"]).items())
-def test_what_defines_the_run_and_what_may_change_between_legs(key: str, value: Any) -> None:
+def test_find_changes_reports_identity_settings(key: str, value: Any) -> None:
     changes = find_changes(RunConfig(), load_config(None, {key: value}))
     expected = {key} if key in ROWS["another_run"] else set()
     if key == "train.warmup_steps":  # which replaces the default of another setting
@@ -271,7 +271,7 @@ def test_find_changes_reads_fingerprints_back_from_json() -> None:
     ]
 
 
-def test_adjustable_settings_define_the_run() -> None:
+def test_adjustable_settings_are_identity_settings() -> None:
     assert {key for key, setting in TABLE.items() if setting.is_identity} >= ADJUSTABLE_SETTINGS
 
 
@@ -285,7 +285,7 @@ def iter_numbers(model: type[BaseModel]) -> Iterator[tuple[str, list[Any]]]:
                 yield from ((f"{key}.{inner}", constraints) for inner, constraints in iter_numbers(kind))
 
 
-def test_every_number_has_bounds_with_a_reason() -> None:
+def test_schema_numbers_have_bounds_with_reason() -> None:
     numbers = [*iter_numbers(RunConfig), *iter_numbers(TrainOptions)]
     assert len(numbers) > 60 and {key for key, _ in numbers} >= {
         "data.sources.weight",
@@ -299,7 +299,7 @@ def test_every_number_has_bounds_with_a_reason() -> None:
         assert BoundsReason in kinds, f"the bounds of {key} have no reason"
 
 
-# Nothing but a UserError, whatever the input
+# Any input gives at most a UserError
 
 words = st.one_of(
     st.sampled_from([*keys.get_setting_fields(RunConfig), *keys.get_section_descriptions(RunConfig)]).map(
@@ -320,7 +320,7 @@ QUIET = settings(max_examples=80, deadline=None, suppress_health_check=list(Heal
     content=st.binary(max_size=200)
     | st.text(alphabet="aεtrain:seed \n-[]{}?&*!|>'\"%@`#,0129.~\t\\x\x85\ufeff", max_size=60).map(str.encode)
 )
-def test_no_bytes_bring_a_traceback(file: Path, content: bytes) -> None:
+def test_load_config_of_random_bytes_has_no_traceback(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     try:
         config = load_config(file)
@@ -333,7 +333,7 @@ def test_no_bytes_bring_a_traceback(file: Path, content: bytes) -> None:
 @QUIET
 @given(key=st.sampled_from(sorted(keys.get_setting_fields(RunConfig))), value=trees)
 @example(key="train.schedule_params", value={"\x1b": None})
-def test_no_value_of_any_setting_brings_a_traceback(key: str, value: Any) -> None:
+def test_load_config_of_random_values_has_no_traceback(key: str, value: Any) -> None:
     try:
         load_config(keys.nest_dotted_keys({key: value}))
     except UserError as error:
@@ -353,14 +353,14 @@ def test_no_value_of_any_setting_brings_a_traceback(key: str, value: Any) -> Non
         max_size=5,
     )
 )
-def test_no_command_line_brings_a_traceback(argv: list[str]) -> None:
+def test_parse_train_args_of_random_flags_has_no_traceback(argv: list[str]) -> None:
     try:
         parse_train_args(argv)
     except UserError as error:
         assert "\n" not in str(error)
 
 
-def test_random_configs_break_no_promise(tmp_path: Path) -> None:
+def test_random_configs_keep_promises(tmp_path: Path) -> None:
     """The first cases of the weekly fuzz."""
     for number, case, outcome in run_cases(range(40), 0, tmp_path):
         assert not outcome.broken, f"case {number}: {case.changes}"

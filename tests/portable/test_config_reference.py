@@ -1,4 +1,4 @@
-"""What is generated from the schema is up to date, and the example configs are what they claim to be."""
+"""Files generated from the schema are up to date, and the quickstart config has the defaults."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from portable.config.reference import ROOT, main
 from portable.importing import reference as foreign_reference
 
 
-def test_generated_files_are_up_to_date() -> None:
+def test_generated_reference_files_are_up_to_date() -> None:
     assert main(["--check"]) == 0
     assert foreign_reference.main(["--check"]) == 0
 
 
-def test_the_quickstart_file_is_the_defaults() -> None:
+def test_quickstart_config_has_defaults() -> None:
     path = ROOT / "configs" / "quickstart.yaml"
     config = load_config(path)
     assert config == RunConfig()

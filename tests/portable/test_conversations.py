@@ -1,4 +1,4 @@
-"""Conversations: formats, what is refused, truncation, the cache, and a run that learns to stop."""
+"""Conversations: formats, errors, truncation, the cache, and a run that learns to stop."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def written(settings: Settings, *rows: dict[str, Any], **values: Any) -> Setting
 
 
 def texts(settings: Settings) -> list[tuple[str, str]]:
-    """Each sample, and what of it is trained."""
+    """Return each sample with its trained text."""
     data = build_data(settings)
     found = []
     for index in range(len(data.train)):
@@ -79,7 +79,7 @@ def texts(settings: Settings) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("case", ROWS["formats"], ids=str)
-def test_formats_that_mean_the_same(case: dict[str, Any], settings: Settings) -> None:
+def test_conversation_formats_are_equivalent(case: dict[str, Any], settings: Settings) -> None:
     assert detect_record_format(case["row"], "text", "x") == case["kind"]
     ((whole, answer),) = texts(written(settings, case["row"]))
     assert whole.endswith("What is 2 + 3?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nIt is 5.")
@@ -87,7 +87,7 @@ def test_formats_that_mean_the_same(case: dict[str, Any], settings: Settings) ->
 
 
 @pytest.mark.parametrize("case", ROWS["read"], ids=lambda case: case["kind"])
-def test_what_a_record_is_read_as(case: dict[str, Any]) -> None:
+def test_parse_conversation_reads_messages_calls_and_tools(case: dict[str, Any]) -> None:
     read = parse_conversation(case["row"], case["kind"], "x")
     assert isinstance(read, Conversation)
     assert [message["role"] for message in read.messages] == case["roles"]
@@ -98,7 +98,7 @@ def test_what_a_record_is_read_as(case: dict[str, Any]) -> None:
     assert read.num_prompt_messages == case.get("prompt", read.num_prompt_messages)
 
 
-def test_strings_stay_strings(settings: Settings) -> None:
+def test_prompt_and_completion_strings_are_plain_text(settings: Settings) -> None:
     assert parse_conversation(
         {"prompt": "a", "completion": "b"}, "prompt_completion", "x"
     ) == PlainCompletion("a", "b")
@@ -106,10 +106,10 @@ def test_strings_stay_strings(settings: Settings) -> None:
     assert (whole, answer) == ("what is it, and more?", ", and more?<|end_of_text|>")
 
 
-def test_json_is_read_as_it_stands(
+def test_json_list_and_lines_are_read_in_pieces(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list or not, in pieces of any size."""
+    """The records may be a list or lines, and pieces may have any size."""
     rows = [{"messages": GREETING}] * 6
     path = tmp_path / "chat.json"
     monkeypatch.setattr("portable.data.sources.rows.PIECE_CHARS", 7)
@@ -122,7 +122,7 @@ def test_json_is_read_as_it_stands(
         build_data(replace(settings, source=str(path)))
 
 
-def test_parquet_gives_no_record_the_keys_of_another(settings: Settings, tmp_path: Path) -> None:
+def test_parquet_records_do_not_share_keys(settings: Settings, tmp_path: Path) -> None:
     def called(arguments: dict[str, Any]) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
         return {"messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]}
@@ -134,24 +134,26 @@ def test_parquet_gives_no_record_the_keys_of_another(settings: Settings, tmp_pat
     assert all("null" not in whole for whole, _ in texts(given))
 
 
-def test_half_characters_of_json_become_question_marks(settings: Settings) -> None:
+def test_json_lone_surrogates_become_question_marks(settings: Settings) -> None:
     said = {"messages": [QUESTION, {**ANSWER, "content": "x\ud800"}], "tools": [{"name": "\ud800"}]}
     assert texts(written(settings, said))[0][1] == "x?<|eot_id|>"
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ROWS["second"], ids=lambda case: case["line"])
-def test_a_bad_record_is_named_by_its_line(case: dict[str, Any], settings: Settings, tmp_path: Path) -> None:
+def test_conversation_error_names_line(case: dict[str, Any], settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         build_data(written(settings, {"messages": GREETING}, case["row"]))
     assert f"chat.jsonl:2: {case['line']}" in str(error.value) and "\n" not in str(error.value)
     assert not [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
 
 
-def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first ten by their lines, and all by kind; ``skip`` leaves the same records out."""
+def test_conversation_errors_are_listed_by_kind(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the lines of the first ten bad records and counts all by kind. ``skip`` drops them."""
     good, silent = {"messages": GREETING}, {"messages": [QUESTION]}
     empty = {"messages": [QUESTION, {"role": "assistant", "content": ""}]}
     typo = {"message": GREETING}
@@ -167,8 +169,7 @@ def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.Ca
         *map(str, (11, 12)),
     ]
     assert (
-        "14 bad records (8 x the assistant says nothing, or context only, 4 x messages is missing"
-        in lines[10]
+        "14 bad records (8 x the assistant has no text, or only context, 4 x messages is missing" in lines[10]
     )
     assert lines[10].endswith("correct or remove them, or set data.on_bad_record to skip")
     skipping = replace(source_settings, on_bad_record="skip")
@@ -176,7 +177,7 @@ def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.Ca
     assert len(data.train) == 4 and "14 records were skipped" in capsys.readouterr().err
     (line,) = data.sizes.warnings
     assert line.startswith("data.source: 1 answers are empty: the model is trained to end its turn")
-    # Records that the template cannot write.
+    # Records that the template cannot render.
     source_settings = written(settings, good, lost, good, lost)
     with pytest.raises(MultipleMistakesError) as error:
         build_data(source_settings)
@@ -189,34 +190,37 @@ def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.Ca
         build_data(written(settings, good, lost))
 
 
-def test_a_wrong_setting_is_named_once(settings: Settings) -> None:
+def test_missing_text_field_is_reported_once(settings: Settings) -> None:
     with pytest.raises(UserError, match="no field 'body'") as error:
         build_data(written(settings, *[{"text": "a"}] * 9, text_field="body", format="text"))
     assert not isinstance(error.value, MultipleMistakesError)
 
 
 @pytest.mark.parametrize("case", ROWS["first"], ids=lambda case: case["line"])
-def test_refusals_at_the_start(case: dict[str, Any], settings: Settings) -> None:
+def test_conversation_settings_are_rejected_at_first_record(case: dict[str, Any], settings: Settings) -> None:
     with pytest.raises(UserError, match=re.escape(case["line"])) as error:
         build_data(written(settings, case["row"], **case.get("settings", {})))
     assert case.get("also", "") in str(error.value)
     assert ("text_field" in str(error.value)) == case.get("alone", False)
 
 
-def test_a_tokenizer_without_a_template(settings: Settings, tmp_path: Path) -> None:
+def test_tokenizer_without_chat_template_is_rejected(settings: Settings, tmp_path: Path) -> None:
     bare = pickle.loads(pickle.dumps(tokenizer("llama3")))  # noqa: S301
     bare.chat_template = None
     bare.save_pretrained(tmp_path / "bare")
     given = written(settings, {"messages": GREETING}, tokenizer=str(tmp_path / "bare"))
     for opening in (build_data, inspect_data_sizes):
-        with pytest.raises(UserError, match=r"the tokenizer has none; set it to a file .* or to chatml"):
+        with pytest.raises(
+            UserError,
+            match=r"the tokenizer has no template; set data.chat_template to a file .* or to chatml",
+        ):
             opening(given)
     # ChatML's tokens are not this tokenizer's, so that none of them would end an answer.
-    with pytest.raises(UserError, match="never include the one that ends an answer"):
+    with pytest.raises(UserError, match="never include the token that ends an answer"):
         build_data(replace(given, chat_template="chatml"))
 
 
-def test_answers_whose_end_is_not_trained(settings: Settings, tmp_path: Path) -> None:
+def test_answers_with_untrained_end_are_rejected(settings: Settings, tmp_path: Path) -> None:
     text = template("llama3_training").replace(
         "trim + '<|eot_id|>' }}\n        {%- endg", "trim }}\n        {%- endg"
     )
@@ -231,8 +235,8 @@ def test_answers_whose_end_is_not_trained(settings: Settings, tmp_path: Path) ->
 # -- templates -----------------------------------------------------------------------------------------------
 
 
-def test_answers_that_become_samples_keep_their_columns(settings: Settings, tmp_path: Path) -> None:
-    """Qwen 3 shows earlier turns otherwise than the last, which is told."""
+def test_split_answers_keep_columns_of_record(settings: Settings, tmp_path: Path) -> None:
+    """A warning reports that the template of Qwen 3 renders earlier turns differently from the last one."""
     tokenizer("qwen3").save_pretrained(tmp_path / "qwen3")
     rows = [{"messages": TALK, "n": 5}, {"messages": GREETING, "n": 6}]
     given = written(settings, *rows, tokenizer=str(tmp_path / "qwen3"), columns=("n",), seq_len=256)
@@ -242,13 +246,13 @@ def test_answers_that_become_samples_keep_their_columns(settings: Settings, tmp_
     assert "1 of 2 conv" in line and inspect_data_sizes(given).warnings == [line]
 
 
-def test_the_day_does_not_matter(settings: Settings, tmp_path: Path) -> None:
+def test_chat_template_date_is_fixed(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }} " + template("llama3"))
     given = written(settings, {"messages": GREETING}, chat_template=str(tmp_path / "dated.jinja"))
     assert texts(given)[0][0].startswith("2025-01-01 ")
 
 
-def test_a_template_by_name_is_saved_with_the_tokenizer(settings: Settings, tmp_path: Path) -> None:
+def test_named_chat_template_is_saved_with_tokenizer(settings: Settings, tmp_path: Path) -> None:
     several = pickle.loads(pickle.dumps(tokenizer("llama3")))  # noqa: S301
     other = template("llama3").replace("trim", "upper | trim")
     several.chat_template = {"default": template("llama3"), "loud": other}
@@ -271,7 +275,9 @@ def test_a_template_by_name_is_saved_with_the_tokenizer(settings: Settings, tmp_
         ("drop", [0, 3], "2 are left out as too long"),
     ],
 )
-def test_truncation_is_said(mode: Any, kept: list[int], warning: str, settings: Settings) -> None:
+def test_truncation_warning_counts_samples(
+    mode: Any, kept: list[int], warning: str, settings: Settings
+) -> None:
     asks = [{"role": "user", "content": "what is it " * 40}, ANSWER]
     says = [QUESTION, {"role": "assistant", "content": "and more " * 40}]
     rows = [{"messages": talk} for talk in (GREETING, asks, says, GREETING)]
@@ -287,7 +293,7 @@ def test_truncation_is_said(mode: Any, kept: list[int], warning: str, settings: 
     assert mode != "start" or answers[1] == "It is 5.<|eot_id|>"
 
 
-def test_truncation_that_takes_the_end_of_every_answer(settings: Settings) -> None:
+def test_truncation_of_every_answer_end_is_rejected(settings: Settings) -> None:
     """A model of such samples would never stop."""
     long = [QUESTION, {"role": "assistant", "content": "and more " * 60}]
     given = written(settings, {"messages": long}, {"messages": long})
@@ -302,7 +308,7 @@ def test_truncation_that_takes_the_end_of_every_answer(settings: Settings) -> No
 # -- the cache and its processes -----------------------------------------------------------------------------
 
 
-def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
+def test_packed_conversations_follow_masks(settings: Settings) -> None:
     given = written(settings, *[{"messages": TALK}] * 5, packing=True, seq_len=16)
     data = build_data(given)
     assert data.first_tokens is not None and data.train.valid_labels_per_sample is None
@@ -325,7 +331,7 @@ def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
     assert (sizes.train_samples, sizes.warnings) == (len(answered), data.sizes.warnings)
 
 
-def test_any_number_of_processes_writes_the_same(
+def test_conversation_cache_does_not_depend_on_processes(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"messages": [{"role": "user", "content": f"{n} what is it"}, ANSWER]} for n in range(60)]
@@ -338,10 +344,10 @@ def test_any_number_of_processes_writes_the_same(
     assert others.fingerprint == alone.fingerprint
 
 
-def test_a_build_that_is_killed_is_continued(
+def test_conversation_cache_build_resumes_after_kill(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With several samples of a record, records that are skipped, and bits that end within a byte."""
+    """The data has several samples per record, skipped records, and masks that end within a byte."""
     rows = [{"messages": TALK}, {"messages": [QUESTION]}, {"messages": GREETING}] * 20
     changed = written(settings, *rows, on_bad_record="skip", split_turns=True)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
@@ -358,8 +364,8 @@ def test_a_build_that_is_killed_is_continued(
     assert tree(meta.parent) == tree(whole.parent)
 
 
-def test_a_map_in_processes() -> None:
-    """In order, with an error of the work, and with the death of a process."""
+def test_map_in_order_reports_errors_and_deaths() -> None:
+    """Results are in order, and an error of the work or the death of a process is reported."""
     assert list(map_in_order(work, range(9), num_processes=1)) == [n * n for n in range(9)]
     assert list(map_in_order(work, range(3), num_processes=2, num_local_items=5)) == [0, 1, 4]
     found = map_in_order(work, [*range(5), -1, 7], num_processes=2, num_local_items=1)
@@ -376,7 +382,7 @@ def test_a_map_in_processes() -> None:
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that learns three answers by heart."""
+    """Train a run that learns three answers by heart."""
     folder = tmp_path_factory.mktemp("learned")
     names = {"red": "apples", "blue": "the sky", "green": "grass"}
     rows = [
@@ -406,7 +412,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(folder: Path) -> str:
-    """What a model answers, with its own tokenizer, template and end."""
+    """Return the answer of a model with its saved tokenizer, template and end token."""
     found = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": "blue"}]
@@ -416,7 +422,7 @@ def said(folder: Path) -> str:
     return text
 
 
-def test_a_model_learns_to_stop(learned: Path) -> None:
+def test_conversation_model_learns_to_stop(learned: Path) -> None:
     final = learned / "run" / "final"
     stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
     assert stops[0] == transformers.AutoTokenizer.from_pretrained(final).convert_tokens_to_ids("<|im_end|>")
@@ -425,8 +431,8 @@ def test_a_model_learns_to_stop(learned: Path) -> None:
     assert (resolved.data.format, resolved.data.packing) == ("messages", "documents")
 
 
-def test_a_merged_adapter_stops_where_the_adapter_does(learned: Path, tmp_path: Path) -> None:
-    """A base ends with a text's end only. Merged by the run or the converter."""
+def test_merged_adapter_stops_like_adapter(learned: Path, tmp_path: Path) -> None:
+    """The base model stops only at the end of a text. The run or the converter merges the adapter."""
     base = tmp_path / "base"
     shutil.copytree(learned / "run" / "final", base)
     generation = json.loads((base / "generation_config.json").read_text())
@@ -452,7 +458,9 @@ def test_a_merged_adapter_stops_where_the_adapter_does(learned: Path, tmp_path: 
     assert said(tmp_path / "run" / "final") == said(merged) == "the sky<|im_end|>"
 
 
-def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_data_marks_trained_text(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written(
         settings,
         {"messages": SYSTEM + TALK},

@@ -1,4 +1,4 @@
-"""The data section as a whole: every task, the dry run, and what it refuses."""
+"""The complete data section: every task, the dry run, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def snapshot(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_causal_from_end_to_end(settings: Settings) -> None:
+def test_build_data_packs_causal_text(settings: Settings) -> None:
     data = build_data(settings)
     decoded = data.tokenizer.decode
     stream = "".join(text + data.tokenizer.eos_token for text in texts(60))
@@ -36,8 +36,8 @@ def test_causal_from_end_to_end(settings: Settings) -> None:
     assert len(data.train) + len(data.first_eval) == (data.sizes.tokens - 1) // 16
 
 
-def test_a_text_that_ends_in_the_end_token_gets_no_second(settings: Settings, tmp_path: Path) -> None:
-    """As in TRL, which looks at the end of the text; in the middle of a text it stays."""
+def test_end_token_is_not_added_twice(settings: Settings, tmp_path: Path) -> None:
+    """As in TRL, only an end token at the end of the text counts. In the middle of a text, it stays."""
     said = ["the dog", "the dog<|endoftext|>", "the<|endoftext|> dog<|endoftext|>"]
     path = write_jsonl(tmp_path / "ends.jsonl", [{"text": text} for text in said])
     data = build_data(replace(settings, source=str(path), packing="documents", seq_len=32, eval_fraction=0))
@@ -46,7 +46,7 @@ def test_a_text_that_ends_in_the_end_token_gets_no_second(settings: Settings, tm
     assert row["labels"].tolist().count(end) == 4
 
 
-def test_a_dry_run_and_building_again_write_nothing(settings: Settings, tmp_path: Path) -> None:
+def test_inspect_data_sizes_and_second_build_write_nothing(settings: Settings, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     sizes = inspect_data_sizes(settings)
     hub = inspect_data_sizes(replace(settings, source="org/data", tokenizer=None))  # nor is it downloaded
@@ -62,21 +62,21 @@ def test_a_dry_run_and_building_again_write_nothing(settings: Settings, tmp_path
     assert inspect_data_sizes(settings) == first.sizes
 
 
-def test_the_tokenizer_in_order_of_preference(settings: Settings, tmp_path: Path) -> None:
+def test_build_data_selects_tokenizer_by_priority(settings: Settings, tmp_path: Path) -> None:
     trained = build_data(replace(settings, vocab_size=None), model_vocab_size=280)
     assert len(trained.tokenizer) == 280
     assert len(build_data(replace(settings, vocab_size=290), model_vocab_size=280).tokenizer) == 290
     trained.tokenizer.save_pretrained(tmp_path / "own")
     named = build_data(replace(settings, tokenizer=str(tmp_path / "own")), model_tokenizer="never/asked")
     assert named.fingerprint == trained.fingerprint
-    with pytest.raises(UserError, match=r"data\.tokenizer: it has no mask_token"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: the tokenizer has no mask_token"):
         build_data(replace(settings, tokenizer=str(tmp_path / "own")), task="masked-lm")
     models = build_data(settings, model_tokenizer=str(tmp_path / "own"))
     assert models.fingerprint == trained.fingerprint
     assert inspect_data_sizes(settings, model_tokenizer=str(tmp_path / "own")) == models.sizes
 
 
-def test_the_language_of_targets_must_fit_the_tokenizer(settings: Settings, tmp_path: Path) -> None:
+def test_target_language_must_match_tokenizer(settings: Settings, tmp_path: Path) -> None:
     rows = ({"text": text, "target": text} for text in texts(9))
     plain = replace(settings, source=str(write_jsonl(tmp_path / "p.jsonl", rows)))
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, chr(0x2581): 4}
@@ -92,8 +92,11 @@ def test_the_language_of_targets_must_fit_the_tokenizer(settings: Settings, tmp_
                 look(replace(given, target_language=language), task="seq2seq-lm")
 
 
-def test_text_that_is_cut_off_is_told(settings: Settings, tmp_path: Path) -> None:
-    """By the tokens that no sample has; a text file is one document unless it is split."""
+def test_cut_text_is_reported_as_warning(settings: Settings, tmp_path: Path) -> None:
+    """The warning counts the tokens that no sample contains.
+
+    A text file is one document unless it is split.
+    """
     path = tmp_path / "a.txt"
     path.write_text("\n".join(texts(40)))
     given = replace(settings, source=str(path), packing=False, seq_len=64, eval_fraction=0.0)
@@ -106,8 +109,8 @@ def test_text_that_is_cut_off_is_told(settings: Settings, tmp_path: Path) -> Non
     assert build_data(replace(given, packing=True)).sizes.warnings == []
 
 
-def test_classes_of_a_hub_data_set(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its labels are numbers of classes that it names, in an order of its own, used or not."""
+def test_hub_dataset_class_labels_are_used(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The labels are numbers of named classes, in the order of the dataset, and some classes are unused."""
     from datasets import ClassLabel, Dataset, Features, Value
 
     names = ["world", "sports", "business"]

@@ -1,4 +1,4 @@
-"""The token cache: complete or absent, built once however many want it, never trusted when damaged."""
+"""The token cache: complete or absent, built once by any number of processes, and verified before use."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def build(given: DataSource, tokenizer: Any, cache: Path) -> TokenCache:
     return TokenizeJob(given.settings, tokenizer, vocabulary, frame, cache).tokenize_source(given)
 
 
-def test_batches_and_pieces_do_not_show(
+def test_token_cache_does_not_depend_on_batches_and_pieces(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = [Document("".join(f"line {i}\n" for i in range(n))) for n in (3, 40, 1, 200)]
@@ -115,7 +115,7 @@ def test_batches_and_pieces_do_not_show(
     assert cut.num_documents == 4
     for number, document in enumerate(documents):
         assert tokenizer.decode(cut.read_document("text", number)) == document.text + tokenizer.eos_token
-    # Only where a piece ends may a token differ; these lines begin no token that spans their end.
+    # A token may differ only at the end of a piece. No token spans the end of these lines.
     assert cut.fingerprint == whole.fingerprint
 
 
@@ -156,14 +156,14 @@ IN_PROCESSES = {"texts in pieces", "cells of numbers"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_processes_and_kills_do_not_show(
+def test_token_cache_does_not_depend_on_processes_and_kills(
     kind: str,
     tokenizer: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The files are those of one process that is not interrupted, byte for byte."""
+    """The files equal the files of one uninterrupted process, byte for byte."""
     task, data, document = KINDS[kind]
     texts_in_memory = Given([document(n) for n in range(80)], task, **data)
     in_memory: DataSource = texts_in_memory
@@ -198,7 +198,7 @@ def test_processes_and_kills_do_not_show(
     assert tree(build(in_memory, tokenizer, tmp_path / "processes").folder) == whole
 
 
-def test_a_large_source_names_faster_ways(
+def test_large_source_suggests_stream(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(corpus(tmp_path))
@@ -211,7 +211,7 @@ def test_a_large_source_names_faster_ways(
     assert not capsys.readouterr().err
 
 
-def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+def test_token_cache_stores_wide_vocabulary_in_four_bytes(tmp_path: Path) -> None:
     for size, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
         folder = tmp_path / str(size)
         folder.mkdir()
@@ -234,7 +234,7 @@ def _flip(content: bytearray) -> None:
 
 
 def _flip_with_checksum(path: Path) -> None:
-    """As somebody would who wants it to pass; the files are shorter than a block each."""
+    """Flip a bit and update the checksum, like a deliberate change. Each file is shorter than a block."""
     _changed(path, _flip)
     names = sorted(json.loads(path.with_name("meta.json").read_text())["files"])
     sums = [zlib.crc32(path.with_name(name).read_bytes()) for name in names]
@@ -251,7 +251,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
     "one bit, and its checksum with it": _flip_with_checksum,
-    # The fingerprint guards resuming: a changed one would let other text pass.
+    # The fingerprint protects resumed runs: with a changed fingerprint, other text would be accepted.
     "another fingerprint": lambda path: _rewritten(path, fingerprint="0" * 32),
     "another format": lambda path: _rewritten(path, format=0),
     "another nesting": lambda path: path.write_text("[" * 100_000),
@@ -267,7 +267,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGED)
-def test_a_damaged_cache_is_built_again(tokenizer: Any, tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_token_cache_is_built_again(tokenizer: Any, tmp_path: Path, name: str, damage: str) -> None:
     given = Given([Document(text, label=n) for n, text in enumerate(texts(5))], label_field="label")
     whole = build(given, tokenizer, tmp_path)
     DAMAGES[damage](whole.folder / name)
@@ -277,7 +277,7 @@ def test_a_damaged_cache_is_built_again(tokenizer: Any, tmp_path: Path, name: st
     assert (again.fingerprint, given.reads) == (whole.fingerprint, 2)
 
 
-def test_blocks_of_a_large_cache_are_checked_when_first_read(
+def test_large_token_cache_checks_blocks_on_first_read(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = Given([Document(text) for text in texts(50)])
@@ -296,10 +296,10 @@ def test_blocks_of_a_large_cache_are_checked_when_first_read(
     assert "warning: data.cache_dir" in capsys.readouterr().err
 
 
-def test_a_damaged_checksum_of_a_large_cache_is_found_at_its_block(
+def test_large_token_cache_checks_checksums_per_block(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank reads the checksums of all blocks to open it."""
+    """A rank does not read the checksums of all blocks to open a large cache."""
     monkeypatch.setattr(caching, "MAX_FULLY_CHECKED_BYTES", 0)
     monkeypatch.setattr(caching, "_MAX_CHECKED_SUMS_BYTES", 0)
     monkeypatch.setattr(caching, "BLOCK_BYTES", 256)
@@ -311,7 +311,7 @@ def test_a_damaged_checksum_of_a_large_cache_is_found_at_its_block(
         opened.tokens["text"][256:300]
 
 
-def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
+def test_failed_token_cache_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 5000 + [{"body": "b"}])
     with pytest.raises(UserError, match=r"a\.jsonl:5001: no field 'text'"):
         build(source(str(path)), tokenizer, tmp_path / "cache")
@@ -335,10 +335,10 @@ def write(draft):
     with log.open("a") as file:
         file.write("built\\n")
     writer = TokenCacheWriter(draft, ["text"], 100)
-    writer.add("text", [1, 2], [])
+    writer.add_documents("text", [1, 2], [])
     time.sleep(delay)
-    writer.add("text", [3], [1])
-    writer.finish()
+    writer.add_documents("text", [3], [1])
+    writer.write_metadata()
 print(open_or_build_cache_folder(folder, TokenCache.open_if_intact, write).tokens["text"].tolist())
 """
 
@@ -348,7 +348,7 @@ def _builder(folder: Path, log: Path, delay: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_killed_builder_holds_nobody_up(tmp_path: Path) -> None:
+def test_killed_builder_releases_lock(tmp_path: Path) -> None:
     folder, log = tmp_path / "entry", tmp_path / "log"
     killed, second = _builder(folder, log, 600), None
     deadline = time.monotonic() + 60
@@ -366,8 +366,8 @@ def test_a_killed_builder_holds_nobody_up(tmp_path: Path) -> None:
     assert log.read_text() == "built\nbuilt\n"
 
 
-def test_memory_does_not_grow_with_the_data(tokenizer: Any, tmp_path: Path) -> None:
-    """The documents stream: while the last are read, the first are on disk and gone."""
+def test_token_cache_build_streams_documents(tokenizer: Any, tmp_path: Path) -> None:
+    """When the last document is read, the first ones are already on disk."""
     held = 0
 
     class Counted(Given):

@@ -1,4 +1,4 @@
-"""The contract of all sources: the same texts in every form, and runs that go on where they were stopped."""
+"""The contract of all sources: the same texts in every form, and runs that continue after a stop."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ KINDS: dict[str, Callable[[Path, list[str]], object]] = {
     "saved": saved,
     "code": lambda path, texts: path.write_bytes(lines(texts)),
 }
-"""What writes texts so that a kind of source reads them."""
+"""Functions that write texts in the form that a kind of source reads."""
 FILES = [name for name in KINDS if "." in name]
 IN_PARTS = ("a.jsonl", "a.parquet")
 
 
 def written(folder: Path, kind: str, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write the texts; return what ``data.source`` names them by."""
+    """Write the texts. Returns the value of ``data.source``."""
     KINDS[kind](folder / kind, texts)
     if kind != "code":
         return str(folder / kind)
@@ -106,7 +106,7 @@ def checked(found: DataSource) -> list[str]:
 
 
 def streamed(name: str, folder: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The texts of each part of a stream."""
+    """Return the texts of each part of a stream."""
     monkeypatch.setattr(source_kinds, "PART_BYTES", part_bytes)
     found = opened(name, folder, stream=True)
     assert isinstance(found, StreamSource)
@@ -114,10 +114,10 @@ def streamed(name: str, folder: Path, part_bytes: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_texts_and_the_key_of_every_kind(
+def test_source_of_every_kind_has_texts_and_cache_key(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key follows what is read, and a change of it in the meantime is refused."""
+    """The cache key follows the content, and a change during the read is rejected."""
     name = written(tmp_path, kind, TEXTS, monkeypatch)
     whole = opened(name, tmp_path)
     assert checked(whole) == TEXTS
@@ -142,7 +142,7 @@ def test_the_texts_and_the_key_of_every_kind(
 
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("part_bytes", [1 << 24, 700, 9001])
-def test_a_stream_has_each_record_once(
+def test_stream_yields_each_record_once(
     kind: str, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = written(tmp_path, kind, TEXTS, monkeypatch)
@@ -152,7 +152,7 @@ def test_a_stream_has_each_record_once(
 
 
 @pytest.mark.parametrize("kind", [*IN_PARTS, "a [1].json", "a.jsonl.gz"])
-def test_an_object_store_has_the_same(
+def test_object_store_source_has_same_texts(
     kind: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(tmp_path, kind, TEXTS, monkeypatch)
@@ -169,8 +169,8 @@ RUNS = yaml.safe_load(Path(__file__).with_name("contract_runs.yaml").read_text("
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_stop_in_between_changes_no_loss(kind: str, tmp_path: Path, brief_runs: None) -> None:
-    """Also on a machine that has none of the tokens."""
+def test_stopped_run_has_same_losses_for_every_source(kind: str, tmp_path: Path, brief_runs: None) -> None:
+    """The run also continues on a machine without the token cache."""
     corpus, _ = write_corpus(tmp_path), write_conversations(tmp_path)
     (tmp_path / "web").mkdir()
     for file in range(5):

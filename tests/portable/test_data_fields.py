@@ -1,4 +1,4 @@
-"""What a record is made of: pairs of texts, nested fields, prefixes, and lengths of their own for targets."""
+"""Fields of a record: pairs of texts, nested fields, prefixes, and a separate length for targets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pairs(count: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seq_len", [6, 8, 13, 40])
-def test_pairs_are_what_the_tokenizer_makes_of_them(tmp_path: Path, kind: str, seq_len: int) -> None:
+def test_text_pairs_match_tokenizer(tmp_path: Path, kind: str, seq_len: int) -> None:
     tokenizer = tokenizer_of(tmp_path / "tok", kind)
     rows = pairs(60)
     settings = Settings(
@@ -86,7 +86,7 @@ def translations(tmp_path: Path, **more: Any) -> Settings:
     return Settings(**(values | more))
 
 
-def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> None:
+def test_nested_fields_prefix_and_target_length_match_tokenizer(tmp_path: Path) -> None:
     settings = translations(tmp_path, source_prefix="w1 w2 : ", seq_len=8, target_seq_len=4)
     data = build_data(settings, task="seq2seq-lm", decoder_start_token_id=7)
     lengths = set()
@@ -105,14 +105,14 @@ def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> N
     assert lengths == {3, 4}
 
 
-def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:
+def test_field_with_dot_precedes_nested_field(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"a.b": "w1 w2 w3", "a": {"b": "w9"}}])
     settings = translations(tmp_path, source=str(source), text_field="a.b", target_field="a.b", seq_len=8)
     data = build_data(settings, task="seq2seq-lm")
     assert data.tokenizer.decode(data.train[0]["input_ids"], skip_special_tokens=True) == "w1 w2 w3"
 
 
-def test_two_texts_of_a_classifier_are_named(tmp_path: Path) -> None:
+def test_classifier_with_two_text_fields_is_rejected(tmp_path: Path) -> None:
     """Reading only the first text would train on half of each record."""
     rows = [
         {"premise": "a b", "hypothesis": "b", "label": 1},
@@ -141,7 +141,7 @@ def build_classifier_data(path: Path, folder: Path, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("suffix", PANDAS)
-def test_whole_numbers_are_classes_in_every_file(suffix: str, tmp_path: Path) -> None:
+def test_integer_labels_are_classes_in_every_file_type(suffix: str, tmp_path: Path) -> None:
     """A missing label makes pandas store the others as floats."""
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"text": [f"text {i}" for i in range(12)], "label": [i % 3 for i in range(12)]})
@@ -149,8 +149,8 @@ def test_whole_numbers_are_classes_in_every_file(suffix: str, tmp_path: Path) ->
     path = tmp_path / f"a.{suffix}"
     PANDAS[suffix](frame, path)
     data = build_classifier_data(path, tmp_path, on_bad_record="skip")
-    assert data.classes.problem == "single_label_classification" and data.label_names == ("0", "1", "2")
-    assert data.tokens.documents == 11
+    assert data.classes.problem_type == "single_label_classification" and data.label_names == ("0", "1", "2")
+    assert data.first_tokens.num_documents == 11
 
 
 CELLS: dict[str, tuple[list[str], tuple[str, ...] | str]] = {
@@ -173,7 +173,7 @@ CELLS: dict[str, tuple[list[str], tuple[str, ...] | str]] = {
 
 
 @pytest.mark.parametrize("cells", CELLS)
-def test_all_cells_of_a_column_decide_its_kind(cells: str, tmp_path: Path) -> None:
+def test_label_kind_depends_on_all_cells(cells: str, tmp_path: Path) -> None:
     labels, wanted = CELLS[cells]
     path = tmp_path / "a.csv"
     path.write_text("text,label\n" + "".join(f"text {i},{label}\n" for i, label in enumerate(labels)))
@@ -188,18 +188,18 @@ def test_all_cells_of_a_column_decide_its_kind(cells: str, tmp_path: Path) -> No
         ]
         assert all(same)
     elif wanted == "regression":
-        assert build_classifier_data(path, tmp_path).classes.problem == "regression"
+        assert build_classifier_data(path, tmp_path).classes.problem_type == "regression"
     else:
         with pytest.raises(UserError, match=wanted):
             build_classifier_data(path, tmp_path)
 
 
-def test_cells_beyond_a_piece_of_a_file_have_the_same_kind(tmp_path: Path) -> None:
+def test_label_kind_is_the_same_in_later_pieces(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     rows = [("a", "00A")] * 10_000 + [("008", "101")] * 100
     path.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
     data = build_classifier_data(path, tmp_path)
-    assert data.label_names == ("00A", "101") and data.tokens.documents == 10_100
+    assert data.label_names == ("00A", "101") and data.first_tokens.num_documents == 10_100
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,10 @@ def test_cells_beyond_a_piece_of_a_file_have_the_same_kind(tmp_path: Path) -> No
         ),
     ],
 )
-def test_blank_records_are_counted(task: str, rows: list[dict[str, Any]], note: str, tmp_path: Path) -> None:
-    """Also if the tokens are cached already, and in data to evaluate on."""
+def test_blank_records_are_counted_in_warning(
+    task: str, rows: list[dict[str, Any]], note: str, tmp_path: Path
+) -> None:
+    """The warning appears also if the tokens are already cached, and for evaluation data."""
     train = write_jsonl(tmp_path / "train.jsonl", rows)
     held_out = write_jsonl(tmp_path / "eval.jsonl", [*rows, rows[-1]])
     evaluated: Any = {"source": str(held_out)}
@@ -246,7 +248,7 @@ def test_blank_records_are_counted(task: str, rows: list[dict[str, Any]], note: 
         ("causal-lm", {"prompt": "<s> a", "completion": " b"}, [0, 2, 3, 1]),
     ],
 )
-def test_a_rendered_text_has_one_bos(
+def test_rendered_text_has_one_bos_token(
     task: str, row: dict[str, Any], tokens: list[int], tmp_path: Path
 ) -> None:
     names = ["<s>", "</s>", "a", "b", "<unk>", "<mask>"]

@@ -1,4 +1,4 @@
-"""The loaders: the same global batch whatever the world, the same future from any position."""
+"""The loaders: the same global batch on any number of ranks, and the same batches from any position."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def samples(tmp_path: Path) -> PackedCausalSamples:
 
 
 class Counting(Samples):
-    """A data set that counts how often it is read, and breaks at one place."""
+    """Dataset that counts how often it is read, and fails at one index."""
 
     num_samples = 1000
 
@@ -50,19 +50,19 @@ def batches_of(data: Counting) -> BatchIterator:
     return iter(TrainLoader(data, seed=0, global_batch_size=1, micro_batch_size=1))
 
 
-def test_reading_goes_on_during_the_step_up_to_a_limit() -> None:
+def test_train_loader_prefetches_up_to_limit() -> None:
     data = Counting()
     batches = batches_of(data)
     next(batches)
     deadline = time.monotonic() + 30
     while data.reads < 4 and time.monotonic() < deadline:
-        time.sleep(0.001)  # the step: nobody asks for a batch
+        time.sleep(0.001)  # the step: no batch is requested
     time.sleep(0.05)
     assert 4 <= data.reads <= 8
     batches.close()
 
 
-def test_an_error_arrives_in_its_place() -> None:
+def test_train_loader_raises_error_at_failing_batch() -> None:
     batches = batches_of(Counting(breaks_at=2))
     next(batches)
     next(batches)
@@ -76,7 +76,7 @@ def test_an_error_arrives_in_its_place() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 4, 40])
-def test_evaluation_sees_every_sample_once(
+def test_eval_loader_yields_every_sample_once(
     samples: PackedCausalSamples, world_size: int, batch_size: int
 ) -> None:
     lengths, seen, ignored = set(), [], 0

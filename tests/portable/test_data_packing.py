@@ -1,4 +1,4 @@
-"""Packed documents against a naive packing: each document once and whole, little padding, one plan."""
+"""Packed documents compared with a naive packing: each complete document once, little padding, one plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cache(tmp_path: Path) -> TokenCache:
 
 
 def naive_rooms(lengths: np.ndarray, capacity: int) -> list[int]:
-    """The room left in each bin of best fit decreasing, one item at a time."""
+    """Return the room left in each bin of best fit decreasing, one item at a time."""
     rooms: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
         fitting = [number for number, room in enumerate(rooms) if room >= length]
@@ -53,7 +53,7 @@ def naive_rooms(lengths: np.ndarray, capacity: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_best_fit_decreasing(seed: int) -> None:
+def test_pack_best_fit_matches_best_fit_decreasing(seed: int) -> None:
     random = np.random.default_rng(seed)
     capacity, count = int(random.integers(1, 60)), int(random.integers(1, 150))
     spread = random.lognormal(1.5, 1, count).astype(np.int64)
@@ -64,7 +64,7 @@ def test_best_fit_decreasing(seed: int) -> None:
     assert sorted((capacity - filled).tolist()) == naive_rooms(lengths, capacity)
 
 
-def test_a_million_documents_take_a_moment_and_little_padding() -> None:
+def test_pack_best_fit_is_fast_with_little_padding() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 1_000_000).astype(np.int64), 1, 4096)
     start = time.process_time()
     _, counts = pack_best_fit(lengths, 4096)
@@ -73,7 +73,7 @@ def test_a_million_documents_take_a_moment_and_little_padding() -> None:
 
 
 @pytest.mark.parametrize("window", [packing.WINDOW, 40])
-def test_every_document_is_whole_and_once(
+def test_packed_samples_have_every_document_once(
     cache: TokenCache, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "WINDOW", window)
@@ -82,7 +82,7 @@ def test_every_document_is_whole_and_once(
         samples = PackedDocumentSamples(
             cache, part, LENGTH, load_or_build_packing_plan(cache, part, LENGTH), PAD
         )
-        expected = []  # the inputs and labels of each document alone
+        expected = []  # the inputs and labels of each unpacked document
         for index in range(len(single)):
             sample = single[index]
             counts = sample["labels"] != IGNORED_LABEL
@@ -112,7 +112,7 @@ def test_every_document_is_whole_and_once(
         assert compute_packing_stats(cache, part, LENGTH).samples == len(samples)
 
 
-def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_plan_is_built_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch) -> None:
     part = SampleRange(0, len(DOCUMENTS))
     without = compute_packing_stats(cache, part, LENGTH)
     samples = PackedDocumentSamples(cache, part, LENGTH, load_or_build_packing_plan(cache, part, LENGTH), PAD)
@@ -131,8 +131,8 @@ def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("truncation", ["end", "start"])
-def test_conversations_keep_their_masks(truncation: str, tmp_path: Path) -> None:
-    """Packed, which is their default, they have the labels that they have one by one."""
+def test_packed_conversations_keep_labels(truncation: str, tmp_path: Path) -> None:
+    """By default, conversations are packed. They have the same labels as unpacked ones."""
     talks = [
         {"messages": [{"role": "user", "content": "w " * n}, {"role": "assistant", "content": "v " * n}]}
         for n in range(1, 40)
@@ -168,8 +168,8 @@ def test_conversations_keep_their_masks(truncation: str, tmp_path: Path) -> None
     assert packed == padded and len(packed) > 30
 
 
-def test_what_is_counted(tmp_path: Path) -> None:
-    """FLOPs have the attention within documents."""
+def test_flops_count_attention_within_documents(tmp_path: Path) -> None:
+    """The FLOPs per token include only the attention within documents."""
     source, flops = write_corpus(tmp_path), {}
     for how in (True, "documents"):
         config = configured(tmp_path, source, data__packing=how, data__seq_len=64)
@@ -182,7 +182,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert flops[True] - flops["documents"] == pytest.approx(12 * 2 * 48 * (64 - context))
 
 
-def test_no_text_with_two_tokens(tmp_path: Path) -> None:
+def test_packing_plan_needs_text_with_two_tokens(tmp_path: Path) -> None:
     cache = token_cache(tmp_path / "cache", [[5], [6], []])
     with pytest.raises(UserError, match=r"data\.source: no text has two tokens"):
         load_or_build_packing_plan(cache, SampleRange(0, 3), LENGTH)

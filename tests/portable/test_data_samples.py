@@ -48,7 +48,7 @@ def cache(tmp_path: Path) -> TokenCache:
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 16, 100])
-def test_packing_is_exact(cache: TokenCache, length: int) -> None:
+def test_packed_samples_cover_token_stream(cache: TokenCache, length: int) -> None:
     stream = list(itertools.chain.from_iterable(DOCUMENTS))
     blocks = count_packed_samples(len(stream), length, shifted=True)
     samples = PackedCausalSamples(cache, SampleRange(0, blocks), length)
@@ -65,7 +65,7 @@ def test_packing_is_exact(cache: TokenCache, length: int) -> None:
     assert samples[-1]["labels"].tolist() == samples[blocks - 1]["labels"].tolist()
 
 
-def test_too_little_text() -> None:
+def test_count_packed_samples_rejects_too_few_tokens() -> None:
     with pytest.raises(UserError, match=r"data\.seq_len: the source has 10 tokens, .* at most 9"):
         count_packed_samples(10, 10, shifted=True)
     assert count_packed_samples(10, 10, shifted=False) == 1
@@ -74,7 +74,7 @@ def test_too_little_text() -> None:
 # --- padded
 
 
-def test_padding_a_document_a_sample(cache: TokenCache) -> None:
+def test_padded_samples_have_one_document_each(cache: TokenCache) -> None:
     samples = PaddedCausalSamples(cache, SampleRange(0, len(DOCUMENTS)), 6, PAD)
     for index, document in enumerate(DOCUMENTS):
         sample = samples[index]
@@ -91,7 +91,7 @@ def test_padding_a_document_a_sample(cache: TokenCache) -> None:
 @pytest.mark.parametrize("split", [split_packed_blocks, split_documents])
 @pytest.mark.parametrize("count", [1, 2, 3, 50, 999])
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.01, 0.5, 0.999])
-def test_training_and_evaluation_share_nothing(split: object, count: int, fraction: float) -> None:
+def test_split_shares_no_sample(split: object, count: int, fraction: float) -> None:
     assert callable(split)
     train, held_out = split(count, fraction)
     chosen = [[part(i) for i in range(part.num_samples)] for part in (train, held_out)]
@@ -106,12 +106,12 @@ def test_training_and_evaluation_share_nothing(split: object, count: int, fracti
 @pytest.mark.parametrize(
     ("count", "expected"), [(1, 0), (2, 1), (10, 2), (79, 15), (80, 16), (200, 16), (1600, 16), (5000, 50)]
 )
-def test_at_least_sixteen_samples_are_held_out_by_default(split: Any, count: int, expected: int) -> None:
+def test_split_holds_out_sixteen_samples_by_default(split: Any, count: int, expected: int) -> None:
     train, held_out = split(count, None)
     assert (train.num_samples, held_out.num_samples) == (count - expected, expected)
 
 
-def test_a_sorted_source_is_no_biased_evaluation_set() -> None:
+def test_split_of_sorted_source_is_not_biased() -> None:
     _, held_out = split_documents(1000, 0.1)
     numbers = [held_out(i) for i in range(held_out.num_samples)]
     assert 300 < np.mean(numbers) < 700
@@ -129,7 +129,7 @@ def masked(cache: TokenCache, *, packed: bool, seed: int = 0, length: int = 16) 
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_masking_hides_and_tells(cache: TokenCache, packed: bool) -> None:
+def test_masked_samples_hide_and_label_tokens(cache: TokenCache, packed: bool) -> None:
     samples = masked(cache, packed=packed)
     for index in range(len(samples)):
         sample = samples[index]
@@ -148,7 +148,7 @@ def test_masking_hides_and_tells(cache: TokenCache, packed: bool) -> None:
         assert target.any() or not (plain > MASK).any()
 
 
-def test_masking_shares(tmp_path: Path) -> None:
+def test_masked_samples_have_expected_shares(tmp_path: Path) -> None:
     cache = token_cache(tmp_path / "big", [[int(n) for n in range(3, 483)] for _ in range(200)])
     samples = masked(cache, packed=True, length=96)
     batch = samples.build_batch([EpochIndex(0, i) for i in range(len(samples))])
@@ -159,7 +159,7 @@ def test_masking_shares(tmp_path: Path) -> None:
     assert abs((hidden == truth).float().mean().item() - 0.1) < 0.02
 
 
-def test_masking_is_keyed_by_seed_epoch_and_sample(cache: TokenCache) -> None:
+def test_masked_samples_depend_on_seed_epoch_and_index(cache: TokenCache) -> None:
     samples = masked(cache, packed=True)
     places = [EpochIndex(epoch, index) for epoch in (0, 1, 2**63 - 1) for index in range(len(samples))]
     together = samples.build_batch(places)

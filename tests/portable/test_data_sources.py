@@ -1,4 +1,4 @@
-"""Every kind of source, and one clear line for everything that can be wrong with it."""
+"""Every kind of source, and a one-line error for every problem with a source."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refusal(name: Any, task: str = "causal-lm", **data: Any) -> str:
 # --- the standard library
 
 
-def test_standard_library_is_chosen_by_content(tmp_path: Path) -> None:
+def test_standard_library_source_selects_by_content(tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "skipped.py").write_text("assert True")
     (tmp_path / "latin.py").write_bytes(b"# \xe9")
@@ -61,8 +61,10 @@ def test_standard_library_is_chosen_by_content(tmp_path: Path) -> None:
 LINES = "first line\n  second\r\n\n\n \nthird\n\nfourth\nfifth"
 
 
-def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the datasets library's own reader of text, but for lines with nothing on them."""
+def test_text_split_by_line_or_paragraph_matches_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents match the text reader of the datasets library, except for blank lines."""
     datasets = pytest.importorskip("datasets")
     path = tmp_path / "a.txt"
     path.write_bytes(LINES.replace("\r\n", "\n").replace("\n \n", "\n\n").encode())
@@ -92,7 +94,7 @@ def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest
         assert joined.replace("\r", "").replace("\n", "") == expected
 
 
-def test_folder_glob_and_list(tmp_path: Path) -> None:
+def test_source_may_be_folder_glob_or_list(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".hidden").mkdir()
     for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden/d.txt", "notes.md"):
@@ -104,7 +106,7 @@ def test_folder_glob_and_list(tmp_path: Path) -> None:
     assert read(str(tmp_path), max_samples=2) == ["a.txt", "b.txt"]
 
 
-def test_targets_and_labels(tmp_path: Path) -> None:
+def test_source_reads_targets_and_labels(tmp_path: Path) -> None:
     rows = [
         {"en": "a", "de": "b", "c": True},
         {"en": "c", "de": " ", "c": False},
@@ -117,11 +119,13 @@ def test_targets_and_labels(tmp_path: Path) -> None:
     assert list(found) == [Document("a", label=1), Document("c", label=0), Document("d", label=3)]
 
 
-# --- what is refused
+# --- errors
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["line"])
-def test_what_is_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_errors_name_cause(
+    row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name, content in row.get("files", {}).items():
         Path(name).write_bytes(content.encode("latin-1"))
@@ -132,7 +136,7 @@ def test_what_is_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytes
 # --- the hub
 
 
-def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_dataset_is_loaded_once_and_reports_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     load = Mock(return_value=datasets.Dataset.from_list(ROWS))
     monkeypatch.setattr(HubDataset, "_datasets_by_key", {})

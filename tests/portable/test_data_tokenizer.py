@@ -1,4 +1,4 @@
-"""The trained tokenizer travels with the model and loses nothing; any other can be named."""
+"""The trained tokenizer is saved with the model and is lossless; the config may name any other one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HARD = "Def  f(x):\r\n\n\t return 'ß 漢字 🙂' \u200b\x00 # ſ  . , 's  <|en
 
 
 def word_tokenizer(template: str, **special: str) -> Any:
-    """A tokenizer of four words that frames a text as ``template`` says."""
+    """Build a tokenizer of four words that frames a text by ``template``."""
     return word_level([*dict.fromkeys(special.values()), "a", "b", "c", "d"], template, **special)
 
 
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train_tokenizer(source(str(corpus(folder))), 320, folder, mask=True)
 
 
-def test_it_travels_with_the_model(trained: Any, tmp_path: Path) -> None:
+def test_trained_tokenizer_survives_save(trained: Any, tmp_path: Path) -> None:
     trained.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again(HARD)["input_ids"] == trained(HARD)["input_ids"]
@@ -58,7 +58,7 @@ def _cut(text: str) -> str:
 
 
 def _other_merges(text: str) -> str:
-    """Which opens as if nothing were the matter, and gives the text other tokens."""
+    """Swap two merges. The tokenizer still opens, but gives the text other tokens."""
     told = json.loads(text)
     merges = told["model"]["merges"]
     merges[0], merges[-1] = merges[-1], merges[0]
@@ -69,7 +69,7 @@ def _other_merges(text: str) -> str:
     ("damage", "how"),
     [("tokenizer.json", _cut), ("tokenizer_config.json", _cut), ("tokenizer.json", _other_merges)],
 )
-def test_a_damaged_one_is_trained_again(tmp_path: Path, damage: str, how: Callable[[str], str]) -> None:
+def test_damaged_tokenizer_is_trained_again(tmp_path: Path, damage: str, how: Callable[[str], str]) -> None:
     given = source(str(corpus(tmp_path)))
     digest = compute_tokenizer_digest(train_tokenizer(given, 300, tmp_path))
     (path,) = (tmp_path / "tokenizers").glob(f"*/{damage}")
@@ -79,8 +79,8 @@ def test_a_damaged_one_is_trained_again(tmp_path: Path, damage: str, how: Callab
     assert compute_tokenizer_digest(train_tokenizer(given, 300, tmp_path)) == digest
 
 
-def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
-    """Merges are chosen by count, and ties must not hang on the hash seed or the number of threads."""
+def test_tokenizer_training_is_deterministic(tmp_path: Path) -> None:
+    """Merges are chosen by count. Ties must not depend on the hash seed or the number of threads."""
     code = (
         "import sys; from pathlib import Path; from tests.portable.data_support import source\n"
         "from portable.data.tokens.tokenizer import *\n"
@@ -102,14 +102,14 @@ FRAMES = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_te
 
 
 @pytest.mark.parametrize("row", FRAMES, ids=str)
-def test_what_stands_around_a_text(row: dict[str, Any]) -> None:
+def test_build_special_token_frame_follows_template(row: dict[str, Any]) -> None:
     vocabulary = Vocabulary.from_tokenizer(word_tokenizer(row["template"], **row["special"]))
     assert build_special_token_frame(row["task"], vocabulary) == Frame(
         tuple(row["before"]), tuple(row["after"])
     )
 
 
-def test_the_digest_of_a_python_tokenizer_covers_its_files(tmp_path: Path) -> None:
+def test_digest_of_python_tokenizer_covers_files(tmp_path: Path) -> None:
     """The class of ESM requires an argument that is optional in all others."""
     digests = set()
     for words in ("<cls>\n<pad>\n<eos>\n<unk>\nA\nB\n", "<cls>\n<pad>\n<eos>\n<unk>\nB\nA\n"):
@@ -119,7 +119,7 @@ def test_the_digest_of_a_python_tokenizer_covers_its_files(tmp_path: Path) -> No
 
 
 class TwoSides(PreTrainedTokenizerFast):  # type: ignore[misc, unused-ignore]
-    """A tokenizer that writes another vocabulary than it reads, as Marian's does."""
+    """A tokenizer with different vocabularies for reading and writing, like Marian's."""
 
     def _switch_to_input_mode(self) -> None:
         self.backend_tokenizer.normalizer = normalizers.Sequence([])
@@ -128,7 +128,7 @@ class TwoSides(PreTrainedTokenizerFast):  # type: ignore[misc, unused-ignore]
         self.backend_tokenizer.normalizer = normalizers.Replace("a", "c")
 
 
-def test_targets_are_of_the_vocabulary_for_targets(tmp_path: Path) -> None:
+def test_targets_use_target_vocabulary(tmp_path: Path) -> None:
     special = {"unk_token": "<unk>", "eos_token": "</s>"}
     words = word_tokenizer("$A </s>", **special).backend_tokenizer
     tokenizer = TwoSides(tokenizer_object=words, **special)  # type: ignore[no-untyped-call, unused-ignore]
@@ -146,7 +146,7 @@ def test_targets_are_of_the_vocabulary_for_targets(tmp_path: Path) -> None:
     assert cache.read_document("target", 0).tolist() == expected["labels"] == [4, 3, 1]
 
 
-def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
+def test_tokenizer_without_end_token_is_rejected_for_causal_lm(tmp_path: Path) -> None:
     endless = Vocabulary.from_tokenizer(word_tokenizer("", unk_token="<unk>"))
     assert build_special_token_frame("sequence-classification", endless) == Frame((), ())
     with pytest.raises(UserError, match="no eos_token"):
@@ -155,7 +155,7 @@ def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
         resolve_trained_vocab_size(258, mask=True)
     with pytest.raises(UserError, match=r"data.tokenizer: cannot load .*null to train one"):
         load_tokenizer(str(tmp_path))
-    # A model with a too small embedding must be told of the largest id, not of the number of tokens.
+    # The size is the largest id plus one, not the number of tokens, because the embedding must have all ids.
     sparse = Tokenizer(models.WordLevel({"<unk>": 0, "a": 999}, unk_token="<unk>"))
     assert (
         Vocabulary.from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=sparse, unk_token="<unk>")).size
@@ -173,9 +173,7 @@ class Evil(PreTrainedTokenizerFast):
 """
 
 
-def test_python_of_a_tokenizer_is_not_run_unless_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_code_runs_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_tokenizer(source(str(corpus(tmp_path))), 300, tmp_path / "cache").save_pretrained(
         folder := tmp_path / "evil"
     )

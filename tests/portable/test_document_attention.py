@@ -1,4 +1,4 @@
-"""Packed documents beside single ones: the same loss and gradients, for every way to keep them apart."""
+"""Packed documents compared with single ones: the same loss and gradients, for each method of separation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ USUAL = [
 
 
 def packed() -> tuple[list[torch.Tensor], Batch]:
-    """Documents of random tokens, and the batch that packs them."""
+    """Return documents of random tokens, and the batch that packs them."""
     random = torch.Generator().manual_seed(0)
     shape = (len(ROWS), LENGTH)
     batch = {
@@ -77,7 +77,7 @@ def packed() -> tuple[list[torch.Tensor], Batch]:
 
 
 def tiny(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
-    """A tiny model with windows shorter than the documents, and weights under which every token matters."""
+    """Build a tiny model with windows shorter than the documents, whose weights make every token matter."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -106,7 +106,7 @@ def tiny(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
 
 
 def result(model: PreTrainedModel, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The summed loss and its gradients."""
+    """Return the summed loss and its gradients."""
     model.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -118,7 +118,7 @@ def result(model: PreTrainedModel, batches: list[Batch]) -> tuple[float, dict[st
 
 
 def gap(model: PreTrainedModel, batch: Batch, documents: list[torch.Tensor]) -> float:
-    """The largest relative difference between packed and single documents, of the loss and each gradient."""
+    """Return the largest relative difference of loss and gradients between packed and single documents."""
     alone = [{"input_ids": tokens[None, :-1], "labels": tokens[None, 1:]} for tokens in documents]
     loss, gradients = result(model, alone)
     ours, found = result(model, [batch])
@@ -137,8 +137,8 @@ def gap(model: PreTrainedModel, batch: Batch, documents: list[torch.Tensor]) -> 
         for name in sorted(DOCUMENT_SEPARATING_TYPES)
     ],
 )
-def test_equals_single_documents(model_type: str) -> None:
-    """With a call per document and with masks."""
+def test_packed_documents_equal_single_documents(model_type: str) -> None:
+    """The documents are separated by one call per document, or by masks."""
     documents, batch = packed()
     model = tiny(model_type)
     masked = {name: values for name, values in batch.items() if name != "document_lengths"}
@@ -159,15 +159,15 @@ def test_every_layer_type_of_transformers_is_classified() -> None:
 
 
 @pytest.mark.parametrize("model_type", INDEXED)
-def test_layers_with_an_index_keep_documents_apart(model_type: str) -> None:
+def test_indexed_attention_separates_documents(model_type: str) -> None:
     model = tiny(model_type)
     assert "indexed_attention" in model.config.layer_types and model.config.index_topk == WINDOW
     assert explain_document_mixing(model.config) is None
     check_document_separation(model)
 
 
-def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path) -> None:
-    """Which hold out the same documents."""
+def test_evaluation_of_packed_documents_equals_padded(tmp_path: Path, corpus: Path) -> None:
+    """Both kinds of packing hold out the same documents."""
     found = []
     for packing in ("documents", False):
         with opened(configured(tmp_path, corpus, data__packing=packing, data__seq_len=64)) as trial:
@@ -181,8 +181,8 @@ def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path)
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_compiled_layers_are_compiled_once() -> None:
-    """The lengths of the documents are no shapes."""
+def test_document_lengths_do_not_recompile_layers() -> None:
+    """The lengths of the documents are not part of the compiled shapes."""
     from torch._dynamo.testing import CompileCounter
 
     documents, batch = packed()
@@ -199,8 +199,8 @@ def test_compiled_layers_are_compiled_once() -> None:
     assert counter.frame_count == before > 0
 
 
-def test_the_arguments_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel needs a GPU. Here its place is taken by a loop over the sequences that it is told of."""
+def test_flash_attention_receives_document_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over the sequences replaces the kernel, which needs a GPU."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -229,8 +229,8 @@ def test_the_arguments_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen[0][-1] == len(ROWS) * LENGTH
 
 
-def test_flex_attention_keeps_documents_apart() -> None:
-    """Its forward pass, which CPUs have; they lack the backward."""
+def test_flex_attention_separates_documents() -> None:
+    """Only the forward pass is compared, because CPUs lack the backward pass."""
     documents, batch = packed()
     model = tiny("gemma2", "flex_attention")
     assert model.config._attn_implementation == "flex_attention"
@@ -243,7 +243,7 @@ def test_flex_attention_keeps_documents_apart() -> None:
     check_document_separation(model)
 
 
-def test_a_model_that_cannot_is_refused_by_name(
+def test_document_packing_rejects_unsupported_models(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
@@ -263,7 +263,9 @@ def test_a_model_that_cannot_is_refused_by_name(
             check_document_separation(model)
     check_document_separation(tiny("llama"))
     monkeypatch.setitem(MASKS._global_mapping, "org/other", MASKS["sdpa"])
-    with pytest.raises(UserError, match=r"data.packing: attention org/other keeps no texts apart; .*sdpa"):
+    with pytest.raises(
+        UserError, match=r"data.packing: attention org/other does not keep packed texts apart; .*sdpa"
+    ):
         model = tiny("llama")
         model.config._attn_implementation = "org/other"
         check_document_separation(model)
@@ -284,7 +286,7 @@ def sees_later_tokens(model: Any) -> bool:
     [
         ("bert", {"is_decoder": False}, "set is_decoder: true in model.config"),
         ("bert", {"is_decoder": True}, None),
-        ("roformer", {"is_decoder": False}, "set is_decoder: true in model.config"),  # masks of its own
+        ("roformer", {"is_decoder": False}, "set is_decoder: true in model.config"),  # custom masks
         ("rembert", {"is_decoder": True}, None),
         ("gpt_neox", {"is_decoder": False}, None),
         ("llama", {"is_decoder": False}, None),
@@ -301,7 +303,7 @@ def sees_later_tokens(model: Any) -> bool:
         ("bart", {}, None),
     ],
 )
-def test_a_causal_model_that_sees_its_labels_is_refused(
+def test_check_causal_attention_rejects_models_that_see_labels(
     model_type: str, settings: dict[str, Any], remedy: str | None
 ) -> None:
     config = transformers.AutoConfig.for_model(**{**tiny_config(model_type, "causal-lm"), **settings})

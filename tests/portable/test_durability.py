@@ -1,4 +1,4 @@
-"""What a power loss leaves: everything below a checkpoint is on disk before it gets its name, and stays."""
+"""State after a power loss: all files of a checkpoint are on disk before it gets its name, and they stay."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Synced = dict[str, list[int]]
 
 
 def synced_while(function: Callable[[], object], patch: pytest.MonkeyPatch) -> Synced:
-    """When this process synced each file and folder, in ns since the epoch, by the path it had then."""
+    """Return when this process synced each file and folder, in ns since the epoch, by its path then."""
     real, when = os.fsync, dict[str, list[int]]()
 
     def fsync(file: Any) -> None:
@@ -57,7 +57,7 @@ def synced_while(function: Callable[[], object], patch: pytest.MonkeyPatch) -> S
 
 
 def leg_watched(folder: Path, corpus: Path, backend: str, settings: dict[str, Any], log: Path) -> int:
-    """Train, and write down what this rank syncs and when rank 0 renames checkpoints."""
+    """Train, and record which files this rank syncs and when rank 0 renames checkpoints."""
     renames: Synced = {}
     rename = Path.rename
 
@@ -82,7 +82,7 @@ SETTINGS: dict[str, Any] = {"train__steps": 4, "checkpoint__every_steps": 4, "da
     ("strategy", "background"),
     [*((name, True) for name in ("full_shard", "no_shard", "zero2", "zero3", "xla")), ("full_shard", False)],
 )
-def test_all_is_synced_before_the_name(
+def test_checkpoint_is_synced_before_rename(
     strategy: str,
     background: bool,
     tmp_path: Path,
@@ -108,10 +108,11 @@ def test_all_is_synced_before_the_name(
         if path.name == STATE_FILE:  # written under another name, then replaced
             then = next(name for log in logs for name in log["synced"] if path.name in name)
         last = max(moment for log in logs for moment in log["synced"].get(then, [0]))
-        # A folder's own time also tells of its new name; that of its files is what was written last.
+        # The rename changes the time of the folder itself, so only the times of its files show the last
+        # write.
         written = path.stat().st_mtime_ns if path.is_file() else 0
         assert written <= last <= named, path
-    # And each rank its own shards: on several nodes, no other could.
+    # Each rank syncs its shards, because on several nodes no other rank could.
     for rank, log in enumerate(logs):
         own = [
             path for path in files if path.name.startswith(f"__{rank}_") or f"pp_rank_{rank}_" in path.name
@@ -125,7 +126,7 @@ def test_all_is_synced_before_the_name(
 
 
 @pytest.mark.parametrize("write", [write_safetensors, write_dcp])
-def test_a_conversion_is_synced(
+def test_converted_checkpoint_is_synced(
     write: Callable[..., Any], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run_rank("cpu", configured(tmp_path / "run", corpus, **SETTINGS)) == 0
@@ -139,7 +140,7 @@ def test_a_conversion_is_synced(
 
 
 class _Written:
-    """Shards on their way until ``go`` is set, which cannot be written where there is a ``failure``."""
+    """Shards that are being written until ``go`` is set. The write fails if there is a ``failure``."""
 
     def __init__(self, go: threading.Event | None = None, failure: Exception | None = None) -> None:
         self._go = go
@@ -171,7 +172,7 @@ def save(checkpoints: CheckpointStore[Path], step: int) -> None:
     checkpoints.finish_save()
 
 
-def test_never_two_saves_at_once(tmp_path: Path) -> None:
+def test_checkpoint_store_never_runs_two_saves(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path, keep=None)
     go = threading.Event()
     begin(checkpoints, 1, _Written(go))
@@ -187,8 +188,8 @@ def test_never_two_saves_at_once(tmp_path: Path) -> None:
     assert [step for step, _ in checkpoints.list_complete()] == [1, 2]
 
 
-def test_a_failed_write_is_an_error_at_the_next_step(tmp_path: Path) -> None:
-    """As soon as it is known, that is: the loop asks after every step, and does not wait."""
+def test_checkpoint_store_raises_failed_write_at_next_step(tmp_path: Path) -> None:
+    """The error appears as soon as it is known. The loop checks after every step and does not wait."""
     checkpoints = CheckpointStore(tmp_path, keep=None)
     save(checkpoints, 1)
     go = threading.Event()
@@ -205,7 +206,7 @@ def test_a_failed_write_is_an_error_at_the_next_step(tmp_path: Path) -> None:
 
 
 def dies_after(calls: int) -> Callable[[Any], Any]:
-    """Functions that are killed, which is emulated: together they do so much, and nothing from then on."""
+    """Return a wrapper of functions that emulates a kill: after this many calls in total, they do nothing."""
     left = iter(range(calls))
 
     def dying(real: Any) -> Any:
@@ -220,10 +221,10 @@ def dies_after(calls: int) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("removed", range(0, 21, 4))
-def test_half_a_checkpoint_never_passes_for_one(
+def test_partly_removed_checkpoint_is_not_listed(
     removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while an older one is being removed."""
+    """The process is killed during the removal of an older checkpoint."""
     checkpoints = CheckpointStore(tmp_path, keep=1)
     save(checkpoints, 1)
     dies = dies_after(removed)(os.unlink)
@@ -239,8 +240,8 @@ def test_half_a_checkpoint_never_passes_for_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
 
 
-def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at any call that changes a name: one of the two is a checkpoint."""
+def test_checkpoint_of_repeated_step_always_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process is killed at any rename, one of the two checkpoints is complete."""
     for survived in range(4):
         folder = tmp_path / str(survived)
         checkpoints = CheckpointStore(folder)
@@ -256,7 +257,7 @@ def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch
         assert [path.name for path in folder.iterdir()] == ["step-000001"]
 
 
-def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_is_not_a_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "step-000001" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("kept")
@@ -269,7 +270,7 @@ def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     assert [step for step, _ in checkpoints.list_complete()] == [1]
 
 
-def test_a_library_writes_through_no_link(tmp_path: Path) -> None:
+def test_prepare_path_inside_rejects_links(tmp_path: Path) -> None:
     mine, run = tmp_path / "mine", tmp_path / "run"
     mine.mkdir()
     run.mkdir()
@@ -331,7 +332,7 @@ def save_several(folder: Path, real_process: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("real_process", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_saves_of_several_states_in_one_process(tmp_path: Path, ranks: RankPool, real_process: bool) -> None:
+def test_shard_writer_saves_several_states(tmp_path: Path, ranks: RankPool, real_process: bool) -> None:
     errors = ranks.run(2, save_several, tmp_path, real_process)
     assert len(errors) == 2 and all("missing" in error for error in errors) and "rank 1: " in errors[0]
     whole = np.arange(24.0).reshape(6, 4)

@@ -1,7 +1,7 @@
-"""The files in ``configs/``: each trains as it is, but for the machine and the hub.
+"""The files in ``configs/``: each trains without changes, except for the machine and the hub.
 
-What comes from a hub is replaced (a model of the same kind with small layers, a text on disk), and what needs
-an accelerator runs on CPU ranks or virtual XLA devices.
+Models and data of a hub are replaced by a model of the same kind with small layers and by a text on disk.
+Configs for an accelerator run on CPU ranks or virtual XLA devices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KINDS = {"Qwen": "qwen3", "google-bert": "bert"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Path]:
-    """A small pretrained model of each kind that the files name, with a tokenizer."""
+    """Write a small pretrained model with a tokenizer for each kind that the files name."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = build_data(configured(folder, corpus).data).tokenizer
     for kind in KINDS.values():
@@ -55,7 +55,7 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def here(path: Path, folder: Path, models: dict[str, Path], corpus: Path, reviews: Path) -> dict[str, Any]:
-    """What a file needs changed to run on this machine, by dotted key."""
+    """Return the changes that a file needs to run on this machine, by dotted key."""
     config = load_config(path)
     assert config.model.name_or_path is not None
     classifies = config.model.task == "sequence-classification"
@@ -79,7 +79,7 @@ def here(path: Path, folder: Path, models: dict[str, Path], corpus: Path, review
 
 
 @pytest.mark.parametrize("path", CONFIGS)
-def test_trains(
+def test_example_config_trains(
     path: Path,
     tmp_path: Path,
     models: dict[str, Path],

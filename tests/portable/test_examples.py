@@ -1,4 +1,4 @@
-"""The files in ``examples``: they run, and compute what they say."""
+"""The files in ``examples``: they run, and compute the documented losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_files_are_valid(path: Path) -> None:
+def test_example_files_are_valid(path: Path) -> None:
     config = load_config(path)
     assert config.train.loss is not None and (EXAMPLES / f"{path.stem}.py").is_file()
 
@@ -48,7 +48,7 @@ def test_distillation_aligns_padded_vocabularies(rows: int) -> None:
     assert float(total) == pytest.approx(float(wanted + numbers["cross_entropy"]) / 2, rel=1e-5)
 
 
-def test_distillation(tmp_path: Path, corpus: Path, brief_runs: None) -> None:
+def test_distillation_example_reduces_divergence(tmp_path: Path, corpus: Path, brief_runs: None) -> None:
     teacher = configured(tmp_path / "teacher", corpus, train__learning_rate=1e-2)
     run_rank("cpu", teacher)
     final = tmp_path / "teacher" / "final"
@@ -93,8 +93,8 @@ REWARD: dict[str, Any] = {
 }
 
 
-def test_a_reward_model(tmp_path: Path, brief_runs: None) -> None:
-    """Chosen answers begin with another word; the exported model scores as the trained one does."""
+def test_reward_model_example_scores_chosen_higher(tmp_path: Path, brief_runs: None) -> None:
+    """Chosen answers begin with another word. The exported model scores like the trained one."""
     data = write_jsonl(tmp_path / "pairs.jsonl", pairs(60))
     path = EXAMPLES / "reward_model.yaml"
     run_rank("cpu", load_config(path, tiny(tmp_path / "one", data, **REWARD)))

@@ -1,4 +1,4 @@
-"""An export replaces what an export wrote, in one step, and keeps everything else."""
+"""An export replaces the files of the previous export in one step, and keeps all other files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         ("fsync", "checkpoints", 1, "No space left on device"),
     ],
 )
-def test_a_disk_that_fails_is_one_line_and_the_same_command_goes_on(
+def test_export_reports_disk_error_and_repeated_command_finishes(
     call: str,
     part: str,
     code: int,
@@ -100,7 +100,7 @@ def test_a_disk_that_fails_is_one_line_and_the_same_command_goes_on(
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
-def test_it_keeps_what_a_person_put_there(
+def test_export_keeps_files_of_user(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     final = tmp_path / "final"
@@ -116,7 +116,7 @@ def test_it_keeps_what_a_person_put_there(
     assert (tmp_path / "final.kept-2" / "config.json").read_text() == "{}"
 
 
-def test_a_link_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_does_not_follow_link(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "thesis.txt").write_text("mine")
     (tmp_path / "final").symlink_to("elsewhere")
@@ -129,10 +129,10 @@ def test_a_link_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("survived", range(8))
-def test_a_kill_at_any_moment_loses_nothing(
+def test_killed_export_loses_nothing(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool, survived: int
 ) -> None:
-    """It is emulated: nothing that changes a name or deletes happens from then on."""
+    """The kill is emulated: after it, nothing is renamed or deleted."""
     final = tmp_path / "final"
     export_model(checkpoint, final)
     (final / "README.md").write_text("mine")
@@ -155,7 +155,7 @@ def test_a_kill_at_any_moment_loses_nothing(
     assert [path.read_text() for path in tmp_path.glob("final*/README.md")] == ["mine"]
     export_model(checkpoint, final)
     left_over = {path.name for path in tmp_path.iterdir()} - {"final", "final.kept"}
-    # The converter's own, whose lock this process, which is not dead, still holds.
+    # Only temporary files of the converter may remain, because this process still holds their lock.
     assert all(name.startswith("..final.new.tmp-") for name in left_over)
 
 
@@ -163,20 +163,20 @@ def test_a_kill_at_any_moment_loses_nothing(
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE"])
-def test_in_a_store_a_kill_loses_and_leaves_nothing(
+def test_killed_export_to_object_store_loses_and_leaves_nothing(
     checkpoint: Path,
     s3: ObjectStore,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     method: str,
 ) -> None:
-    """Killed as it begins to replace, or while new ones come, which is emulated: nothing is tidied up."""
+    """The kill happens before or during the replacement. It is emulated: no cleanup code runs."""
     export_model(checkpoint, RemotePath.from_url(s3.url("run/final")))
     whole = s3.tree("run/final")
     s3.put("run/final/model-00002-of-00002.safetensors", b"mine")
     if method != "DELETE":
         s3.fail(status=403, method="PUT", key="final/tokenizer")
-    else:  # of the marker, after that of what was moved
+    else:  # deletes the marker, after the deletion of the moved files
         s3.fail(status=403, method="POST", query="delete", every=2, times=1)
     with monkeypatch.context() as patch, pytest.raises(UserError):
         patch.setattr(remote_output.StoreOutput, "abort_uploads", lambda _: None)
@@ -184,7 +184,7 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     s3.heal()
     assert INCOMPLETE_MARKER in s3.names("run/final/")
     assert list(s3.tree("run/final.kept").values()) == [b"mine"]
-    s3.put("run/final/README.md", b"mine")  # somebody looks at the ruins
+    s3.put("run/final/README.md", b"mine")  # a user adds a file to the remains
     capsys.readouterr()
     export_model(checkpoint, RemotePath.from_url(s3.url("run/final")))
     assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
@@ -229,7 +229,7 @@ def train_as_node(
 
 @pytest.fixture(scope="module")
 def base_in_shards(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A base model of several files, whose export has the same files."""
+    """Write a base model of several files, whose export has the same files."""
     folder = write_pretrained(tmp_path_factory.mktemp("base"), corpus)
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
@@ -245,7 +245,7 @@ def read_export(run: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("strategy", "size", "per_node"), [("no_shard", 4, 1), ("full_shard", 4, 2), ("zero3", 2, 1)], ids=str
 )
-def test_nodes_write_the_files_that_one_rank_writes(
+def test_export_of_nodes_equals_export_of_one_rank(
     strategy: str,
     size: int,
     per_node: int,
@@ -280,7 +280,7 @@ def of_base(base: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_nodes_write_to_a_bucket(
+def test_export_of_nodes_to_object_store_equals_export_on_disk(
     base_in_shards: Path, tmp_path: Path, corpus: Path, s3: ObjectStore, ranks: RankPool
 ) -> None:
     settings = of_base(base_in_shards, strategy="full_shard")
@@ -296,7 +296,7 @@ def test_nodes_write_to_a_bucket(
 
 
 @pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_node_that_is_killed_leaves_no_model(
+def test_export_of_killed_node_leaves_no_model(
     dies: int, base_in_shards: Path, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     settings = of_base(base_in_shards, strategy="full_shard")
@@ -312,7 +312,7 @@ def test_a_node_that_is_killed_leaves_no_model(
     assert not list((tmp_path / "run").glob(".*final*"))
 
 
-def test_a_large_model_states_what_its_export_costs(tmp_path: Path, corpus: Path) -> None:
+def test_export_cost_of_large_model_is_shown(tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path / "run", corpus)
     assert build_export_cost_rows(config, int(LARGE_EXPORT_BYTES) - 1, 8, 8) == []
     assert build_export_cost_rows(config.replaced({"checkpoint.export": False}), 10**12, 8, 8) == []

@@ -1,4 +1,4 @@
-"""docs/migrate.md has each place of the Trainer, TRL and Accelerate that users extend, as installed."""
+"""docs/migrate.md has each extension point of the installed Trainer, TRL and Accelerate."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def arguments(of: Any) -> set[str]:
     return set(inspect.signature(of.__init__).parameters) - {"self"}
 
 
-def test_the_trainer_and_accelerate() -> None:
+def test_extension_points_of_trainer_and_accelerate_are_documented() -> None:
     alike = {"on_last_process", "on_local_main_process", "on_local_process", "on_process"}
     assert methods(Trainer) | arguments(Trainer) <= NAMED
     assert {name for name in methods(TrainerCallback) if name.startswith("on_")} <= NAMED
     assert methods(Accelerator) - alike - {"local_main_process_first"} <= NAMED
 
 
-def test_trl() -> None:
+def test_extension_points_of_trl_are_documented() -> None:
     trl: Any = pytest.importorskip("trl")
     assert {name for name in dir(trl) if name.endswith(("Trainer", "Callback"))} <= NAMED

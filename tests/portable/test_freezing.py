@@ -1,4 +1,4 @@
-"""Which parameters are frozen, and in which dtype they are kept."""
+"""Selection of the frozen parameters, and their dtype."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trained(model: torch.nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-def test_patterns_choose(run_of: Any) -> None:
+def test_freezing_selects_parameters_by_pattern(run_of: Any) -> None:
     untied = {"model__config__tie_word_embeddings": False}
     model = model_of(run_of(train__trainable=["lm_head", r"layers\.1\."], train__frozen="norm", **untied))
     found = trained(model)
@@ -43,7 +43,7 @@ def test_patterns_choose(run_of: Any) -> None:
     assert len(trained(model_of(run_of(train__frozen="embed", **untied)))) == len([*model.parameters()]) - 1
 
 
-def test_a_tied_parameter_is_one(run_of: Any) -> None:
+def test_freezing_treats_tied_parameter_as_one(run_of: Any) -> None:
     config = run_of(train__trainable="lm_head", model__config__tie_word_embeddings=True)
     model = model_of(config)
     assert trained(model) == ["model.embed_tokens.weight"]
@@ -57,8 +57,10 @@ def test_a_tied_parameter_is_one(run_of: Any) -> None:
     assert not trained(model)
 
 
-def test_a_run_from_start_to_end(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stopped, gone on, and exported: what is frozen is bit for bit what was read."""
+def test_frozen_parameters_stay_bit_identical(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a stop, a resume and an export, frozen parameters equal the pretrained ones bit for bit."""
     source = write_pretrained(tmp_path / "pretrained", corpus)
     settings: dict[str, Any] = {
         "strategy": "no_shard",

@@ -1,4 +1,4 @@
-"""Hints can be followed: each setting that one names is there."""
+"""Hints in messages can be followed: each setting that a hint names exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HINTS = sorted({meaning.advice for meaning in FOREIGN_VOCABULARY.keys.values() i
 
 
 @pytest.mark.parametrize("hint", HINTS)
-def test_a_hint_names_settings_that_there_are(hint: str) -> None:
+def test_hint_names_existing_settings(hint: str) -> None:
     named = re.findall(rf"(?:{'|'.join(SECTIONS)})\.[a-z_]+", hint)
     assert all(key in TABLE or key.startswith("model.config.") for key in named)
     told = re.findall(r"--([a-z-]+)", hint)
@@ -37,7 +37,7 @@ POPULAR = Path(__file__).with_name("imports").joinpath("popular.txt").read_text(
 
 
 @pytest.mark.parametrize("name", POPULAR)
-def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
+def test_popular_name_is_setting_or_has_remedy(name: str) -> None:
     if name in TABLE:
         return
     with pytest.raises(UserError) as in_a_file:
@@ -51,7 +51,7 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
         assert "the top level takes" not in text and "--help lists" not in text
         assert not remedy_of_name or remedy_of_name in text
         if not remedy_of_name and " " not in remedy.removeprefix("did you mean "):
-            # An exact setting, not one that begins like it.
+            # An exact setting, not only the beginning of a setting.
             assert remedy.removeprefix("did you mean ").removeprefix("--").rstrip("?") in TABLE
 
 
@@ -66,7 +66,7 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
         (None, 16, 9, 1, {}),
     ],
 )
-def test_remedies_for_few_steps_give_enough_steps(
+def test_few_steps_warning_suggests_enough_steps(
     epochs: float | None, batch: int, samples: int, ranks: int, remedies: dict[str, float]
 ) -> None:
     settings = {"train.epochs": epochs, "train.global_batch_size": batch}
@@ -82,7 +82,7 @@ def test_remedies_for_few_steps_give_enough_steps(
         assert config.train.global_batch_size % ranks == 0
 
 
-def test_length_is_described_in_steps_and_epochs() -> None:
+def test_format_run_length_prints_steps_and_epochs() -> None:
     config = load_config(None, {"train.epochs": 3, "train.global_batch_size": 16})
     assert format_run_length(config, 87, 464) == "87: 3 epochs of 464 samples"
     config = load_config(None, {"train.steps": 40, "train.global_batch_size": 8})
@@ -101,7 +101,7 @@ def test_length_is_described_in_steps_and_epochs() -> None:
         ({"train.epochs": 1}, 80_000, False),
     ],
 )
-def test_rare_checkpoints_are_named(settings: dict[str, Any], samples: int, warns: bool) -> None:
+def test_rare_checkpoints_warning_counts_steps(settings: dict[str, Any], samples: int, warns: bool) -> None:
     warning = build_rare_checkpoints_warning(
         load_config(None, {**settings, "train.global_batch_size": 8}), samples
     )

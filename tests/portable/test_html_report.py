@@ -1,4 +1,4 @@
-"""The page on a run: that it holds what was recorded, and that a real browser draws it."""
+"""The HTML report of a run: it contains the recorded values, and a real browser draws it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """Two legs, the second with another strategy."""
+    """Train in two launches, the second with another strategy."""
     folder = tmp_path_factory.mktemp("report") / "moved"
     assert run_rank("cpu", configured(folder, corpus, train__stop_after=4, train__eval_every=4)) == 0
     second = configured(folder, corpus, train__eval_every=4, strategy="no_shard")
@@ -52,7 +52,7 @@ def invented(folder: Path, rows: list[dict[str, Any]], config: str = "data: {seq
     return folder
 
 
-def test_a_run_leaves_its_events_and_its_page(run: Path) -> None:
+def test_run_writes_events_and_report(run: Path) -> None:
     assert [(event["event"], event["step"]) for event in read_events(run)] == [
         ("start", 0), ("save", 4), ("end", 4), ("resume", 4), ("save", 8), ("end", 8),
     ]  # fmt: skip
@@ -62,7 +62,7 @@ def test_a_run_leaves_its_events_and_its_page(run: Path) -> None:
     assert [point[0] for point in told["series"]["loss"]] == list(range(1, 9))
     assert [point[1] for point in told["series"]["loss"]] == [6 * 32 * step for step in range(1, 9)]
     assert [point[0] for point in told["series"]["eval_loss"]] == [4, 8]
-    page = (run / "report.html").read_text()  # which asks the network for nothing
+    page = (run / "report.html").read_text()  # which loads nothing from the network
     assert "default-src 'none'" in page
     assert not re.search(r"""(src|href|@import|url)\s*[=(]\s*["']?\s*(https?:)?//""", page)
 
@@ -84,9 +84,7 @@ def test_metrics_file_reads_only_the_end_of_a_long_log(tmp_path: Path) -> None:
     assert read < path.stat().st_size / 3, read
 
 
-def test_two_runs_lie_beside_each_other(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_compares_two_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"step": 1, "loss": 2.0, "samples": 4, "grad_norm": float("inf")}
     other = invented(tmp_path / "other", [row])
     assert '"grad_norm": null' in (other / "metrics.jsonl").read_text()  # JSON has no infinity
@@ -99,7 +97,7 @@ def test_two_runs_lie_beside_each_other(
     assert data["axes"] == ["step", "tokens"]  # the other kept no time
 
 
-def test_long_curves_keep_their_spikes() -> None:
+def test_downsample_points_keeps_spikes() -> None:
     points: list[Any] = [(step, None, None, step % 7 / 7) for step in range(300_001)]
     points[123_456] = (123_456, None, None, 50.0)
     kept = downsample_points(points)
@@ -107,8 +105,10 @@ def test_long_curves_keep_their_spikes() -> None:
     assert points[123_456] in kept and kept[-1] == points[-1] and kept == sorted(kept)
 
 
-def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In one line, and nothing is read that is no file of the run."""
+def test_report_rejects_folder_that_is_not_a_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error is one line, and only files of the run are read."""
     (tmp_path / METRICS).write_bytes(ROW)
     page = tmp_path / "page.html"
     makes: dict[str, Callable[[Path], object]] = {
@@ -142,7 +142,7 @@ def doubled(first: bytes, then: bytes) -> bytes:
     return b"a0: &a0 " + first + b"\n" + b"\n".join(lines) + b"\n"
 
 
-# What the file holds, and what the page says of it.
+# File, its content, and the message of the page.
 DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "a byte that is no text": (METRICS, ROW + b'{"step": 2, "no\xffte": 1}\n', "1 line of metrics"),
     "NaN and infinity": (METRICS, b'{"step": 2, "loss": NaN, "grad_norm": -Infinity}\n' + ROW, ""),
@@ -163,7 +163,7 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damage_is_passed_over_and_told(
+def test_report_skips_and_reports_damage(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -184,8 +184,8 @@ def test_damage_is_passed_over_and_told(
 
 
 @pytest.mark.parametrize("name", ["<img src=x>", "__DATA__", "__TITLE__", "a\x1b[2Jb\nerror: no", "b\udcff"])
-def test_names_are_mere_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To the page and to the terminal, whatever a folder, a figure or a setting is called."""
+def test_report_escapes_names(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of folders, metrics and settings are plain text in the page and on the terminal."""
     evil = "</script><script>alert(1)</script>"
     row = {"step": 1, "loss": 1.0, evil: 2.0}
     folder = invented(tmp_path / name, [row], f"note: {json.dumps(evil)}\n")
@@ -202,7 +202,7 @@ def test_names_are_mere_text(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
+def test_report_is_drawn_by_browser(run: Path, tmp_path: Path) -> None:
     assert CHROMIUM is not None
     quiet = ["--disable-gpu", "--no-first-run", "--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}"]
     shown = subprocess.run(
@@ -222,10 +222,10 @@ LINKED = ["metrics.jsonl", "events.jsonl", "report.html", "log.txt", "config.yam
 
 
 @pytest.mark.parametrize("name", [*LINKED, ".lock", "tensorboard"])
-def test_a_run_writes_through_no_link(
+def test_run_does_not_write_through_link(
     tmp_path: Path, corpus: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link in the place of a file of the run: refused in one line, or replaced."""
+    """A link that replaces a file of the run is rejected in one line, or replaced."""
     monkeypatch.chdir(tmp_path)
     folder, mine = Path("run"), tmp_path / "mine"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Uploads to the hub: huggingface_hub's own client against a server that answers as the hub, with faults."""
+"""Uploads to the hub: the client of huggingface_hub with a fake hub server that can fail."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ MODEL = {**TINY_MODEL, "num_hidden_layers": 1}
 
 
 def use(url: str, token: str | None, patch: pytest.MonkeyPatch) -> None:
-    """Let huggingface_hub of this process ask ``url``."""
+    """Let huggingface_hub of this process use the server at ``url``."""
     from huggingface_hub import constants
 
     patch.setattr(constants, "ENDPOINT", url)
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
-    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its storage is no simple server
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the fake server does not support this storage
     patch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
     patch.delenv("HF_TOKEN", raising=False)
     if token is not None:
@@ -72,10 +72,10 @@ def on_rank(url: str, config: Any) -> int:
         return run_rank("cpu", config)
 
 
-def test_two_ranks_upload_the_final_model_once(
+def test_hub_upload_of_two_ranks_happens_once(
     tmp_path: Path, corpus: Path, hub: FakeHub, ranks: RankPool
 ) -> None:
-    """What the repository then holds is ``final``, of an own user's, private, and nothing else."""
+    """The repository of the user is private and contains only the files of ``final``."""
     settings = tiny(tmp_path / "of-two", corpus, train__steps=2, hub__push="end", model__config=MODEL)
     ranks.run(2, on_rank, hub.url, load_config(None, settings))
     repository = hub.repositories["me/of-two"]
@@ -93,7 +93,7 @@ def test_two_ranks_upload_the_final_model_once(
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gemma3"])
-def test_the_best_model_is_uploaded_under_published_names(
+def test_hub_upload_of_best_model_has_published_names(
     model_type: str, tmp_path: Path, corpus: Path, hub: FakeHub
 ) -> None:
     if model_type == "mixtral":
@@ -111,7 +111,7 @@ def test_the_best_model_is_uploaded_under_published_names(
     }
 
 
-def test_an_adapter_is_uploaded_as_one(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:
+def test_hub_upload_of_adapter_has_peft_files(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:
     run(tmp_path / "lora", corpus, adapter__type="lora", adapter__r=2, train__steps=1)
     there = hub.repositories["me/lora"].files
     assert "adapter_config.json" in there and "model.safetensors" not in there
@@ -119,8 +119,8 @@ def test_an_adapter_is_uploaded_as_one(tmp_path: Path, corpus: Path, hub: FakeHu
     assert yaml.safe_load(there[MODEL_CARD_FILE].decode().split("---\n")[1])["library_name"] == "peft"
 
 
-def test_the_command_of_a_card_is_that_run(tmp_path: Path, corpus: Path) -> None:
-    """Its file is read back as the settings of the run, but for what is the machine's."""
+def test_model_card_config_reproduces_run(tmp_path: Path, corpus: Path) -> None:
+    """The config in the card has the settings of the run, except for settings of the machine."""
     run(tmp_path / "run", corpus, hub__push=None, train__steps=1)
     text = (tmp_path / "run" / "final" / MODEL_CARD_FILE).read_text("utf-8")
     (tmp_path / "again.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
@@ -140,8 +140,11 @@ class Release:
         RELEASE.set()
 
 
-def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:
-    """One at a time; a slow upload holds nothing up, and newer checkpoints replace those that wait."""
+def test_hub_uploads_checkpoints_in_background(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:
+    """One upload runs at a time.
+
+    A slow one does not delay training, and newer checkpoints replace waiting ones.
+    """
     hub.hold = RELEASE
     run(
         tmp_path / "run",
@@ -160,7 +163,7 @@ def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Pa
     weights = [files["model.safetensors"] for _, files in commits]
     assert weights[0] != weights[-1] == (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
     card = commits[0][1][MODEL_CARD_FILE].decode()
-    assert "| 1 |" in card and "| 2 |" not in card  # what was known at that step
+    assert "| 1 |" in card and "| 2 |" not in card  # the evaluations up to that step
     assert not any("optim" in name or "trainer_state" in name for _, files in commits for name in files)
     left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert left == ["step-000006"] and not (tmp_path / "run" / ".scratch").exists()
@@ -168,7 +171,7 @@ def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Pa
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """A folder such as an export's."""
+    """Write a folder like an export."""
     folder = tmp_path / "final"
     folder.mkdir()
     save_file({"weight": np.arange(6.0)}, folder / "model.safetensors")
@@ -185,16 +188,16 @@ def of(folder: Path, **settings: Any) -> HubRepository:
     )
 
 
-def test_a_failing_upload_is_repeated(export: Path, hub: FakeHub) -> None:
-    """A commit whose answer was lost is not made twice."""
+def test_hub_upload_is_retried(export: Path, hub: FakeHub) -> None:
+    """A commit whose response was lost is not repeated."""
     hub.faults = {"POST /me/run.git": [503], "PUT /lfs": [DROP], "/commit/": [500, LOST]}
     assert of(export).push_export(export, "Step 1") == f"{hub.url}/me/run"
     assert not any(hub.faults.values()) and len(hub.repositories["me/run"].commits) == 1
     assert set(hub.repositories["me/run"].files) == {"model.safetensors", "config.json", MODEL_CARD_FILE}
 
 
-def test_a_hub_that_never_answers(export: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub has no limit of its own."""
+def test_hub_upload_times_out(export: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of huggingface_hub has no time limit by default."""
     before = get_session().timeout
     hub.hold = threading.Event()
     monkeypatch.setattr(hub_module, "_UPLOAD_TIMEOUT_SECONDS", 0.3)
@@ -204,7 +207,7 @@ def test_a_hub_that_never_answers(export: Path, hub: FakeHub, monkeypatch: pytes
     assert get_session().timeout == before
 
 
-def test_a_hub_that_is_down_at_the_start(
+def test_hub_that_is_down_at_start_is_a_warning(
     export: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.faults = {"whoami": [503, DROP]}
@@ -217,7 +220,7 @@ def test_a_hub_that_is_down_at_the_start(
 
 
 @pytest.mark.parametrize("fault", [500, 403], ids=str)
-def test_a_lost_upload_loses_no_run(
+def test_hub_upload_failure_does_not_end_run(
     fault: int | str, tmp_path: Path, corpus: Path, hub: FakeHub, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub.faults = {"/commit/": [fault] * 9}
@@ -232,7 +235,7 @@ def test_a_lost_upload_loses_no_run(
 
 PUBLIC = Repository(private=False)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"faults": {"whoami": [401]}}, "the hub does not know the token; set HF_TOKEN"),
+    ({}, {"faults": {"whoami": [401]}}, "the hub does not accept the token; set HF_TOKEN"),
     ({}, {"role": "read"}, "the token may only read"),
     ({"hub__repo": "other/tiny"}, {}, "does not exist, and the token's user, me, is not in other"),
     ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "may not write to lab/tiny"),  # known on creation
@@ -249,11 +252,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"token": None}, "hub.push: there is no token; set HF_TOKEN"),
     ({}, {"offline": True}, "HF_HUB_OFFLINE is set"),
 ]
-"""Settings of the run, the state of the server or of this machine, and what is told."""
+"""Settings of the run, state of the server or of this machine, and the expected error."""
 
 
 @pytest.mark.parametrize(("settings", "state", "told"), REFUSED, ids=[row[-1][:40] for row in REFUSED])
-def test_what_cannot_be_uploaded_is_refused(
+def test_hub_push_is_rejected_before_run_starts(
     settings: dict[str, Any],
     state: dict[str, Any],
     told: str,
@@ -262,7 +265,7 @@ def test_what_cannot_be_uploaded_is_refused(
     hub: FakeHub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the run leaves anything."""
+    """A rejected run writes nothing."""
     vars(hub).update({name: value for name, value in state.items() if hasattr(hub, name)})
     if "token" in state:
         use(hub.url, None, monkeypatch)
@@ -303,7 +306,7 @@ def load(name):
     source = HubDataset(name, SourceSettings(DataConfig(source=name)))
     texts = [document.text for document in source.iter_documents()]
     assert len(texts) == 3, texts
-    return [texts, source.digest(), [shard.identity for shard in source.iter_shards(1000)]]
+    return [texts, source.compute_digest(), [shard.identity for shard in source.iter_shards(1000)]]
 """
 ON_RANKS = """
 for name, ranks in (("lab/alone", 1), ("lab/together", 3)):
@@ -326,8 +329,8 @@ for name, ranks in (("lab/alone", 1), ("lab/together", 3)):
 
 
 @pytest.mark.parametrize("kind", ["models", "datasets"])
-def test_one_rank_of_a_node_asks_the_hub(kind: str, tmp_path: Path) -> None:
-    """Three ranks send hardly more requests than one, and read the same."""
+def test_hub_files_are_requested_by_one_rank_per_node(kind: str, tmp_path: Path) -> None:
+    """Three ranks send hardly more requests than a single rank, and read the same files."""
     if kind == "models":
         tiny_model("llama").save_pretrained(tmp_path)
         words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, "w0"))
@@ -348,6 +351,6 @@ def test_one_rank_of_a_node_asks_the_hub(kind: str, tmp_path: Path) -> None:
             timeout=300,
         )
     alone, together = ([request for request, _ in requests if name in request] for name in names)
-    # The rank that lists the files may not be the one that loaded the dataset. It then repeats some requests,
-    # which a single rank answers from its memory.
+    # The rank that lists the files may differ from the rank that loaded the dataset. It then repeats some
+    # requests, which a single rank answers from its memory.
     assert 0 < len(alone) <= len(together) < 2 * len(alone), requests

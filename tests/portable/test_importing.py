@@ -1,4 +1,4 @@
-"""``portable-train import``: another program's file becomes a config, or a line says what is missing."""
+"""``portable-train import``: a file of another program becomes a config, or the error names the problem."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRL_FILE, AXOLOTL_FILE, FACTORY_FILE, ACCELERATE_FILE = (
 
 
 def imported(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """The settings that are printed, by dotted key, and the text."""
+    """Return the printed settings, by dotted key, and the printed text."""
     print_imported_config(words)
     text = capsys.readouterr().out
     config = load_config(parse_yaml(text, "run.yaml").value)
@@ -44,7 +44,7 @@ def imported(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_file_of_each_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_converts_file_of_each_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     expected = EXPECTED[name]
     found, printed = imported(str(IMPORTS / name), capsys=capsys)
     assert {key: found.get(key) for key in expected} == expected
@@ -55,7 +55,7 @@ def test_a_file_of_each_program(name: str, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("key", ["context_parallel_size", "tensor_parallel_size"])
-def test_devices_that_share_a_sequence_or_a_layer_take_one_batch(
+def test_import_divides_batch_by_parallel_devices(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "axolotl.yaml"
@@ -73,7 +73,7 @@ KEYS = yaml.safe_load((IMPORTS / "keys.yaml").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("row", KEYS, ids=lambda row: json.dumps(row["given"]))
-def test_what_a_file_means_to_its_program(row: dict[str, Any]) -> None:
+def test_import_converts_keys_to_equivalent_settings(row: dict[str, Any]) -> None:
     found = convert_foreign_file(YamlDocument(row["given"], {}), "theirs.yaml")
     assert not found.refusals
     expected = row["comes_to"]
@@ -83,7 +83,7 @@ def test_what_a_file_means_to_its_program(row: dict[str, Any]) -> None:
     load_config(None, {**pairs, **{key: value for key, value in expected.items() if value is not None}})
 
 
-def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_merges_files_and_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(ACCELERATE_FILE)
     script = ["train.py", "--model_name_or_path", "org/model", "--dataset-name=org/data", "--bf16", "True"]
     more = "--per_device_train_batch_size 2 --learning_rate 1e-5 --lora_target_modules a b"
@@ -97,7 +97,7 @@ def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.Capture
     assert imported(*both, capsys=capsys)[0]["data.seq_len"] == 64  # which two ranks divide
 
 
-def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_error_names_missing_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "theirs.yaml"
     for text, line in (
         (FACTORY_FILE.replace("org/pairs", "identity,alpaca_en_demo"), "data.source: the files name no data"),
@@ -114,7 +114,7 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert line in capsys.readouterr().err
 
 
-def test_a_default_of_a_program_yields_to_what_another_file_says(
+def test_import_prefers_explicit_values_over_program_defaults(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     deepspeed = json.loads((IMPORTS / "deepspeed.json").read_text("utf-8"))
@@ -200,7 +200,7 @@ def effective(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_a_default_of_a_program_that_is_written_out_changes_nothing(name: str) -> None:
+def test_import_of_explicit_default_changes_nothing(name: str) -> None:
     """The table of defaults is complete: every field with a row in the classes of the program is checked."""
     start, defaults = STARTS[name]
     expected, _ = effective(start)
@@ -229,7 +229,7 @@ WITHOUT_EFFECT = ("profiler.", "checkpointer.checkpoint_files.", "gradient_check
 
 
 @pytest.mark.parametrize("files", [*PUBLISHED, "TRL"])
-def test_no_key_of_any_depth_of_published_files_vanishes(files: str) -> None:
+def test_import_names_misspelled_keys_at_any_depth(files: str) -> None:
     """A misspelled key at the place of each published key is named, or the section around it is."""
     program = files.split()[0].partition(":")[0]
     start = {"torchtune": TUNE_START, "axolotl": STARTS["axolotl"][0]}.get(program, STARTS["TRL"][0])
@@ -264,7 +264,7 @@ def test_no_key_of_any_depth_of_published_files_vanishes(files: str) -> None:
 
 
 @pytest.mark.parametrize("program", FOREIGN_PROGRAMS, ids=lambda program: program.name)
-def test_targets_are_settings(program: ForeignProgram) -> None:
+def test_import_targets_are_settings(program: ForeignProgram) -> None:
     """A setting that a key becomes exists, and so does each setting among the defaults of the program."""
     tables = [program.keys, axolotl.ENTRY_KEYS, trl.MIXTURE_ENTRY_KEYS]
     targets = {
@@ -275,7 +275,7 @@ def test_targets_are_settings(program: ForeignProgram) -> None:
 
 
 @pytest.mark.parametrize("program", FOREIGN_PROGRAMS, ids=lambda program: program.name)
-def test_values_become_the_settings_that_the_table_names(program: ForeignProgram) -> None:
+def test_import_values_have_settings_of_table(program: ForeignProgram) -> None:
     for name, key in program.keys.items():
         for value in (True, 1, 0.5, "x", "cpu", "fp32", ["x"], {"x": 1}, *key.unless):
             file = ForeignFile(program, tree(name, value), lambda path: Origin(".".join(path), 0))
@@ -289,7 +289,7 @@ SILENT = {"preprocess_shards": "sizes of work, not of data"}
 
 
 @pytest.mark.parametrize("key", AXOLOTL_ENTRY_KEYS)
-def test_no_key_of_an_entry_of_axolotl_vanishes(key: str) -> None:
+def test_import_reads_every_key_of_axolotl_dataset(key: str) -> None:
     """Each field of an entry is read or named: a value other than the default changes the result."""
     values = {
         "path": "other",
@@ -315,7 +315,7 @@ def test_no_key_of_an_entry_of_axolotl_vanishes(key: str) -> None:
 
 
 @pytest.mark.parametrize("dataset", TUNE_DATASETS)
-def test_no_argument_of_a_dataset_of_torchtune_vanishes(dataset: str) -> None:
+def test_import_reads_every_argument_of_torchtune_dataset(dataset: str) -> None:
     values = {
         "split": "test",
         "column_map": {"output": "x"},
@@ -340,7 +340,9 @@ def test_no_argument_of_a_dataset_of_torchtune_vanishes(dataset: str) -> None:
         assert results[0] != results[1] or not is_supported, key
 
 
-def test_scripts_and_launchers_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_rejects_scripts_and_reads_launchers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
     for words in ([str(tmp_path / "train.py")], ["--", "torchrun", "--nproc_per_node", "2", "train.py"]):
         assert main(["import", *words]) == 2
@@ -356,7 +358,7 @@ def test_scripts_and_launchers_are_answered(tmp_path: Path, capsys: pytest.Captu
         assert settings["train.global_batch_size"] == 16  # TRL's 8 on each of two devices
 
 
-def test_axolotl_pushes_to_the_hub_and_zero_steps_are_none(
+def test_import_of_axolotl_sets_hub_and_ignores_zero_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "axolotl.yaml"
@@ -370,7 +372,7 @@ def test_axolotl_pushes_to_the_hub_and_zero_steps_are_none(
     assert "train.steps" not in values
 
 
-def test_an_import_says_what_will_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_lists_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last block lists the differences. The exit code is 2 if a key has no counterpart."""
     chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
     chats.write_text(
@@ -382,7 +384,7 @@ def test_an_import_says_what_will_differ(tmp_path: Path, capsys: pytest.CaptureF
         assert main(["import", *words, str(path)]) == 0
         text = capsys.readouterr().out
         assert yaml.safe_load(text)["data"].get("train_on") == trains
-        assert "# What will differ from there:" in text.split("\n\n")[-1]
+        assert "# Differences from there:" in text.split("\n\n")[-1]
         assert ("without assistant_only_loss" in text) == (trains is not None)
     assert (
         imported(*words, str(chats), "--assistant_only_loss", capsys=capsys)[0]["data.train_on"]
@@ -409,7 +411,7 @@ WITH_ADAPTER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("value", [True, 1, -1, 0, 0.5, "x", "", None, [], ["x"], {}, {"x": 1}], ids=repr)
-def test_no_value_of_any_key_is_a_traceback(value: Any) -> None:
+def test_import_of_any_value_has_no_traceback(value: Any) -> None:
     for program in FOREIGN_PROGRAMS:
         start: dict[str, Any] = dict.fromkeys((program.unique_keys or program.usual_keys)[:2])
         start |= WITH_ADAPTER.get(program.name, {})

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: no traceback, the exit code of a shell, no process and no semaphore left."""
+"""Ctrl-C at any time: no traceback, the usual exit code, and no process or semaphore remains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INTERRUPTED, STOPPED = 130, 75
 
 
 def start(tmp_path: Path, entry: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own, as a terminal does."""
+    """Start a command in a separate process group, as a terminal does."""
     code = f"import sys; from portable.entry_points import {entry}; sys.exit({entry}())"
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
@@ -39,7 +39,7 @@ def start(tmp_path: Path, entry: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def interrupt(process: subprocess.Popen[str], times: int) -> None:
-    """Signal the whole group, as Ctrl-C does."""
+    """Signal all processes of the group, as Ctrl-C does."""
     for _ in range(times):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
@@ -81,7 +81,7 @@ MOMENTS: dict[str, tuple[int, int, Callable[[Path, Path], bool]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_repeated_ctrl_c_ends_without_a_traceback(moment: str, tmp_path: Path, corpus: Path) -> None:
+def test_repeated_ctrl_c_ends_without_traceback(moment: str, tmp_path: Path, corpus: Path) -> None:
     ranks, times, condition = MOMENTS[moment]
     run, errors = tmp_path / "run", tmp_path / "errors"
     process = start(tmp_path, "train", *flags_of(run, corpus), "--nproc", str(ranks))
@@ -110,7 +110,7 @@ def test_killed_runs_leave_no_semaphore(tmp_path: Path, corpus: Path) -> None:
     assert not opened & semaphores()
 
 
-def test_the_next_run_removes_the_semaphores_of_killed_runs() -> None:
+def test_next_run_removes_semaphores_of_killed_runs() -> None:
     """A run that is killed before its workers have opened them leaves their names."""
     names = _SemaphoreNames(multiprocessing.get_context("forkserver"))
     names.make_queue()
@@ -126,7 +126,7 @@ def test_the_next_run_removes_the_semaphores_of_killed_runs() -> None:
     assert not created & semaphores()
 
 
-# -- calls that hand a stranger's file to a library ----------------------------------------------------------
+# -- calls that pass an untrusted file to a library ----------------------------------------------------------
 
 READERS = frozenset(
     [
@@ -211,7 +211,7 @@ def find_readers(path: Path) -> set[str]:
     return readers
 
 
-def test_only_checked_modules_hand_files_to_libraries() -> None:
+def test_only_checked_modules_pass_files_to_libraries() -> None:
     """A new use needs a row in DOORS that names its check."""
     root = Path(__file__).parents[2]
     sources = [

@@ -1,4 +1,4 @@
-"""Real ranks in real processes: started, failing, signalled, orphaned."""
+"""Real ranks in real processes: start, failure, signals, and a killed launcher."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.ranks import free_port, wait_for
 from tests.runs import configured, flags, tiny
 from tests.zygote import Zygote
 
-AT_MOST = 300  # seconds, for whatever would otherwise be waited for without end
+AT_MOST = 300  # seconds, for waits that would otherwise never end
 
 
 def start(zygote: Zygote, scratch: Path, settings: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
-    """A run whose launcher has this scratch folder."""
+    """Start a run whose launcher has this scratch folder."""
     scratch.mkdir(exist_ok=True)
     return zygote.start("portable-train", *flags(settings), *arguments, TMPDIR=str(scratch))
 
@@ -41,7 +41,7 @@ def steps_logged(folder: Path) -> int:
 
 
 def ranks_of(scratch: Path) -> dict[int, int]:
-    """The process id of each rank of the launcher that now runs with this scratch folder."""
+    """Return the process id of each rank of the launcher that now runs with this scratch folder."""
     newest = max(scratch.glob("portable-launch-*"), key=lambda path: path.stat().st_mtime_ns)
     fields = [path.name.split(".") for path in newest.glob("rank*.pid")]
     return {int(name.removeprefix("rank")): int(pid) for name, pid, _ in fields}
@@ -54,7 +54,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_ctrl_c_is_answered_immediately_on_a_terminal(
+def test_ctrl_c_is_acknowledged_immediately_on_terminal(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("portable.terminal.sys.stderr.isatty", lambda: True)
@@ -70,7 +70,7 @@ def test_ctrl_c_is_answered_immediately_on_a_terminal(
     assert capfd.readouterr().err.count("stopping after this step") == 1
 
 
-def test_repeated_sigterm_does_not_terminate_a_rank_that_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_sigterm_does_not_terminate_saving_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM and other schedulers send SIGTERM more than once."""
     monkeypatch.setattr("portable.errors._is_end_requested", False)
     handler = signal.getsignal(signal.SIGTERM)
@@ -83,14 +83,14 @@ def test_repeated_sigterm_does_not_terminate_a_rank_that_saves(monkeypatch: pyte
     finally:
         signals.restore_handlers()
     assert signal.getsignal(signal.SIGTERM) is handler
-    # The launcher that sent it knows of the first failure, so nothing is left to report.
+    # The launcher that sent the signal has already reported the first failure.
     monkeypatch.setattr("portable.errors.time.sleep", None)
     ReportedElsewhereError("another rank failed", 1).wait_for_report()
 
 
 @pytest.mark.slow
-def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    """One run of many steps, ended three ways, and no step lost or done twice."""
+def test_launch_survives_signals_and_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+    """A long run is ended in three ways. No step is lost or repeated."""
     whole, folder, scratch = tmp_path / "whole", tmp_path / "run", tmp_path / "scratch"
     settings = tiny(
         folder,
@@ -130,7 +130,7 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
     with lock_run_folder(folder):
         pass
 
-    # One rank killed: the launcher says which, and how it ended.
+    # One rank is killed: the launcher reports the rank and the signal.
     before = steps_logged(folder)
     run = start(zygote, scratch, settings, "--nproc", "2")
     wait_for(lambda: steps_logged(folder) > before or run.poll() is not None)
@@ -138,16 +138,16 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
     _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 1
     assert "error: rank 1 failed first: it was killed by SIGKILL" in errors
-    assert not list(scratch.glob("portable-launch-*"))  # nor what the killed launcher had left
+    assert not list(scratch.glob("portable-launch-*"))  # nor files of the killed launcher
 
-    # And it still goes on; on one rank now, which moves no loss by more than rounding.
+    # The run still continues, now on one rank. The losses differ only by rounding.
     end = steps_logged(folder) + 10
     for place in (folder, whole):
         assert run_rank("cpu", configured(place, corpus, **_dunder(settings), train__stop_after=end)) == 0
     ours = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
     theirs = {row["step"]: row["loss"] for row in read_metrics(whole) if "loss" in row}
     assert list(ours) == list(range(1, end + 1))
-    # Chaos multiplies rounding differences; over the steps that the interruptions fell into they are small.
+    # Rounding differences grow with the steps. They are small over the steps with interruptions.
     upto = stopped + 20
     assert [ours[s] for s in range(1, upto)] == pytest.approx([theirs[s] for s in range(1, upto)], rel=1e-5)
 
@@ -167,16 +167,16 @@ COMMAND, LAUNCHER = ("portable-train",), ("portable-train", "--nproc", "2")
 @pytest.mark.parametrize(
     ("command", "given", "told"),
     [
-        (TORCHRUN, {}, "in use by another run"),  # which rank 0 alone asks for
+        (TORCHRUN, {}, "in use by another run"),  # which only rank 0 requests
         (LAUNCHER, {"data__text_field": "nowhere"}, "no field 'nowhere'"),
         (COMMAND, {}, "MASTER_PORT={port}: another program uses this port of 127.0.0.1"),
     ],
     ids=["torchrun", "launcher", "port"],
 )
-def test_a_refusal_is_told_once(
+def test_launch_prints_error_once(
     command: tuple[str, ...], given: dict[str, Any], told: str, tmp_path: Path, corpus: Path, zygote: Zygote
 ) -> None:
-    """On one line, and no rank has a traceback of its own; torchrun prints one of its own."""
+    """The error is one line, and no rank prints a traceback. Only torchrun prints its usual one."""
     settings = flags(tiny(tmp_path / "out", corpus, train__micro_batch_size=3, **given))
     environment: dict[str, Any] = {}
     with contextlib.ExitStack() as held:
@@ -199,9 +199,7 @@ def test_a_refusal_is_told_once(
 
 
 @pytest.mark.slow
-def test_one_rank_that_stops_ends_all_and_it_is_said_which(
-    tmp_path: Path, corpus: Path, zygote: Zygote
-) -> None:
+def test_launch_names_rank_that_hangs(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     folder, scratch = tmp_path / "run", tmp_path / "scratch"
     settings = tiny(
         folder,
@@ -234,7 +232,7 @@ KILLED_ONCE: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_all_without_a_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+def test_killed_rank_ends_other_ranks_without_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     settings = tiny(tmp_path / "run", corpus, **KILLED_ONCE, train__steps=100_000)
     settings["train.micro_batch_size"] = 2
     note, port = tmp_path / "note", str(free_port())
@@ -248,7 +246,7 @@ def test_a_killed_rank_ends_all_without_a_launcher(tmp_path: Path, corpus: Path,
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_the_ranks(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+def test_torchrun_restarts_ranks(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     settings = flags(tiny(tmp_path / "run", corpus, **KILLED_ONCE, train__steps=5))
     command = [TORCHRUN[0], "--max-restarts", "1", *TORCHRUN[1:]]
     done = zygote.run(*command, *settings, KILLED_ONCE=str(tmp_path / "note"))
@@ -282,7 +280,8 @@ def _rank_function(how: str) -> int:
         torch.distributed.init_process_group("gloo")
         torch.distributed.barrier()
         found = sorted({*listening(os.getpid()), *listening(os.getppid())})
-        os.write(1, f"listening on {' '.join(found)}\n".encode())  # in one piece, as the other rank's
+        # in a single write, because the other rank prints too
+        os.write(1, f"listening on {' '.join(found)}\n".encode())
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         return 0
@@ -291,7 +290,7 @@ def _rank_function(how: str) -> int:
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses, in hexadecimal, on which a process listens for TCP."""
+    """Return the addresses, in hexadecimal, on which a process listens for TCP."""
     sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
     lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path(f"/proc/net/{name}"))]
     return {f[1].split(":")[0] for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in sockets}
@@ -302,13 +301,13 @@ def _lines(path: Path) -> list[str]:
 
 
 def report(how: str, counted: tuple[int | None, ...] = ()) -> None:
-    """Have two ranks do ``how``, and print what their launcher makes of it.
+    """Run ``how`` on two ranks, and print the result of their launcher.
 
     Args:
-        how: for ``_rank_function``.
-        counted: what the kernel's counter of kills for memory shall say.
+        how: Name of the behavior, for ``_rank_function``.
+        counted: Values of the kernel's counter of out-of-memory kills, before and after.
     """
-    patch = pytest.MonkeyPatch()  # for good: this process ends with it
+    patch = pytest.MonkeyPatch()  # never undone: this process ends with it
     if counted:
         readings = iter([{} if value is None else {"/proc/vmstat": value} for value in counted])
         patch.setattr("portable.ranks.oom_kills.read_oom_kills", lambda: next(readings))
@@ -330,8 +329,8 @@ def ask_twice() -> None:
 
 
 def reported(zygote: Zygote, folder: Path, *arguments: object) -> tuple[str, str]:
-    """What :func:`report` prints, and the standard error stream."""
-    notes = folder / "notes"  # in which ranks leave word
+    """Return the output of :func:`report` and the standard error stream."""
+    notes = folder / "notes"  # files by which ranks signal each other
     notes.mkdir()
     call = f"from tests.portable.test_launch import report; report(*{arguments!r})"
     done = zygote.run("python", "-c", call, NOTES=str(notes), TMPDIR=str(folder))
@@ -347,18 +346,18 @@ FIRST_LINES = {
     "killed, not counted": f"{KILLED}, but not by the kernel's OOM killer",
     "asked twice": "StoppedError: stopped by a second Ctrl-C without saving; there is no checkpoint yet",
 }
-"""What ranks do, and how the answer of their launcher begins."""
+"""Behavior of the ranks, and the start of the launcher's answer."""
 OOM_KILLS = {"killed, counted": (0, 1), "killed, not counted": (3, 3)}
-"""What the kernel's counter of kills for memory is to say, before and after; the kills are real."""
+"""Values of the kernel's counter of out-of-memory kills, before and after. The kills are real."""
 
 
 @pytest.mark.parametrize("how", FIRST_LINES)
-def test_what_a_launcher_says_of_its_ranks(how: str, tmp_path: Path, zygote: Zygote) -> None:
-    """The first that fails is named, the other is ended and not waited for, and no signal is lost."""
+def test_launcher_names_first_failing_rank(how: str, tmp_path: Path, zygote: Zygote) -> None:
+    """The launcher names the first failing rank, ends the other one without waiting, and loses no signal."""
     told, errors = reported(zygote, tmp_path, how.partition(",")[0], OOM_KILLS.get(how, ()))
     assert told.startswith(FIRST_LINES[how])
     assert ("set this lower" in told) == how.startswith("killed")
-    # A traceback is for our bugs only, and not for what they led to on other ranks.
+    # A traceback appears only for bugs, and not for their effects on other ranks.
     assert errors.count("Traceback (most recent") == (how == "breaks")
 
 
@@ -374,8 +373,8 @@ def test_what_a_launcher_says_of_its_ranks(how: str, tmp_path: Path, zygote: Zyg
     ],
     ids=["launcher", "torchrun"],
 )
-def test_ranks_end_without_freeing_the_interpreter(rank: str, code: int) -> None:
-    """But after their exit handlers. Real processes: forks of the zygote end in another way."""
+def test_ranks_exit_without_freeing_interpreter(rank: str, code: int) -> None:
+    """The exit handlers run. The processes are real, because forks of the zygote end differently."""
     words = [sys.executable, "-c", f"import sys; from tests.left import leave; {rank}"]
     environment = {**os.environ, "WORLD_SIZE": "2"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=AT_MOST)
@@ -383,8 +382,8 @@ def test_ranks_end_without_freeing_the_interpreter(rank: str, code: int) -> None
     assert done.stdout.count("handlers run") == (1 if code else 2)
 
 
-def test_local_ranks_listen_on_the_loopback_interface_only(tmp_path: Path, zygote: Zygote) -> None:
-    """Whoever reaches a store can write to it, and what ranks read there decides where they connect."""
+def test_local_ranks_listen_only_on_loopback(tmp_path: Path, zygote: Zygote) -> None:
+    """A process that reaches the store could redirect the connections of the ranks."""
     told, errors = reported(zygote, tmp_path, "listens")
     lines = [line for line in (told + errors).splitlines() if line.startswith("listening on")]
     assert lines == ["listening on 0100007F"] * 2  # 127.0.0.1

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, where it is installed, on ``final`` and in a callback, with a task made here."""
+"""lm-evaluation-harness, if installed, on ``final`` and in a callback, with a custom task."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def task_in(folder: Path) -> Path:
     return folder / "tasks"
 
 
-def test_the_callback_gives_what_the_command_does(
+def test_eval_harness_callback_matches_command(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")

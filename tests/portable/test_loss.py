@@ -1,4 +1,4 @@
-"""What a model's own ``forward(labels=...)`` adds to the cross-entropy: losses of routers, z-losses."""
+"""Additions of a model's ``forward(labels=...)`` to the cross-entropy: router losses and z-losses."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def built(model_type: str, **changes: Any) -> PreTrainedModel:
 
 
 def inputs(task: str, rows: int = 3) -> dict[str, Tensor]:
-    """A micro-batch as the data has it: every other row is padded, labels are aligned with the logits."""
+    """Return a micro-batch as in the data: every other row is padded, labels are aligned with the logits."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 64, (rows, 10), generator=generator)
     mask = torch.ones(rows, 9, dtype=torch.int64)
@@ -104,16 +104,16 @@ def loss_of(
 
 
 def transformers_own(model: PreTrainedModel, batch: dict[str, Tensor], task: str) -> Tensor:
-    """Its loss for one micro-batch; aligned labels are what it calls shifted ones."""
+    """Compute the loss of transformers for a micro-batch. Its shifted labels are our aligned labels."""
     more: dict[str, Any] = {"shift_labels": batch["labels"]} if task == "causal-lm" else {}
-    if "switch" in model.config.model_type:  # does not look into its config
+    if "switch" in model.config.model_type:  # ignores its config
         more["output_router_logits"] = model.config.output_router_logits
     loss: Tensor = model(**batch, **more).loss
     return loss
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_micro_batch_alone_has_the_loss_of_transformers(model_type: str) -> None:
+def test_loss_of_micro_batch_matches_transformers(model_type: str) -> None:
     task = MODELS[model_type]
     model, batch = built(model_type), inputs(MODELS[model_type])
     truth = transformers_own(model, batch, task)
@@ -129,8 +129,8 @@ def test_a_micro_batch_alone_has_the_loss_of_transformers(model_type: str) -> No
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "switch_transformers", "bamba"])
-def test_over_a_global_batch_it_is_the_mean_over_sequences(model_type: str) -> None:
-    """Micro-batches of other sizes and with other numbers of labels than one another."""
+def test_added_loss_of_global_batch_is_mean_over_sequences(model_type: str) -> None:
+    """The micro-batches differ in size and in the number of labels."""
     task = MODELS[model_type]
     model, batch = built(model_type), inputs(task, rows=4)
     micro_batches = [{name: t[part] for name, t in batch.items()} for part in (slice(0, 3), slice(3, 4))]
@@ -157,8 +157,8 @@ def test_over_a_global_batch_it_is_the_mean_over_sequences(model_type: str) -> N
         ("llama", {}),
     ],
 )
-def test_nothing_is_added_unless_the_config_asks_for_it(model_type: str, off: dict[str, Any]) -> None:
-    """A head in parts gives losses in place of logits, of which a z-loss would make nonsense."""
+def test_added_loss_is_off_unless_config_enables_it(model_type: str, off: dict[str, Any]) -> None:
+    """A chunked head returns losses instead of logits, for which a z-loss would be meaningless."""
     batch = inputs(MODELS.get(model_type, "causal-lm"))
     model, valid = built(model_type, **off), torch.tensor(7)
     assert loss_of(TrainingObjective(model, 3), model, batch, valid).equal(
@@ -179,8 +179,8 @@ ROWS: dict[str, Any] = {
 }
 
 
-def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) -> None:
-    """Of four micro-batches of a packed sequence each, whose losses are then meant to be averaged."""
+def test_first_step_with_router_loss_matches_transformers(tmp_path: Path, corpus: Path) -> None:
+    """The step has four micro-batches of one packed sequence each, whose losses are averaged."""
     config = configured(tmp_path, corpus, **ROWS)
     with opened(config) as trial:
         model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
@@ -193,7 +193,7 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
         step = trial.step()
         torch.testing.assert_close(step.loss, truth, rtol=1e-6, atol=0)
         torch.testing.assert_close(step.grad_norm, norm, rtol=1e-5, atol=0)
-        # An evaluation tells the cross-entropy alone.
+        # An evaluation reports only the cross-entropy.
         batch = trial.backend.copy_to_device(rows[0])
         labels = int((rows[0]["labels"] != IGNORED_LABEL).sum())
         alone = compute_summed_cross_entropy(trial.engine.model, batch) / labels
@@ -215,9 +215,7 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
         ),
     ],
 )
-def test_padding_is_not_among_the_tokens_of_a_router(
-    model_type: str, packing: Any, seq_len: int, tmp_path: Path
-) -> None:
+def test_router_loss_ignores_padding(model_type: str, packing: Any, seq_len: int, tmp_path: Path) -> None:
     """The router loss equals the loss of transformers for all tokens of each conversation."""
     rows = [{"messages": row["prompt"] + row["chosen"]} for row in pairs(2)]
     settings = CAUSAL.get(model_type)
@@ -266,7 +264,10 @@ RECOMPUTED = "memory__activation_checkpointing"
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[[int], Losses]:
-    """On one rank, by the size of its micro-batches; of two sequences, the first step has a rate of 0."""
+    """Return a function of the micro-batch size that trains on one rank.
+
+    With two sequences per micro-batch, the learning rate of the first step is 0.
+    """
 
     @cache
     def of(micro: int) -> Losses:
@@ -287,7 +288,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[[i
         ("xla", {"train__warmup_steps": 1}, 2),
     ],
 )
-def test_every_engine_adds_it(
+def test_router_loss_matches_on_every_engine(
     name: str, own: dict[str, Any], micro: int, truth: Any, tmp_path: Path, corpus: Path, engines: Engines
 ) -> None:
     config = configured(tmp_path, corpus, **ROWS, **ENGINES[name].settings, **own)
@@ -302,10 +303,10 @@ def test_every_engine_adds_it(
     ("own", "router"),
     [({}, True), ({"output_router_logits": False}, False), ({"router_aux_loss_coef": 0.0}, False)],
 )
-def test_a_pretrained_mixture_has_its_router_loss(
+def test_router_loss_of_pretrained_model_is_on(
     own: dict[str, Any], router: bool, tmp_path: Path, corpus: Path
 ) -> None:
-    """As TRL's trainers have it: with the model's own coefficient, whatever its config.json asks for."""
+    """As in TRL's trainers, the coefficient is the model's, regardless of the switch in its config.json."""
     made = configured(tmp_path, corpus, model__config=TINY_MODEL)
     build_data(made.data, model_vocab_size=384).tokenizer.save_pretrained(tmp_path / "base")
     torch.manual_seed(0)
@@ -326,7 +327,7 @@ def test_a_pretrained_mixture_has_its_router_loss(
         assert any("router_aux_loss_coef 0.3" in note for note in trial.run.notes) == router
 
 
-def test_keys_of_a_pretrained_models_config(tmp_path: Path, corpus: Path) -> None:
+def test_model_config_overrides_pretrained_config(tmp_path: Path, corpus: Path) -> None:
     AutoConfig.for_model(**TINY_MODEL).save_pretrained(tmp_path)
 
     def found(**own: Any) -> Any:
@@ -344,13 +345,19 @@ def test_keys_of_a_pretrained_models_config(tmp_path: Path, corpus: Path) -> Non
             found(**own)
 
 
-# -- beside the loss ---------------------------------------------------------------------------------------
+# -- metrics logged with the loss
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunks", [0, 7])
 @pytest.mark.parametrize("loss", [None, "smooth", "simpo"])
-def test_accuracy_and_entropy_by_hand(loss: str | None, chunks: int, corpus: Path, tmp_path: Path) -> None:
-    """By TRL's names: over all labels of the global batch, hits of pairs over the chosen answers."""
+def test_accuracy_and_entropy_match_manual_computation(
+    loss: str | None, chunks: int, corpus: Path, tmp_path: Path
+) -> None:
+    """The metrics have TRL's names, and cover all labels of the global batch.
+
+    Pairs count the chosen answers.
+    """
     settings: dict[str, Any] = {"data__packing": False, "train__micro_batch_size": 2}
     settings |= {"train__label_smoothing": 0.1} if loss == "smooth" else {}
     if loss == "simpo":

@@ -1,4 +1,4 @@
-"""`portable-train init --for`: its files pass their programs' own checks, and the commands in them run."""
+"""`portable-train init --for`: its files pass the checks of their programs, and their commands run."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ FILES: list[tuple[str, list[str]]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a config."""
+    """Return the current folder, which has a config."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("output_dir: s3://bucket/run\ndata: {source: org/data}\n")
     return tmp_path
 
 
 def written(target: str, *words: str) -> Path:
-    """The file that the command writes in the current folder."""
+    """Return the file that the command writes in the current folder."""
     assert main(["init", "--for", target, *words]) == 0
     return Path(f"run.{target}.{SUFFIX.get(target, 'yaml')}")
 
 
 def scripts(target: str, file: Path) -> list[str]:
-    """What the program has bash do, on the machine or here."""
+    """Return the bash scripts that the program runs, on the machine or here."""
     if file.suffix != ".yaml":
         return [file.read_text()]
     made: Any = yaml.safe_load(file.read_text())
@@ -70,7 +70,7 @@ def scripts(target: str, file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("target", "devices"), FILES)
-def test_a_file_passes_its_programs_schema(target: str, devices: list[str], folder: Path) -> None:
+def test_init_for_program_writes_valid_file(target: str, devices: list[str], folder: Path) -> None:
     file = written(target, *(word for device in devices for word in ("--device", device)))
     text = file.read_text()
     assert max(map(len, text.splitlines())) < 125
@@ -91,7 +91,7 @@ def test_a_file_passes_its_programs_schema(target: str, devices: list[str], fold
 
 
 @pytest.mark.parametrize("target", ["jobset", "trainjob"])
-def test_kubernetes_gets_the_config_as_it_is(target: str, folder: Path) -> None:
+def test_init_for_kubernetes_keeps_config_text(target: str, folder: Path) -> None:
     text = "  # of mine\noutput_dir: s3://bucket/run\nlog: {name: a$$b $(HF_TOKEN)}\n"
     (folder / "run.yaml").write_text(text)
     values = _values_of(yaml.safe_load(written(target, "--device", "h100:8").read_text()))
@@ -109,14 +109,16 @@ REFUSED = [
     ("sky", ["--device", "h101:8"], "--device: h101:8: unknown device 'h101'; did you mean h100?"),
     ("sky", ["--device", "h100:12"], "a machine has 8"),
     ("sky", ["--device", "mi300x:8"], "mi300x is an AMD GPU, and pip's torch is for NVIDIA"),
-    ("sky", ["--device", "v5e:16"], "needs --for cloud-tpu"),
+    ("sky", ["--device", "v5e:16"], "use --for cloud-tpu"),
     ("hf-jobs", ["--device", "h100:8"], "has no such machine"),
     ("sky", ["--device", "h100:8", "--output_dir", "runs/mine"], "output_dir: runs/mine would be lost"),
     ("hf-jobs", ["--device", "h200:8", "--output_dir", "s3://a b"], "' ' would need quotes"),
 ]
 
 
-def test_mistakes_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_for_program_rejects_errors_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for target, words, expected in REFUSED:
         assert main(["init", "--for", target, *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -124,10 +126,10 @@ def test_mistakes_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
     assert [path.name for path in folder.iterdir()] == ["run.yaml"]
 
 
-def test_a_preempted_run_goes_on_under_another_program(
+def test_preempted_run_resumes_under_another_program(
     s3: ObjectStore, corpus: Path, folder: Path, zygote: Zygote
 ) -> None:
-    """Killed under SkyPilot's commands, asked to stop under JobSet's, done under dstack's, in one bucket."""
+    """The run in one bucket is killed under SkyPilot, stopped under JobSet and finished under dstack."""
     settings: dict[str, Any] = {
         "backend": "auto",
         "train__steps": 400,

@@ -1,4 +1,4 @@
-"""Metrics as sums: equal to their formulas over the whole set, however it is cut into micro-batches."""
+"""Metrics as sums: they equal the formulas over the full dataset, for any division into micro-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES = ("a", "b", "c", "never")
 def values_of(
     setting: MetricSettings, logits: Tensor, labels: Tensor, size: int, more: tuple[str, ...] = ()
 ) -> Any:
-    """The values over micro-batches of ``size`` rows, the last filled up with rows that must not count."""
+    """Return the values over micro-batches of ``size`` rows, the last one filled with ignored rows."""
     measures = build_metrics((*METRIC_BUILDERS[setting.task], *more), setting)
     floats = labels.is_floating_point()
     ignored = math.nan if floats else IGNORED_LABEL
@@ -53,7 +53,7 @@ def values_of(
 
 
 @pytest.mark.parametrize("size", [1, 7, 40])
-def test_one_class_per_text(size: int) -> None:
+def test_metrics_of_single_label_match_formulas(size: int) -> None:
     torch.manual_seed(0)
     labels = torch.randint(0, 3, (40,))
     logits = torch.randn(40, 4) + 2 * functional.one_hot(labels, 4)
@@ -74,7 +74,7 @@ def test_one_class_per_text(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 40])
-def test_several_classes_per_text(size: int) -> None:
+def test_metrics_of_multi_label_match_formulas(size: int) -> None:
     torch.manual_seed(1)
     labels = torch.randint(0, 2, (40, 3)).float()
     labels[5, 1] = math.nan
@@ -102,7 +102,7 @@ def test_several_classes_per_text(size: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 40])
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_numbers(outputs: int, size: int) -> None:
+def test_metrics_of_regression_match_formulas(outputs: int, size: int) -> None:
     torch.manual_seed(2)
     labels = 1000 + torch.randn(40, outputs) * torch.tensor([1.0, 5.0][:outputs])
     logits = labels + torch.randn(40, outputs)
@@ -161,7 +161,7 @@ DEGENERATE: dict[str, tuple[str, list[Any], list[Any]]] = {
 @pytest.mark.large("sklearn")
 @pytest.mark.parametrize("case", DEGENERATE)
 @pytest.mark.parametrize("size", [1, 4])
-def test_degenerate_cases_match_sklearn(case: str, size: int) -> None:
+def test_metrics_of_degenerate_cases_match_sklearn(case: str, size: int) -> None:
     from sklearn import metrics
 
     problem, labels, predictions = DEGENERATE[case]
@@ -207,7 +207,7 @@ def test_f1_of_absent_classes_matches_sklearn() -> None:
     assert values["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
 
 
-def test_tokens() -> None:
+def test_metrics_of_tokens_match_formulas() -> None:
     torch.manual_seed(3)
     logits, labels = torch.randn(10, 6, 16), torch.randint(0, 16, (10, 6))
     labels[:, 4:] = IGNORED_LABEL
@@ -217,11 +217,11 @@ def test_tokens() -> None:
         assert values_of(MetricSettings("causal-lm"), logits, labels, size) == wanted
 
 
-# -- the user's own ----------------------------------------------------------------------------------------
+# -- custom metrics ----------------------------------------------------------------------------------------
 
 
 def long_words(outputs: Outputs, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A function: the mean of the labels, and the share of them that are large."""
+    """Metric function: the mean of the labels, and the share of large labels."""
     labels = batch["labels"]
     valid = labels != IGNORED_LABEL
     return {
@@ -231,7 +231,7 @@ def long_words(outputs: Outputs, batch: Mapping[str, Tensor]) -> dict[str, tuple
 
 
 class Largest:
-    """A class: a histogram, of which the value is the most frequent label."""
+    """Metric class: a histogram. Its value is the most frequent label."""
 
     needs = "predictions"
     higher_is_better = True
@@ -256,7 +256,7 @@ def loss_again(outputs: Outputs, batch: Mapping[str, Tensor]) -> Any:
     return {"loss": (1.0, 2)}
 
 
-def test_metrics_by_import_path() -> None:
+def test_custom_metrics_are_loaded_by_import_path() -> None:
     torch.manual_seed(4)
     labels = torch.randint(0, 4, (40,))
     own = (f"{__name__}:long_words", f"{__name__}:Largest")
@@ -278,13 +278,13 @@ def test_metrics_by_import_path() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("f2", "'f2' is no metric of single_label_classification; it has "),
+        ("f2", "'f2' is not a metric of single_label_classification; use one of "),
         (f"{__name__}:NO_METRIC", "is neither a function nor a class with the methods sums and values"),
         (f"{__name__}:failing", "failing: fails (ValueError: not so; test_metrics.py, line "),
         (f"{__name__}:loss_again", "loss_again: another metric has a value 'loss', too"),
     ],
 )
-def test_what_is_no_metric_is_refused(name: str, told: str) -> None:
+def test_build_metrics_rejects_unknown_names(name: str, told: str) -> None:
     with pytest.raises(UserError) as caught:
         values_of(MetricSettings(SINGLE_LABEL, NAMES), torch.randn(4, 4), torch.arange(4), 2, (name,))
     assert str(caught.value).startswith("train.metrics: ") and told in str(caught.value)
@@ -308,7 +308,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "model__task": "sequence-classification", "model__config": BERT, "data__eval_fraction": 13 / 60,
         "train__micro_batch_size": 1, "train__steps": 2, "train__learning_rate": 1e-2,
     },
-    # Until the model says something of its own.
+    # Long enough that the model does not only repeat the prompt.
     "generated": {
         "model__task": "seq2seq-lm", "model__config": T5, "data__target_seq_len": 6, "data__seq_len": 12,
         "data__eval_fraction": 0.2, "train__micro_batch_size": 3, "train__steps": 20,
@@ -320,7 +320,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def trained(config: RunConfig) -> Iterator[tuple[Opened, dict[str, Any]]]:
-    """The run after its steps, and its metrics."""
+    """Yield the run after its steps, and its metrics."""
     with opened(config) as trial:
         for _ in range(trial.run.steps):
             trial.step()
@@ -333,7 +333,7 @@ def trained(config: RunConfig) -> Iterator[tuple[Opened, dict[str, Any]]]:
 
 
 def evaluated(config: RunConfig) -> dict[str, Any]:
-    """On a rank."""
+    """Train and evaluate on one rank."""
     with trained(config) as (trial, found):
         graphs: Any = getattr(trial.engine, "graphs", None)
         if graphs is not None and config.model.task == "seq2seq-lm":
@@ -343,7 +343,7 @@ def evaluated(config: RunConfig) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Texts of two classes; short texts and a word of each."""
+    """Write texts of two classes, and short texts with one word each."""
     folder = tmp_path_factory.mktemp("texts")
     words = ["red", "green", "blue", "one", "two"]
     rows = [{"text": f"{words[i % 5]} {words[i % 3]}", "target": words[i % 5]} for i in range(60)]
@@ -352,7 +352,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def alone(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one rank computes, and the same by hand: a plain forward pass, and transformers' ``generate``."""
+    """Return the metrics of one rank, and the same from a plain forward pass or ``generate``."""
     found: dict[Any, Any] = {}
     for kind, settings in KINDS.items():
         config = configured(tmp_path_factory.mktemp("one"), texts[kind], **settings, strategy="no_shard")
@@ -387,13 +387,13 @@ def texts_by_hand(model: Any, batch: dict[str, Tensor], tokenizer: Any) -> dict[
     targets = [tokenizer.decode(row[row != IGNORED_LABEL], skip_special_tokens=True) for row in labels]
     scores = [compute_rouge_l(a, b) for a, b in zip(said, targets, strict=True)]
     exact = [a.strip() == b.strip() for a, b in zip(said, targets, strict=True)]
-    assert sum(scores) > 0 and len(set(said)) > 1  # it has learned to say different things
+    assert sum(scores) > 0 and len(set(said)) > 1  # it has learned different answers
     means = {"exact_match": sum(exact) / len(exact), "rouge_l": sum(scores) / len(scores)}
     return {name: pytest.approx(value) for name, value in means.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_computes_what_is_computed_by_hand(kind: str, alone: dict[Any, Any]) -> None:
+def test_metrics_of_one_rank_match_manual_computation(kind: str, alone: dict[Any, Any]) -> None:
     by_hand = alone[kind, "by hand"]
     assert {name: alone[kind][name] for name in by_hand} == by_hand
 
@@ -409,7 +409,7 @@ def test_a_rank_computes_what_is_computed_by_hand(kind: str, alone: dict[Any, An
         ("generated", "xla", 2),
     ],
 )
-def test_any_number_of_ranks_computes_the_same(
+def test_metrics_match_on_any_number_of_ranks(
     kind: str, name: str, size: int, texts: dict[str, Path], alone: Any, engines: Engines, tmp_path: Path
 ) -> None:
     own = {"train__micro_batch_size": 6} if size == 1 else {}
@@ -422,8 +422,8 @@ def test_any_number_of_ranks_computes_the_same(
     assert found["loss"] == pytest.approx(alone[kind]["loss"], rel=1e-5 if kind == "classes" else 1e-4)
 
 
-def test_predictions_without_all_logits(corpus: Path, tmp_path: Path) -> None:
-    """The chunked head's predictions are those of all logits, which no tensor holds."""
+def test_predictions_of_chunked_head_match_all_logits(corpus: Path, tmp_path: Path) -> None:
+    """The chunked head has the same predictions, but no tensor has all logits."""
     found, widths = [], []
     chunked: dict[str, Any] = {"memory__loss_chunk_tokens": 8, "precision": "bf16", "data__packing": False}
     chunked |= {"strategy": "no_shard", "train__learning_rate": 2e-2}
@@ -452,5 +452,5 @@ def test_predictions_without_all_logits(corpus: Path, tmp_path: Path) -> None:
         ("é à", "à é x", 0.4),
     ],
 )
-def test_rouge_l(text: str, target: str, score: float) -> None:
+def test_compute_rouge_l(text: str, target: str, score: float) -> None:
     assert compute_rouge_l(text, target) == pytest.approx(score)

@@ -1,4 +1,4 @@
-"""Mixtures: which sample of which source stands where, by the ids in the batches that ranks really get."""
+"""Mixtures: the order of samples of all sources, checked by the ids in the batches of real ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WEIGHTS: list[Sequence[float]] = [
 # -- the interleave -----------------------------------------------------------------------------------------
 
 
-def test_each_source_has_a_seed_of_its_own() -> None:
+def test_derive_seed_differs_by_source() -> None:
     assert len({derive_seed(name, seed) for name in ("a", "b") for seed in (0, 1)}) == 4
 
 
@@ -59,8 +59,8 @@ def dealt(deal: WeightedInterleaving | MixtureSchedule, sources: int, count: int
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
-    """No prefix is off by more than stated."""
+def test_weighted_interleaving_follows_weights(weights: Sequence[float]) -> None:
+    """In no prefix does a count differ by more than the documented bound."""
     deal = WeightedInterleaving(weights)
     shares = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in weights) for weight in weights]
     bound = Fraction(math.ceil(math.log2(len(weights))), 2)
@@ -72,7 +72,7 @@ def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
     assert sum(counts) == far and number == counts[source]
 
 
-def test_a_schedule_changes_weights_and_goes_on() -> None:
+def test_mixture_schedule_changes_weights() -> None:
     deal = MixtureSchedule([(0, (1, 1)), (100, (0, 1)), (1000, (3, 1))])
     *_, seen = dealt(deal, 2, 2000)
     assert (
@@ -86,7 +86,7 @@ def test_a_schedule_changes_weights_and_goes_on() -> None:
 
 
 def mixture(folder: Path, shares: Sequence[MixtureShare]) -> MixtureSamples:
-    """Sources whose tokens tell them apart: the first of sample s of source j is 3 s + j."""
+    """Build sources with distinguishable tokens: the first token of sample s of source j is 3 s + j."""
     parts: dict[str, Samples] = {}
     for number, (name, count) in enumerate((("web", 300), ("code", 120), ("books", 7))):
         tokens = [3 * at + number for at in range(count) for _ in range(4)]
@@ -95,7 +95,7 @@ def mixture(folder: Path, shares: Sequence[MixtureShare]) -> MixtureSamples:
     return MixtureSamples(parts, dict(zip(parts, shares, strict=True)))
 
 
-def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
+def test_mixture_epochs_are_exact(tmp_path: Path) -> None:
     mixed = mixture(tmp_path, [MixtureShare(epochs=1.0), MixtureShare(epochs=2.0), MixtureShare(epochs=10.0)])
     assert mixed.epoch_samples == 300 + 240 + 70
     taken = [mixed.locate_sample(position, 7) for position in range(mixed.epoch_samples)]
@@ -106,7 +106,8 @@ def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
     )
 
 
-# -- settings and whole runs --------------------------------------------------------------------------------
+# -- settings and complete runs
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
         ({"text_field": "txt"}, r"^data.sources.b.text_field: .* no field 'txt'"),
     ],
 )
-def test_an_error_in_a_source_names_it(second: dict[str, str], told: str, tmp_path: Path) -> None:
+def test_mixture_error_names_source(second: dict[str, str], told: str, tmp_path: Path) -> None:
     source = str(write_jsonl(tmp_path / "web.jsonl", ({"text": f"text {i} of many"} for i in range(80))))
     sources: Any = [{"name": "a", "source": source}, {"name": "b", "source": source, **second}]
     with pytest.raises(UserError, match=told):
@@ -124,8 +125,8 @@ def test_an_error_in_a_source_names_it(second: dict[str, str], told: str, tmp_pa
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_a_run_of_texts_and_conversations(tmp_path: Path) -> None:
-    """Loss, tokens and epoch by source, and evaluation by source; stopped: ``test_data_contract.py``."""
+def test_mixture_of_texts_and_conversations_trains(tmp_path: Path) -> None:
+    """Loss, tokens, epoch and evaluation are logged by source. ``test_data_contract.py`` stops such a run."""
     texts, chats = write_corpus(tmp_path), write_conversations(tmp_path)
     sources = [
         {"name": "texts", "source": str(texts), "weight": 1},
@@ -156,7 +157,7 @@ def test_a_run_of_texts_and_conversations(tmp_path: Path) -> None:
     heavier = [{**sources[0], "weight": 2}, sources[1]]
     changes: tuple[dict[str, Any], ...] = ({"data__sources": heavier}, {"data__weight_schedule": []})
     for changed in changes:
-        with pytest.raises(UserError, match="other tokens, or in other shares"):
+        with pytest.raises(UserError, match="other tokens, or in other proportions"):
             run_rank("cpu", configured(folder, texts, **{**given, **changed}))
 
 
@@ -182,13 +183,16 @@ def check_epochs(samples: npt.NDArray[np.int64], expected: dict[str, npt.NDArray
         assert (np.sort(epochs, axis=1) == expected[name]).all()
         rest = of[whole * size :]
         assert len(np.unique(rest)) == len(rest)
-        assert size < 10 or len({epoch.tobytes() for epoch in epochs}) == whole  # an order of its own
+        assert size < 10 or len({epoch.tobytes() for epoch in epochs}) == whole  # a different order
         counted.append(whole)
     return counted
 
 
 def samples_of(folder: Path) -> dict[str, npt.NDArray[np.int64]]:
-    """The samples of each source. The last record of a file has no next token, and so is no sample."""
+    """Return the samples of each source.
+
+    The last record of a file has no next token, so it is not a sample.
+    """
     found = {}
     for name in SOURCES:
         first, known = 0, []
@@ -203,8 +207,8 @@ def samples_of(folder: Path) -> dict[str, npt.NDArray[np.int64]]:
 # -- the quick part -----------------------------------------------------------------------------------------
 
 
-def test_the_order_is_that_of_any_number_of_ranks(tmp_path: Path) -> None:
-    """Over two epochs of the stream, exactly; a resume with the manifest and an empty cache goes on."""
+def test_mixture_order_does_not_depend_on_number_of_ranks(tmp_path: Path) -> None:
+    """The order is exact over two epochs. A resume with the manifest and an empty cache continues it."""
     write_sources(tmp_path, shards=7, records=60)
     whole = order(tmp_path, 20)
     web, code, books = check_epochs(whole, samples_of(tmp_path))
@@ -221,15 +225,15 @@ def test_the_order_is_that_of_any_number_of_ranks(tmp_path: Path) -> None:
     taken.close()
 
 
-# -- the whole of it ----------------------------------------------------------------------------------------
+# -- the full check ----------------------------------------------------------------------------------------
 
 STEPS = 1200
 """More than 10^5 samples."""
 
 
 @pytest.mark.exhaustive
-def test_killed_at_random_and_moved(tmp_path: Path) -> None:
-    """Every batch that any launch took, on other ranks and workers each time, some with an emptied cache."""
+def test_mixture_order_survives_random_kills_and_moves(tmp_path: Path) -> None:
+    """Each launch uses other numbers of ranks and workers, and some launches start with an empty cache."""
     folder = tmp_path / "data"
     write_sources(folder)
     whole = order(folder, STEPS)
@@ -259,7 +263,7 @@ def test_killed_at_random_and_moved(tmp_path: Path) -> None:
 
 
 def launch(folder: Path, world_size: int, workers: int, steps: int) -> subprocess.Popen[bytes]:
-    """A process of its own group that takes batches until it is killed."""
+    """Start a process in a separate group that takes batches until it is killed."""
     given = [str(folder), str(world_size), str(workers), str(steps)]
     return subprocess.Popen(
         [sys.executable, "-m", "tests.portable.order_support", *given], start_new_session=True

@@ -1,4 +1,4 @@
-"""Models: configs, initial weights as transformers draws them, and pretrained ones as it reads them."""
+"""Models: configs, initial weights as drawn by transformers, and pretrained weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOE = {**SMALL, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_e
 
 
 def chosen(task: str = "causal-lm", **model: Any) -> Any:
-    """The ``model`` section."""
+    """Return the ``model`` section."""
     data = {} if task == "causal-lm" else {"data": {"source": "text.jsonl"}}
     return load_config({"model": {"task": task, **model}, **data}).model
 
@@ -48,13 +48,13 @@ def built(settings: Any) -> Any:
 
 # -- initial weights ---------------------------------------------------------------------------------------
 
-# What sets its weights in a way of its own: in a constructor, in the model above, by depth, before a tie.
+# Models with special initialization: in a constructor, in the parent model, by depth, or before a tie.
 ARCHITECTURES = [
     ("llama", "causal-lm"),
     ("gpt2", "causal-lm"),
     ("openai-gpt", "causal-lm"),  # a layer's matrices are drawn by its constructor
     ("apertus", "causal-lm"),  # an activation with parameters
-    ("falcon_h1", "causal-lm"),  # the model's rule looks into its layers
+    ("falcon_h1", "causal-lm"),  # the model's rule depends on its layers
     ("mamba2", "causal-lm"),
     ("gpt_oss", "causal-lm"),
     ("zamba2", "causal-lm"),  # layers that share weights
@@ -72,14 +72,14 @@ def blueprint(model_type: str, task: str) -> InitialWeights:
 
 
 def draw_all(ours: InitialWeights, **sizes: int) -> dict[str, torch.Tensor]:
-    """All weights by name."""
+    """Draw all weights by name."""
     weights = ours.build_lazy_weights(3, **sizes)
     assert ours.recording_failure is None
     return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.items()}
 
 
 def draw_index(shape: tuple[int, ...], draws: torch.Generator) -> tuple[slice, ...]:
-    """A random slice of each dimension, which may be empty."""
+    """Draw a random slice of each dimension, which may be empty."""
     bounds = [sorted(torch.randint(0, size + 1, (2,), generator=draws).tolist()) for size in shape]
     return tuple(slice(*pair) for pair in bounds)
 
@@ -91,7 +91,10 @@ def reference(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def unlike(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """How two draws differ that ought to come of one distribution, with six standard errors of tolerance."""
+    """Describe the difference of two draws that should have one distribution, or return None.
+
+    The tolerance is six standard errors.
+    """
     if ours.shape != theirs.shape:
         return f"shape {list(ours.shape)} for {list(theirs.shape)}"
     ours, theirs, size = ours.double(), theirs.double(), max(theirs.numel(), 1)
@@ -110,13 +113,13 @@ def unlike(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
 
 
 @pytest.mark.parametrize(("model_type", "task"), ARCHITECTURES)
-def test_initial_weights_are_those_of_from_config(model_type: str, task: str) -> None:
+def test_initial_weights_match_from_config(model_type: str, task: str) -> None:
     ours = blueprint(model_type, task)
     theirs = reference(ours.model)
     at_once = draw_all(ours)
     assert at_once.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(at_once[name], theirs[name])] == []
-    in_slices = draw_all(ours, largest=0, smallest=1)
+    in_slices = draw_all(ours, max_whole_bytes=0, min_recorded_elements=1)
     assert in_slices.keys() == theirs.keys()
     differences = {name: unlike(in_slices[name], tensor) for name, tensor in theirs.items()}
     assert {name: how for name, how in differences.items() if how} == {}
@@ -126,7 +129,7 @@ def test_initial_weights_are_those_of_from_config(model_type: str, task: str) ->
         assert torch.equal(torch.from_numpy(weight.read(index).copy()), in_slices[name][index]), (name, index)
 
 
-def test_a_rank_draws_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initial_weights_of_rank_draw_only_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 4096}
     model = built(chosen(config={"model_type": "llama", **SMALL, **sizes}))
     computed = []
@@ -147,7 +150,7 @@ def test_a_rank_draws_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def initialize_by_views(model: PreTrainedModel) -> None:
-    """Initialize by operations on whole tensors, views and copies."""
+    """Initialize by operations on full tensors, views and copies."""
     first, second = model.model.layers
     torch.nn.init.orthogonal_(first.self_attn.q_proj.weight)
     torch.nn.init.sparse_(first.mlp.down_proj.weight, 0.5)
@@ -165,10 +168,10 @@ def fill_by_numpy(model: PreTrainedModel) -> None:
         model.lm_head.weight.detach().numpy()[:] = 1
 
 
-def test_initial_weights_of_any_operation_are_the_same_in_slices() -> None:
+def test_initial_weights_of_any_operation_match_in_slices() -> None:
     settings = chosen(config={"model_type": "llama", **UNTIED})
     ours = InitialWeights.from_model(built(settings), f"{__name__}:initialize_by_views")
-    weights = draw_all(ours, largest=0, smallest=1)
+    weights = draw_all(ours, max_whole_bytes=0, min_recorded_elements=1)
     first, second = "model.layers.0.", "model.layers.1."
     q, up = weights[f"{first}self_attn.q_proj.weight"], weights[f"{first}mlp.up_proj.weight"]
     torch.testing.assert_close(q @ q.T, torch.eye(32))
@@ -184,7 +187,7 @@ def test_initial_weights_of_any_operation_are_the_same_in_slices() -> None:
         assert torch.equal(torch.from_numpy(weight.read(index).copy()), weights[name][index]), name
 
 
-def test_a_model_that_cannot_be_recorded_is_computed_whole() -> None:
+def test_initial_weights_fall_back_to_full_computation() -> None:
     ours = InitialWeights.from_model(
         built(chosen(config={"model_type": "llama", **UNTIED})), f"{__name__}:fill_by_numpy"
     )
@@ -195,7 +198,7 @@ def test_a_model_that_cannot_be_recorded_is_computed_whole() -> None:
     assert all(torch.equal(whole[name], torch.from_numpy(w.read())) for name, w in weights.items())
 
 
-def test_large_buffers_have_values() -> None:
+def test_large_buffers_are_computed() -> None:
     """GPT-Neo's masks have an element for each pair of positions."""
     sizes = {"max_position_embeddings": 2100, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
     config = {**sizes, "vocab_size": 96, "attention_types": [[["global", "local"], 1]]}
@@ -221,8 +224,8 @@ PUBLISHED = {
 }
 
 
-def test_keys_of_published_configs_are_taken(tmp_path: Path) -> None:
-    """What is for generation, and for programs of the past, changes nothing here."""
+def test_model_config_accepts_published_keys(tmp_path: Path) -> None:
+    """Keys for generation and for old programs have no effect."""
     settings = chosen("seq2seq-lm", config={"model_type": "t5", **PUBLISHED})
     config = models.load_model_config(settings)
     assert config.decoder_start_token_id == 0
@@ -247,14 +250,14 @@ def test_keys_of_published_configs_are_taken(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_model_of_the_task_is_refused(task: str, model: dict[str, Any], told: str) -> None:
+def test_build_model_rejects_model_of_other_task(task: str, model: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=f"^{told}"):
         built(chosen(task, **model))
 
 
 # -- pretrained weights ------------------------------------------------------------------------------------
 
-# By what transformers does to them between the file and the model.
+# Grouped by the conversion of transformers between the file and the model.
 ARCHITECTURES_OF_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("causal-lm", SMALL),  # another name for the head
     "mixtral": ("causal-lm", MOE),  # experts are stacked
@@ -265,7 +268,7 @@ ARCHITECTURES_OF_FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def saved(folder: Path, model_type: str, task: str, config: dict[str, Any]) -> Any:
-    """A checkpoint in the layout that transformers publishes, of numbers that no initialization draws."""
+    """Save random weights in the published layout of transformers."""
     import transformers
 
     auto: Any = getattr(transformers, models.AUTO_CLASSES[task])
@@ -304,10 +307,10 @@ def read(weights: PretrainedWeights) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("model_type", "translated"), [*((name, True) for name in ARCHITECTURES_OF_FILES), ("mixtral", False)]
 )
-def test_weights_are_those_of_from_pretrained(
+def test_pretrained_weights_match_from_pretrained(
     model_type: str, translated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where transformers' table cannot be read, which leaves the work to transformers."""
+    """If the conversion table of transformers cannot be read, transformers loads the weights."""
     task, config = ARCHITECTURES_OF_FILES[model_type]
     theirs = get_state_tensors(saved(tmp_path, model_type, task, config))
     settings = chosen(task, name_or_path=str(tmp_path))
@@ -345,10 +348,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
-def test_a_rank_reads_only_its_share_of_a_mixture(
+def test_pretrained_weights_of_rank_read_only_its_experts(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FSDP2 divides the experts; shards of ZeRO-3 begin in the middle of an expert."""
+    """FSDP2 divides the experts. Shards of ZeRO-3 begin in the middle of an expert."""
     config: Any = AutoConfig.for_model(**{**tiny_config(model_type), **MIXTURES[model_type]})
     theirs = get_state_tensors(save_random(tmp_path, config))
     model = built(chosen(name_or_path=str(tmp_path)))
@@ -376,8 +379,8 @@ def test_a_rank_reads_only_its_share_of_a_mixture(
     assert stacked or model_type in ("gpt_oss",)  # whose files contain stacked experts
 
 
-def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:
-    """The way of every fine-tuning: what the checkpoint lacks is named, what it has is found."""
+def test_pretrained_base_model_loads_into_model_with_head(tmp_path: Path) -> None:
+    """As in every fine-tuning, tensors that the checkpoint lacks are listed, and the others are loaded."""
     bert = built(chosen("masked-lm", config={"model_type": "bert", **SMALL}))
     base = AutoModel.from_config(bert.config)
     base.save_pretrained(tmp_path)
@@ -426,11 +429,11 @@ CANNOT_BE: list[tuple[str, Change, dict[str, Any], str]] = [
         r"quantized \(a new one\)",
     ),
 ]
-"""Checkpoints with other tensors and other settings; what is told."""
+"""Checkpoints with other tensors or other settings, and the expected error."""
 
 
 @pytest.mark.parametrize(("model_type", "change", "config", "told"), CANNOT_BE)
-def test_a_checkpoint_that_does_not_fit_is_refused(
+def test_load_pretrained_weights_rejects_other_tensors(
     model_type: str, change: Change, config: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     saved(tmp_path, model_type, "causal-lm", UNTIED)
@@ -445,7 +448,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
 # -- settings of published configs -------------------------------------------------------------------------
 
 
-def test_published_rope_keys_are_accepted(tmp_path: Path) -> None:
+def test_model_config_accepts_published_rope_keys(tmp_path: Path) -> None:
     """transformers 5 stores rope_theta inside rope_parameters; published config.json files do not."""
     settings = {"model_type": "qwen3_moe", **MOE, "rope_theta": 5e5}
     config = models.load_model_config(chosen(config=settings))
@@ -455,7 +458,7 @@ def test_published_rope_keys_are_accepted(tmp_path: Path) -> None:
     assert changed.rope_parameters["rope_theta"] == 7e5
 
 
-def test_rope_key_without_effect_is_rejected() -> None:
+def test_model_config_rejects_rope_key_without_effect() -> None:
     rope = {
         kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
     }
@@ -464,7 +467,7 @@ def test_rope_key_without_effect_is_rejected() -> None:
         models.load_model_config(chosen(config=settings))
 
 
-def test_router_loss_of_a_run_is_not_in_the_saved_config(tmp_path: Path) -> None:
+def test_saved_model_config_omits_router_loss_of_run(tmp_path: Path) -> None:
     AutoConfig.for_model("mixtral", **MOE).save_pretrained(tmp_path)
     settings = chosen(name_or_path=str(tmp_path))
     config = models.load_model_config(settings)
@@ -488,7 +491,7 @@ print(4 * largest.numel() >> 30, all(not buffer.is_meta for buffer in model.buff
 """
 
 
-def test_a_parameter_larger_than_memory_is_built_on_meta() -> None:
+def test_parameter_larger_than_memory_is_built_on_meta() -> None:
     """The layer's stacked experts take up 112 GiB in fp32, but the process may allocate only 4 GiB."""
     process = subprocess.run([sys.executable, "-c", BUILD_LARGE], capture_output=True, text=True, check=False)
     assert process.stdout.split()[-2:] == ["112", "True"], process.stderr[-2000:]

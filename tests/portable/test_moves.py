@@ -1,7 +1,7 @@
-"""A run moves from every engine to every other and to other world sizes, real engines on both sides.
+"""A run moves from every engine to every other one and to other world sizes, with real engines on both sides.
 
-The pairs follow by composition: each engine writes what a reference holds, and goes on from the reference.
-``PORTABLE_WRITE_DOCS=1`` writes the table of ``docs/moving.md``.
+The pairs follow by composition: each engine writes the state of a reference, and continues from the
+reference. ``PORTABLE_WRITE_DOCS=1`` writes the table of ``docs/moving.md``.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tests.runs import leg, losses
 from tests.views import assert_same_view, view
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
-MOVES_AT, ENDS_AT = 2, 4  # steps: the last loss is that of weights which what was stored has moved
+MOVES_AT, ENDS_AT = 2, 4  # steps: the last loss depends on the restored state
 GLOBAL_BATCH = 12
 LOSSES, VIEWS = 1e-5, 1e-3
-"""Relative tolerance of losses, and of what is stored, as a share of each tensor's largest element."""
+"""Relative tolerance of losses, and tolerance of stored tensors relative to their largest elements."""
 
 
 KINDS: dict[str, dict[str, Any]] = {
     "texts": {},
-    # Conversations, packed as whole documents; the loss counts the answers.
+    # Conversations, packed as complete documents; the loss counts the answers.
     "packed": {"data__packing": "documents", "data__seq_len": 64},
-    # A part of the model, at several rates.
+    # A part of the model, with several learning rates.
     "part": {
         "train__frozen": ["norm", r"layers\.0\.mlp"],
         "train__parameter_groups": [
@@ -47,11 +47,11 @@ KINDS: dict[str, dict[str, Any]] = {
         ],
     },
 }
-"""What a run trains, and on what."""
+"""Trained parameters and data of each kind of run."""
 
 
 def leg_with_opened_files(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    """Go on with a run, and write down which files of the checkpoint each rank opens, and how often."""
+    """Continue a run, and record how often each rank opens each file of the checkpoint."""
     counts: Counter[str] = Counter()
     checkpoint = f"checkpoints/step-{MOVES_AT:06d}/"
 
@@ -97,7 +97,7 @@ def runner(corpus: Path, conversations: Path, engines: Engines) -> Runner:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> Begun:
-    """A run as it stood at :data:`MOVES_AT`, and the losses with which it went on undisturbed."""
+    """Return a run at :data:`MOVES_AT`, and the losses of its uninterrupted continuation."""
 
     @cache
     def by(name: str, size: int, kind: str = "texts") -> tuple[Path, list[float]]:
@@ -110,12 +110,15 @@ def begun(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> Begun:
 
 @pytest.fixture(scope="module")
 def reference(begun: Begun) -> tuple[Path, list[float]]:
-    """On one rank."""
+    """Train the run on one rank."""
     return begun("no_shard", 1)
 
 
 def back_to_the_move(folder: Path) -> Path:
-    """``folder`` as it was at :data:`MOVES_AT`, without metrics: all losses to come are the next leg's."""
+    """Return ``folder`` as it was at :data:`MOVES_AT`, without metrics.
+
+    All losses then belong to the next launch.
+    """
     shutil.rmtree(folder / "checkpoints" / f"step-{ENDS_AT:06d}")
     (folder / "metrics.jsonl").unlink()
     return folder
@@ -127,17 +130,17 @@ def stored(folder: Path) -> Path:
 
 IMPLIED: tuple[str, ...] = ("shard_grad_op", "hybrid_shard", "zero1", "zero1, offload", "zero2, offload")
 IMPLIED += ("full_shard, shared", "zero3, shared", "tpu, no_shard")
-"""Of their classes, others write; what these save is held in test_engines, what they load below."""
+"""Other engines of their classes write here. Their saves are tested in test_engines, their loads below."""
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.exhaustive if n in IMPLIED else []) for n in ENGINES],
 )
-def test_writes_what_the_reference_holds(
+def test_move_writes_state_of_reference(
     name: str, reference: tuple[Path, list[float]], tmp_path: Path, runner: Runner
 ) -> None:
-    """And goes on from it on the same ranks as if nothing had interrupted it, bit for bit."""
+    """The engine also resumes its own checkpoint on the same ranks, bit for bit."""
     begun, size = tmp_path / "begun", ENGINES[name].sizes[0]
     alone = runner(name, size, begun)
     assert alone == pytest.approx(reference[1], rel=LOSSES)
@@ -164,7 +167,8 @@ OWN_FILES = {
     "zero3": (
         "zero_pp_rank_{}_mp_rank_00_optim_states.pt",
         "zero_pp_rank_{}_mp_rank_00_model_states.pt",
-        "zero_pp_rank_0_mp_rank_00_model_states.pt",  # which alone records that two parameters are tied
+        # the only file that records that two parameters are tied
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
     ),
 }
 """The files with tensors, or with their positions, that a rank of an unchanged world opens."""
@@ -182,7 +186,7 @@ def list_opened_shards(folder: Path) -> dict[int, set[str]]:
     return opened
 
 
-def test_half_as_many_ranks_open_the_shards_of_two(begun: Begun, tmp_path: Path, runner: Runner) -> None:
+def test_move_to_half_the_ranks_opens_two_shards_each(begun: Begun, tmp_path: Path, runner: Runner) -> None:
     """Tables of two ranks would be larger than ``.metadata``, because the model is tiny."""
     source, alone = begun("full_shard", 4)
     folder = Path(shutil.copytree(source, tmp_path / "run"))
@@ -203,10 +207,10 @@ def leg_from_foreign_checkpoint(folder: Path, corpus: Path, settings: dict[str, 
 
 @pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize("writer", ["an earlier version", "another program"])
-def test_one_rank_of_a_node_parses_metadata_without_tables(
+def test_move_without_tables_parses_metadata_once_per_node(
     writer: str, size: int, begun: Begun, tmp_path: Path, runner: Runner
 ) -> None:
-    """The other ranks map the index that it has written, and nothing stays of it."""
+    """The other ranks map the index that this rank has written. The index is removed afterwards."""
     source, alone = begun("full_shard", 4)
     folder = Path(shutil.copytree(source, tmp_path / "run"))
     remove_tables(stored(folder))
@@ -229,7 +233,7 @@ def test_one_rank_of_a_node_parses_metadata_without_tables(
 
 NUMBERS = {"full_shard": 4, "tpu, no_shard": 0}
 NUMBERS |= dict.fromkeys(("no_shard", "zero3", "xla"), 2)
-"""How many numbers of ranks one of each class of engines goes on on; the others have one."""
+"""Number of world sizes on which the first engine of each class continues. The other engines use one."""
 
 
 @pytest.mark.parametrize(
@@ -240,7 +244,7 @@ NUMBERS |= dict.fromkeys(("no_shard", "zero3", "xla"), 2)
         for at, size in enumerate(kind.sizes)
     ],
 )
-def test_goes_on_from_the_reference(
+def test_move_continues_from_reference(
     name: str, size: int, reference: tuple[Path, list[float]], tmp_path: Path, runner: Runner
 ) -> None:
     folder = Path(shutil.copytree(reference[0], tmp_path / "run"))
@@ -259,10 +263,10 @@ def test_goes_on_from_the_reference(
         ("part", "xla", 2),
     ],
 )
-def test_packed_conversations_and_a_part_of_the_model_move(
+def test_move_of_packed_conversations_and_frozen_model(
     kind: str, name: str, size: int, begun: Begun, tmp_path: Path, runner: Runner
 ) -> None:
-    """From one rank, and back to it."""
+    """The run moves from one rank to the engine, and back."""
     there, alone = begun("no_shard", 1, kind)
     folder = Path(shutil.copytree(there, tmp_path / "run"))
     assert runner(name, size, folder, kind) == pytest.approx(alone, rel=LOSSES)
@@ -278,7 +282,7 @@ def composed() -> Iterable[str]:
         yield f"| **{label}** | {sizes[0]} | {', '.join(map(str, sorted(sizes)))} |"
 
 
-def test_the_table_of_the_page() -> None:
+def test_moves_table_of_docs_is_up_to_date() -> None:
     begin, end = "<!-- composed: begin -->\n", "<!-- composed: end -->\n"
     head, rest = PAGE.read_text("utf-8").split(begin)
     page = head + begin + "".join(f"{row}\n" for row in composed()) + end + rest.split(end)[1]

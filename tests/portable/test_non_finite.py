@@ -1,7 +1,7 @@
 """A loss or gradient that is not finite never reaches a weight or a checkpoint, on any engine.
 
-One sample of the data makes the model's first layer give infinity, or a gradient that is none: what a broken
-record or an overflow does. It comes in a step at which nothing is logged.
+For one sample, the model's first layer returns infinity or a gradient that is not finite, as a damaged record
+or an overflow can. It occurs at a step at which nothing is logged.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def settings(name: str, folder: Path, corpus: Path, **more: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def bad_tokens(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[int]:
-    """The sample that breaks the model."""
+    """Return the sample that breaks the model."""
     config = settings("one rank", tmp_path_factory.mktemp("data"), corpus)
     backend = create_backend("cpu")
     samples = prepare_run(resolve_run(config, backend.name), backend).data.train
@@ -76,9 +76,9 @@ def bad_tokens(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[i
 
 
 def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = None) -> tuple[str, str]:
-    """What a leg printed to stdout and stderr, and how it ended if it did not end well.
+    """Return the output of a launch to stdout and stderr, and its error, if there was one.
 
-    Its model breaks over ``bad_tokens``; over every sample, where there are none.
+    The model fails for ``bad_tokens``. If there are none, it fails for every sample.
     """
     build, out, err = models.build_model_on_meta, io.StringIO(), io.StringIO()
 
@@ -115,9 +115,10 @@ Run = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def run(corpus: Path, engines: Engines, bad_tokens: list[int]) -> Run:
-    """Runs a leg of an engine over a data set with one bad sample.
+    """Run a launch of an engine over a dataset with one bad sample.
 
-    That the weights stay as they are holds for every engine (``test_engines``): what follows, for some.
+    ``test_engines`` checks on every engine that the weights do not change. The rest is checked on a few
+    engines.
     """
 
     def one(
@@ -144,7 +145,7 @@ def stored(folder: Path, step: int) -> View:
         ("xla", "gradients"),
     ],
 )
-def test_stop(name: str, kind: str, run: Run, tmp_path: Path) -> None:
+def test_non_finite_loss_or_gradient_stops_run(name: str, kind: str, run: Run, tmp_path: Path) -> None:
     _, err = run(name, tmp_path, kind)
     error = err.splitlines()[-1]
     first, last = (BAD_STEP - 1) * GLOBAL_BATCH, BAD_STEP * GLOBAL_BATCH - 1
@@ -180,7 +181,7 @@ def raise_rate(step: int, total_steps: int) -> float:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_weights_that_an_update_makes_infinite_are_not_saved(name: str, run: Run, tmp_path: Path) -> None:
+def test_non_finite_weights_are_not_saved(name: str, run: Run, tmp_path: Path) -> None:
     """The loss and the gradients of that step are finite, because they come from the weights before it."""
     diverging: dict[str, Any] = {
         "train__learning_rate": 1e3,
@@ -203,16 +204,16 @@ def test_weights_that_an_update_makes_infinite_are_not_saved(name: str, run: Run
 
 
 @pytest.mark.parametrize("name", ["full_shard, offload", "zero2, offload", "xla"])
-def test_skip(name: str, run: Run, tmp_path: Path) -> None:
+def test_non_finite_update_is_skipped(name: str, run: Run, tmp_path: Path) -> None:
     whole, legs = tmp_path / "whole", tmp_path / "legs"
     skip: dict[str, Any] = {"train__on_non_finite": "skip"}
     _, err = run(name, whole, "loss", **skip)
-    # On a busy machine there is another: steps wait for data.
+    # On a busy machine there is another warning: steps wait for data.
     (warning,) = (line for line in err.splitlines() if line.startswith("warning: step "))
     assert warning.startswith(f"warning: step {BAD_STEP} (samples ")
     assert "error" not in err
     (skipped,) = (event for event in read_events(whole) if event["event"] == "skip")
-    assert (skipped["step"], skipped["count"]) == (4, 1)  # the save before which the device was asked
+    assert (skipped["step"], skipped["count"]) == (4, 1)  # the save that reads the counters of the device
     rows = read_metrics(whole)
     assert [(row["step"], row["skipped_steps"]) for row in rows if "loss" in row] == [(1, 0), (5, 1), (6, 1)]
 
@@ -232,7 +233,7 @@ def test_skip(name: str, run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["full_shard", "zero3", "xla"])
-def test_too_many_in_a_row_end_the_run(name: str, run: Run, tmp_path: Path) -> None:
+def test_non_finite_streak_ends_run(name: str, run: Run, tmp_path: Path) -> None:
     _, err = run(name, tmp_path, "loss", bad=[], train__on_non_finite="skip", train__steps=30)
     error = err.splitlines()[-1]
     assert error.startswith("error: step 1 (samples 0 to 7): the loss is not finite, nor in the next 9 steps")
@@ -240,8 +241,8 @@ def test_too_many_in_a_row_end_the_run(name: str, run: Run, tmp_path: Path) -> N
     assert newest < MAX_STREAK
 
 
-def test_the_account() -> None:
-    """Streaks, told by the values that went in."""
+def test_count_update_and_decide_skip_tracks_streaks() -> None:
+    """The counters follow from the values passed in."""
     account = torch.tensor(INITIAL_COUNTERS)
     losses = [1.0, torch.nan, 1.0, torch.inf, 1.0, 1.0, 1.0, 1.0]
     bad = [False, True, False, True, True, True, False, True]

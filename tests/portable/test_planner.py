@@ -1,4 +1,4 @@
-"""``portable-plan``: its order, its JSON, what it refuses, and its hours beside those of published runs."""
+"""``portable-plan``: its order, JSON and errors, and its hours compared with published runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LARGE = {
 WRONG = ("--fsdp.transformer_layer_cls_to_wrap", '["GPT2Block"]', "--device", "h100")
 """Layers that the model does not have."""
 Plan = Callable[..., Any]
-"""The options of a small or another model: parsed, or as they are told, without line breaks."""
+"""The options of a small or another model: parsed, or as printed text without line breaks."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     return run
 
 
-def test_options_in_the_order_of_the_guide_with_their_bytes(plan: Plan) -> None:
+def test_plan_lists_options_in_documented_order_with_bytes(plan: Plan) -> None:
     found = plan("--device", "h100", "--devices", "8")
     assert found["parameters"] == 2 * 512 * 64 + 3 * (64 * 64 * 3 + 3 * 64 * 160 + 2 * 64) + 64
     for option in found["options"]:
@@ -77,8 +77,8 @@ def test_options_in_the_order_of_the_guide_with_their_bytes(plan: Plan) -> None:
         assert option["fits"] is (option["host_bytes"] == 0)
 
 
-def test_what_sends_the_fewest_bytes_comes_first(plan: Plan) -> None:
-    """As docs/planning.md has it, in fp32, where DDP and ZeRO-1 send the same."""
+def test_plan_sorts_options_by_sent_bytes(plan: Plan) -> None:
+    """The order is documented in docs/planning.md. In fp32, DDP and ZeRO-1 send the same number of bytes."""
     found = plan("--device", "h100", "--devices", "8", "--precision", "fp32", "--train.micro_batch_size", "2")
     sent: dict[int, list[int]] = {}
     for option in found["options"]:
@@ -91,8 +91,8 @@ def test_what_sends_the_fewest_bytes_comes_first(plan: Plan) -> None:
         assert max(group) <= 1.001 * min(following)
 
 
-def test_a_large_model_gives_up_one_thing_after_another(plan: Plan, tmp_path: Path) -> None:
-    """And what is told in the end is a config."""
+def test_plan_of_large_model_saves_memory_step_by_step(plan: Plan, tmp_path: Path) -> None:
+    """The printed settings at the end are a valid config."""
     seq = ("--data.seq_len", "2048", "--devices", "64")
     roomy = plan("--device", "h200", *seq, model=LARGE)["best"]
     tight = plan("--device", "l4", *seq, model=LARGE)["best"]
@@ -107,7 +107,7 @@ def test_a_large_model_gives_up_one_thing_after_another(plan: Plan, tmp_path: Pa
     assert none["best"] is None and not any(option["fits"] for option in none["options"])
 
 
-def test_an_adapter_is_named_where_training_all_does_not_fit(plan: Plan) -> None:
+def test_plan_suggests_adapter_if_full_training_does_not_fit(plan: Plan) -> None:
     argv = ["--data.seq_len", "1024", "--precision", "bf16", "--train.global_batch_size", "16"]
     argv += ["--device", "a100-80", "--devices"]
     assert plan(*argv, "16", model=LARGE)["with_adapter"] is None
@@ -119,8 +119,8 @@ def test_an_adapter_is_named_where_training_all_does_not_fit(plan: Plan) -> None
     assert f"With an adapter (adapter.type lora), {best['strategy']} takes" in said
 
 
-def test_a_disk_comes_last(plan: Plan) -> None:
-    """Where a host has no room for what is offloaded."""
+def test_plan_offloads_to_disk_last(plan: Plan) -> None:
+    """The disk is used if the host has no memory for the offloaded state."""
     arguments = ["--device", "a100-40", "--devices", "2", "--host-memory", "100GB"]
     found = plan(*arguments, model=LARGE)
     swapping = [option for option in found["options"] if "nvme" in option["offload_optimizer"]]
@@ -131,10 +131,10 @@ def test_a_disk_comes_last(plan: Plan) -> None:
     assert (found["best"]["strategy"], found["best"]["offload_optimizer"]) == ("zero3", "nvme")
     told = plan(*arguments, model=LARGE, told=True)
     assert f"nvme_path: {PLACEHOLDER_DISK_PATH}" in told
-    assert "of its disk" in " ".join(told.split())  # whatever the width of the terminal
+    assert "of its disk" in " ".join(told.split())  # for any width of the terminal
 
 
-def test_without_a_device_nothing_is_said_to_fit(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_without_device_has_no_fits(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan()
     assert found["best"] is None and {option["fits"] for option in found["options"]} == {None}
     assert main([]) == 0
@@ -156,7 +156,7 @@ def test_without_a_device_nothing_is_said_to_fit(plan: Plan, capsys: pytest.Capt
         (["--strategy", "full_shard", "--devices", "2", *WRONG], ["LlamaForCausalLM has no GPT2Block"]),
     ],
 )
-def test_bad_input_is_one_line(
+def test_plan_rejects_bad_input_in_one_line(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
@@ -241,7 +241,7 @@ def planned(device: str, model: str, seq_len: int, tokens: float) -> float:
 
 
 @pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run[0]} on {run[1]}")
-def test_hours_are_within_a_quarter_of_published_ones(run: tuple[Any, ...]) -> None:
+def test_planned_hours_are_within_quarter_of_published_hours(run: tuple[Any, ...]) -> None:
     _, device, model, seq_len, tokens, hours, _ = run
     assert planned(device, model, seq_len, tokens) == pytest.approx(hours, rel=0.25)
     record([planned(device, model, seq_len, tokens)], [hours], 0.25)
@@ -250,7 +250,7 @@ def test_hours_are_within_a_quarter_of_published_ones(run: tuple[Any, ...]) -> N
 EIGHT = ("--train.global_batch_size", "8")
 
 
-def test_the_plan_has_hours_their_source_and_the_price(plan: Plan) -> None:
+def test_plan_has_hours_and_cost(plan: Plan) -> None:
     words = [*EIGHT, "--train.steps", "1000000", "--device", "h100", "--devices", "8"]
     words += ["--price-per-hour", "2.50"]
     found = plan(*words)
@@ -262,7 +262,7 @@ def test_the_plan_has_hours_their_source_and_the_price(plan: Plan) -> None:
     assert plan("--train.steps", "9", "--device", "h100", "--strategy", "zero3")["cost"] is None
 
 
-def test_slow_links_bound_the_hours(plan: Plan) -> None:
+def test_planned_hours_are_limited_by_slow_links(plan: Plan) -> None:
     words = (*EIGHT, "--train.steps", "1000", "--device", "4090")
     alone, two = plan(*words), plan(*words, "--devices", "2")
     sent = two["best"]["communication_bytes"] * 1000 / 3.2e10 / 3600
@@ -270,7 +270,7 @@ def test_slow_links_bound_the_hours(plan: Plan) -> None:
     assert two["hours"][0] == pytest.approx(sent)
 
 
-def test_epochs_count_the_data_that_is_there(
+def test_planned_hours_of_epochs_count_local_data(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -282,7 +282,7 @@ def test_epochs_count_the_data_that_is_there(
     assert plan(*words, "not/here.txt")["hours"] is None
 
 
-def test_a_budget_sorts_machines_by_cost(plan: Plan) -> None:
+def test_plan_with_budget_sorts_machines_by_cost(plan: Plan) -> None:
     words = [*EIGHT, "--train.steps", "100000000", "--budget", "20"]
     rows = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70,v6e=2.7")
     assert {row["device"] for row in rows} == {"h100", "l4", "v6e"}

@@ -1,4 +1,4 @@
-"""Losses of pairs: against TRL, against their formulas, and on every engine."""
+"""Preference losses: compared with TRL, with their formulas, and on every engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.runs import SENTENCE, TINY_MODEL, configured
 
 WORDS = SENTENCE.split()
 LN_2 = math.log(2)
-"""DPO's loss of a model that is its own reference."""
+"""DPO loss of a model that equals its reference."""
 
 
 def said(start: int, count: int) -> str:
@@ -45,7 +45,7 @@ def said(start: int, count: int) -> str:
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
-    """Preferences of different lengths."""
+    """Return preferences of different lengths."""
     return [
         {
             "prompt": [{"role": "user", "content": f"{said(i, 1 + i % 4)}?"}],
@@ -73,7 +73,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", pairs(60))
 
 
-# -- beside TRL --------------------------------------------------------------------------------------------
+# -- comparison with TRL
+# --------------------------------------------------------------------------------------------
 
 STEPS = 10
 RATE = 1e-3
@@ -97,8 +98,8 @@ AS_OURS: dict[str, Any] = {
 """TRL's settings for :func:`beside_trl`."""
 
 
-def test_the_losses_are_those_of_trl(tmp_path: Path, brief_runs: None) -> None:
-    """The same rows in the same order, over ten steps of two micro-batches; the reference is the start.
+def test_dpo_run_matches_trl(tmp_path: Path, brief_runs: None) -> None:
+    """Ten steps of two micro-batches use the same rows in the same order. The reference is the initial model.
 
     The model has dropout, which is off.
     """
@@ -169,8 +170,8 @@ VARIANTS: list[tuple[DPO, dict[str, float]]] = [
 """A loss, and its parts in TRL with their weights."""
 
 
-def test_the_variants_of_dpo_are_those_of_trl(tmp_path: Path) -> None:
-    """The loss of each pair by itself, with a policy that has left its reference."""
+def test_dpo_variants_match_trl(tmp_path: Path) -> None:
+    """The loss of each pair is compared, with a policy that differs from its reference."""
     trl: Any = pytest.importorskip("trl")
     import transformers
     from datasets import Dataset
@@ -219,8 +220,8 @@ def test_the_variants_of_dpo_are_those_of_trl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
-def test_the_losses_without_reference_are_those_of_trl(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the same log-probabilities. ORPO's first term is of the answer, as in the paper, not of all."""
+def test_losses_without_reference_match_trl(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probabilities are equal. ORPO's first term covers only the answer, as in the paper."""
     pytest.importorskip("trl")
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental import cpo, orpo
@@ -265,12 +266,12 @@ KINDS = {
     "start": ({**PAIRS, "train__micro_batch_size": 4}, PAIRS),
     "adapter": ({**LORA, "adapter__dropout": 0.0}, {**LORA, "train__loss": "dpo(reference='adapter')"}),
 }
-"""By the reference: settings of the truth, whose reference is the start, and of what is to equal it."""
+"""By reference: settings of the expected run, whose reference is its initial model, and of the other run."""
 
 
 @pytest.fixture(scope="module")
 def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, float]]]:
-    """What a step of a kind logs on one rank."""
+    """Return a function that returns the logged values of each step of a kind of run on one rank."""
 
     @cache
     def of(kind: str) -> list[dict[str, float]]:
@@ -296,7 +297,7 @@ CUT: dict[str, Any] = {"memory__loss_chunk_tokens": 16}
         ("adapter", "xla", {}),
     ],
 )
-def test_every_engine_has_the_same(
+def test_preference_losses_match_on_every_engine(
     kind: str, name: str, more: dict[str, Any], truth: Any, data: Path, tmp_path: Path, engines: Engines
 ) -> None:
     settings = {
@@ -314,24 +315,24 @@ def test_every_engine_has_the_same(
 
 
 def losses_of_a_host(config: RunConfig) -> list[dict[str, float]]:
-    """On the only rank of its host, which exchanges what is computed once in several parts."""
+    """Train on the only rank of a host. The hosts exchange precomputed values in several parts."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with patch("portable.run.precompute._MICRO_BATCHES_PER_EXCHANGE", 4):
         return losses(config)
 
 
-def test_hosts_that_share_the_cache_do_not_wait_for_each_other(
+def test_hosts_with_shared_cache_do_not_deadlock(
     truth: Any, data: Path, tmp_path: Path, ranks: RankPool
 ) -> None:
-    """A rank that held the cache's lock while it waited for the other's rows waited for ever."""
+    """If a rank held the lock of the cache while it waits for the other rank, both would wait forever."""
     shared = {"strategy": "full_shard", "data__cache_dir": str(tmp_path / "cache")}
     found = ranks.run(2, losses_of_a_host, configured(tmp_path, data, **PAIRS, **shared), timeout=90)
     expected = [one["loss"] for one in truth("start")]
     assert [one["loss"] for one in found] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_resumed_run_has_the_reference_of_its_start(data: Path, tmp_path: Path, brief_runs: None) -> None:
-    """Also where the cache is gone, and from an exported copy in place of it."""
+def test_resumed_run_keeps_reference_of_its_start(data: Path, tmp_path: Path, brief_runs: None) -> None:
+    """The reference is also kept if the cache is deleted, or if an exported copy replaces the model."""
 
     def run(name: str, **more: Any) -> list[Any]:
         settings = {**PAIRS, "data__cache_dir": str(tmp_path / "cache"), "train__eval_every": 2, **more}
@@ -349,7 +350,7 @@ def test_a_resumed_run_has_the_reference_of_its_start(data: Path, tmp_path: Path
 
 
 class Teacher:
-    """A loss of one's own that is told what the model gave at the start, and weighs samples."""
+    """Custom loss that receives the outputs of the initial model, and weights samples."""
 
     needs = ("log_probs",)
 
@@ -367,10 +368,12 @@ class Teacher:
 
 
 @pytest.mark.parametrize("loss", ["simpo", f"{__name__}:Teacher"])
-def test_losses_in_a_mixture(loss: str, tmp_path: Path, brief_runs: None) -> None:
-    """Shares are of the labels, evaluations are by source, and what is computed once is there."""
+def test_preference_losses_of_mixture_are_logged_by_source(
+    loss: str, tmp_path: Path, brief_runs: None
+) -> None:
+    """Shares count labels, evaluations are logged by source, and precomputed values are available."""
     rows = pairs(40)
-    if loss != "simpo":  # a loss of one's own weighs samples, not labels
+    if loss != "simpo":  # a custom loss weights samples, not labels
         rows = [{"messages": row["prompt"] + row["chosen"]} for row in rows]
     sources = [
         {"name": name, "source": str(write_jsonl(tmp_path / f"{name}.jsonl", part)), "weight": 1}
@@ -394,17 +397,20 @@ class Whole(Teacher):
         ("pairs", "chats", "dpo", r"^data\.eval\.source: has records of data\.format messages, and data\."),
         ("chats", "pairs", None, r"^data\.eval\.source: has records of data\.format preference, and data\."),
         ("chats", None, "simpo", r"train\.loss: simpo: needs pairs, and data\.format is messages"),
-        ("chats", None, f"{__name__}:Whole", r"Whole: needs whole sequences; set data\.packing to false"),
+        ("chats", None, f"{__name__}:Whole", r"Whole: needs complete sequences; set data\.packing to false"),
         ("stream", None, "dpo", r"train\.loss: dpo: needs all samples before the training"),
         ("pairs", None, None, r"data\.format preference needs a loss of pairs; set train\.loss to dpo"),
-        ("pairs", None, "simpro", r"there is no such name here; .* did you mean simpo\?"),
-        ("pairs", None, "dpo(loss_type='hing')", r"loss_type 'hing' is none of sigmoid, robust, hinge"),
+        ("pairs", None, "simpro", r"unknown name; .* did you mean simpo\?"),
+        ("pairs", None, "dpo(loss_type='hing')", r"loss_type 'hing' is not one of sigmoid, robust, hinge"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_run(
+def test_preference_run_rejects_incompatible_settings(
     training: str, evaluated: str | None, loss: str | None, told: str, tmp_path: Path
 ) -> None:
-    """Pairs go with pairs alone, and what is computed once needs all samples; --dry-run says so, too."""
+    """Pairs need pairs for evaluation, and precomputed values need all samples.
+
+    A dry run raises the same errors.
+    """
     chats = [{"messages": row["prompt"] + row["chosen"]} for row in pairs(20)]
     files = {
         "pairs": str(write_jsonl(tmp_path / "pairs.jsonl", pairs(20))),
@@ -421,7 +427,7 @@ def test_what_cannot_work_is_refused_before_the_run(
 
 
 def trained_again(folder: Path) -> None:
-    """Other weights in the same files."""
+    """Write other weights into the same files."""
     for file in folder.glob("*.safetensors"):
         tensors = {name: value * 1.5 for name, value in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
@@ -429,7 +435,7 @@ def trained_again(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sft(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in whose folder ``base/final`` is a model, and ``lora/final`` an adapter of it."""
+    """Train a run whose ``base/final`` is a model, and whose ``lora/final`` is an adapter of the model."""
     folder = tmp_path_factory.mktemp("sft")
     brief = {**PAIRS, "train__loss": "simpo", "train__steps": 2, "checkpoint__async": False}
     run_rank("cpu", configured(folder / "base", data, **brief))
@@ -439,10 +445,10 @@ def sft(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("changed", ["adapter", "base", "seed"])
-def test_the_reference_is_that_of_the_weights_and_the_seed(
+def test_reference_follows_weights_and_seed(
     changed: str, sft: Path, data: Path, tmp_path: Path, brief_runs: None
 ) -> None:
-    """Trained again into the same folder: a new run begins at ln 2, a resumed one is refused."""
+    """If a model is retrained in the same folder, a new run begins at ln 2 and a resumed run is rejected."""
     shutil.copytree(sft, tmp_path, dirs_exist_ok=True)
     settings: dict[str, Any] = {
         **PAIRS,
@@ -471,7 +477,7 @@ def test_the_reference_is_that_of_the_weights_and_the_seed(
         run("one")
 
 
-def test_a_frozen_copy_is_the_same_reference(sft: Path, data: Path, tmp_path: Path) -> None:
+def test_frozen_copy_equals_initial_model_as_reference(sft: Path, data: Path, tmp_path: Path) -> None:
     base = f"{sft}/base/final"
     settings = {**PAIRS, "model__config": None, "model__name_or_path": base}
     start, copied = (
@@ -484,7 +490,7 @@ def test_a_frozen_copy_is_the_same_reference(sft: Path, data: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_reference_computes_in_the_precision_of_the_policy(
+def test_reference_computes_in_precision_of_policy(
     adapter: bool, precision: str, sft: Path, data: Path, tmp_path: Path
 ) -> None:
     """The files of published models are in bf16."""
@@ -502,7 +508,7 @@ def test_a_reference_computes_in_the_precision_of_the_policy(
     assert first["rewards/margins"] == first["rewards/chosen"] == first["rewards/accuracies"] == 0.0
 
 
-def test_a_reference_that_sees_its_labels_is_refused(data: Path, tmp_path: Path) -> None:
+def test_reference_that_sees_its_labels_is_rejected(data: Path, tmp_path: Path) -> None:
     """BERT without ``is_decoder`` attends in both directions."""
     import transformers
 
@@ -514,7 +520,7 @@ def test_a_reference_that_sees_its_labels_is_refused(data: Path, tmp_path: Path)
         losses(configured(tmp_path / "run", data, **{**settings, "train__loss": loss}))
 
 
-def test_a_missing_reference_is_named_by_the_loss(data: Path, tmp_path: Path) -> None:
+def test_missing_reference_is_named_by_loss(data: Path, tmp_path: Path) -> None:
     settings = {**PAIRS, "train__steps": 1, "train__loss": f"dpo(reference='{tmp_path}/nothing')"}
     with pytest.raises(
         UserError, match=r"^train.loss: dpo.*reference: .*/nothing: no such folder; give a model"
@@ -523,7 +529,7 @@ def test_a_missing_reference_is_named_by_the_loss(data: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("loss", ["ipo(beta=0.1, ", "dpo(loss_type='hinge', "])
-def test_first_losses_with_a_reference_in_16_bits(loss: str, sft: Path, data: Path, tmp_path: Path) -> None:
+def test_first_loss_with_16_bit_reference_is_exact(loss: str, sft: Path, data: Path, tmp_path: Path) -> None:
     """A reference that equals the policy has the loss of ratios of 0 in every formula."""
     import transformers
 
@@ -538,7 +544,7 @@ def test_first_losses_with_a_reference_in_16_bits(loss: str, sft: Path, data: Pa
 
 
 @pytest.mark.parametrize("name", ["full_shard", "zero3"])
-def test_ranks_cast_a_reference_like_the_policy(
+def test_ranks_cast_reference_like_policy(
     name: str, sft: Path, data: Path, tmp_path: Path, engines: Engines
 ) -> None:
     import transformers
@@ -554,7 +560,7 @@ def test_ranks_cast_a_reference_like_the_policy(
     assert first["loss"] == pytest.approx(LN_2, rel=1e-6) and first["rewards/margins"] == 0.0
 
 
-def test_without_an_adapter_there_is_none_to_switch_off(data: Path, tmp_path: Path) -> None:
+def test_adapter_reference_requires_adapter(data: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, data, **{**PAIRS, "train__loss": "dpo(reference='adapter')"})
     with pytest.raises(UserError, match="the model has no adapter to switch off; set adapter"):
         losses(config)
@@ -563,7 +569,7 @@ def test_without_an_adapter_there_is_none_to_switch_off(data: Path, tmp_path: Pa
 # -- data --------------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_both_begin_with() -> None:
+def test_parse_preference_finds_shared_prompt() -> None:
     question = {"role": "user", "content": "why?"}
     one, other = ({"role": "assistant", "content": text} for text in ("so", "no"))
     row = {"prompt": "why?", "chosen": [question, one], "rejected": [question, other]}
@@ -584,7 +590,7 @@ def test_prompts_that_both_begin_with() -> None:
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "do not begin with the same prompt"),
     ],
 )
-def test_what_is_no_preference(row: dict[str, Any], told: str) -> None:
+def test_parse_preference_rejects_bad_records(row: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told) as caught:
         parse_preference(row, "file: line 3")
     said = str(caught.value)

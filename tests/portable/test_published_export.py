@@ -74,7 +74,7 @@ def list_final_files(run: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", NOT_LOADED)
-def test_final_has_the_names_of_the_base(
+def test_final_has_names_of_base(
     name: str, bases: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configure_run(
@@ -108,7 +108,7 @@ def test_final_has_the_names_of_the_base(
     assert converted.keys() == base.keys() - NOT_LOADED[name].keys()
 
 
-def test_tensors_that_another_class_lacks_are_listed(bases: Path, corpus: Path, tmp_path: Path) -> None:
+def test_base_tensors_without_counterpart_are_listed(bases: Path, corpus: Path, tmp_path: Path) -> None:
     labels = {"data__label_field": "label", "model__task": "sequence-classification", "data__packing": False}
     records = tmp_path / "labels.jsonl"
     lines = [json.dumps({"text": f"some text {i}", "label": f"LABEL_{i % 2}"}) for i in range(20)]
@@ -122,7 +122,7 @@ def test_tensors_that_another_class_lacks_are_listed(bases: Path, corpus: Path, 
     assert note.endswith("mtp.fc.weight, mtp.norm.weight")
 
 
-def test_export_without_the_base_uses_the_recorded_names(
+def test_export_without_base_uses_recorded_names(
     bases: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The base model's weights are missing when the run ends; the lost tensors are listed."""
@@ -148,7 +148,7 @@ def test_export_without_the_base_uses_the_recorded_names(
     )
 
 
-def test_final_has_the_layout_of_the_experts_of_the_base(corpus: Path, tmp_path: Path) -> None:
+def test_final_has_expert_layout_of_base(corpus: Path, tmp_path: Path) -> None:
     """Published experts of Qwen3-VL-MoE are transposed, but have the names in memory."""
     base, run = write_composite(tmp_path / "base", "qwen3_vl_moe", corpus), tmp_path / "run"
     path = base / "model.safetensors"
@@ -180,7 +180,7 @@ def test_final_has_the_layout_of_the_experts_of_the_base(corpus: Path, tmp_path:
         assert all(torch.equal(converted[name], final[name]) for name in final)
 
 
-def test_final_has_the_shard_files_of_the_base(bases: Path, corpus: Path, tmp_path: Path) -> None:
+def test_final_has_shard_files_of_base(bases: Path, corpus: Path, tmp_path: Path) -> None:
     base, final = tmp_path / "base", tmp_path / "run" / "final"
     shutil.copytree(bases / "mixtral", base)
     (base / "model.safetensors").unlink()
@@ -195,7 +195,7 @@ def test_final_has_the_shard_files_of_the_base(bases: Path, corpus: Path, tmp_pa
     assert load_file(final / first).keys() == load_file(base / first).keys()
 
 
-def test_final_of_a_run_from_scratch_matches_save_pretrained(corpus: Path, tmp_path: Path) -> None:
+def test_final_of_run_from_scratch_matches_save_pretrained(corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path / "run", corpus, **STEPS, model__config=tiny_config("mixtral"))
     assert run_rank("cpu", config) == 0
     tiny_model("mixtral").save_pretrained(tmp_path / "theirs")
@@ -206,7 +206,7 @@ def test_final_of_a_run_from_scratch_matches_save_pretrained(corpus: Path, tmp_p
     assert ours.keys() == theirs.keys()
 
 
-def test_modified_name_rules_are_rejected(bases: Path, corpus: Path, tmp_path: Path, capsys: Any) -> None:
+def test_convert_rejects_modified_name_rules(bases: Path, corpus: Path, tmp_path: Path, capsys: Any) -> None:
     """A regular expression that transformers does not contain is never compiled."""
     step = tmp_path / "step"
     config = configure_run(bases / "mixtral", tmp_path / "run", corpus)
@@ -221,7 +221,7 @@ def test_modified_name_rules_are_rejected(bases: Path, corpus: Path, tmp_path: P
     assert "does not support" in capsys.readouterr().err
 
 
-def test_a_merge_that_would_fail_is_rejected_before_training(
+def test_merged_export_that_would_fail_is_rejected_before_training(
     bases: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configure_run(
@@ -234,7 +234,7 @@ def test_a_merge_that_would_fail_is_rejected_before_training(
         prepare_run(resolve_run(config, "cpu"), create_backend("cpu"))
 
 
-def test_a_run_resumes_from_a_conversion_with_published_names(corpus: Path, tmp_path: Path) -> None:
+def test_run_resumes_from_conversion_with_published_names(corpus: Path, tmp_path: Path) -> None:
     """The experts' weights and optimizer state are stacked again."""
     settings: dict[str, Any] = {**STEPS, "model__config": tiny_config("mixtral"), "train__steps": 2}
     assert run_rank("cpu", configured(tmp_path / "whole", corpus, **settings)) == 0

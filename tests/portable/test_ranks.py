@@ -1,4 +1,4 @@
-"""What a rank knows of itself and of its host, and what it leaves; whole ranks are in ``test_launch.py``."""
+"""State of a rank and its host, and cleanup of files. ``test_launch.py`` tests complete ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def a_step_that_never_ends():
 dog = watchdog.Watchdog(rank=3, timeout_seconds=1.5, folder=Path(sys.argv[1]), report=print)
 with dog:
     batches = BatchIterator(int, range(8), 0, False)
-    dog.watch(batches)
+    dog.watch_batches(batches)
     for batch in batches:
         time.sleep(2 if batch == 0 else 0)  # the first may take longer
         if batch == 2:
@@ -53,7 +53,7 @@ with dog:
 """
 
 
-def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
+def test_watchdog_ends_hanging_rank_and_names_function(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", STANDS_STILL, str(tmp_path / "hang")],
         capture_output=True,
@@ -72,8 +72,8 @@ def join_attempt(store: Any, rank: int, world_size: int) -> str:
     return agree_on_attempt_name(store, rank, world_size, datetime.timedelta(seconds=20))
 
 
-def test_ranks_agree_on_an_attempt_that_no_earlier_one_had() -> None:
-    """In a store that outlives the attempts, of which the second begins before one of its ranks is there."""
+def test_join_attempt_gives_new_name_per_attempt() -> None:
+    """The store outlives the attempts. The second one begins before one of its ranks has arrived."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     with ThreadPoolExecutor(3) as pool:
         names = []
@@ -96,11 +96,11 @@ def sums_of_ranks(ring_ranks: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("ring_ranks", [0, 64], ids=["tree", "ring"])
-def test_sums_of_any_number_of_ranks(ring_ranks: int, ranks: RankPool) -> None:
+def test_rank_sums_are_exact_for_tree_and_ring(ring_ranks: int, ranks: RankPool) -> None:
     assert ranks.run(5, sums_of_ranks, ring_ranks) == [[10, 5], [2.5], [True, False]]
 
 
-def test_a_limit_of_open_files_that_is_too_low_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raise_open_file_limit_rejects_low_hard_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(256, 1024)]
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
@@ -115,8 +115,8 @@ def put(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_kills_for_memory_are_counted_on_every_level(tmp_path: Path) -> None:
-    """By both versions of cgroups, in files laid out like the kernel's own; nothing is said without them."""
+def test_oom_kills_are_counted_on_every_cgroup_level(tmp_path: Path) -> None:
+    """The files have the layout of both versions of cgroups. Without them, nothing is reported."""
     put(tmp_path / "proc/vmstat", "nr_free_pages 7\n")
     assert read_oom_kills(tmp_path) == {} and has_new_oom_kill({}, {}) is None
     put(tmp_path / "proc/vmstat", "nr_free_pages 7\noom_kill 4\n")
@@ -144,7 +144,7 @@ STEP = {
 }
 
 
-def test_a_task_of_srun_is_a_rank() -> None:
+def test_slurm_task_is_rank() -> None:
     variables = read_slurm_rank_variables(STEP)
     port = int(variables.pop("MASTER_PORT"))
     assert variables == {
@@ -176,12 +176,12 @@ def test_a_task_of_srun_is_a_rank() -> None:
     ],
     ids=["no SLURM", "torchrun", "one task", "batch script"],
 )
-def test_other_processes_are_left_alone(environment: dict[str, str]) -> None:
+def test_slurm_variables_are_ignored_outside_of_steps(environment: dict[str, str]) -> None:
     assert read_slurm_rank_variables(environment) == {}
 
 
 @pytest.mark.parametrize("damage", [{"SLURM_STEP_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "7"}])
-def test_unreadable_variables_are_refused(damage: dict[str, str]) -> None:
+def test_slurm_variables_with_errors_are_rejected(damage: dict[str, str]) -> None:
     with pytest.raises(UserError, match="srun: its variables do not define this task's rank"):
         read_slurm_rank_variables({**STEP, **damage})
 
@@ -202,14 +202,14 @@ with create_scratch_folder("kind") as folder:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The system's folder for temporary files."""
+    """Return the system's folder for temporary files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
 
 
-def test_what_a_killed_process_left_is_removed(temporary: Path) -> None:
+def test_scratch_folder_of_killed_process_is_removed(temporary: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(temporary)}
     killed = subprocess.run(
         [sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, check=False
@@ -225,7 +225,7 @@ def test_what_a_killed_process_left_is_removed(temporary: Path) -> None:
     assert [*temporary.iterdir()] == []
 
 
-def test_what_is_in_use_no_folder_or_anothers_stays(
+def test_scratch_folder_in_use_or_of_other_user_is_kept(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = tmp_path / "kept"

@@ -1,4 +1,4 @@
-"""Whole runs whose output is in an object store: a real S3 server, real engines, and failures in between."""
+"""Complete runs whose output is in an object store: a real S3 server, real engines, and failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EIGHT = "checkpoints/step-000008"
 
 @pytest.fixture(autouse=True)
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
+    """Make waits short, and turn off garbage collection of all modules imported by tests, in this process."""
     monkeypatch.setattr("portable.converters.storage.object_store.FIRST_RETRY_WAIT", 0.01)
     monkeypatch.setattr("portable.run.train.freeze_existing_objects", nullcontext)
 
@@ -42,8 +42,8 @@ class Remote:
     """A run in the bucket.
 
     Attributes:
-        url: its place.
-        store: with all objects of the bucket.
+        url: URL of the run.
+        store: Store with all objects of the bucket.
     """
 
     def __init__(self, store: ObjectStore, corpus: Path) -> None:
@@ -61,7 +61,7 @@ class Remote:
         return sorted({name.split("/")[0] for name in self.names("checkpoints/")})
 
     def check_same(self, local: Path) -> None:
-        """As the one on this disk that nothing disturbed."""
+        """Check that the run equals an undisturbed run on the local disk."""
         assert self.store.get("run/final/model.safetensors") == weights(local)
         rows = [json.loads(line) for line in self.store.get("run/metrics.jsonl").splitlines()]
         assert {row["step"]: row["loss"] for row in rows if "loss" in row} == losses(local)
@@ -74,16 +74,16 @@ def remote(s3: ObjectStore, corpus: Path) -> Remote:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run of eight steps on this disk."""
+    """Train a run of eight steps on this disk."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     assert leg(folder, corpus, {}) == 0
     return folder
 
 
-def test_a_run_in_a_bucket(
+def test_remote_run_resumes_despite_store_failures(
     remote: Remote, undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Stopped, and gone on with on another machine, while the store fails now and then."""
+    """The run is stopped, and continued on another machine, while requests fail now and then."""
     s3 = remote.store
     settings: dict[str, Any] = {
         "checkpoint__staging_dir": str(tmp_path / "staging"),
@@ -119,7 +119,7 @@ def test_a_run_in_a_bucket(
         assert not [name for name, data in found.items() if secret.encode() in data]
 
 
-def test_a_run_in_a_bucket_becomes_longer(remote: Remote) -> None:
+def test_remote_run_accepts_more_steps(remote: Remote) -> None:
     constant: dict[str, Any] = {"train__schedule": "constant", "train__warmup_steps": 0}
     assert remote.leg(**constant, train__steps=4) == 0
     assert remote.leg(**constant, train__steps=8) == 0
@@ -139,7 +139,7 @@ def test_a_run_in_a_bucket_becomes_longer(remote: Remote) -> None:
 def rank_leg(
     place: str, data: str, scratch: Path, environment: dict[str, str], settings: dict[str, Any]
 ) -> int:
-    """A leg on a rank whose host shares no folder with the others."""
+    """Run a launch on a rank whose host shares no folder with the others."""
     host = scratch / f"host-{os.environ.get('RANK', '0')}"
     host.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patched:
@@ -158,8 +158,10 @@ def rank_leg(
 
 
 @pytest.mark.parametrize("name", ["full_shard", "xla"])
-def test_hosts_that_share_no_disk(name: str, remote: Remote, tmp_path: Path, engines: Engines) -> None:
-    """From the same texts in the bucket; each rank sends its own shards."""
+def test_remote_run_of_hosts_without_shared_disk(
+    name: str, remote: Remote, tmp_path: Path, engines: Engines
+) -> None:
+    """The hosts read the same texts from the bucket, and each rank uploads its shards."""
     s3, settings = (
         remote.store,
         {**ENGINES[name].settings, "train__micro_batch_size": 1 if name != "xla" else 3},
@@ -178,8 +180,8 @@ def test_hosts_that_share_no_disk(name: str, remote: Remote, tmp_path: Path, eng
     remote.check_same(tmp_path / "whole")
 
 
-def test_resume_from_a_url(remote: Remote, tmp_path: Path, ranks: RankPool) -> None:
-    """A folder that was copied to the bucket, without markers; each rank fetches its own shards of it."""
+def test_resume_from_url_fetches_only_own_shards(remote: Remote, tmp_path: Path, ranks: RankPool) -> None:
+    """A folder was copied to the bucket, without markers. Each rank fetches only its shards."""
     s3, whole, settings = remote.store, tmp_path / "whole", {"train__micro_batch_size": 1}
     assert ranks.run(2, leg, whole, remote.corpus, settings) == 0
     s3.put_tree(whole / "checkpoints" / "step-000004", "copied")
@@ -188,12 +190,13 @@ def test_resume_from_a_url(remote: Remote, tmp_path: Path, ranks: RankPool) -> N
     assert ranks.run(2, rank_leg, *there, settings | {"checkpoint__resume": s3.url("copied")}) == 0
     assert s3.get("run/final/model.safetensors") == weights(whole)
     fetched = s3.bytes_out("copied/__")
-    # Each rank reads all of it otherwise; what is small is fetched in pieces that are larger than needed.
+    # Otherwise, each rank would read all of it. Small tensors are fetched in pieces that are larger than
+    # needed.
     assert fetched < 1.5 * size, f"two ranks fetched {fetched} of {size} bytes"
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_a_store_that_stays_away(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_run_ends_if_store_stays_unavailable(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
     remote.store.fail(drop=True, key="step-000008/__0")
     with pytest.raises(RunError, match=r"step-000008: could not be written .*last good.*s3://.*step-000004$"):
@@ -207,14 +210,14 @@ def test_a_store_that_stays_away(remote: Remote, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("moment", ["in between", "at the last save", "without a background"])
 @pytest.mark.usefixtures("brief_runs")
-def test_a_store_that_is_away_for_a_while(
+def test_remote_run_survives_temporary_outage(
     moment: str,
     remote: Remote,
     undisturbed: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The steps go on, and the next save is whole; the last one waits."""
+    """The steps continue, and the next save is complete. The last save waits for the store."""
     s3 = remote.store
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
     monkeypatch.setattr("portable.checkpoint.store._RETRY_SECONDS", 0.2)
@@ -253,8 +256,10 @@ def test_a_store_that_is_away_for_a_while(
     assert not s3.open_uploads() and not remote.names(f"{LEASE_FILE}")
 
 
-def test_one_rank_that_is_cut_off_for_a_while(remote: Remote, tmp_path: Path, ranks: RankPool) -> None:
-    """All ranks agree that this save has failed, and go on to the next."""
+def test_remote_run_skips_save_that_one_rank_cannot_write(
+    remote: Remote, tmp_path: Path, ranks: RankPool
+) -> None:
+    """All ranks agree that this save has failed, and continue to the next one."""
     s3 = remote.store
     s3.fail(status=503, method="PUT", key="step-000004/__1")
     environment = s3.environment | {"PORTABLE_STORAGE_MINUTES": "0.005"}
@@ -270,7 +275,9 @@ def child_leg(place: str, corpus: Path, environment: dict[str, str]) -> None:
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_killed_while_it_sends(remote: Remote, undisturbed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_remote_run_killed_during_upload_resumes(
+    remote: Remote, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     s3, context = remote.store, multiprocessing.get_context("forkserver")
     slow = s3.fail(delay=60, key=f"{EIGHT}/__0")
     process = context.Process(target=child_leg, args=(remote.url, remote.corpus, s3.environment))
@@ -289,7 +296,7 @@ def test_killed_while_it_sends(remote: Remote, undisturbed: Path, capfd: pytest.
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_an_outage_is_no_damage_and_damage_is_set_aside(
+def test_remote_checkpoint_is_set_aside_only_if_damaged(
     remote: Remote, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert remote.leg(checkpoint__every_steps=2, train__stop_after=6) == 0
@@ -322,14 +329,14 @@ BAD_PLACES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_PLACES)
-def test_places_that_cannot_be(
+def test_remote_output_with_bad_url_is_rejected(
     name: str,
     remote: Remote,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Told in one line; one that cannot be written to before any work."""
+    """The error is one line. A bucket without write permission is rejected before any work."""
     s3, (changed, words) = remote.store, BAD_PLACES[name]
     if name == "not to write to":
         s3.fail(status=403, method="PUT")
@@ -350,16 +357,16 @@ def test_places_that_cannot_be(
 
 @pytest.fixture
 def place(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
-    """Of leases that are renewed and become stale quickly."""
+    """Return a place whose leases are renewed and become stale quickly."""
     monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.05)
     monkeypatch.setattr(lease, "STALE_SECONDS", 0.6)
-    # Both are in this process here, which must not count as being gone.
+    # Both holders are in this process, which must not count as dead.
     monkeypatch.setattr(lease, "_read_machine_identity", lambda: None)
     return RemotePath.from_url(remote.url)
 
 
-def test_a_run_that_is_held_is_refused(remote: Remote, place: RemotePath) -> None:
-    """Also where somebody deletes the lease, which is written again."""
+def test_lease_of_running_run_is_respected(remote: Remote, place: RemotePath) -> None:
+    """A lease that a user deletes is written again."""
     with Lease(place) as first:
         with pytest.raises(UserError, match=r"in use by another run .*; wait for it, stop it or choose"):
             remote.leg()
@@ -371,7 +378,7 @@ def test_a_run_that_is_held_is_refused(remote: Remote, place: RemotePath) -> Non
     assert not remote.names()
 
 
-def test_a_lease_that_nobody_renews_is_taken_over(
+def test_lease_that_is_not_renewed_is_taken_over(
     remote: Remote, place: RemotePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patched:
@@ -383,15 +390,15 @@ def test_a_lease_that_nobody_renews_is_taken_over(
         with pytest.raises(RunError, match="another run has started to write"):
             first.check_not_taken()
         first.__exit__(None, None, None)
-        second.check_not_taken()  # whoever lost the lease does not remove it
+        second.check_not_taken()  # the former holder does not remove it
         assert remote.names() == [LEASE_FILE]
-    first._taken_by = None  # as if it had stood still until now
+    first._taken_by = None  # as if it had been suspended until now
     with pytest.raises(RunError, match="which took over the lease and has ended"):
         first.check_not_taken()
     assert not remote.names()
 
 
-def test_of_two_that_start_at_once_one_begins(
+def test_lease_is_taken_by_one_of_two_simultaneous_runs(
     remote: Remote, place: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have seen that there is no lease before either writes one."""
@@ -412,7 +419,7 @@ def test_of_two_that_start_at_once_one_begins(
     assert not remote.names()
 
 
-def test_a_store_without_conditional_writes_is_told(
+def test_lease_without_conditional_writes_is_a_warning(
     remote: Remote, place: RemotePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forward = remote.store.forward
@@ -432,10 +439,10 @@ def test_a_store_without_conditional_writes_is_told(
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_a_staging_folder_that_somebody_else_made_is_not_used(
+def test_staging_folder_of_other_user_is_not_used(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever may write where temporary files are sees the names that there are, and finds none to come."""
+    """Other users of the folder for temporary files see the present names, but cannot predict later ones."""
     monkeypatch.setattr("portable.output.publisher.get_lasting_folder", lambda: tmp_path)
     first, second = (Publisher(RemotePath.from_url(remote.url), 0, None) for _ in range(2))
     assert first.work_folder != second.work_folder

@@ -1,4 +1,4 @@
-"""Whole runs on one rank: what they leave behind, and that they go on as if never stopped."""
+"""Complete runs on one rank: their output files, and that they resume as if never stopped."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def leg(folder: Path, corpus: Path, **overrides: Any) -> int:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run of eight steps that nothing disturbed."""
+    """Train an uninterrupted run of eight steps."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert leg(folder, corpus, train__eval_every=4) == 0
     return folder
 
 
-def test_leaves_what_the_design_promises(finished: Path) -> None:
+def test_run_writes_documented_files(finished: Path) -> None:
     rows = read_metrics(finished)
     logged = [row for row in rows if "loss" in row]
     assert [row["step"] for row in logged] == list(range(1, 9))
@@ -64,13 +64,13 @@ def test_leaves_what_the_design_promises(finished: Path) -> None:
     assert load_config(finished / "config.yaml").train.steps == 8
 
 
-def test_the_final_model_loads_and_computes_the_same(finished: Path, tmp_path: Path) -> None:
+def test_final_model_loads_and_computes_same_loss(finished: Path, tmp_path: Path) -> None:
     load: Any = AutoModelForCausalLM.from_pretrained
     model, info = load(finished / "final", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     tokenizer = AutoTokenizer.from_pretrained(finished / "final")
     assert tokenizer.decode(tokenizer("the loss falls\n\tå")["input_ids"]) == "the loss falls\n\tå"
-    # The truth is what torch's own loader makes of the last checkpoint.
+    # The expected values are read by torch's loader from the last checkpoint.
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(finished / "checkpoints" / "step-000008", tmp_path / "all.pt")
@@ -85,10 +85,10 @@ def test_the_final_model_loads_and_computes_the_same(finished: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_stopped_run_goes_on_bit_for_bit(
+def test_stopped_run_resumes_bit_for_bit(
     optimizer: str, finished: Path, tmp_path: Path, corpus: Path
 ) -> None:
-    """SGD without momentum keeps no state at all, which a checkpoint must be able to say."""
+    """SGD without momentum has no state, which a checkpoint must be able to represent."""
     whole, folder, settings = finished, tmp_path / "run", dict[str, Any]()
     if optimizer == "sgd":
         whole, settings = tmp_path / "whole", {"train__optimizer": "sgd", "train__betas": [0.0, 0.9]}
@@ -100,12 +100,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert weights(folder) == weights(whole)
 
 
-def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
-    tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    """A flipped bit in what rank 1 wrote and will read; rank 0 sees nothing of it. All goes on bit for bit.
+def test_damaged_newest_checkpoint_is_set_aside(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    """A bit of a shard of rank 1 is flipped, which rank 0 does not notice. The run resumes bit for bit.
 
-    Other strategies and world sizes: `test_moves.py`.
+    For other strategies and world sizes, see `test_moves.py`.
     """
     whole, folder = tmp_path / "whole", tmp_path / "run"
     settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 3}
@@ -125,7 +123,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
 
 
 def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
-    """A leg that SIGKILL ends within its second save."""
+    """Run a launch that is killed within its second save."""
     import portable.paths as module
 
     def die(*_: object) -> None:
@@ -159,7 +157,7 @@ def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["shards", "rename"])
-def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Path) -> None:
+def test_run_killed_during_save_resumes(moment: str, tmp_path: Path, corpus: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "run"
     process = multiprocessing.get_context("forkserver").Process(
         target=killed_while_saving, args=(folder, corpus, moment)
@@ -177,14 +175,14 @@ def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Pat
     assert not list((folder / "checkpoints").glob(".*"))
 
 
-def test_keeps_the_newest_checkpoints(tmp_path: Path, corpus: Path) -> None:
+def test_checkpoint_keep_keeps_newest(tmp_path: Path, corpus: Path) -> None:
     leg(tmp_path, corpus, checkpoint__every_steps=1, checkpoint__keep=2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-000007", "step-000008"]
 
 
-def test_what_a_killed_export_left_is_removed(tmp_path: Path, corpus: Path, finished: Path) -> None:
-    """By the next run in the folder, and only there; one killed between two renames gets its model back."""
+def test_remains_of_killed_export_are_removed(tmp_path: Path, corpus: Path, finished: Path) -> None:
+    """The next run removes them only in its folder. A kill between two renames does not lose the model."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     model = (folder / "final" / "model.safetensors").read_bytes()
@@ -200,8 +198,8 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path, corpus: Path, fini
         assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
 
 
-def test_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
-    """144 samples to train on, 6 a step: an eighth of an epoch is 3 steps, a tenth 2.4."""
+def test_run_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
+    """There are 144 training samples, 6 per step: an eighth of an epoch is 3 steps, a tenth is 2.4."""
     settings: dict[str, Any] = {"data__packing": False, "checkpoint__keep": None}
     settings |= {"checkpoint__every_epochs": 0.125, "train__eval_every_epochs": 0.1}
     settings |= {"checkpoint__every_steps": None}
@@ -215,7 +213,7 @@ def test_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
         leg(tmp_path / "warm", corpus, **by_epochs, train__warmup_steps=13)
 
 
-def test_other_text_and_damaged_or_foreign_checkpoints_are_refused(
+def test_resume_rejects_other_text_and_unusable_checkpoints(
     tmp_path: Path, corpus: Path, finished: Path
 ) -> None:
     folder, source = tmp_path / "run", tmp_path / "text.jsonl"
@@ -251,7 +249,7 @@ def test_other_text_and_damaged_or_foreign_checkpoints_are_refused(
     assert not other.exists()
 
 
-def test_logs_never_stop_a_run(
+def test_damaged_logs_do_not_stop_run(
     finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -277,7 +275,7 @@ def _flip_in_samples(checkpoint: Path) -> None:
 
 
 def _of_another_step(checkpoint: Path, *, whole: bool) -> None:
-    """Its folder as a whole, or all that tells of its shards but the state."""
+    """Copy the folder of another step, or only the files that describe its shards."""
     for path in checkpoint.with_name("step-000008").iterdir():
         if whole or path.name.endswith((".distcp", ".metadata")) or path.name == CHECKSUMS:
             (checkpoint / path.name).write_bytes(path.read_bytes())
@@ -297,7 +295,7 @@ def _of_another_step(checkpoint: Path, *, whole: bool) -> None:
     ],
     ids=["samples", "shards", "another step", "seal", "no manifest", "manifest", "tokenizer", "config"],
 )
-def test_every_file_of_a_checkpoint_is_checked(
+def test_verify_files_detects_damage_in_every_file(
     damage: Callable[[Path], object], told: str, finished: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "step-000004"
@@ -312,7 +310,7 @@ def test_every_file_of_a_checkpoint_is_checked(
         dataclasses.replace(TrainerState.read(whole), run={}).verify_files(whole)
 
 
-def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(
+def test_resume_from_checkpoint_of_older_version_warns(
     finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -329,7 +327,7 @@ def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(
         TrainerState.read(checkpoint)
 
 
-def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> None:
+def test_resume_from_path_continues_in_new_folder(tmp_path: Path, corpus: Path, finished: Path) -> None:
     folder = tmp_path / "run"
     source = finished / "checkpoints" / "step-000004"
     assert leg(folder, corpus, checkpoint__resume=str(source), precision="auto") == 0

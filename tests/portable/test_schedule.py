@@ -1,4 +1,4 @@
-"""What a step takes: its rate and weight decay, as transformers has them, its batch, and its operations."""
+"""Learning rate and weight decay of a step, as in transformers, and its batch and FLOPs."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ from tests.tiny_models import tiny_config
         (partial(InverseSqrt, timescale=3), 0.0, "inverse_sqrt", {"timescale": 3}),
     ],
 )
-def test_they_are_those_of_transformers(
-    kind: Any, floor: float, theirs: str, params: Any, warmup: int
-) -> None:
+def test_schedules_match_transformers(kind: Any, floor: float, theirs: str, params: Any, warmup: int) -> None:
     found = rates_of(theirs, warmup, 40, params)
     assert [kind(1e-3, floor, warmup, 40)(step) for step in range(40)] == pytest.approx(found, rel=1e-9)
     if theirs == "inverse_sqrt":
@@ -62,7 +60,9 @@ def test_they_are_those_of_transformers(
     ("warmup", "warmup_type", "share", "floor"),
     [(0, "linear", 0.2, 0.0), (5, "cosine", 0.5, 0.1), (3, "1-sqrt", 0.0, 0.0), (11, "linear", 1.0, 0.3)],
 )
-def test_warmup_stable_decay(decay: Any, warmup: int, warmup_type: Any, share: float, floor: float) -> None:
+def test_warmup_stable_decay_matches_transformers(
+    decay: Any, warmup: int, warmup_type: Any, share: float, floor: float
+) -> None:
     length = min(math.ceil(share * 23), 23 - warmup)
     params = {"num_decay_steps": length, "decay_type": decay, "warmup_type": warmup_type}
     found = rates_of("warmup_stable_decay", warmup, 23, {**params, "min_lr_ratio": floor})
@@ -73,7 +73,7 @@ def test_warmup_stable_decay(decay: Any, warmup: int, warmup_type: Any, share: f
 
 
 def rates_of(name: str, warmup: int, steps: int, params: dict[str, Any] | None = None) -> list[float]:
-    """The rates of transformers' schedule as its Trainer goes through them."""
+    """Return the learning rates of a schedule of transformers, as its Trainer steps it."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
     schedule = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=params)
     rates = []
@@ -92,7 +92,7 @@ def falling_below_zero(step: int, total_steps: int) -> float:
     return 1 - step
 
 
-def test_one_of_your_own() -> None:
+def test_custom_schedule_is_used() -> None:
     train = {"steps": 30, "learning_rate": 0.01, "schedule": f"{__name__}:halving(every=7)"}
     config = load_config({"train": train})
     assert config.train.warmup_ratio is None
@@ -101,7 +101,7 @@ def test_one_of_your_own() -> None:
     assert [schedule(step) for step in range(30)] == pytest.approx(halved)
 
 
-def test_one_of_your_own_that_is_wrong() -> None:
+def test_custom_schedule_with_errors_is_rejected() -> None:
     def config(name: str, **more: Any) -> RunConfig:
         return checked({"train": {"schedule": f"{__name__}:{name}", "steps": 30, **more}})
 
@@ -113,7 +113,7 @@ def test_one_of_your_own_that_is_wrong() -> None:
 
 @pytest.mark.parametrize("steps", [1, 7, 333])
 @pytest.mark.parametrize("ratio", [0.0, 0.03, 1.0])
-def test_a_warm_up_ratio_is_the_trainers(steps: int, ratio: float) -> None:
+def test_warmup_ratio_matches_trainer(steps: int, ratio: float) -> None:
     from transformers import TrainingArguments
 
     theirs = TrainingArguments(output_dir="/nowhere", warmup_steps=ratio) if ratio < 1 else None
@@ -134,20 +134,20 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32,
 }  # fmt: skip
 TYPES: dict[str, tuple[str, dict[str, Any], str, bool]] = {
-    # What one of its parameters is called, and whether weight decay is for it: unlike by the number of dims.
+    # Name of a parameter, and whether it has weight decay, contrary to its number of dimensions.
     "gpt_oss": ("causal-lm", {"num_local_experts": 4}, "mlp.experts.gate_up_proj_bias", False),
     "gpt_oss, sinks": ("causal-lm", {"num_local_experts": 4}, "self_attn.sinks", True),
     "t5": ("seq2seq-lm", {"d_model": 16, "d_kv": 8, "d_ff": 24}, "relative_attention_bias.weight", False),
     "mamba": ("causal-lm", {"state_size": 4}, "mixer.D", True),
     "rwkv": ("causal-lm", {"attention_hidden_size": 16}, "attention.time_decay", True),
-    # And where the two agree.
+    # Types for which both rules agree.
     "qwen3": ("causal-lm", {}, "q_norm.weight", False),
     "bert": ("masked-lm", {}, "embeddings.LayerNorm.weight", False),
 }
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_weight_decay_is_for_what_the_trainer_has_it_for(name: str) -> None:
+def test_weight_decay_matches_trainer(name: str) -> None:
     task, settings, telling, decays = TYPES[name]
     model_type = name.split(",")[0]
     known = AutoConfig.for_model(model_type)
@@ -170,7 +170,7 @@ def test_weight_decay_is_for_what_the_trainer_has_it_for(name: str) -> None:
         (["("], "'(' is not a regular expression"),
     ],
 )
-def test_a_pattern_without_effect_is_refused(patterns: list[str], message: str) -> None:
+def test_parameter_group_without_effect_is_rejected(patterns: list[str], message: str) -> None:
     groups = [{"pattern": pattern} for pattern in patterns]
     given = {"model.config": TINY_MODEL, "train.frozen": "embed", "train.parameter_groups": groups}
     with pytest.raises(UserError) as raised:
@@ -192,7 +192,7 @@ def batches(**train: object) -> RunConfig:
     ("total", "world", "micro", "accumulation"),
     [(8, 1, 4, 2), (8, 4, 2, 1), (12, 3, 4, 1), (7, 7, 1, 1)],
 )
-def test_the_default_micro_batch_follows_the_world(
+def test_batch_plan_default_micro_batch_follows_world_size(
     total: int, world: int, micro: int, accumulation: int
 ) -> None:
     plan = compute_batch_plan(batches(global_batch_size=total), world_size=world, rank=0)
@@ -201,7 +201,7 @@ def test_the_default_micro_batch_follows_the_world(
 
 
 @pytest.mark.parametrize(("micro", "size", "accumulation"), [(None, 3, 1), (1, 1, 3), (2, 2, 2)])
-def test_ranks_that_do_not_divide_the_batch_take_its_sequences_once(
+def test_batch_plan_of_uneven_ranks_takes_sequences_once(
     micro: int | None, size: int, accumulation: int
 ) -> None:
     config = batches() if micro is None else batches(micro_batch_size=micro)
@@ -218,14 +218,14 @@ def test_ranks_that_do_not_divide_the_batch_take_its_sequences_once(
     assert taken == list(range(16, 24))
 
 
-def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
-    with pytest.raises(UserError, match=r"8 sequences cannot be divided among 9 ranks; set it to 9"):
+def test_batch_plan_error_names_divisors() -> None:
+    with pytest.raises(UserError, match=r"cannot be divided among 9 ranks; set train.global_batch_size to 9"):
         compute_batch_plan(batches(), world_size=9, rank=0)
     with pytest.raises(UserError, match=r"4 does not divide the 2 sequences .*; use 2 or another divisor"):
         compute_batch_plan(batches(micro_batch_size=4), world_size=4, rank=0)
 
 
-def test_dropout_is_keyed_by_the_samples_and_not_by_who_computes_them() -> None:
+def test_dropout_seed_depends_on_samples_not_on_rank() -> None:
     config = batches(micro_batch_size=1)
     alone = compute_batch_plan(config, world_size=1, rank=0)
     second = compute_batch_plan(config, world_size=2, rank=1)
@@ -238,11 +238,11 @@ def test_dropout_is_keyed_by_the_samples_and_not_by_who_computes_them() -> None:
     assert len(seeds) == 800
 
 
-def test_epochs_become_steps() -> None:
+def test_compute_total_steps_converts_epochs() -> None:
     assert compute_total_steps(batches(steps=7), 100) == 7
     assert compute_total_steps(batches(epochs=2, global_batch_size=8), 100) == 25
     assert compute_total_steps(batches(epochs=0.01, global_batch_size=8), 100) == 1
-    # As docs/migrate.md has it; the Trainer's epochs end in a smaller batch, 33 steps in all.
+    # As documented in docs/migrate.md; the Trainer's epochs end in a smaller batch, 33 steps in all.
     assert compute_total_steps(batches(epochs=3, global_batch_size=10), 105) == 32
 
 
@@ -251,11 +251,11 @@ def test_epochs_become_steps() -> None:
     [
         {"model.config.tie_word_embeddings": False, "train.frozen": "embed|layers.0|layers.2"},
         {"model.config.tie_word_embeddings": False, "train.frozen": "layers"},
-        {"model.config": tiny_config("qwen2_moe")},  # of the experts, only those that a token goes through
+        {"model.config": tiny_config("qwen2_moe")},  # only the experts of a token
     ],
     ids=["in part", "layers", "mixture"],
 )
-def test_flops_are_those_that_torch_counts(given: dict[str, Any]) -> None:
+def test_flops_per_token_match_torch_counter(given: dict[str, Any]) -> None:
     run = load_config(None, {**given, "model.attention": "eager"})  # it counts no attention kernels of CPUs
     config = models.load_model_config(run.model)
     model = models.build_and_freeze_model(config, run).to_empty(device="cpu")

@@ -1,6 +1,6 @@
-"""Streams: files tokenized while the run trains, in one order and within a limit; and ahead of time.
+"""Streams: files are tokenized while the run trains, in one order and within a limit, or ahead of time.
 
-Under faults every sample is the right one, or the run ends with one line; nothing hangs.
+Despite faults, every sample is correct, or the run ends with a one-line error. Nothing hangs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FILES, RECORDS, LENGTH = 9, 30, 16
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """Files of different lengths; every word names its file and record."""
+    """Write files of different lengths. Every word names its file and record."""
     folder = tmp_path / "files"
     folder.mkdir()
     for file in range(FILES):
@@ -66,12 +66,12 @@ def settings(files: Path, **more: Any) -> DataConfig:
 def opened(files: Path, **more: Any) -> StreamSamples:
     found = build_data(settings(files, **more)).train
     assert isinstance(found, StreamSamples)
-    found._processes = 0  # tests of it alone set it
+    found._processes = 0  # only tests of the limit set it
     return found
 
 
 def length(stream: Any) -> int:
-    """The samples of an epoch, known once all files were read."""
+    """Return the number of samples of an epoch, which is known after all files were read."""
     while stream._count_epoch_samples() is None:
         stream.locate(stream._ends[-1] if stream._ends else 0, 0)
     return int(stream._count_epoch_samples())
@@ -85,7 +85,7 @@ def ids(stream: Any, first: int, count: int) -> list[EpochIndex]:
 
 
 @pytest.mark.parametrize("window", [1, 2, 20])
-def test_an_epoch_has_every_sample_once(files: Path, window: int) -> None:
+def test_stream_epoch_has_every_sample_once(files: Path, window: int) -> None:
     stream = opened(files, shuffle_window=window)
     total = length(stream)
     first = ids(stream, 0, total)
@@ -99,7 +99,7 @@ def test_an_epoch_has_every_sample_once(files: Path, window: int) -> None:
     assert changes == FILES - 1 if window == 1 else changes > 3 * FILES
 
 
-def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_resume_does_not_read_consumed_files(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = opened(files)
     position = 500
     expected = ids(stream, position, 40)
@@ -112,7 +112,7 @@ def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pyte
 
     monkeypatch.setattr(FileRangeSource, "check_unchanged", counted)
     other = opened(files, cache_dir=str(files.parent / "other"))
-    first = len(read)  # the shard that tells the columns
+    first = len(read)  # the shard that defines the columns
     other.load_state_dict(stream.state_dict())
     assert ids(other, position, 40) == expected
     other.build_batch(expected)
@@ -123,8 +123,8 @@ def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pyte
 # -- the disk -----------------------------------------------------------------------------------------------
 
 
-def test_no_more_is_on_disk_than_the_limit(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two epochs within the room of about three shards, with the same samples as without a limit."""
+def test_stream_cache_limit_bounds_disk_usage(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs fit into about three shards of disk space, with the same samples as without a limit."""
     free = opened(files, cache_dir=str(files.parent / "free"))
     largest = max(_sizes(files.parent / "free"))
     limited = opened(files, cache_limit=3 * largest / 1e9)
@@ -137,7 +137,7 @@ def test_no_more_is_on_disk_than_the_limit(files: Path, monkeypatch: pytest.Monk
         assert limited[place[1]]["input_ids"].tolist() == free[place[1]]["input_ids"].tolist()
         most = max(most, sum(_sizes(files.parent / "cache")))
     assert len(_sizes(files.parent / "free")) == FILES
-    assert most <= 5 * largest  # what was just made may be beyond the limit
+    assert most <= 5 * largest  # the newest shard may exceed the limit
 
 
 def _sizes(cache: Path) -> list[int]:
@@ -148,7 +148,7 @@ def _sizes(cache: Path) -> list[int]:
 # -- faults -------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_changed_is_refused(files: Path) -> None:
+def test_stream_rejects_changed_file(files: Path) -> None:
     stream = opened(files, cache_limit=1e-9)
     ids(stream, 0, 900)
     shard = stream.locate_sample(0, 0)[1] >> 32
@@ -164,9 +164,7 @@ def test_a_file_that_changed_is_refused(files: Path) -> None:
         other.load_state_dict(stream.state_dict())
 
 
-def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_replaces_dead_tokenizer_process(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ids(opened(files, cache_dir=str(files.parent / "other")), 0, 900)
     stream = opened(files)
     stream._processes = 2
@@ -177,10 +175,10 @@ def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 26, 200])
-def test_bad_records_are_skipped_and_told(
+def test_stream_skips_and_reports_bad_records(
     tmp_path: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In a stream and in a file: the first five with their place, then the number; or the run ends."""
+    """In a stream and in a file, the first five are listed and the rest is counted, or the run ends."""
     monkeypatch.setattr(source_kinds, "PART_BYTES", part_bytes)
     texts = [b"{broken", b'{"text": 5}', b"\xff\xfe", b"[]", b'{"txt": "x"}', b"{", b"nul"]
     bad = dict(zip((3, 9, 11, 20, 25, 30, 31), texts, strict=True))
@@ -219,8 +217,8 @@ def expected(files: Path) -> list[list[int]]:
 # -- stores -------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_fails_and_recovers(files: Path, expected: list[list[int]], s3: ObjectStore) -> None:
-    """Every third request fails, or its answer breaks off."""
+def test_stream_survives_store_failures(files: Path, expected: list[list[int]], s3: ObjectStore) -> None:
+    """Every third request fails, or its response is cut off."""
     s3.put_tree(files, "data")
     found = opened(files, source=s3.url("data/*.jsonl"))
     found._processes = 1
@@ -230,7 +228,7 @@ def test_a_store_that_fails_and_recovers(files: Path, expected: list[list[int]],
     found.close()
 
 
-def test_a_store_that_is_gone_ends_the_run_and_the_next_goes_on(
+def test_stream_ends_if_store_is_unavailable_and_resumes(
     files: Path, expected: list[list[int]], s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3.put_tree(files, "data")
@@ -244,7 +242,7 @@ def test_a_store_that_is_gone_ends_the_run_and_the_next_goes_on(
     assert rows(found) == expected
 
 
-def test_an_object_that_changed_since_it_was_listed(files: Path, s3: ObjectStore) -> None:
+def test_stream_rejects_object_changed_since_listing(files: Path, s3: ObjectStore) -> None:
     s3.put_tree(files, "data")
     found = opened(files, source=s3.url("data/*.jsonl"))
     name = f"part-{int(found._order[-1])}.jsonl"
@@ -252,11 +250,11 @@ def test_an_object_that_changed_since_it_was_listed(files: Path, s3: ObjectStore
     with pytest.raises(UserError, match=rf"{name}.*changed while it was read"):
         rows(found)
     s3.delete(f"data/{name}")
-    with pytest.raises(UserError, match=rf"{name}.*cannot read it"):
+    with pytest.raises(UserError, match=rf"{name}.*cannot be read"):
         rows(found)
 
 
-def test_a_process_that_prepares_batches_dies(files: Path) -> None:
+def test_train_loader_reports_killed_worker(files: Path) -> None:
     loader = TrainLoader(opened(files), seed=0, global_batch_size=4, micro_batch_size=4, num_workers=1)
     batches = iter(loader)
     next(batches)
@@ -275,7 +273,7 @@ def test_a_process_that_prepares_batches_dies(files: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 160 KiB, about the tokens of five files."""
+    """Mount a file system of 160 KiB, about the size of the tokens of five files."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = ["mount", "-t", "tmpfs", "-o", "size=160k", "portable-test", str(folder)]
@@ -285,7 +283,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_is_emptied_of_what_is_not_in_use(
+def test_stream_on_full_disk_removes_unused_shards(
     files: Path, expected: list[list[int]], small_disk: Path
 ) -> None:
     build_data(settings(files)).tokenizer.save_pretrained(files.parent / "tokenizer")
@@ -302,15 +300,15 @@ def test_a_full_disk_is_emptied_of_what_is_not_in_use(
     assert "\n" not in str(refused.value)
 
 
-def test_runs_that_share_a_cache_do_not_disturb_each_other(
+def test_streams_share_cache_without_interference(
     files: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each removes what the other may need next, in a room for less than one of them."""
+    """Each stream removes shards that the other may need next, because the limit is very small."""
     monkeypatch.setattr(StreamSamples, "_request_shards_ahead", lambda *_: None)
     runs = [opened(files, cache_limit=1e-6) for _ in range(2)]
     found: list[list[list[int]]] = [[], []]
     for run in runs:
-        run._processes = 1  # sees to the limit
+        run._processes = 1  # enforces the limit
 
     def take(number: int) -> None:
         for position in range(0, 400, 8):
@@ -326,8 +324,8 @@ def test_runs_that_share_a_cache_do_not_disturb_each_other(
     assert found == [expected[:400], backwards]
 
 
-def test_half_a_cache_is_not_used(files: Path, expected: list[list[int]]) -> None:
-    """Drafts of killed writers, and a folder whose last file is missing."""
+def test_stream_ignores_incomplete_cache(files: Path, expected: list[list[int]]) -> None:
+    """The cache has drafts of killed writers, and a folder without its last file."""
     first = opened(files)
     assert rows(first) == expected
     tokens = files.parent / "cache" / "streams" / "tokens"
@@ -341,7 +339,7 @@ def test_half_a_cache_is_not_used(files: Path, expected: list[list[int]]) -> Non
     assert rows(opened(files)) == expected
 
 
-# -- parts of .jsonl and .parquet, compressed files, object stores and hub data sets ---------------------
+# -- parts of .jsonl and .parquet, compressed files, object stores and hub datasets ---------------------
 
 
 def parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -364,7 +362,7 @@ def texts_of(files: StreamSource) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "b.jsonl"])
-def test_a_part_of_an_object_costs_its_own_bytes(
+def test_stream_reads_only_bytes_of_object_part(
     name: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_kinds, "PART_BYTES", 100_000)
@@ -384,10 +382,10 @@ def test_a_part_of_an_object_costs_its_own_bytes(
     assert s3.bytes_out(name) <= 120_000 + 2 * 65_536 * (name == "a.parquet")
 
 
-def test_damaged_files_end_in_one_line(tmp_path: Path) -> None:
+def test_stream_reports_damaged_file_in_one_line(tmp_path: Path) -> None:
     for name, said in (
         ("a.jsonl.gz", r"a.jsonl.gz: Compressed file ended before .*; copy the file again"),
-        ("a.jsonl.zst", r"a.jsonl.zst: cannot read it: Truncated compressed stream"),
+        ("a.jsonl.zst", r"a.jsonl.zst: cannot be read: Truncated compressed stream"),
         ("a.parquet", r"a.parquet: not a readable .parquet file \(.*\); copy it again"),
     ):
         path = tmp_path / name
@@ -405,8 +403,8 @@ def test_damaged_files_end_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
-    """Parquet and JSONL shards of a split, at one revision, by the real client in a process of its own."""
+def test_stream_reads_hub_dataset_by_ranges(tmp_path: Path) -> None:
+    """The real client, in a separate process, reads Parquet and JSONL shards of a split at one revision."""
     (tmp_path / "data").mkdir()
     half = len(TEXTS) // 2
     for number, texts in enumerate((TEXTS[:half], TEXTS[half:])):
@@ -431,13 +429,13 @@ def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
         assert len(found) > 2 and [text for part in found for text in part] == TEXTS
         whole = [path for path, span in requests if path.startswith("GET") and "parquet" in path and not span]
         assert whole == []
-        assert "has no split 'other' of files; it has train, test" in read("other")["error"]
+        assert "has no split 'other' of files; use one of train, test" in read("other")["error"]
         contents["README.md"] = b"---\nconfigs:\n- config_name: default\n  data_files: /etc/passwd\n---\n"
         assert "'/etc/passwd' leads out of the folder" in read("train", "other home")["error"]
 
 
-def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
-    """Of a stream, of a part of it and of a file; else tokens made otherwise would be taken for these."""
+def test_cache_key_depends_on_document_settings(tmp_path: Path) -> None:
+    """Otherwise, tokens made with other settings would be used, for a stream, a part of it or a file."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(TEXTS))
     task: dict[str, str] = {"target_field": "seq2seq-lm", "source_prefix": "seq2seq-lm"}
@@ -465,7 +463,7 @@ def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
 
 @pytest.fixture
 def config(files: Path, tmp_path: Path) -> Path:
-    """A config with nine files, one of them without text."""
+    """Write a config with nine files, one of them without text."""
     write_jsonl(files / "part-4.jsonl", [{"text": " "}])
     build_data(settings(files)).tokenizer.save_pretrained(tmp_path / "tokenizer")
     given = {**GIVEN, "source": str(files / "*.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
@@ -478,10 +476,10 @@ def sorted_rows(found: StreamSamples, count: int) -> list[list[int]]:
     return sorted(found.build_batch([place])["input_ids"][0].tolist() for place in ids(found, 0, count))
 
 
-def test_the_samples_are_those_of_the_text(
+def test_pretokenize_gives_samples_of_text(
     config: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the run that reads them tokenizes nothing, knows its length, and needs no tokenizer's name."""
+    """A run on prepared tokens tokenizes nothing, has a known length, and needs no tokenizer setting."""
     out = tmp_path / "tokens"
     assert main(["--config", str(config), "--out", str(out), "--processes", "1"]) == 0
     of_text = opened(files, tokenizer=str(tmp_path / "tokenizer"), vocab_size=None)
@@ -500,10 +498,13 @@ def test_the_samples_are_those_of_the_text(
         opened(files, **prepared, format="messages")
 
 
-def test_it_goes_on_where_it_was_killed(
+def test_pretokenize_resumes_after_kill(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is whole stays, what is damaged or half is made again, and the result is that of one go."""
+    """Complete shards stay, and damaged or partial ones are made again.
+
+    The result equals the result of an uninterrupted command.
+    """
     whole, out = tmp_path / "whole", tmp_path / "tokens"
     command = ["--config", str(config), "--processes", "1", "--out"]
     assert main([*command, str(whole)]) == 0
@@ -532,10 +533,10 @@ def test_it_goes_on_where_it_was_killed(
     assert main([*command, str(out)]) == 0 and made == []
 
 
-def test_several_machines_and_processes_share_the_work(
+def test_pretokenize_divides_work_among_machines_and_processes(
     config: Path, files: Path, tmp_path: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To a bucket; read from there with a cache that is bounded."""
+    """The output is a bucket, which is read with a limited cache."""
     whole = tmp_path / "whole"
     command = ["--config", str(config), "--out"]
     assert main([*command, str(whole), "--processes", "1"]) == 0
@@ -551,7 +552,9 @@ def test_several_machines_and_processes_share_the_work(
     assert sorted_rows(remote, 700) == sorted_rows(local, 700)
 
 
-def test_refusals(config: Path, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pretokenize_rejects_bad_arguments(
+    config: Path, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     out, new = str(tmp_path / "tokens"), str(tmp_path / "new")
@@ -565,7 +568,7 @@ def test_refusals(config: Path, files: Path, tmp_path: Path, capsys: pytest.Capt
     refused("is not empty", "--out", str(tmp_path / "full"))
     refused("data.stream: data.source names no files", "--out", new, "--data.source", "null")
     assert main(["--config", str(config), "--processes", "1", "--out", out]) == 0
-    refused("--part: '3/2' is not such as 2/8", "--out", out, "--part", "3/2")
+    refused("--part: '3/2' is not a part such as 2/8", "--out", out, "--part", "3/2")
     write_jsonl(files / "part-9.jsonl", [{"text": "more"}])
     refused("was begun with other files", "--out", out)
     shutil.rmtree(tmp_path / "tokens" / "shards" / "000000")

@@ -1,6 +1,6 @@
-"""What a run writes beside its checkpoints: to trackers and viewers, on the terminal and into its log.
+"""Output of a run in addition to its checkpoints: trackers, viewers, terminal and log file.
 
-Trackers get one run for all launches; their libraries are stand-ins here: the real ones need accounts.
+Trackers get one run for all launches. Their libraries are fake here, because the real ones need accounts.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ from tests.runs import configured
 
 
 def library(name: str) -> Any:
-    """Records the calls; it is its own run and its own config."""
+    """Return a fake library that records its calls, and is also its run and its config."""
     made = MagicMock(__name__=name, __version__="4.0", __spec__=ModuleSpec(name, None))
     made.init.return_value = made.start.return_value = made.config = made
     return made
 
 
 def begun(library: Any) -> dict[str, Any]:
-    """What its last run was begun with; comet_ml calls that start."""
+    """Return the arguments of the last start of a run, for which comet_ml has another function."""
     (given,) = (call.call_args.kwargs for call in (library.init, library.start) if call.called)
     return {key.removesuffix("_name"): value for key, value in given.items()}
 
 
 def steps_logged(library: Any) -> list[int]:
-    """The steps whose loss it has; comet_ml is given one number at a time."""
+    """Return the steps whose loss was logged. comet_ml gets one number per call."""
     one_by_one = [call.kwargs["step"] for call in library.log_metric.call_args_list if call.args[0] == "loss"]
     return one_by_one + [call.kwargs["step"] for call in library.log.call_args_list if "loss" in call.args[0]]
 
 
-def test_the_names_are_accelerates() -> None:
+def test_tracker_names_match_accelerate() -> None:
     choices = keys.get_setting_fields(RunConfig)["log.trackers"].choices
     assert {str(getattr(name, "value", name)) for name in LOGGER_TYPE_TO_CLASS} == set(choices or ())
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_all_launches_are_one_run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_get_one_run_for_all_launches(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["wandb", "trackio", "swanlab", "comet_ml"]
     libraries = {name: library(name) for name in names}
     for name, stand_in in libraries.items():
@@ -88,7 +90,7 @@ def test_all_launches_are_one_run(tmp_path: Path, corpus: Path, monkeypatch: pyt
 
 
 class Own(GeneralTracker):  # type: ignore[misc]
-    """A tracker of the user's, whose server may go away at a moment."""
+    """Custom tracker whose server may become unavailable."""
 
     name = "own"
     requires_logging_directory = False
@@ -114,10 +116,10 @@ class Own(GeneralTracker):  # type: ignore[misc]
 
 @pytest.mark.usefixtures("brief_runs")
 @pytest.mark.parametrize(("breaks", "told"), [("", None), ("log", "ConnectionError: gone away")])
-def test_a_tracker_of_ones_own(
+def test_custom_tracker_failure_does_not_end_run(
     breaks: str, told: str | None, tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run outlives it."""
+    """The run continues without the tracker."""
     settings = {"train__steps": 2, "log__every_steps": 1, "data__eval_fraction": 0.0}
     Own.seen.clear()
     name = f"{__name__}:Own(breaks={breaks!r})"
@@ -137,7 +139,7 @@ def profiled(folder: Path, corpus: Path) -> int:
     return run_rank("cpu", configured(folder, corpus, train__micro_batch_size=3), LaunchMode(profile=True))
 
 
-def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_profiler_writes_trace_on_every_rank(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     assert ranks.run(2, profiled, tmp_path / "run", corpus) == 0
     for rank in range(2):
         with gzip.open(tmp_path / "run" / "profile" / f"rank{rank}.json.gz") as file:
@@ -176,7 +178,7 @@ def noisy(folder: Path, corpus: Path, **settings: Any) -> Any:
     )
 
 
-def test_warnings_of_libraries_go_into_the_log(
+def test_library_warnings_are_logged(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shows, prints = warnings.showwarning, logging.StreamHandler()  # a library that prints its noisy log

@@ -1,8 +1,8 @@
-"""Configurations of public repositories: their shapes, written anew, with what should become of each.
+"""Configurations of public repositories: their shapes, in our own text, with the expected result of each.
 
-``deepspeed.json`` and ``accelerate.json`` hold the keys and values that matter, one shape a line. Blocks that
-many have in common stand once: ``"<name>"`` is such a block, and ``"...": ["name"]`` puts its keys in.
-The YAML files have keys that no published file shows, with what each must come to.
+``deepspeed.json`` and ``accelerate.json`` have the keys and values that matter, one shape per line. Blocks
+that many shapes have in common are written once: ``"<name>"`` is such a block, and ``"...": ["name"]``
+inserts its keys. The YAML files have keys that no published file has, with the expected result of each.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import yaml
 
 @dataclass(frozen=True)
 class Shape:
-    """The keys and values that matter of one published file, or of several alike.
+    """The relevant keys and values of one published file, or of several similar ones.
 
     Attributes:
-        name: of the shape.
-        config: what the file says.
-        seen: repository and file where the pattern was seen.
-        beside: settings of the run, by dotted key.
-        comes_to: some settings of the run that it becomes, beside what is compared with the other program.
-        apart: what is not as the other program has it, as a note says.
-        told: words of the notes that a person is given; none is left out.
-        refused: a regular expression that the refusal's line matches; empty where the file is taken.
-        why: the reason for the refusal. ``DeepSpeed`` or ``Accelerate``: its own parser refuses as well.
-        ranks: that the run has.
+        name: Name of the shape.
+        config: Content of the file.
+        seen: Repository and file with the pattern.
+        beside: Additional settings of the run, by dotted key.
+        comes_to: Expected settings of the run, in addition to the comparison with the other program.
+        apart: Settings that differ from the other program, as reported by a note.
+        told: Words of each expected note.
+        refused: Regular expression of the expected error, or empty if the file is accepted.
+        why: Reason for the error. With ``DeepSpeed`` or ``Accelerate``, that parser rejects the file as well.
+        ranks: Number of ranks of the run.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Shape:
 
 
 def shapes(name: str) -> list[Shape]:
-    """Those of the file ``name`` in this folder."""
+    """Return the shapes of the file ``name`` in this folder."""
     text = (Path(__file__).parent / name).read_text()
     found = {"shapes": yaml.safe_load(text)} if name.endswith(".yaml") else json.loads(text)
     blocks = found.get("blocks", {})
@@ -64,7 +64,7 @@ def shapes(name: str) -> list[Shape]:
 
 
 def tree(name: str, value: Any) -> dict[str, Any]:
-    """The mappings around a key of which ``name`` is the dotted path."""
+    """Return the nested mappings of a key with the dotted path ``name``."""
     for part in reversed(name.split(".")):
         value = {part: value}
     return dict(value)

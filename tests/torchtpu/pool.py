@@ -1,4 +1,4 @@
-"""Ranks with a chip each of a slice that :mod:`tests.torchtpu.stand_in` pretends."""
+"""Ranks with one chip each of a slice that :mod:`tests.torchtpu.stand_in` emulates."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def is_here() -> bool:
 
 
 class TpuPool:
-    """Processes that stay up from one test to the next. A slice has one number of chips for life."""
+    """Processes that run for several tests. A slice has a fixed number of chips."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
         self._folders = ExitStack()
 
     def run(self, chips: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
-        """See :meth:`tests.ranks.RankPool.run`."""
+        """Run a function on ranks, see :meth:`tests.ranks.RankPool.run`."""
 
         def in_a_slice() -> object:
             folder = tempfile.TemporaryDirectory(dir="/dev/shm")

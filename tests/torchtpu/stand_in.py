@@ -1,15 +1,16 @@
-"""A slice of TPU chips for torch_tpu on a machine without one, a process a chip; it stands for chips alone.
+"""A slice of TPU chips for torch_tpu on a machine without one, with one process per chip.
 
-torch_tpu opens its device through a PJRT plugin. Here that is XLA's for the CPU, some of whose functions are
-replaced in its table: each process has all chips of the slice and owns one. A program with collectives runs
-on all of them in every process, on inputs that the processes exchange through files. So torch_tpu's front
-end, its process group and its collectives are those of a TPU; the arithmetic is a CPU's, and speed, memory
-and the links between chips are nobody's. What such a test shows holds for the program, not for the chip.
+torch_tpu opens its device through a PJRT plugin. This module replaces the plugin by XLA's for the CPU, and
+some functions in its table: each process has all chips of the slice and owns one. A program with collectives
+runs on all of them in every process, on inputs that the processes exchange through files. So torch_tpu's
+front end, its process group and its collectives are the same as on a TPU, but the arithmetic is a CPU's.
+Speed, memory and the links between chips are not emulated. Such a test is valid for the program, not for the
+chip.
 
 Limits: no custom call (flash attention: use eager), no statistics of memory, and ``cumsum`` is computed on
-the host, since XLA's CPU compiler ends the process on torch_tpu's form of it. A process runs its own program
-for all chips: where torch_tpu fuses a collective with what ranks compute differently, as a broadcast under
-Muon and no_shard, results are wrong here and say nothing of a TPU.
+the host, because XLA's CPU compiler ends the process on torch_tpu's form of it. A process runs its own
+program for all chips: if torch_tpu fuses a collective with a computation that differs between ranks, such as
+a broadcast under Muon and no_shard, results are wrong here, which does not imply an error on a TPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 from portable.tpu.compile.messages import assign_partitions_to_devices, xla_messages
 
-PATIENCE = 120.0  # seconds that a chip waits for the others, where a TPU would hang
+PATIENCE = 120.0  # seconds that a chip waits for the others, when a TPU would hang
 POINTER, SIZE, INT, INT64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
 FUNCTION = ctypes.CFUNCTYPE(POINTER, POINTER)
 COLLECTIVE = re.compile(
@@ -108,7 +109,7 @@ class NamedValue(ctypes.Structure):
 
 
 class Program(ctypes.Structure):
-    """What is compiled."""
+    """The program to compile."""
 
     _fields_ = (*_HEADER, ("code", POINTER), ("size", SIZE), ("format", POINTER), ("format_size", SIZE))
 
@@ -124,7 +125,7 @@ class HostAllocation(ctypes.Structure):
 
 
 class Extension(ctypes.Structure):
-    """That extension, in the list of them."""
+    """The extension for pinned host memory in the list of extensions."""
 
     _fields_ = (("struct_size", SIZE), ("kind", INT), ("next", POINTER), ("allocate", POINTER))
 
@@ -136,7 +137,7 @@ HOST_ALLOCATOR = 23  # PJRT_Extension_Type_HostMemoryAllocator
 
 
 def for_cpu(options: bytes, chip: int | None = None) -> bytes:
-    """Without the options that only libtpu knows; with a ``chip``, for it alone."""
+    """Return the options without the options of libtpu; with a ``chip``, only for this chip."""
     found = xla_messages.CompileOptions.FromString(options)
     kept = [one for one in found.env_option_overrides if b"xla_tpu" not in one]
     del found.env_option_overrides[:]
@@ -147,7 +148,7 @@ def for_cpu(options: bytes, chip: int | None = None) -> bytes:
 
 
 def chips_of(options: bytes) -> list[int]:
-    """The chip of each partition."""
+    """Return the chip of each partition."""
     assignment = xla_messages.CompileOptions.FromString(options).executable_build_options.device_assignment
     return [chip for part in assignment.computation_devices for chip in part.replica_device_ids]
 
@@ -156,7 +157,7 @@ def chips_of(options: bytes) -> list[int]:
 
 
 class Slice:
-    """The plugin with its table changed. Replaced functions are methods, named in small letters."""
+    """The plugin with a changed table. Replaced functions are methods with lower-case names."""
 
     def __init__(self, plugin: Path, room: Path) -> None:
         self._room = room
@@ -166,7 +167,7 @@ class Slice:
         table: int = library.GetPjrtApi()
         self._slots = {name: POINTER.from_address(table + 40 + 8 * at) for name, (at, _) in TABLE.items()}
         self._plugin: dict[str, Any] = {name: FUNCTION(slot.value or 0) for name, slot in self._slots.items()}
-        self._kept: list[Any] = []  # what C code has pointers to
+        self._kept: list[Any] = []  # objects that C code has pointers to
         self._devices: list[int] = []
         self._client: int | None = None
         self._mine = (POINTER * 1)()
@@ -194,7 +195,7 @@ class Slice:
         self._slots[name].value = ctypes.cast(callback, POINTER).value
 
     def _call(self, name: str, **values: Any) -> Any:
-        """The plugin's own function; returns its arguments, which have the answers."""
+        """Call the plugin's function. Returns its arguments, which have the results."""
         given = ARGUMENTS[name](**values)
         given.struct_size = ctypes.sizeof(given)
         error = self._plugin[name](ctypes.addressof(given))
@@ -204,7 +205,7 @@ class Slice:
         return given
 
     def _as_it_is(self, name: str, address: int) -> int | None:
-        """The plugin's own function with arguments as they came; returns its error."""
+        """Call the plugin's function with unchanged arguments. Returns its error."""
         error: int | None = self._plugin[name](address)
         return error
 
@@ -359,7 +360,7 @@ class Slice:
         return data.raw[:size]
 
     def _to_chip(self, like: int, data: Any, chip: int) -> int:
-        """A buffer on another chip, of the kind and shape of ``like``."""
+        """Return a buffer on another chip, of the kind and shape of ``like``."""
         shape = self._call("Buffer_Dimensions", buffer=like)
         sizes = (INT64 * max(shape.rank, 1))(*shape.shape[: shape.rank])
         made = self._call(
@@ -376,7 +377,7 @@ class Slice:
         return buffer
 
     def _exchange(self, data: bytes) -> list[bytes]:
-        """What each chip has for this collective."""
+        """Return the data of each chip for this collective."""
 
         def file(chip: int, turn: int) -> Path:
             return self._room / f"{turn}.{chip}"
@@ -392,7 +393,8 @@ class Slice:
                     raise TimeoutError(f"chip {self._rank} waits for chip {chip} at collective {turn}")
                 time.sleep(0.0005)
             every.append(file(chip, turn).read_bytes())
-        file(self._rank, turn - 2).unlink(missing_ok=True)  # who is here has read that of the turn before
+        # all chips have read the file of the previous turn
+        file(self._rank, turn - 2).unlink(missing_ok=True)
         return every
 
 
@@ -400,7 +402,7 @@ class Slice:
 
 
 def plugin() -> Path:
-    """XLA's PJRT plugin for the CPU, from a package that has nothing else."""
+    """Return the path of XLA's PJRT plugin for the CPU, from a package without other content."""
     import fastatomstruct_xla_cpu  # type: ignore[import-not-found, unused-ignore]
 
     (found,) = Path(fastatomstruct_xla_cpu.__file__).parent.rglob("*pjrt*cpu*.so")
@@ -408,7 +410,7 @@ def plugin() -> Path:
 
 
 def _count_on_host(loader: Any) -> None:
-    """``torch_tpu._loader``, whose device has a ``cumsum`` that is computed on the host."""
+    """Change ``torch_tpu._loader``, such that ``cumsum`` is computed on the host."""
     start = loader._init_device
 
     def started(name: str) -> Any:
@@ -444,7 +446,7 @@ def _changed(run: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 class Finder:
-    """Changes modules as they are imported: the slice is there before torch_tpu looks for chips."""
+    """Changes modules when they are imported: the slice exists before torch_tpu searches for chips."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         if name == "torch_tpu" and not KEPT:
@@ -462,12 +464,12 @@ class Finder:
 
 
 def find_chips() -> None:
-    """Have this process take what stands for them, where the variables of :func:`environment` are set."""
+    """Let this process use the emulated chips, if the variables of :func:`environment` are set."""
     sys.meta_path.insert(0, Finder())
 
 
 def environment(room: Path, chips: int) -> dict[str, str]:
-    """The variables of a launcher that shall see ``chips`` chips, which meet in the empty folder ``room``."""
+    """Return a launcher's variables for ``chips`` chips, which meet in the empty folder ``room``."""
     from tests.ranks import free_port
 
     project = Path(__file__).resolve().parents[2]

@@ -1,8 +1,8 @@
-"""Backend tpu: its settings beside the CPU's, a whole run, and what libtpu says to its programs.
+"""Backend tpu: its settings compared with the CPU, a complete run, and libtpu's compilation of its programs.
 
-:mod:`tests.torchtpu.stand_in` stands for the chips: front end, process group, sharding and saving are
-torch_tpu's. ``tests/test_engines.py`` and ``tests/portable/test_moves.py`` hold it as any engine. Running on
-a chip, its speed and its memory are not shown by any of them.
+:mod:`tests.torchtpu.stand_in` replaces the chips. Front end, process group, sharding and saving are
+torch_tpu's. ``tests/test_engines.py`` and ``tests/portable/test_moves.py`` test it like any engine. None of
+them tests a real chip, its speed or its memory.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ MOST = {
 
 
 def losses(config: Any) -> list[float]:
-    """Without the kernel for attention, which is a chip's own."""
+    """Return losses without the attention kernel, which needs a chip."""
     with sdpa_kernel(SDPBackend.MATH):
         return take_steps(config, config.train.steps).losses
 
 
 @needs_torch_tpu
 @pytest.mark.parametrize("case", MOST)
-def test_losses_are_those_of_the_cpu(
+def test_tpu_losses_match_cpu(
     case: str, corpus: Path, tmp_path: Path, ranks: RankPool, tpus: TpuPool
 ) -> None:
-    """One setting at a time, and adapters: as on any engine, in ``tests/test_engines.py`` and beside it."""
+    """One setting at a time, and adapters. ``tests/test_engines.py`` has the common tests of engines."""
     settings = {**COMMON, **MOST[case]}
     expected = ranks.run(2, losses, configured(tmp_path / "cpu", corpus, **settings))
     on_tpu = configured(tmp_path / "tpu", corpus, backend="tpu", **settings)
@@ -76,15 +76,15 @@ def test_losses_are_those_of_the_cpu(
     assert expected[-1] < expected[0]
 
 
-def test_without_a_tpu_it_says_so(corpus: Path, tmp_path: Path) -> None:
-    """torch_tpu itself ends the process."""
+def test_tpu_backend_without_tpu_is_rejected(corpus: Path, tmp_path: Path) -> None:
+    """torch_tpu itself would end the process."""
     with pytest.raises(UserError, match="backend: tpu needs a TPU, and this machine has none"):
         load_backend_package("tpu").check_ranks(1)
     assert resolve_backend_name("auto") == "cpu"
 
 
-def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As beside torch_xla, which needs another torch."""
+def test_tpu_backend_without_package_suggests_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is missing in environments with torch_xla, which needs another torch."""
     monkeypatch.setattr(device_specs, "count_tpu_chips", lambda: 4)
     monkeypatch.setattr(PACKAGE, "_name", "torch-tpu-that-is-not-here")
     with pytest.raises(UserError, match=r"none is installed; .* 'portable-trainer\[torchtpu\]'"):
@@ -102,15 +102,19 @@ def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_what_it_does_not_do(settings: dict[str, Any], told: str, corpus: Path, tmp_path: Path) -> None:
+def test_tpu_backend_rejects_unsupported_settings(
+    settings: dict[str, Any], told: str, corpus: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=told):
         config = configured(tmp_path, corpus, backend="tpu", **settings)
         check_config(config)
         check_config(config, is_resolved=True)
 
 
-def test_a_plan_for_its_devices(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same chips as for backend xla, with this backend's strategies: it offloads."""
+def test_plan_for_tpu_backend_offloads(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The chips are the same as for backend xla, with the strategies of this backend, which offloads."""
     (tmp_path / "run.yaml").write_text(
         dump_yaml(configured(tmp_path / "run", corpus, backend="tpu", **COMMON))
     )
@@ -129,8 +133,8 @@ def test_a_plan_for_its_devices(corpus: Path, tmp_path: Path, capsys: pytest.Cap
 
 @needs_torch_tpu
 @pytest.mark.slow
-def test_a_run(corpus: Path, tmp_path: Path, zygote: Zygote) -> None:
-    """Who notices a killed rank, and what is left of it, is the launcher's: ``test_launch``."""
+def test_tpu_run_trains_two_steps(corpus: Path, tmp_path: Path, zygote: Zygote) -> None:
+    """``test_launch`` tests killed ranks and their remains, for which the launcher is responsible."""
     config = configured(tmp_path / "run", corpus, **COMMON, log__sample_tokens=0)
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
     code = "import portable.cli, tests.torchtpu.stand_in as chips; chips.find_chips(); portable.cli.main()"
@@ -164,7 +168,7 @@ DRY: dict[str, tuple[dict[str, Any], float, set[str]]] = {
         {"all-to-all"},
     ),
 }
-"""Settings; the state on the device beside the plan's, to which DDP adds its buckets; and collectives."""
+"""Settings, the ratio of the state to the plan, to which DDP adds its buckets, and collectives."""
 ONCE, *MORE = [(name, "v5e") for name in DRY]
 MORE += [("full_shard, experts", "v6e"), ("hybrid_shard, offloaded", "v5p")]
 
@@ -173,10 +177,10 @@ MORE += [("full_shard, experts", "v6e"), ("hybrid_shard, offloaded", "v5p")]
 @pytest.mark.parametrize(
     ("case", "chip"), [ONCE, *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in MORE)]
 )
-def test_a_step_on_chips_that_compute_nothing(
+def test_tpu_step_compiles_with_planned_memory(
     case: str, chip: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each program goes to libtpu; what the buffers take is what the formulas of the plan say."""
+    """libtpu compiles each program, and the buffers have the sizes of the plan."""
     changed, kept, kinds = DRY[case]
     settings = {**COMMON, "model__config": WIDE, "precision": "bf16", "train__micro_batch_size": 1}
     config = configured(
@@ -191,5 +195,5 @@ def test_a_step_on_chips_that_compute_nothing(
     assert kinds <= step["collectives"].keys()
     state, working, _, _ = found["compared"]
     assert state["compiled"] == pytest.approx(kept * state["planned"], rel=1e-3, abs=1000), found["compared"]
-    # Where a scattered sum needs its whole input again, units as large as the model's show it.
+    # With units of the model's size, a reduce-scatter that needs its full input again has an effect.
     assert -10 < working["percent"] < 50, found["compared"]

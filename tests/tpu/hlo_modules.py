@@ -1,4 +1,4 @@
-"""Small HLO modules, written field by field as hlo.proto and xla_data.proto number them."""
+"""Small HLO modules, written field by field with the numbers in hlo.proto and xla_data.proto."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = {
 
 
 def varint(value: int) -> bytes:
-    """An integer in base 128."""
+    """Encode an integer in base 128."""
     value &= (1 << 64) - 1
     out = bytearray()
     while value > 0x7F:
@@ -28,7 +28,7 @@ def varint(value: int) -> bytes:
 
 
 def field(number: int, value: int | bytes | str) -> bytes:
-    """One serialized field: an integer (a negative one as ``int64``), bytes, text or a message."""
+    """Serialize one field: an integer (a negative one as ``int64``), bytes, text or a message."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     data = value.encode() if isinstance(value, str) else value
@@ -60,7 +60,7 @@ def op(
     model: tuple[str, str, int] | None = None,
     **fields: int | str | bytes | list[int],
 ) -> bytes:
-    """One instruction. ``model``: the name, file and line of the operation that it comes from."""
+    """Serialize one instruction. ``model`` is the name, file and line of the operation that it comes from."""
     out = field(1, f"{opcode}.{number}") + field(2, opcode) + field(3, result) + field(35, number)
     if model is not None:
         out += field(7, field(2, model[0]) + field(3, model[1]) + field(4, model[2]))
@@ -84,13 +84,13 @@ def dot(number: int, result: bytes, left: int, right: int, *, extra: bytes = b""
 
 
 def sharded(devices: int) -> bytes:
-    """The annotation of a matrix that is cut along its rows."""
+    """Serialize the annotation of a matrix that is sharded along its rows."""
     tiles = field(1, 3) + field(3, numbers(devices, 1)) + field(4, numbers(*range(devices)))
     return field(40, tiles)
 
 
 def group(*devices: int) -> bytes:
-    """The devices of a collective."""
+    """Serialize the devices of a collective."""
     return field(49, field(1, numbers(*devices)))
 
 
@@ -127,7 +127,7 @@ def module(
     *,
     donated: Sequence[int] = (),
 ) -> bytes:
-    """A module whose entry, computation 1, has these instructions."""
+    """Serialize a module whose entry, computation 1, has these instructions."""
     entry = computation(1, instructions, parameters, result, root)
     donors = b"".join(field(1, field(1, one)) for one in donated)
     return (
@@ -142,7 +142,7 @@ def module(
 
 
 def added(*dimensions: int, devices: int = 1, donated: bool = False) -> bytes:
-    """Doubles an array."""
+    """Serialize a module that doubles an array."""
     array = shape(*dimensions)
     cut = sharded(devices) if devices > 1 else b""
     instructions = [
@@ -153,7 +153,7 @@ def added(*dimensions: int, devices: int = 1, donated: bool = False) -> bytes:
 
 
 def custom(target: str) -> bytes:
-    """Calls something that no compiler knows."""
+    """Serialize a module with a custom call that no compiler supports."""
     array = shape(8)
     instructions = [
         op(1, "parameter", array, parameter_number=0),
@@ -163,7 +163,7 @@ def custom(target: str) -> bytes:
 
 
 def loop(trips: int, width: int, devices: int) -> bytes:
-    """Multiplies a matrix, cut among devices, with itself ``trips`` times."""
+    """Serialize a module that multiplies a sharded matrix with itself ``trips`` times."""
     matrix, counter, flag = shape(width, width), shape(element=S32), shape(element=PRED)
     carried, cut = tuple_of(counter, matrix), sharded(devices)
     body = [

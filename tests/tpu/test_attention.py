@@ -1,4 +1,4 @@
-"""Attention a few rows at a time, against that of all at once."""
+"""Attention a few rows at a time, compared with the attention of all rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def by_rows(names: list[str]) -> tuple[dict[str, list[torch.Tensor]], list[int]]
     return found, [t.count(f"{TOKENS},{TOKENS}]") for t in (text, whole)]
 
 
-def test_is_the_attention_of_all_rows(xla: XlaPool) -> None:
+def test_attention_by_rows_equals_attention_of_all_rows(xla: XlaPool) -> None:
     found, scores = xla.run(1, by_rows, CASES)
     for name in CASES:
         for ours, theirs in zip(found[name], attended(name, "cpu"), strict=True):
@@ -102,11 +102,11 @@ BY_ROWS: dict[str, dict[str, Any]] = {
     },
     "chunks, documents": {"model__config": CHUNKS, "data__packing": "documents"},
 }
-LENGTH = 52  # which no other size is
+LENGTH = 52  # different from all other sizes
 
 
 def steps_and_graph(config: Any) -> tuple[Steps, str]:
-    """Four steps, and the first graph, as torch_xla hands it to the compiler."""
+    """Return four steps, and the first graph that torch_xla passes to the compiler."""
     from portable.tpu.xla.graphs import GraphRunner
     from portable.tpu.xla.runtime import torch_xla
 
@@ -123,7 +123,7 @@ def steps_and_graph(config: Any) -> tuple[Steps, str]:
 
 
 @pytest.mark.parametrize(("name", "shared"), [*zip(BY_ROWS, (1, 2, 2, 1), strict=True)])
-def test_no_mask_exists_as_a_whole(
+def test_attention_by_rows_builds_no_full_mask(
     name: str, shared: int, tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
     both = {"data__seq_len": LENGTH, **BY_ROWS[name]}
@@ -137,7 +137,7 @@ def test_no_mask_exists_as_a_whole(
 
 
 def with_a_bias(device: str) -> list[torch.Tensor]:
-    """The result in bf16 of attention with a bias that learns, and the gradients."""
+    """Return the result in bf16 of attention with a trained bias, and the gradients."""
     draws = torch.Generator().manual_seed(0)
     given = [torch.randn(2, 4, TOKENS, 8, generator=draws) for _ in range(4)]
     given.append(torch.randn(1, 4, TOKENS, TOKENS, generator=draws))
@@ -163,14 +163,14 @@ def on_a_device() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return with_a_bias("xla:0"), theirs
 
 
-def test_a_bias_that_learns_changes_no_result(xla: XlaPool) -> None:
+def test_attention_by_rows_with_trained_bias_matches(xla: XlaPool) -> None:
     ours, theirs = xla.run(1, on_a_device)
     assert len(ours) == 5
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)  # a bf16 of 4 to 8 is within 0.03
 
 
-def test_a_model_with_attention_of_its_own_is_refused(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_attention_by_rows_rejects_custom_attention(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     settings = {**MODELS["bert"], "model__attention": "eager", "xla__attention_rows": 8}
     said = xla.run(1, refusal, tmp_path, corpus, settings)
     assert said == "xla.attention_rows: bert computes its attention itself (eager); remove it"

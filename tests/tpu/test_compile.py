@@ -1,4 +1,4 @@
-"""libtpu's compiler on hand-made modules and on a run's own graph; what is read from its results."""
+"""libtpu's compiler on hand-written modules and on the graph of a run, and the analysis of its results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def written(folder: Path, **modules: bytes) -> dict[str, Path]:
 # -- the options -------------------------------------------------------------------------------------------
 
 
-def test_options_are_those_of_torch_xla() -> None:
+def test_compile_options_match_torch_xla() -> None:
     found = xla_messages.CompileOptions.FromString(build_compile_options([0, 4, 2], is_tupled=True))
     build = found.executable_build_options
     assert found.parameter_is_tupled_arguments
@@ -78,20 +78,22 @@ def test_options_are_those_of_torch_xla() -> None:
 @pytest.mark.parametrize(
     ("device", "devices", "topology", "said"),
     [
-        ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; the nearest have 8 and 16"),
+        ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; use 8 or 16"),
         ("v5p", 16, "4x", "--topology: '4x' does not name the chips of a v5p slice as AxBxC; known are"),
         ("v5e", 16, "4x8", "--topology: 4x8 has 32 chips, but --devices is 16"),
         ("v3", 8, None, "--compile: needs --device v4, v5e, v5p, v6e, not v3"),
     ],
 )
-def test_no_such_slice(device: str | None, devices: int, topology: str | None, said: str) -> None:
+def test_select_tpu_slice_rejects_unknown_slices(
+    device: str | None, devices: int, topology: str | None, said: str
+) -> None:
     with pytest.raises(UserError) as refusal:
         select_tpu_slice(device, devices, topology)
     assert str(refusal.value).startswith(said)
 
 
 def flags_of_torch_xla(version: int, given: str) -> str:
-    """What torch_xla makes of LIBTPU_INIT_ARGS on a TPU; importing it takes seconds."""
+    """Return the LIBTPU_INIT_ARGS that torch_xla sets on a TPU, without its import, which takes seconds."""
     spec = find_spec("torch_xla")
     assert spec is not None
     assert spec.origin is not None
@@ -110,7 +112,7 @@ def flags_of_torch_xla(version: int, given: str) -> str:
 
 
 @pytest.mark.xla
-def test_flags_are_those_of_a_run() -> None:
+def test_compiler_flags_match_run() -> None:
     given = "--mine=1 --xla_latency_hiding_scheduler_rerun=2"
     for device, version in (("v4", 4), ("v5e", 5), ("v5p", 5), ("v6e", 6)):
         ours = TpuSlice(device, FOUR[device]).build_compiler_environment({"LIBTPU_INIT_ARGS": given})[
@@ -122,11 +124,11 @@ def test_flags_are_those_of_a_run() -> None:
         assert sorted(ours.split()) == sorted(flags_of_torch_xla(version, begun).split()), device
 
 
-# -- what is read from a module ----------------------------------------------------------------------------
+# -- analysis of a module ----------------------------------------------------------------------------
 
 
-def test_collectives_are_counted_with_their_bytes() -> None:
-    """A start and its end with a product between them; the same without; one in a loop; a fused scatter."""
+def test_analyze_module_counts_collectives_and_bytes() -> None:
+    """Cases: a start and an end with and without a product between them, a loop, and a fused scatter."""
     part, whole = hlo.shape(64, 128), hlo.shape(256, 128)
     both = hlo.tuple_of(part, whole)
     cycles = b'{"window_config":{"estimated_cycles":"900"}}'
@@ -164,8 +166,8 @@ def test_collectives_are_counted_with_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("where", ["a fusion", "a loop"])
-def test_collectives_that_are_carried_on(where: str) -> None:
-    """The TPU's own form: start, a product that carries it on, and end share a channel, and are one."""
+def test_analyze_module_counts_continued_collectives_once(where: str) -> None:
+    """In the TPU form, a start, a product that continues it, and an end share a channel, and count once."""
     part, whole = hlo.shape(64, 128), hlo.shape(256, 128)
 
     def fused(number: int, *targets: str) -> bytes:
@@ -188,7 +190,7 @@ def test_collectives_that_are_carried_on(where: str) -> None:
         hlo.op(2, "fusion", whole, 1, called=[100]),
         hlo.op(3, carries[0], whole, 1, called=[carries[1]]),
         hlo.op(4, "fusion", whole, 1, called=[300]),
-        hlo.op(5, "fusion", whole, 1, called=[200]),  # nothing is open: it is a collective of its own
+        hlo.op(5, "fusion", whole, 1, called=[200]),  # nothing is open: it is a separate collective
     ]
     found = analyze_module(hlo.module(others, entry, [part], whole, 5), 4, NEVER).collectives["all-gather"]
     assert (found.count, found.bytes) == (2, 2 * 3 * 64 * 128 * 4)
@@ -196,7 +198,7 @@ def test_collectives_that_are_carried_on(where: str) -> None:
         assert found == CollectiveStatistics(2, found.bytes, 1, 1, 0)
 
 
-def test_large_values_and_the_host() -> None:
+def test_analyze_module_lists_large_values_and_host_transfers() -> None:
     small, large = hlo.shape(16, 16), hlo.shape(64, 512, element=hlo.BF16)
     fast = hlo.shape(64, 512, element=hlo.BF16, memory=1)
     entry = [
@@ -217,7 +219,7 @@ def test_large_values_and_the_host() -> None:
     assert found.custom_calls == {"MoveToHost": 1}
 
 
-def test_loops_count_as_often_as_they_run() -> None:
+def test_analyze_module_counts_loop_iterations() -> None:
     for trips in (0, 1, 9):
         found = analyze_module(hlo.loop(trips, 64, 4), 4, 64 * 64)
         assert found.loops_of_unknown_length == 0
@@ -228,8 +230,8 @@ def test_loops_count_as_often_as_they_run() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_flops_of_a_convolution(seed: int) -> None:
-    """Against every pair of positions, with the strides, paddings and gaps that batch dims become."""
+def test_count_convolution_flops_matches_direct_count(seed: int) -> None:
+    """The count is compared with all pairs of positions, with strides, paddings and dilations."""
     size, stride, low, high, holes, gaps, extent = [
         (1, 1, 0, 0, 1, 1, 7),
         (3, 1, 1, 1, 1, 1, 6),
@@ -258,7 +260,7 @@ def test_flops_of_a_convolution(seed: int) -> None:
     assert count_convolution_flops(scope, scope.by_id[3]) == 2 * met * 3 * 5 * 7
 
 
-# -- what libtpu says when it refuses ----------------------------------------------------------------------
+# -- errors of libtpu ----------------------------------------------------------------------
 
 OUT_OF_MEMORY = """\
 XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 34.88G of 15.75G hbm. Exceeded.
@@ -278,7 +280,7 @@ Total hbm usage >= 35.13G:
 """
 
 
-def test_one_line_of_an_account_of_memory() -> None:
+def test_describe_memory_shortage_is_one_line() -> None:
     assert describe_memory_shortage(OUT_OF_MEMORY) == (
         "it takes 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
         "of aten__mm.1 at llama.py:12"
@@ -301,7 +303,7 @@ def graph(**sizes: Any) -> CompiledGraph:
     return CompiledGraph(**found)
 
 
-def test_peak_and_comparison() -> None:
+def test_compiled_run_computes_peak_and_problems() -> None:
     sums = {"all-gather": CollectiveStatistics(1, 100)}
     graphs = (
         graph(name="micro-batch", argument_bytes=60, temporary_bytes=50, code_bytes=1, collectives=sums),
@@ -341,14 +343,14 @@ ON_TORCHTPU = ["--backend", "tpu", "--compile", "--device", "v5e", "--devices", 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only-memory"], "--only-memory: has an effect only with --compile; add it"),
+        (["--only-memory"], "--only-memory: has an effect only with --compile; add --compile"),
         (["--compile", "--device", "h100"], "--compile: backend cuda has no compiler that works without"),
         ([*ON_TORCHTPU, "--train.optimizer", "muon"], "--compile: train.optimizer muon needs all ranks"),
         (["--compile", "--device", "v5e", "--devices", "2"], "--devices: no slice of v5e has 2 chips"),
         (["--compile", "--device", "v5e"], "--compile: needs libtpu, the TPU's compiler; install it with"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_plan_compile_rejects_bad_flags_in_one_line(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
@@ -360,7 +362,7 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.xla
-def test_attention_by_rows_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_suggests_attention_by_rows(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--data.seq_len", "2048", "--memory.activation_checkpointing", "full", "--device", "v5e"]
     assert main([*RUN, "--model.config", json.dumps(TINY), *arguments, "--json"]) == 0
     reason = json.loads(capsys.readouterr().out)["best"]["reason"]
@@ -369,13 +371,17 @@ def test_attention_by_rows_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> No
     assert "attention_rows" not in capsys.readouterr().out
 
 
-def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_libtpu_rejects_missing_or_invalid_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
-    with pytest.raises(UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is no file$"):
+    with pytest.raises(
+        UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is not a file; name the file of libtpu$"
+    ):
         find_libtpu()
     (tmp_path / "libtpu.so").write_text("text")
     graphs = written(tmp_path, step=hlo.added(8))
-    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is no libtpu: .*$"):
+    with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is not libtpu: .*$"):
         compile_graph_files(graphs, TpuSlice("v5e", "1x1"), find_libtpu(), NEVER)
 
 
@@ -383,8 +389,10 @@ def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("only_memory", [False, True])
-def test_known_modules(only_memory: bool, library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
-    """Bytes, FLOPs and traffic that are known beforehand, on four chips."""
+def test_compile_graph_files_of_known_modules(
+    only_memory: bool, library: compiler.LibtpuInstallation, tmp_path: Path
+) -> None:
+    """Bytes, FLOPs and traffic of these modules on four chips are known in advance."""
     kept, trips, width = 1 << 20, 7, 512
     graphs = written(
         tmp_path,
@@ -409,8 +417,8 @@ def test_known_modules(only_memory: bool, library: compiler.LibtpuInstallation, 
     assert gathered.bytes in [trips * 3 * width * width // 4 * size for size in (2, 4)]
 
 
-def test_memory_that_a_program_may_fill(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
-    """The limit that is planned with is the one that the compiler refuses by."""
+def test_usable_hbm_bytes_match_compiler_limit(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
+    """The limit of the planner equals the limit above which the compiler fails."""
     for device in ALL:
         chips = SLICE_FAMILIES[device]
         graphs = written(tmp_path, step=hlo.added(chips.usable_hbm_bytes // 4 + (1 << 28)))
@@ -421,7 +429,9 @@ def test_memory_that_a_program_may_fill(library: compiler.LibtpuInstallation, tm
         assert found.peak_bytes > found.hbm_bytes
 
 
-def test_what_does_not_compile(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
+def test_compile_graph_files_reports_compile_error(
+    library: compiler.LibtpuInstallation, tmp_path: Path
+) -> None:
     one = TpuSlice("v5e", "1x1")
     with pytest.raises(UserError) as unknown:
         compile_graph_files(written(tmp_path, step=hlo.custom("no_such_kernel")), one, library, NEVER)
@@ -433,7 +443,7 @@ def test_what_does_not_compile(library: compiler.LibtpuInstallation, tmp_path: P
         compile_graph_files(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "3x3"), library, NEVER)
 
 
-def test_a_compiler_that_dies(
+def test_compile_graph_files_reports_crash_of_compiler(
     library: compiler.LibtpuInstallation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_no_such_flag=1")
@@ -455,8 +465,8 @@ run_in_child_process(
 """
 
 
-def test_who_is_asked_dies_with_who_asks(tmp_path: Path) -> None:
-    """A plan that is killed leaves nothing that traces or compiles for minutes."""
+def test_compile_process_ends_with_its_parent(tmp_path: Path) -> None:
+    """A killed plan leaves no process that traces or compiles for minutes."""
     answer, said = tmp_path / "answer", tmp_path / "answer.pid"
     process = subprocess.Popen([sys.executable, "-c", ASKS.format(answer=str(answer))])
     wait_for(lambda: said.exists() and said.read_text())
@@ -479,13 +489,13 @@ TINY = {
 
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
-def test_the_step_compiles_for_each_generation(
+def test_step_compiles_for_each_tpu_generation(
     library: compiler.LibtpuInstallation,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One step is traced once, and compiled for all of them."""
+    """One step is traced once, and compiled for all generations."""
     traced: list[trace.TracedGraph] = []
 
     def once(config: Any, devices: int, folder: Path) -> list[trace.TracedGraph]:
@@ -516,11 +526,11 @@ def test_the_step_compiles_for_each_generation(
         assert kinds["reduce-scatter"]["count"] > 0
         gathered = 2 * multiplied * 3 // 4  # bytes that a chip sends for every matrix in bf16
         assert gathered <= kinds["all-gather"]["bytes"] <= 2.5 * gathered
-    assert not list(tmp_path.glob("tpu_driver*"))  # megabytes of libtpu's
+    assert not list(tmp_path.glob("tpu_driver*"))  # libtpu's temporary files of several megabytes
 
 
 def step_of(library: compiler.LibtpuInstallation, folder: Path, chips: str, **settings: Any) -> CompiledGraph:
-    """The step of a Llama on v5e chips, with the memory and the collectives that the compiler assigns."""
+    """Return the step of a Llama on v5e chips, with the memory and the collectives of the compiler."""
     config = load_config(
         None,
         {
@@ -541,8 +551,8 @@ def step_of(library: compiler.LibtpuInstallation, folder: Path, chips: str, **se
 
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
-def test_no_matrix_is_reduced_whole(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
-    """Gradients go to shards: also that of a tied head, and that of a matrix with a long second dim."""
+def test_gradients_are_reduced_to_shards(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
+    """This includes the gradient of a tied head, and of a matrix with a long second dimension."""
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8192}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     settings = {
@@ -557,14 +567,14 @@ def test_no_matrix_is_reduced_whole(library: compiler.LibtpuInstallation, tmp_pa
     assert 0.9 * matrices * 2 * 3 / 4 < sent["reduce-scatter"] < 1.2 * matrices * 2 * 3 / 4
     # Each matrix is gathered once forwards and once backwards, the head's once.
     assert sent["all-gather"] < 1.03 * (2 * matrices - 512 * 8192) * 2 * 3 / 4
-    # Of activations, what is looked up in the table and its gradient.
+    # Of the activations, only the embeddings and their gradient.
     assert sent["all-to-all"] == 2 * 2 * 256 * 512 * 2 * 3 / 4
 
 
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
-def test_muon_moves_each_matrix_there_and_back(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
-    """A chip sends what it has of the others' matrices, and later what it has made for them, in bf16."""
+def test_muon_sends_each_matrix_twice(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
+    """A chip sends its shards of the other chips' matrices, and later the computed updates, in bf16."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     settings = {
         "model.config": {**TINY, "hidden_size": 512, "intermediate_size": 512, **heads},
@@ -583,8 +593,8 @@ def test_muon_moves_each_matrix_there_and_back(library: compiler.LibtpuInstallat
 
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
-def test_gradients_are_cut_at_once(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
-    """On 64 chips they are added up whole. Whole ones do not lie there until the update."""
+def test_gradients_are_sharded_immediately(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
+    """On 64 chips, full gradients are added, but they are not kept until the update."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
     settings = {
         "model.config": {**TINY, **sizes},
@@ -599,8 +609,8 @@ def test_gradients_are_cut_at_once(library: compiler.LibtpuInstallation, tmp_pat
 
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
-def test_logits_exist_once(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
-    """Their gradients take their place, and the gradient of the head is not added up whole."""
+def test_logits_are_stored_once(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
+    """The gradients of the logits overwrite them, and the gradient of the head is never added in full."""
     tokens, vocabulary, width = 1024, 64128, 256
     settings = {
         "model.config": {**TINY, "hidden_size": width, "vocab_size": vocabulary},
@@ -616,10 +626,10 @@ def test_logits_exist_once(library: compiler.LibtpuInstallation, tmp_path: Path)
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "tokens", "most"), [(32000, 256, 1.0), (32001, 1024, 1.5)])
-def test_nothing_is_copied_for_a_head(
+def test_head_needs_no_copies(
     vocabulary: int, tokens: int, most: float, library: compiler.LibtpuInstallation, tmp_path: Path
 ) -> None:
-    """Neither its state, for a gradient that lies otherwise, nor the gradients of the logits."""
+    """Neither the state of the head nor the gradients of the logits are copied to another layout."""
     settings = {
         "model.config": {**TINY, "hidden_size": 1024, "vocab_size": vocabulary},
         "data.seq_len": tokens,

@@ -32,7 +32,7 @@ def pci_device(folder: Path, vendor: str, kind: str) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
-    """A metadata server on this machine; what it was asked with."""
+    """Start a metadata server on this machine. Returns the headers of its requests."""
     flavors: list[str | None] = []
 
     class Metadata(BaseHTTPRequestHandler):
@@ -56,13 +56,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
     server.server_close()
 
 
-def test_peaks_are_of_one_device() -> None:
+def test_get_peak_flops_is_per_device() -> None:
     assert devices.get_peak_flops("v3-8", "bf16") == 61.5e12
     assert devices.get_peak_flops("v6e-8", "fp32") == 153e12
     assert devices.get_peak_flops("v4-8", "fp16") is devices.get_peak_flops("v9z-8", "bf16") is None
 
 
-def test_without_a_tpu_nobody_is_asked(
+def test_detect_accelerator_type_without_tpu_sends_no_request(
     asked: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert devices.detect_accelerator_type() is None
@@ -76,7 +76,9 @@ def test_without_a_tpu_nobody_is_asked(
     assert asked == []
 
 
-def test_the_environment_comes_first(asked: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detect_accelerator_type_prefers_environment(
+    asked: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5p-8")
     assert devices.detect_accelerator_type() == "v5p-8"
@@ -87,7 +89,7 @@ def test_the_environment_comes_first(asked: list[str | None], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kind", ["0x0027", "0x0063"])
-def test_a_tpu_vm_asks_the_metadata_server(
+def test_detect_accelerator_type_requests_metadata_on_tpu_vm(
     asked: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     pci_device(tmp_path, "0x1ae0", kind)
@@ -97,7 +99,7 @@ def test_a_tpu_vm_asks_the_metadata_server(
 
 
 @pytest.mark.parametrize("path", ["missing", "empty", "slow", "no server"])
-def test_a_metadata_server_that_does_not_say(
+def test_detect_accelerator_type_survives_metadata_failure(
     asked: list[str | None], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
@@ -108,7 +110,7 @@ def test_a_metadata_server_that_does_not_say(
     assert asked == ["Google"] * (path != "no server")
 
 
-def test_auto_takes_a_tpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_backend_auto_selects_tpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from portable.registry import resolve_backend_name
 
     assert resolve_backend_name("auto") != "xla"
@@ -122,7 +124,7 @@ def test_auto_takes_a_tpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("runs_on", "given", "flags"), [("TPU", "--mine=1", ["--mine=1", *OWN]), ("CPU", "", [])]
 )
-def test_flags_of_the_compiler(
+def test_runtime_adds_compiler_flags_on_tpu(
     runs_on: str, given: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from portable.tpu.xla import runtime

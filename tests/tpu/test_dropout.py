@@ -1,4 +1,4 @@
-"""Dropout draws by position: each device its own part of one mask."""
+"""Dropout masks depend on the position: each device draws its part of one mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def keyed(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def z_scores(mask: torch.Tensor, p: float) -> list[float]:
-    """How many standard deviations the mask is off in its mean, and between neighbors along each dim."""
+    """Return the deviations of a mask's mean and of the correlations of neighbors, in standard deviations."""
     centered = mask.double() - p
     found = [float(centered.sum()) / math.sqrt(p * (1 - p) * mask.numel())]
     for dim, size in enumerate(mask.shape):
@@ -32,7 +32,7 @@ def z_scores(mask: torch.Tensor, p: float) -> list[float]:
 
 
 @pytest.mark.parametrize("p", [0.9, 0.5, 0.01])
-def test_masks_are_random(p: float) -> None:
+def test_dropout_masks_are_random(p: float) -> None:
     from portable.tpu.xla.dropout import draw_dropout_mask
 
     shape = torch.Size((4, 8, 64, 128))
@@ -60,7 +60,7 @@ def dropped() -> list[torch.Tensor]:
     return [first.cpu(), second.cpu()]
 
 
-def test_the_mask_does_not_depend_on_the_devices(xla: XlaPool) -> None:
+def test_dropout_mask_does_not_depend_on_devices(xla: XlaPool) -> None:
     alone, shared = xla.run(1, dropped), xla.run(4, dropped)
     for ours, theirs in zip(alone, shared, strict=True):
         assert torch.equal(ours, theirs)
@@ -69,8 +69,8 @@ def test_the_mask_does_not_depend_on_the_devices(xla: XlaPool) -> None:
     assert abs(float((alone[0] == 0).float().mean()) - 0.25) < 0.04
 
 
-def test_no_device_draws_for_the_others(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    """The compiler partitions no random bit generator, so nothing but a key may come from one."""
+def test_dropout_draws_only_own_part(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    """The compiler does not partition random bit generators, so only keys may come from one."""
     config = configured(
         tmp_path / "run",
         corpus,

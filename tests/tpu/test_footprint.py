@@ -1,4 +1,4 @@
-"""What the planner says a device needs, against the shards that live XLA devices hold and XLA's compiler."""
+"""The planner's memory of a device, compared with the shards of live XLA devices and XLA's compiler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def kept(config: RunConfig) -> tuple[int, int]:
-    """Bytes of parameters and of optimizer state on the first device."""
+    """Return the bytes of parameters and of optimizer state on the first device."""
     backend = create_backend("xla")
     resolved = resolve_run(config, backend.name)
     backend.start()
@@ -64,7 +64,7 @@ def on_first_device(tensors: Any) -> int:
         (4, {"strategy": "full_shard", "precision": "bf16", "adapter__type": "lora"}),
     ],
 )
-def test_what_stays_is_exact(
+def test_planned_state_bytes_on_xla_are_exact(
     devices: int, settings: dict[str, Any], tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 1, "model__config": TINY_MODEL}
@@ -76,7 +76,7 @@ def test_what_stays_is_exact(
 
 @pytest.fixture(scope="module")
 def telling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process whose compiler tells what its graphs take."""
+    """Return the environment of a process whose compiler records the memory of its graphs."""
     told = told_in(tmp_path_factory.mktemp("compiler") / "graphs.txt")
     return {**told, "XLA_FLAGS": f"{told['XLA_FLAGS']} {QUICK}"}  # the bytes are the same
 
@@ -89,12 +89,15 @@ def telling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         {"strategy": "no_shard"},
     ],
 )
-def test_a_step_takes_what_is_planned(
+def test_planned_step_bytes_match_compiler(
     settings: dict[str, Any], tmp_path: Path, corpus: Path, telling: dict[str, str], xla: XlaPool
 ) -> None:
-    """The compiler is that for CPUs, and the plan is for TPUs (``tests/tpu/test_planned_steps.py``): on a CPU
-    what a product reads is written first, which takes about twice as much. The head is tied, and its logits
-    are most of it: were those of all devices' tokens on each, it would be four times."""
+    """The plan is for TPUs, but the compiler is for CPUs, which need about twice the memory.
+
+    On a CPU, the operands of a product are written first. ``tests/tpu/test_planned_steps.py`` compares plans
+    with TPUs. The head is tied, and its logits need most of the memory. With the logits of all devices'
+    tokens on each device, it would be four times as large.
+    """
     devices = 4
     wide = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
     sizes = {"train__global_batch_size": 32, "train__micro_batch_size": 4, "data__seq_len": 64}

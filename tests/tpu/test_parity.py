@@ -1,4 +1,4 @@
-"""Losses on virtual XLA devices against the CPU backend: models, strategies, devices, precisions."""
+"""Losses on virtual XLA devices compared with the CPU backend: models, strategies, devices, precisions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "num_local_experts": 4,
         }
     },
-    # With a smooth activation: at the kink of a ReLU the last bit of a sum decides over a whole gradient.
+    # With a smooth activation: at the kink of a ReLU the last bit of a sum decides over an entire gradient.
     "t5": {
         "model__task": "seq2seq-lm",
         "data__target_field": "text",
@@ -90,8 +90,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-# Compiling takes most of the time, and what follows is the same for each layer. So the models above have one
-# each, but for Llama.
+# Compilation takes most of the time, and is the same for each layer. Therefore, all models above except Llama
+# have one layer.
 ONE_LAYER: dict[str, Any] = {"model__config": {**TINY_MODEL, "num_hidden_layers": 1}}
 
 
@@ -118,7 +118,7 @@ def assert_close(ours: Steps, theirs: Steps, tolerance: float) -> None:
 
 
 def assert_frugal(steps: Steps, graphs: dict[str, int]) -> None:
-    """Nothing was compiled but these graphs (fewer, if an earlier test had some), and nothing was read."""
+    """Check that at most these graphs were compiled, and that no value was read from the device."""
     assert steps.graphs == graphs
     assert steps.figures["graphs_compiled"] <= sum(graphs.values())
     assert steps.figures["transfers_from_device"] == 0
@@ -130,7 +130,7 @@ def cpu_steps(folder: Path, corpus: Path, steps: int, **settings: Any) -> Steps:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[..., Steps]:
-    """Steps on the CPU backend, with clipping, by settings."""
+    """Return steps on the CPU backend, with clipping, by settings."""
     done: dict[str, Steps] = {}
 
     def taken(source: Path = corpus, steps: int = STEPS, **settings: Any) -> Steps:
@@ -143,7 +143,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[.
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained on XLA and on the CPU, what is set on XLA alone, and how close the losses are."""
+    """Settings of the run on XLA and on the CPU, settings only for XLA, and the tolerance of the losses."""
 
     both: dict[str, Any]
     xla: dict[str, Any] = field(default_factory=dict)
@@ -192,7 +192,7 @@ CASES: dict[str, Case] = {
     "without clipping": Case({**ONE_LAYER, "train__max_grad_norm": None}),
     "SGD with momentum": Case({**SGD, "train__betas": [0.9, 0.9]}),
     "muon, hybrid_shard": Case(MUON, HYBRID, 1e-5),
-    # Of so little that it changes nothing, by the lengths of documents, which are not read.
+    # The attention mask of documents has no effect here, because their lengths are not read.
     "noise": Case({**ONE_LAYER, "data__packing": False}, {"train__neftune_noise_alpha": 1e-7}),
     "two devices a sequence, twice": Case(WINDOWS, TWO_A_SEQUENCE, graphs=TWO),
     "four devices a sequence, recomputed": Case(WINDOWS, {**FOUR_A_SEQUENCE, **RECOMPUTED}, graphs=TWO),
@@ -209,7 +209,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_cpu_backend(
+def test_xla_losses_equal_cpu_backend(
     name: str, on_cpu: Callable[..., Steps], tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
     case = CASES[name]
@@ -221,7 +221,7 @@ def test_equals_the_cpu_backend(
 
 
 def placed() -> tuple[list[list[int]], list[list[int]], str]:
-    """A batch as one host places it and as one of several does, and what a group that is too small says."""
+    """Return a batch placed by one host and by one of several hosts, and the error for a too small group."""
     import torch
 
     from portable.config import load_config
@@ -245,7 +245,7 @@ def placed() -> tuple[list[list[int]], list[list[int]], str]:
     return here.tolist(), there.tolist(), ""
 
 
-def test_each_host_places_its_part_of_a_batch_that_devices_share(xla: XlaPool) -> None:
+def test_mesh_layout_places_batch_of_each_host(xla: XlaPool) -> None:
     here, there, said = xla.run(4, placed)
     assert here == there == [list(range(at, at + 6)) for at in range(0, 24, 6)]
     assert said == (
@@ -255,7 +255,7 @@ def test_each_host_places_its_part_of_a_batch_that_devices_share(xla: XlaPool) -
 
 
 @pytest.mark.parametrize("settings", ROUNDED.values(), ids=list(ROUNDED))
-def test_follows_the_cpu_backend(
+def test_xla_16_bit_losses_match_cpu_backend(
     settings: dict[str, Any], on_cpu: Callable[..., Steps], tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
     steps, truth = on_xla(xla, 4, tmp_path, corpus, **ONE_LAYER, **settings), on_cpu(**ONE_LAYER)
@@ -263,7 +263,7 @@ def test_follows_the_cpu_backend(
     assert steps.losses != truth.losses  # it was rounded
 
 
-def test_dropout_recomputes_what_was_dropped(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_recomputation_repeats_dropout_on_xla(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     config = {**ONE_LAYER["model__config"], "attention_dropout": 0.2}
     plain = on_xla(xla, 4, tmp_path / "a", corpus, model__config=config)
     again = on_xla(xla, 4, tmp_path / "b", corpus, model__config=config, **RECOMPUTED)

@@ -1,5 +1,7 @@
-"""The plan of a step beside what a TPU's compiler assigns to it, as ``python -m benchmarks.tpu_compile
---only-memory`` has recorded it."""
+"""The planned memory of a step, compared with the memory that a TPU's compiler assigns.
+
+``python -m benchmarks.tpu_compile --only-memory`` has recorded the compiler's values.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from benchmarks.tpu_compile import RECORD, SMALL, Case, case_of, plan
 
 RECORDED = list(json.loads(RECORD.read_text("utf-8")).values())
 VECTOR_MEMORY = 128 << 20
-"""What fits into it need not lie in a chip's main memory. It is little beside the values of large models."""
+"""Bytes of a chip's vector memory, which may hold some values. Large models have much larger values."""
 WITHIN = 0.05
 OTHERWISE = {
     # The scheduler spends free memory on overlap.
     "llama-8b/v5e-16/full_shard/full/rows-512/1x4096": 0.16,
-    # In fp32, scores before the position bias are there beside those after it.
+    # In fp32, the scores before and after the position bias both exist.
     "t5/v5e-4/full_shard/full/fp32/2x1024": 0.08,
-    # Without recomputation, devices that share sequences keep more than the plan knows of.
+    # Without recomputation, context-parallel devices keep more than planned.
     "wide-llama/v5e-8/full_shard/none/2-a-sequence/1x2048": 0.12,
     "wide-llama/v5e-8/full_shard/none/2-a-sequence/2x2048": 0.12,
 }
@@ -54,7 +56,7 @@ IMPLIED = {
     "wide-llama/v5e-4/full_shard/none/scan/rows-512/4x2048",
     "wide-llama/v5e-8/full_shard/none/2-a-sequence/1x2048",
 }
-"""Of each way to run there is another row."""
+"""Each kind of run has another row."""
 
 
 def param(row: dict[str, Any]) -> Any:
@@ -66,7 +68,7 @@ def param(row: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("row", [param(row) for row in RECORDED])
-def test_a_plan_is_what_the_compiler_takes(row: dict[str, Any], tmp_path: Path) -> None:
+def test_planned_step_matches_recorded_compilation(row: dict[str, Any], tmp_path: Path) -> None:
     case = case_of(row)
     planned = plan(case, str(tmp_path)).device_bytes
     if row["problems"]:  # the compiler gives its need, and no module
@@ -82,8 +84,8 @@ def test_a_plan_is_what_the_compiler_takes(row: dict[str, Any], tmp_path: Path) 
         assert abs(needed / planned.total - 1) > WITHIN, "it is within bounds now: take it off the list"
 
 
-def test_the_record_has_large_models() -> None:
-    """For which vector memory is no excuse."""
+def test_recorded_compilations_include_large_models() -> None:
+    """For these models, the vector memory does not explain a difference."""
     large = [row for row in RECORDED if row["working_bytes"] > 10 * VECTOR_MEMORY]
     assert {row["recompute"] for row in large} == {"full", "none"}
     assert {row["device"] for row in large} == {"v4", "v5e", "v5p", "v6e"}

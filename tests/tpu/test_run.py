@@ -1,6 +1,6 @@
-"""Runs on virtual XLA devices: what is compiled, read and reported, and what is refused.
+"""Runs on virtual XLA devices: compilations, transfers, reports and errors.
 
-What holds of any engine: ``tests/test_engines.py`` and ``tests/portable/test_moves.py``.
+``tests/test_engines.py`` and ``tests/portable/test_moves.py`` test all engines.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BATCH: dict[str, Any] = {
 }
 
 
-# For graphs that no other test has, and that may as well be small.
+# For small graphs that no other test has.
 ONE_LAYER: dict[str, Any] = {**BATCH, "model__config": {**TINY_MODEL, "num_hidden_layers": 1}}
 
 
@@ -62,19 +62,19 @@ def on_xla(xla: XlaPool, devices: int, folder: Path, corpus: Path, **settings: A
     return code
 
 
-def test_counts_graphs_and_transfers_in_the_metrics(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_xla_metrics_count_graphs_and_transfers(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     assert on_xla(xla, 4, tmp_path, corpus, train__eval_every=4) == 0
     rows = [row for row in read_metrics(tmp_path) if "loss" in row]
     compiled = [row["graphs_compiled"] - rows[0]["graphs_compiled"] for row in rows]
     # Nothing more to compile, but for the evaluation after step 4 (if no earlier test in the process had it).
     assert compiled in ([0] * 4 + [1] * 4, [0] * 8)
     read = [row["transfers_from_device"] for row in rows]
-    # Two reads a logged step: loss and norm, and the account of masked updates.
+    # Two reads per logged step: loss and norm, and the counters of masked updates.
     assert [b - a for a, b in itertools.pairwise(read[:4])] == [2, 2, 2]
 
 
 def reports_of_odd_steps(config: RunConfig) -> list[str]:
-    """What is said when the shape of a batch changes, and when a scalar becomes a constant of the step."""
+    """Return the reports when a batch changes its shape, and when a scalar becomes a constant."""
     from portable.tpu.xla.graphs import GraphRunner
 
     said: list[str] = []
@@ -97,7 +97,7 @@ def reports_of_odd_steps(config: RunConfig) -> list[str]:
     return said
 
 
-def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_xla_reports_cause_of_additional_graph(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     config = configured(tmp_path, corpus, backend="xla", **ONE_LAYER)
     shape, value, update = xla.run(4, reports_of_odd_steps, config)
     assert "graph 4 of the step" in update and "a new constant" in update
@@ -106,7 +106,7 @@ def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Pat
 
 
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
-    """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
+    """Train a model with a parameter that no loss reaches, and with a counter. Returns their values."""
     from portable.tpu.xla.saving import copy_local_shards_to_host
 
     backend = create_backend("xla")
@@ -137,14 +137,16 @@ def odd_state(config: RunConfig) -> tuple[float, float, int]:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_what_no_gradient_reaches_stays(micro_batch: int, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_xla_parameter_without_gradient_is_unchanged(
+    micro_batch: int, tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
     settings = {**ONE_LAYER, "train__micro_batch_size": micro_batch, "train__weight_decay": 0.5}
     config = configured(tmp_path, corpus, backend="xla", **settings)
     assert xla.run(4, odd_state, config) == (1.0, 0.0, 7)
 
 
 def save_as_a_host(folder: Path) -> None:
-    """Two hosts' halves of a tensor, and a number that both have."""
+    """Save a host's half of a tensor, and a number that both hosts have."""
     import torch.distributed as dist
 
     from portable.engines.fsdp.saving import DcpSaver
@@ -164,8 +166,8 @@ def save_as_a_host(folder: Path) -> None:
     dist.barrier()
 
 
-def test_hosts_save_each_their_own_shards(tmp_path: Path, xla: XlaPool) -> None:
-    """The writing of a pod's checkpoint, in two real processes; the XLA runtime itself has but one here."""
+def test_xla_hosts_save_their_shards(tmp_path: Path, xla: XlaPool) -> None:
+    """Two real processes write the checkpoint of a pod. The XLA runtime here has only one host."""
     (tmp_path / "saved").mkdir()
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
@@ -180,7 +182,7 @@ def test_hosts_save_each_their_own_shards(tmp_path: Path, xla: XlaPool) -> None:
 
 
 def counted_by_hosts() -> list[torch.Tensor]:
-    """What two hosts that share sequences count, of which each has the same numbers."""
+    """Return the totals of two hosts that share sequences, which both have the same numbers."""
     backend: Any = create_backend("xla")
     backend.world_size, backend._layout = 2, SimpleNamespace(sequence=2, replicate=torch.clone)
     with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +192,7 @@ def counted_by_hosts() -> list[torch.Tensor]:
         return [backend.sum_host_numbers(number) for number in ((1 << 24) + 1, 0.5)]
 
 
-def test_hosts_that_share_sequences_count_them_once(xla: XlaPool) -> None:
+def test_xla_hosts_with_shared_sequences_count_them_once(xla: XlaPool) -> None:
     tokens, weight = xla.run(1, counted_by_hosts)
     assert (tokens.dtype, tokens.item(), weight.item()) == (torch.int64, (1 << 24) + 1, 0.5)
 
@@ -203,22 +205,23 @@ def graph_of_a_step(config: RunConfig) -> str:
     return str(text)
 
 
-def test_recomputation_is_in_the_graph_behind_barriers(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_xla_recomputation_is_behind_barriers(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     plain, again = (
         xla.run(4, graph_of_a_step, configured(tmp_path, corpus, backend="xla", **BATCH, **settings))
         for settings in ({}, {"memory__activation_checkpointing": "full"})
     )
     layers = TINY_MODEL["num_hidden_layers"]
-    # Of the logits, between the products of the head's backward pass and after them, and between the loss and
-    # the backward pass.
+    # The barriers are at the logits, between and after the products of the head's backward pass, and between
+    # the loss and the backward pass.
     assert plain.count("optimization_barrier") == 4
     assert again.count("optimization_barrier") >= 4 + layers
-    # Of the seven matrix products of a Llama layer all come again but the last, whose result no one needs.
+    # All but the last of the seven matrix products of a Llama layer are repeated, because the last result is
+    # not needed.
     assert again.count("aten::mm") - plain.count("aten::mm") == 6 * layers
 
 
 @pytest.mark.xla
-def test_the_command_line_never_imports_jax_and_says_where_it_runs(tmp_path: Path, corpus: Path) -> None:
+def test_xla_command_line_prints_devices_without_jax(tmp_path: Path, corpus: Path) -> None:
     settings = tiny(tmp_path / "run", corpus, backend="xla", train__global_batch_size=8, train__steps=2)
     program = (
         "import sys; from portable.cli import main; code = main(sys.argv[1:]); "
@@ -239,11 +242,11 @@ def test_the_command_line_never_imports_jax_and_says_where_it_runs(tmp_path: Pat
     assert "no TPU found; running on 4 virtual CPU devices" in done.stderr
     assert "1 x 4 devices on xla" in done.stderr
     assert "Warning" not in done.stderr
-    assert "--- the model goes on" in done.stderr
+    assert "--- the model continues" in done.stderr
 
 
 def command_line(arguments: list[str]) -> tuple[int, str]:
-    """The exit code of ``portable-train``, and what it says."""
+    """Return the exit code of ``portable-train``, and its error output."""
     from portable.cli import main
 
     with redirect_stderr(io.StringIO()) as said:
@@ -260,13 +263,13 @@ def refusal(answer: tuple[int, str]) -> str:
 
 @pytest.fixture
 def not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever came before, torch_xla is looked for again."""
+    """Let torch_xla be imported again."""
     for name in ("portable.tpu.xla.runtime", "portable.tpu.xla.backend"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.mark.usefixtures("not_imported")
-def test_without_torch_xla_there_is_one_line_with_the_install_command(
+def test_xla_without_torch_xla_suggests_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def version(name: str) -> str:
@@ -285,7 +288,7 @@ REFUSED = [
     ({"strategy": "zero2"}, "strategy zero2 is DeepSpeed's"),
     ({"precision": "fp16"}, "precision: fp16 does not run on xla"),
     ({"train__optimizer": "adamw_8bit"}, "train.optimizer: adamw_8bit needs CUDA or CPU kernels"),
-    ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto would make"),
+    ({"train__micro_batch_size": "auto"}, "train.micro_batch_size: auto would compile"),
     ({"train__global_batch_size": 6}, "6 sequences cannot be divided among 4 devices"),
     ({"memory__offload_optimizer": "cpu"}, "memory.offload_optimizer: xla does not offload"),
     ({"memory__activation_checkpointing": "selective"}, "memory.activation_checkpointing: selective"),
@@ -310,14 +313,14 @@ def check(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
-def test_what_xla_has_no_use_for_is_refused(
+def test_xla_rejects_unsupported_settings(
     settings: dict[str, Any], message: str, tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
     assert message in xla.run(4, check, tmp_path / "run", corpus, settings)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_deepspeed_file_is_ignored(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_xla_ignores_deepspeed_file(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     argv = flags(tiny(tmp_path / "run", corpus, backend="xla", deepspeed__config="ds.json", **BATCH))
     code, told = xla.run(4, command_line, [*argv, "--dry-run"])
     assert code == 0 and "note: deepspeed.config has no effect: DeepSpeed does not run on backend xla" in told
@@ -330,7 +333,7 @@ def test_a_deepspeed_file_is_ignored(tmp_path: Path, corpus: Path, xla: XlaPool)
         ({"norm": 0, "k_proj": 5}, r"'k_proj' cannot shard dim 5 of .*k_proj.* null to replicate it"),
     ],
 )
-def test_a_rule_that_does_not_fit_is_refused(
+def test_xla_sharding_rule_without_match_is_rejected(
     rules: dict[str, int], said: str, tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
     config = configured(tmp_path, corpus, backend="xla", **BATCH, xla__sharding=rules)
@@ -338,13 +341,13 @@ def test_a_rule_that_does_not_fit_is_refused(
         xla.run(4, leg, config)
 
 
-def test_a_device_that_cannot_be_driven_is_refused(xla: XlaPool) -> None:
+def test_xla_rejects_unusable_device(xla: XlaPool) -> None:
     environment = {"PJRT_DEVICE": "TPU", "TPU_SKIP_MDS_QUERY": "1"}
     line = refusal(xla.run(4, command_line, ["--backend", "xla", "--dry-run"], environment=environment))
     assert "xla cannot use TPU devices" in line and "portable-trainer[tpu]" in line
 
 
-def test_a_launcher_is_refused(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_xla_rejects_launcher(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     arguments = flags(tiny(tmp_path, corpus, backend="xla"))
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

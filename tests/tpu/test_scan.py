@@ -1,4 +1,4 @@
-"""Layers that run in one compiled loop: against the same run without, and the loop itself against torch."""
+"""Layers in one compiled loop: compared with the same run without a loop, and with torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hybrid_shard": {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2},
     "adafactor": {"train__optimizer": "adafactor"},
     "rules": {"xla__shard_param_on_dim_0": True, "xla__sharding": {"mlp": 1, "k_proj|v_proj": None}},
-    # A rate for each layer, in one loop; of the first two, which are alike, part is frozen.
+    # One learning rate per layer, in one loop. A part of the first two layers, which are equal, is frozen.
     "groups": {
         "model__config": {**TINY_MODEL, "num_hidden_layers": 4, "tie_word_embeddings": False},
         "train__frozen": [r"embed_tokens", r"layers\.[01]\.mlp"],
@@ -82,7 +82,7 @@ ON_XLA = ("xla__", "strategy", "fsdp__", "memory__")
 
 
 def plain(folder: Path, corpus: Path, **settings: Any) -> Steps:
-    """The run on the CPU, which has no loop."""
+    """Return the steps of the run on the CPU, which has no loop."""
     kept = {name: value for name, value in settings.items() if not name.startswith(ON_XLA)}
     return take_steps(configured(folder, corpus, **{**BATCH, "train__steps": STEPS, **kept}), STEPS)
 
@@ -104,7 +104,7 @@ def _looped(folder: Path, corpus: Path, **settings: Any) -> RunConfig:
         for name in DEEP
     ],
 )
-def test_the_loss_is_that_without_a_loop(model: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_scan_layers_losses_match_unrolled(model: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     steps = looped(xla, 4, tmp_path / "xla", corpus, **DEEP[model])
     truth = plain(tmp_path / "cpu", corpus, **DEEP[model])
     assert_close(steps, truth, 1e-6)
@@ -122,7 +122,7 @@ QUICK_SETTINGS = ("accumulation and recomputation", "shard_grad_op", "adafactor"
         for name in SETTINGS
     ],
 )
-def test_how_it_is_computed_does_not_change_the_loss(
+def test_scan_layers_losses_match_for_other_settings(
     name: str, tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
     settings = {**LLAMA, **SETTINGS[name]}
@@ -134,11 +134,11 @@ def test_how_it_is_computed_does_not_change_the_loss(
     assert_frugal(steps, {"micro-batch": 1, "update": 1} if several else {"step": 1})
 
 
-def test_bf16(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_scan_layers_losses_match_in_bf16(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     settings = {**LLAMA, "precision": "bf16", "memory__activation_checkpointing": "full"}
     steps = looped(xla, 4, tmp_path / "a", corpus, **settings)
     without = looped(xla, 4, tmp_path / "b", corpus, **settings, xla__scan_layers=False)
-    # Compilers round bf16 at different places, which the updates of Adam then enlarge.
+    # Compilers round bf16 at different places, which the updates of Adam amplify.
     assert steps.losses[0] == pytest.approx(without.losses[0], rel=1e-4)
     assert_close(steps, without, 2e-3)
 
@@ -147,8 +147,11 @@ def leg(config: RunConfig) -> int:
     return run_rank("xla", config)
 
 
-def test_checkpoints_are_those_without_a_loop(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    """Begun in a loop on four devices, gone on without, on the CPU, and again in a loop, on two."""
+def test_scan_layers_checkpoints_move_to_unrolled(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    """The run begins in a loop on four devices, and continues without a loop and on the CPU.
+
+    It ends in a loop on two devices.
+    """
     settings: dict[str, Any] = {**LLAMA, **BATCH, "log__sample_tokens": 2, "train__eval_every": 4}
     assert run_rank("cpu", configured(tmp_path / "truth", corpus, **settings)) == 0
     folder = tmp_path / "run"
@@ -190,10 +193,10 @@ def refusal(config: RunConfig) -> str:
             {"model__config": {**DEEP["opt"]["model__config"], "layerdrop": 0.1}},
             "layerdrop of the model's config skips layers at random",
         ),
-        (deeper("llama", 1), "llama has no two consecutive layers that are alike"),
+        (deeper("llama", 1), "llama has no two equal consecutive layers"),
         (
             {"model__config": {**deeper("mixtral", 2)["model__config"], "output_router_logits": True}},
-            "the router loss needs what every layer's router returns",
+            "the router loss needs the output of every layer's router",
         ),
         (
             {"xla__sharding": {r"layers\.0\.mlp": None}},
@@ -201,7 +204,7 @@ def refusal(config: RunConfig) -> str:
         ),
     ],
 )
-def test_what_cannot_be_a_loop_is_refused(
+def test_scan_layers_rejects_unsupported_models(
     model: dict[str, Any], said: str, tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:
     found = xla.run(4, refusal, _looped(tmp_path, corpus, **{**LLAMA, **model}))
@@ -223,7 +226,7 @@ def unsound(config: RunConfig) -> list[str]:
         return names
 
 
-def test_gradients_that_are_not_finite_are_named_by_layer(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_scan_layers_non_finite_gradients_name_layers(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     names = xla.run(2, unsound, _looped(tmp_path, corpus, **LLAMA, train__micro_batch_size=1))
     assert {f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(3)} <= set(names)
     assert len(names) == len(set(names)) == 3 * 9 + 2
@@ -273,8 +276,11 @@ def in_a_loop(recompute: bool) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize(("recompute", "saved"), [(False, 4), (True, 1)])
-def test_the_gradients_of_a_loop(recompute: bool, saved: int, xla: XlaPool) -> None:
-    """It saves the linear's result, softmax, tanh and the carry; or the carry alone. Never the weights."""
+def test_scan_gradients_match_unrolled(recompute: bool, saved: int, xla: XlaPool) -> None:
+    """The loop saves the results of linear, softmax and tanh and the carry, or only the carry.
+
+    It never saves the weights.
+    """
     found, kept = xla.run(1, in_a_loop, recompute)
     for ours, theirs in zip(found, by_hand(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -297,8 +303,8 @@ def dropped(recompute: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_random_numbers_differ_between_iterations_and_are_drawn_once(recompute: bool, xla: XlaPool) -> None:
+def test_scan_draws_random_numbers_per_iteration(recompute: bool, xla: XlaPool) -> None:
     results, gradient = xla.run(1, dropped, recompute)
     assert 0 < int((results == 0).sum()) < results.numel()
     assert len({tuple(row.tolist()) for row in results}) == 4
-    assert torch.equal(results, gradient)  # of a sum: what was kept, scaled
+    assert torch.equal(results, gradient)  # of a sum: the mask, scaled

@@ -1,4 +1,4 @@
-"""``tpu/scripts``: what they print and run, and a worker's side for real. Needs no TPU, no Google Cloud."""
+"""``tpu/scripts``: printed and executed commands, and a real worker. Needs no TPU and no Google Cloud."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = ["create", "install", "train", "status", "logs", "keep", "stop", "fet
 VM = ["--name", "llama", "--zone", "us-west4-a"]
 POD = ["--name", "pod", "--zone", "us-west4-a", "--project", "mine"]
 
-# Plays the queued resource and worker 0 from a list of answers, and writes down what it was called with.
+# Emulates the queued resource and worker 0 by a list of answers, and records its arguments.
 FAKE_GCLOUD = """\
 import json, os, pathlib, sys
 folder = pathlib.Path(os.environ["FAKE_GCLOUD"])
@@ -56,7 +56,7 @@ def cloud(*words: str | Path, path: Path | None = None, **variables: str) -> sub
 
 
 def printed(*words: str | Path) -> list[str]:
-    """What a command prints, without the lines that only explain."""
+    """Return the commands that a command prints, without comments."""
     result = cloud(*words, "--print") if "--" not in words else cloud(words[0], "--print", *words[1:])
     assert (result.returncode, result.stderr) == (0, "")
     return [line for line in result.stdout.splitlines() if not line.startswith("#")]
@@ -64,7 +64,7 @@ def printed(*words: str | Path) -> list[str]:
 
 @pytest.fixture
 def gcloud(tmp_path: Path) -> Path:
-    """A folder for PATH, whose gcloud only writes down how it is called."""
+    """Return a folder for PATH whose gcloud only records its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "fake.py").write_text(FAKE_GCLOUD)
@@ -84,7 +84,7 @@ def play(folder: Path, *answers: str) -> None:
     (folder / "answers.json").write_text(json.dumps(answers))
 
 
-def test_shellcheck() -> None:
+def test_cloud_scripts_pass_shellcheck() -> None:
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
         pytest.skip("shellcheck is not installed")
@@ -97,7 +97,7 @@ def test_shellcheck() -> None:
     assert (checked.returncode, checked.stdout) == (0, "")
 
 
-def test_help() -> None:
+def test_cloud_help_lists_commands() -> None:
     known = cloud("--help").stdout
     for command in COMMANDS:
         result = cloud(command, "--help")
@@ -106,8 +106,8 @@ def test_help() -> None:
         assert "--print" in result.stdout and f"\n  {command} " in known
 
 
-def test_a_single_host(tmp_path: Path) -> None:
-    """What differs from the pod below."""
+def test_cloud_commands_for_single_host(tmp_path: Path) -> None:
+    """These commands differ from the commands for the pod below."""
     config = tmp_path / "run.yaml"
     config.touch()
     tpu, zone = "gcloud compute tpus tpu-vm", "--zone=us-west4-a"
@@ -131,7 +131,7 @@ def test_a_single_host(tmp_path: Path) -> None:
     assert printed("delete", *VM) == [f"{tpu} delete llama {zone} --quiet"]
 
 
-def test_a_spot_pod(tmp_path: Path) -> None:
+def test_cloud_commands_for_spot_pod(tmp_path: Path) -> None:
     wheel, setup = tmp_path / "portable_trainer-0.1.0-py3-none-any.whl", tmp_path / "mount.sh"
     wheel.touch()
     setup.touch()
@@ -182,9 +182,9 @@ def test_a_spot_pod(tmp_path: Path) -> None:
     ]
 
 
-def test_a_clone_is_installed_from_its_last_commit() -> None:
+def test_cloud_installs_last_commit_of_clone() -> None:
     lines = printed("install", *VM)
-    folder = "/tmp/portable-trainer.XXXXXX"  # which mktemp makes for nobody else
+    folder = "/tmp/portable-trainer.XXXXXX"  # mktemp creates it for only this user
     assert lines[0] == f"mktemp -d {folder}"
     assert lines[1] == (
         f"git -C {SCRIPTS.parents[1]} archive --format=tar.gz --prefix=portable-trainer/ "
@@ -196,8 +196,8 @@ def test_a_clone_is_installed_from_its_last_commit() -> None:
     assert "portable-trainer.tar.gz[torchtpu]'" in printed("install", *VM, "--backend", "tpu")[5]
 
 
-def test_the_archive_of_a_clone_goes_through_a_folder_of_its_own(gcloud: Path, tmp_path: Path) -> None:
-    """A file that another user has put where the archive was expected is neither written nor sent."""
+def test_cloud_archive_is_created_in_private_folder(gcloud: Path, tmp_path: Path) -> None:
+    """A file that another user has created at the expected path is neither written nor sent."""
     trap = tmp_path / "portable-trainer.tar.gz"
     trap.write_text("a stranger's")
     result = cloud("install", *VM, path=gcloud, TMPDIR=str(tmp_path))
@@ -207,8 +207,8 @@ def test_the_archive_of_a_clone_goes_through_a_folder_of_its_own(gcloud: Path, t
     assert trap.read_text() == "a stranger's" and [*tmp_path.glob("portable-trainer.*")] == [trap]
 
 
-def test_printing_runs_nothing_and_running_runs_what_was_printed(gcloud: Path, tmp_path: Path) -> None:
-    """The words reach gcloud as they were given, however many shells lie between."""
+def test_cloud_runs_printed_commands(gcloud: Path, tmp_path: Path) -> None:
+    """The words reach gcloud unchanged, through any number of shells."""
     awkward = ["--data.source", 'it\'s a "$HOME" & more; `ls`', "--model.config", '{"model_type": "llama"}']
     for words in (
         ["create", *VM, "--type", "v6e-4"],
@@ -252,7 +252,7 @@ def test_printing_runs_nothing_and_running_runs_what_was_printed(gcloud: Path, t
         (["delete", *VM], "--yes: needed where nobody can be asked"),
     ],
 )
-def test_bad_input(words: list[str], error: str, gcloud: Path) -> None:
+def test_cloud_rejects_bad_input(words: list[str], error: str, gcloud: Path) -> None:
     result = cloud(*words, path=gcloud)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {error}")
@@ -261,7 +261,7 @@ def test_bad_input(words: list[str], error: str, gcloud: Path) -> None:
 
 
 def verbs(folder: Path) -> list[str]:
-    """The calls in brief: what was done to the queued resource or on its workers."""
+    """Return the calls in brief: the action on the queued resource or on its workers."""
     short = []
     for call in calls(folder):
         words = " ".join(call)
@@ -278,7 +278,7 @@ KEEP = ["keep", *POD, "--type", "v5e-16", "--spot", "--output-dir", "/mnt/runs/a
 KEEP += ["--package", "portable-trainer[tpu]"]
 
 
-def test_keep_goes_through_a_preemption(gcloud: Path) -> None:
+def test_cloud_keep_survives_preemption(gcloud: Path) -> None:
     play(
         gcloud,
         *("NOT_FOUND", "WAITING_FOR_RESOURCES"),
@@ -302,21 +302,21 @@ def test_keep_goes_through_a_preemption(gcloud: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [2, 75])
-def test_keep_ends_with_a_run_that_ends_by_itself(gcloud: Path, code: int) -> None:
+def test_cloud_keep_ends_with_run(gcloud: Path, code: int) -> None:
     play(gcloud, "ACTIVE", "running", *("ACTIVE", f"ended-{code}") * 2)
     result = cloud(*KEEP, path=gcloud)
     assert result.returncode == code
     assert result.stderr.splitlines()[-1] == f"error: pod: the run has ended with {code}; see cloud.sh logs"
 
 
-def test_keep_does_not_try_for_ever(gcloud: Path) -> None:
+def test_cloud_keep_limits_attempts(gcloud: Path) -> None:
     play(gcloud, *("ACTIVE", "UNREACHABLE", "READY") * 10)
     result = cloud(*KEEP, path=gcloud)
     assert result.returncode == 1
     assert "error: pod: 10 attempts in a row have failed; the last state was READY" in result.stderr
 
 
-def test_create_waits_until_active(gcloud: Path) -> None:
+def test_cloud_create_waits_until_active(gcloud: Path) -> None:
     create = ["create", *POD, "--type", "v5e-16", "--spot", "--poll", "0"]
     play(gcloud, "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE")
     assert cloud(*create, path=gcloud).returncode == 0
@@ -326,7 +326,7 @@ def test_create_waits_until_active(gcloud: Path) -> None:
     assert result.stderr.endswith("error: --name: pod is FAILED; delete it and create it again\n")
 
 
-def test_the_commands_of_the_page_are_taken(tmp_path: Path) -> None:
+def test_cloud_accepts_commands_of_docs(tmp_path: Path) -> None:
     page = (SCRIPTS.parents[1] / "docs" / "tpu.md").read_text()
     lines = re.findall(r"^\$cloud .*$", page, re.MULTILINE)
     assert {line.split()[1] for line in lines} == {*COMMANDS} - {"stop"}
@@ -341,7 +341,7 @@ def test_the_commands_of_the_page_are_taken(tmp_path: Path) -> None:
 
 
 class Worker:
-    """A worker's side with a stand-in for portable-train, in real processes."""
+    """The worker's side in real processes, with a fake portable-train."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -356,7 +356,7 @@ class Worker:
     def __call__(self, *words: str, **variables: str) -> str:
         environment = {**os.environ, "PORTABLE_HOME": str(self.home), **variables}
         environment.pop("PJRT_DEVICE", None)
-        # Output to a file: a pipe would stay open as long as the run that `start` leaves behind.
+        # Output to a file, because the run that `start` leaves behind would keep a pipe open.
         with (self.home / "answer").open("w+") as answer:
             subprocess.run(
                 ["bash", str(SCRIPTS / "worker.sh"), *words], env=environment, stdout=answer, check=True
@@ -373,7 +373,7 @@ def worker(tmp_path: Path) -> Worker:
     return Worker(tmp_path / "portable")
 
 
-def test_a_worker_starts_once_stops_and_goes_on(worker: Worker) -> None:
+def test_worker_starts_once_stops_and_restarts(worker: Worker) -> None:
     assert worker("state") == "not-installed"
     worker.install('trap "exit 75" TERM\necho "on $PJRT_DEVICE: $*"\nwhile :; do sleep 0.05; done\n')
     assert worker("state") == "not-started"
@@ -400,8 +400,8 @@ def test_a_worker_starts_once_stops_and_goes_on(worker: Worker) -> None:
         ),
     ],
 )
-def test_torchtpu_on_one_host_and_on_several(hosts: str, told: str, worker: Worker) -> None:
-    """What ``python -m torch.tpu.distributed`` says on a host of two is played."""
+def test_worker_starts_torchtpu_on_one_or_several_hosts(hosts: str, told: str, worker: Worker) -> None:
+    """The output of ``python -m torch.tpu.distributed`` on one of two hosts is fake."""
     for name in ("portable-train", "torchrun"):
         worker.install(f'echo "{name} $*${{TORCH_TPU_SLICEBUILDER_ADDRESSES:+ at a:8070}}"\n', name)
     says = 'WORLD_SIZE=8 NNODES=2 NODE_RANK="1" MASTER_ADDR=a MASTER_PORT=29500'
@@ -412,8 +412,8 @@ def test_torchtpu_on_one_host_and_on_several(hosts: str, told: str, worker: Work
     assert worker("status").splitlines()[-1] == told
 
 
-def test_a_worker_keeps_the_exit_code_until_its_machine_is_restarted(worker: Worker) -> None:
-    """The run's process id may since have been given to another process; here, to this one."""
+def test_worker_keeps_exit_code_until_restart_of_machine(worker: Worker) -> None:
+    """The process id of the run may be reused by another process, here by this one."""
     worker.install("exit 2\n")
     worker("start")
     worker.wait_for("ended-2")

@@ -1,4 +1,4 @@
-"""The graphs that are traced without values are those that a run compiles."""
+"""Graphs that are traced without values equal the graphs that a run compiles."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def traced(config: RunConfig, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_is_what_a_run_compiles(case: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+def test_traced_graphs_equal_compiled_graphs(case: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     settings = {"checkpoint__export": False, **CASES[case], "train__steps": 2, "train__micro_batch_size": 2}
     if case == "pairs":
         settings |= {"train__global_batch_size": 8, "data__format": "preference"}
@@ -79,14 +79,14 @@ def test_is_what_a_run_compiles(case: str, tmp_path: Path, corpus: Path, xla: Xl
     theirs = [identity(xla_messages.HloProto.FromString(one).hlo_module) for one in compiled]
     ours = {name: identity((folder / f"{name}.hlo.pb").read_bytes()) for name in names}
     assert {name: found in theirs for name, found in ours.items()} == dict.fromkeys(names, True)
-    # And the run compiles no other, but for what the reference says of all pairs before it begins.
+    # The run compiles no other graph, except for the reference's values of all pairs before training.
     assert len(theirs) == len(names) + (case == "pairs")
     updated = ours["update" if case == "accumulated" else "step"]
     assert len(updated[1]) > 2 * 12  # donated: parameters, their state, the counters
 
 
 def identity(module: bytes) -> tuple[str, list[int]]:
-    """A hash of what a module computes, and the parameters that it donates."""
+    """Return a hash of the computation of a module, and the parameters that it donates."""
     found = xla_messages.HloModuleProto.FromString(module)
     computations = {one.id: one for one in found.computations}
     known: dict[int, str] = {}
@@ -112,7 +112,7 @@ def identity(module: bytes) -> tuple[str, list[int]]:
 
 
 def fields(instruction: Any) -> list[Any]:
-    """What it is, but for its names."""
+    """Return the fields of an instruction without its names."""
     read = [(one.name, str(value)) for one, value in instruction.ListFields() if one.name not in _NAMES]
     others = [(one.field_number, one.data) for one in UnknownFieldSet(instruction)]
     return [*sorted(read), *sorted((key, data) for key, data in others if key not in _UNREAD and data)]
@@ -124,8 +124,8 @@ def digest(text: str) -> str:
 
 @pytest.mark.xla
 @pytest.mark.parametrize("looped", [False, True])
-def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Path) -> None:
-    """A billion parameters, of which a run keeps 12 bytes each."""
+def test_trace_needs_no_memory_for_model(looped: bool, tmp_path: Path, corpus: Path) -> None:
+    """The model has a billion parameters, and a run would need 12 bytes per parameter."""
     large = {
         **TINY_MODEL,
         "vocab_size": 128256,
@@ -174,8 +174,8 @@ def entry_parameter_bytes(module: bytes, devices: int) -> int:
     return total
 
 
-def test_shards_an_untied_head_like_the_table(tmp_path: Path, corpus: Path) -> None:
-    """Cut along another dim, what the optimizer broadcasts for both is sent between the devices."""
+def test_sharding_rules_shard_untied_head_like_embedding(tmp_path: Path, corpus: Path) -> None:
+    """Otherwise, the optimizer's broadcasts for both would be sent between the devices."""
     rules = ShardingRules(configured(tmp_path, corpus, backend="xla"), 4)
     assert rules.choose_shard_dim("model.embed_tokens.weight", [384, 48]) == 1
     assert rules.choose_shard_dim("model.layers.0.mlp.up_proj.weight", [80, 48]) == 0

@@ -61,7 +61,7 @@ def find_libtpu() -> LibtpuInstallation:
     if env_path:
         path = Path(env_path)
         if not path.is_file():
-            raise UserError(f"TPU_LIBRARY_PATH: {env_path} is no file")
+            raise UserError(f"TPU_LIBRARY_PATH: {env_path} is not a file; name the file of libtpu")
         return (
             installed if installed is not None and installed.path == path else LibtpuInstallation(path, None)
         )
@@ -247,7 +247,7 @@ def describe_memory_shortage(message: str) -> str:
         )
     elif allocation:
         parts.append(
-            f"a value of {allocation[3]} alone takes {format_bytes(int(allocation[1]))} of "
+            f"a single value of {allocation[3]} takes {format_bytes(int(allocation[1]))} of "
             f"{format_bytes(int(allocation[2]))}"
         )
     arguments = re.search(r"^\s+arguments\s+(\S+)\s*$", message, re.MULTILINE)

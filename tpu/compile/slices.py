@@ -139,15 +139,15 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
         if num_devices not in sizes:
             nearest = sorted(sorted(sizes, key=lambda size: abs(size - num_devices))[:2])
             raise UserError(
-                f"--devices: no slice of {device} has {num_devices} chips; the nearest have "
-                f"{' and '.join(map(str, nearest))}"
+                f"--devices: no slice of {device} has {num_devices} chips; use "
+                f"{' or '.join(map(str, nearest))}"
             )
         return TpuSlice(device, sizes[num_devices])
     axes = "x".join("ABC"[: generation.num_axes])
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})" + f"{{{generation.num_axes - 1}}}", topology):
         raise UserError(
-            f"--topology: {topology!r} does not name the chips of a {device} slice as {axes}; "
-            f"known are {', '.join(generation.slice_shapes)}"
+            f"--topology: {topology!r} does not name the chips of a {device} slice as {axes}; use one of "
+            f"{', '.join(generation.slice_shapes)}"
         )
     tpu_slice = TpuSlice(device, topology)
     if tpu_slice.num_devices != num_devices:

@@ -228,7 +228,7 @@ def compile_graph_schedule(
         large_values=report.large_values,
         custom_calls=report.custom_calls,
         host_transfers=report.host_transfers,
-        notes=("no code was made, so its size is not counted; FLOPs are those of matrix products",),
+        notes=("no code was made, so its size is not counted; FLOPs count only matrix products",),
     )
 
 

@@ -43,7 +43,9 @@ class TorchTpuPackage(TorchPackage):
         require(chips > 0, _NO_TPU)  # otherwise torch_tpu would end the process
         torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
-            ranks <= chips, f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}"
+            ranks <= chips,
+            f"--nproc: {ranks} ranks need one TPU chip per rank, and this machine has {chips}; start at most "
+            "one rank per chip",
         )
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
@@ -94,8 +96,8 @@ class TorchTpuPackage(TorchPackage):
         ranks = os.environ.get("WORLD_SIZE", "1")
         require(
             ranks == "1" or _ADDRESSES in os.environ,
-            f"backend: tpu: {ranks} ranks need {_ADDRESSES} and TORCH_TPU_TOPOLOGY, which "
-            "`python -m torch.tpu.distributed` prints; set them before the launcher",
+            f"backend: tpu: {ranks} ranks need {_ADDRESSES} and TORCH_TPU_TOPOLOGY, which `python -m "
+            "torch.tpu.distributed` prints; set these variables before the launcher",
         )
         import torch
 

@@ -30,7 +30,7 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
     if config.model.experts is not None:
         yield SettingProblem(
             ("model.experts",),
-            "model.experts: XLA has one way of its own to compute experts, with fixed shapes; leave it out",
+            "model.experts: XLA computes experts in only one way, with fixed shapes; leave out model.experts",
         )
     yield from check_strategy_without_zero(config)
     chunk = config.memory.loss_chunk_tokens
@@ -38,7 +38,7 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("memory.loss_chunk_tokens", "backend"),
             f"memory.loss_chunk_tokens {chunk} does not work with backend xla, where logits exist once, in "
-            "the compute type; set it to auto",
+            "the compute type; set memory.loss_chunk_tokens to auto",
         )
     if late:
         yield from check_optimizer(config)
@@ -57,7 +57,8 @@ def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
             yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
         if config.xla.scan_layers and not custom_optimizer.is_elementwise(config.train):
             reason = (
-                "is not elementwise, and xla.scan_layers stacks the parameters of layers; set it to false"
+                "is not elementwise, and xla.scan_layers stacks the parameters of layers; set "
+                "xla.scan_layers to false"
             )
             yield SettingProblem((key, "xla.scan_layers"), f"{key}: {optimizer}: {reason}")
     if config.precision not in ("fp32", "bf16", "auto"):
@@ -79,17 +80,18 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     if config.train.micro_batch_size == "auto":
         yield SettingProblem(
             ("train.micro_batch_size",),
-            "train.micro_batch_size: auto would make a graph per size it tries on xla; set a number",
+            "train.micro_batch_size: auto would compile a graph for each size that it tries on xla; set a "
+            "number",
         )
     if config.memory.activation_checkpointing == "selective":
         yield SettingProblem(
             ("memory.activation_checkpointing",),
             "memory.activation_checkpointing: selective works on operations of eager torch, and xla "
-            "compiles whole layers; use full, or none to leave the choice to the compiler",
+            "compiles complete layers; use full, or none to leave the choice to the compiler",
         )
     for key in ("memory.offload_optimizer", "memory.offload_params"):
         if config.get(key) != "none":
-            yield SettingProblem((key,), f"{key}: xla does not offload; set it to none")
+            yield SettingProblem((key,), f"{key}: xla does not offload; set {key} to none")
 
 
 def check_sharding(config: RunConfig) -> Iterator[SettingProblem]:

@@ -444,8 +444,8 @@ def _check_router_loss_support(segments: list[LayerSegment], *, recomputed: bool
     )
     require(
         not segments,
-        "xla.scan_layers: the router loss needs what every layer's router returns, which a loop does not "
-        "return; set it to false, or model.config.output_router_logits",
+        "xla.scan_layers: the router loss needs the output of every layer's router, which a loop does not "
+        "return; set xla.scan_layers or model.config.output_router_logits to false",
     )
 
 

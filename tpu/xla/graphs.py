@@ -77,7 +77,7 @@ class GraphRunner:
     def _report_extra_graph(self, graph_name: str, cause: str) -> None:
         number = self.graph_counts[graph_name]
         self._report(
-            f"xla: compiling graph {number} of the {graph_name}, where one should be enough: {cause}"
+            f"xla: compiling graph {number} of the {graph_name}, although one should be enough: {cause}"
         )
 
     @property

@@ -51,7 +51,7 @@ class XlaPackage(BackendPackage):
         """Raise UserError for more than one rank."""
         if ranks > 1:
             raise UserError(
-                "--nproc: XLA runs one process a host, which drives all its devices; leave it out"
+                "--nproc: XLA runs one process per host, which drives all its devices; leave out --nproc"
             )
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
@@ -88,7 +88,8 @@ class XlaPackage(BackendPackage):
 
         require(
             config.xla.compilation_cache in ("auto", "none") or runtime.is_on_tpu(),
-            "xla.compilation_cache: graphs for virtual devices cannot be cached; set it to none",
+            "xla.compilation_cache: graphs for virtual devices cannot be cached; set xla.compilation_cache "
+            "to none",
         )
         MeshLayout(config, world.devices)
 

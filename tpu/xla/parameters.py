@@ -50,8 +50,9 @@ class DeviceParameters:
             specs = {layout.get_parameter_spec(name, metas[name].shape) for name in names}
             require(
                 len(specs) == 1,
-                f"xla.scan_layers: xla.sharding shards {first} of one layer differently from that of the "
-                "next; use a pattern that matches it in every layer, or set xla.scan_layers: false",
+                f"xla.scan_layers: xla.sharding shards {first} of one layer differently from the same "
+                "parameter of the next layer; use a pattern that matches it in every layer, or set "
+                "xla.scan_layers: false",
             )
 
         def place_parameter(name: str, meta: nn.Parameter) -> nn.Parameter:

@@ -97,7 +97,7 @@ def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
         require(
             not skips and not shows,
             f"xla.scan_layers: {key} of the model's config "
-            + ("skips layers at random" if skips else "asks for what each layer computes")
+            + ("skips layers at random" if skips else "requests the outputs of each layer")
             + f", and a loop runs them all as one; {DISABLE_REMEDY}",
         )
     layers = find_transformer_layers(model)
@@ -127,9 +127,7 @@ def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
                 segments.append(LayerSegment(names, period, forms))
             start += num_layers or 1
     if not segments:
-        raise UserError(
-            f"xla.scan_layers: {kind} has no two consecutive layers that are alike; {DISABLE_REMEDY}"
-        )
+        raise UserError(f"xla.scan_layers: {kind} has no two equal consecutive layers; {DISABLE_REMEDY}")
     return segments
 
 
@@ -272,7 +270,7 @@ class LoopedLayers:
             call = _LayerCall(args, kwargs)
             if layer_index != len(self._calls) or (layer_index and call.hidden is not self._calls[-1].hidden):
                 self._raise_unsupported(
-                    layer_index, "is not called with what the layer before it returned, and right after it"
+                    layer_index, "is not called directly after the previous layer, with its output"
                 )
             if layer_index >= self._segment.period:
                 self._check_same_arguments(layer_index, call, self._calls[layer_index % self._segment.period])

@@ -106,6 +106,6 @@ class ShardingRules:
         """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""
         if self._unused_patterns:
             raise UserError(
-                f"xla.sharding: {min(self._unused_patterns)!r} matches no parameter, or only those that an "
-                "earlier pattern matches; correct or remove it"
+                f"xla.sharding: {min(self._unused_patterns)!r} matches no parameter, or only parameters that "
+                "an earlier pattern matches; correct or remove it"
             )

@@ -162,7 +162,7 @@ def _parse_region(path: AnyPath, box: Any) -> Region:
     """Parse a box, which is a list of offsets and sizes."""
     offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
     if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
-        raise CheckpointError(f"{path}: damaged, a box is not one of offsets and sizes")
+        raise CheckpointError(f"{path}: damaged, an entry is not a pair of offsets and sizes")
     return Region(tuple(offsets), tuple(sizes))
 
 

@@ -263,8 +263,8 @@ def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
         raise CheckpointError(f"{archive.location}: not a plain tensor")
     if stored.dtype != entry.dtype or stored.shape != sizes:
         raise CheckpointError(
-            f"{archive.location}: is {stored.dtype} {list(stored.shape)}, "
-            f".metadata says {entry.dtype} {list(sizes)}"
+            f"{archive.location}: is {stored.dtype} {list(stored.shape)}, but .metadata has {entry.dtype} "
+            f"{list(sizes)}"
         )
     return stored.to_byte_view()
 

@@ -74,7 +74,7 @@ class _DeferredSource:
         if (tensor.dtype, tensor.shape) != self._type or not tensor.is_contiguous:
             dtype, shape = self._type
             raise CheckpointError(
-                f"a rank has {tensor.dtype} {list(tensor.shape)} where another has {dtype} {list(shape)}"
+                f"a rank has {tensor.dtype} {list(tensor.shape)}, but another rank has {dtype} {list(shape)}"
             )
         view = tensor.to_byte_view()
         view.source.read_into(buffer, view.offset + offset, unverified_spans)

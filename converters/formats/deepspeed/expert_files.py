@@ -79,7 +79,7 @@ class ExpertFiles:
         self.location = str(folder.path)
         self.tensors: dict[str, StoredTensor] = {}
         name_error = (
-            "expert parallel checkpoints of this form are not supported; only those of "
+            "expert parallel checkpoints of this form are not supported, only checkpoints of "
             "deepspeed.moe.layer.MoE under ZeRO 1 and 2, without tensor parallelism"
         )
         for location, number, key, value in iter_layer_tensors(folder, files, _EXPERT_FILE, name_error):

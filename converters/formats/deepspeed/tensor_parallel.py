@@ -57,8 +57,8 @@ class AutoTpLayout:
         self.info = to_json_value(info, limit=MAX_SETTINGS)
         if not isinstance(self.info, dict) or not isinstance(self.info.get(_REPLICATED), list):
             raise CheckpointError(
-                f"{location}: tensor parallel ranks whose files do not say how the parameters are cut "
-                f"({INFO}) are not supported"
+                f"{location}: tensor parallel ranks are supported only if their files record how the "
+                f"parameters are sharded ({INFO})"
             )
         partition_map = self.info.get(_MAP)
         self.affine_maps = partition_map.get("params") if isinstance(partition_map, dict) else None
@@ -84,11 +84,11 @@ class AutoTpLayout:
             raise CheckpointError(f"{location}: the tensor parallel ranks hold different element types")
         key = f"^{re.escape(name)}$"
         if key in get_mapping_or_empty(self.info.get(_UNSUPPORTED)):
-            raise CheckpointError(f"{location}: is cut in a way that DeepSpeed itself cannot put together")
+            raise CheckpointError(f"{location}: is sharded in a way that DeepSpeed itself cannot merge")
         if self.affine_maps is not None:
             if key not in self.affine_maps:
                 raise CheckpointError(
-                    f"{location}: the checkpoint does not say how it is cut (no affine map)"
+                    f"{location}: the checkpoint does not record how it is sharded (no affine map)"
                 )
             return self._merge_by_affine_map(name, self.affine_maps[key], parts, location)
         sub_parameter_patterns = [
@@ -103,7 +103,7 @@ class AutoTpLayout:
         dim = int(key in get_list_or_empty(self.info.get(_ROWS)))
         sizes = [[size for d, size in enumerate(part.shape) if d != dim] for part in parts]
         if any(len(part.shape) <= dim for part in parts) or any(size != sizes[0] for size in sizes):
-            raise CheckpointError(f"{location}: the tensor parallel ranks hold parts that do not fit")
+            raise CheckpointError(f"{location}: the shards of the tensor parallel ranks do not fit together")
         return concat_tensors(name, parts, dim)
 
     def _merge_by_affine_map(self, name: str, entry: Any, parts: Sequence[Tensor], location: str) -> Tensor:
@@ -128,8 +128,8 @@ class AutoTpLayout:
                 part.shape
             ) != len(shape):
                 raise CheckpointError(
-                    f"{location}: tensor parallel rank {rank} holds {list(part.shape)}, its map says "
-                    "otherwise"
+                    f"{location}: tensor parallel rank {rank} holds {list(part.shape)}, which contradicts "
+                    "its affine map"
                 )
             for piece in map(get_mapping_or_empty, get_list_or_empty(rank_map.get("pieces"))):
                 sizes = _require_sizes(piece.get("shape"), damaged_error)

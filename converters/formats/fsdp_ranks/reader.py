@@ -213,7 +213,7 @@ class _FsdpRankFiles:
                     )
                 if has_replicas:
                     raise OptimizerStateError(
-                        f"{location} is that of FSDP1 with replicas, which is not supported"
+                        f"{location} was written by FSDP1 with replicas, which is not supported"
                     )
                 return build_flat_optimizer(saved, order, tensors, self.world_size, location)
 

@@ -144,7 +144,7 @@ def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[Pl
     extent = _compute_local_extent(value.shape, position, placements, location)
     if local.shape != extent.sizes or local.dtype != value.dtype:
         raise CheckpointError(
-            f"{location}: rank {rank} holds {local.dtype} {list(local.shape)}, its placements say "
+            f"{location}: rank {rank} holds {local.dtype} {list(local.shape)}, but its placements give "
             f"{value.dtype} {list(extent.sizes)}"
         )
     return [PlacedPart(extent.offsets, local)]
@@ -180,7 +180,7 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
     mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before and since torch 2.10
     if not isinstance(mesh_tensor, StoredTensor) or not 0 < prod(mesh_tensor.shape) <= MAX_COUNT:
         raise CheckpointError(
-            f"{location}: damaged, or of a newer torch: a DTensor without its mesh of ranks"
+            f"{location}: damaged, or written by a newer torch: a DTensor without its mesh of ranks"
         )
     ranks = to_lazy_tensor(mesh_tensor, f"{location}: mesh").read()
     position = (ranks == rank).nonzero()
@@ -189,12 +189,15 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
         or len({*ranks.reshape(-1).tolist()}) != ranks.size
         or position[0].size != 1
     ):
-        raise CheckpointError(f"{location}: the mesh of a tensor does not hold rank {rank} once")
+        raise CheckpointError(f"{location}: rank {rank} does not appear exactly once in the mesh of a tensor")
     if "mesh" in fields:
         return _MeshPosition(ranks.shape, tuple(int(axis[0]) for axis in position))
     cuts = _parse_mesh_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
     if cuts is None:
-        raise CheckpointError(f"{location}: damaged, or of a newer torch: the layout of a tensor's mesh")
+        raise CheckpointError(
+            f"{location}: damaged, or written by a newer torch: the layout of a tensor's mesh is not "
+            "supported"
+        )
     coordinates = []
     for dimension in cuts:
         coordinate = 0
@@ -352,7 +355,7 @@ def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> lis
         )
         offsets, sizes = metadata.get("shard_offsets"), metadata.get("shard_sizes")
         if not isinstance(stored, StoredTensor) or not is_shape(offsets) or not is_shape(sizes):
-            raise CheckpointError(f"{location}: damaged, a shard without its place")
+            raise CheckpointError(f"{location}: damaged, a shard without its offsets")
         if stored.shape != tuple(sizes) or stored.dtype != value.dtype or len(offsets) != len(value.shape):
             raise CheckpointError(
                 f"{location}: a shard is {stored.dtype} {list(stored.shape)}, recorded as {value.dtype} "

@@ -75,7 +75,7 @@ def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkp
                 continue
             if not tensor.shape or tensor.shape[0] != shape.num_layers:
                 raise CheckpointError(
-                    f"{location}: {key} is {list(tensor.shape)}, its args say {shape.num_layers} layers"
+                    f"{location}: {key} is {list(tensor.shape)}, but its args have {shape.num_layers} layers"
                 )
             for layer in range(shape.num_layers):
                 merged[f"decoder.layers.{layer}.{match[1]}"] = select_index(tensor, 0, layer)

@@ -115,7 +115,7 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
             may change the computation of the model. The message names the setting.
     """
     if not isinstance(args, dict):
-        raise CheckpointError(f"{location}: holds no args, which say what model it is")
+        raise CheckpointError(f"{location}: has no args, which describe the model")
 
     def read_number(name: str, default: Any = None) -> int:
         value = args.get(name)
@@ -195,7 +195,7 @@ def convert_to_transformers(
             )
         if int(match[1]) >= shape.num_layers:
             raise CheckpointError(
-                f"{location}: holds layer {match[1]}, its args say {shape.num_layers} layers"
+                f"{location}: holds layer {match[1]}, but its args have {shape.num_layers} layers"
             )
         conversion = (
             _convert_gpt2_tensor(match[2], match[3], tensor, shape, location)

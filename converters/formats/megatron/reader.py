@@ -111,7 +111,7 @@ class MegatronRankFiles:
                 )
         if len(folder_names) != self.pp_size * self.tp_size:
             raise CheckpointError(
-                f"{self.location}: holds {len(folder_names)} ranks, its args say {self.tp_size} x "
+                f"{self.location}: holds {len(folder_names)} ranks, but its args have {self.tp_size} x "
                 f"{self.pp_size}"
             )
         others = sorted(folder_names.keys() - {_FIRST_RANK})

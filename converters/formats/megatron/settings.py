@@ -131,7 +131,7 @@ def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, locatio
             config_text = (
                 f"{config} has {key}={format_untrusted_value(config_value)}"
                 if model_config
-                else "no config.json says so"
+                else "and there is no config.json to confirm it"
             )
             raise CheckpointError(
                 f"{location}: its args have {name}={format_untrusted_value(args_value)}, {config_text}; give "

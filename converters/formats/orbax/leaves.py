@@ -79,7 +79,7 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
         content.get(name) for name in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
     )
     if any(type(flag) not in (bool, type(None)) for flag in (ocdbt, zarr3, complete)):
-        raise CheckpointError(f"{location}: damaged, does not say how the arrays are stored")
+        raise CheckpointError(f"{location}: damaged, it does not record how the arrays are stored")
     tree = content.get("tree_metadata")
     if not isinstance(tree, dict):
         raise CheckpointError(f"{location}: damaged, holds no tree")

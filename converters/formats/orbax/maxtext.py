@@ -245,8 +245,9 @@ class _MaxTextModel:
         family = _FAMILIES.get(kind) if isinstance(kind, str) else None
         if family is None:
             raise CheckpointError(
-                f"{location}: MaxText's model of type {format_untrusted_value(kind)} is not read; export it "
-                "with MaxText's to_huggingface, or convert it without config.json to keep MaxText's names"
+                f"{location}: MaxText's model of type {format_untrusted_value(kind)} is not supported; "
+                "export it with MaxText's to_huggingface, or convert it without config.json to keep "
+                "MaxText's names"
             )
         self.family = family
         self.sizes = parse_llama_sizes(config, location)
@@ -264,7 +265,7 @@ class _MaxTextModel:
         ):
             raise CheckpointError(
                 f"{self.location}: MaxText's models with {format_untrusted_value(kind)} positions are not "
-                "read"
+                "supported"
             )
         return str(kind)
 
@@ -329,7 +330,7 @@ class _MaxTextModel:
             layers = range(int(layer_number) * count + variant, int(layer_number) * count + variant + 1)
             if layers[0] >= self.num_layers:
                 raise CheckpointError(
-                    f"{self.location}: holds layer {layers[0]}, config.json says {self.num_layers} layers"
+                    f"{self.location}: holds layer {layers[0]}, but config.json has {self.num_layers} layers"
                 )
         kernel = destination in _SHAPES and len(_SHAPES[destination]) > 1
         self._check_shape(
@@ -367,7 +368,7 @@ class _MaxTextModel:
             expected_shape.insert(1, layers)
         if list(shape) != expected_shape:
             raise CheckpointError(
-                f"{self.location}: {'.'.join(path)} is {list(shape)}, by config.json it would be "
+                f"{self.location}: {'.'.join(path)} is {list(shape)}, but config.json implies "
                 f"{expected_shape}; give the config.json of this model"
             )
 
@@ -392,8 +393,8 @@ class _MaxTextModel:
         if missing_name == "lm_head.weight" and not self.family.may_tie:
             raise CheckpointError(
                 f"{self.location}: holds no decoder.logits_dense: MaxText may divide the logits of tied "
-                "embeddings, and its checkpoint does not say whether; "
-                "convert without config.json to keep MaxText's names"
+                "embeddings, and its checkpoint does not record whether it does; convert without "
+                "config.json to keep MaxText's names"
             )
         if missing_name is not None or len(names) != len(actual_names):
             raise CheckpointError(

@@ -259,8 +259,8 @@ class _OrbaxTree:
             owners = preferred_owners[:1] or paths_by_suffix.get(suffix, [])
             if not moment_index or len(owners) != 1:
                 raise OptimizerStateError(
-                    f"{self.location}: the optimizer's {format_untrusted_value('.'.join(path))} is no moment "
-                    "of optax's Adam"
+                    f"{self.location}: the optimizer's {format_untrusted_value('.'.join(path))} is not a "
+                    "moment of optax's Adam"
                 )
             owner = owners[0]
             moment, array = path[moment_index], self.arrays[path]

@@ -102,7 +102,7 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
     if any(_LOCAL_STATE_FILE.fullmatch(name) for name in names):
         return (
             f"{path}: one rank's part of FSDP1's LOCAL_STATE_DICT, which does not record shapes; load it "
-            "where it was saved, and save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+            "with the program that saved it, and save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
     if path.is_file():
         if _RANK_FILE.fullmatch(path.name) and path.name.endswith(_SUFFIXES):

@@ -189,7 +189,7 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
     unused_files = [file.location for file in files if not file.content.keys() & {"model", "optimizer"}]
     if not models or unused_files:
         raise CheckpointError(
-            f"{unused_files[0] if unused_files else root}: holds no model beside its {_METADATA}"
+            f"{unused_files[0] if unused_files else root}: contains no model, only its {_METADATA}"
         )
     layouts = parse_layouts(
         [(file.location, file.metadata) for file in models], _require_model_table(models[0])

@@ -72,8 +72,8 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
     zero = file.values.setdefault("zero_optimization", {})
     require(
         isinstance(zero, dict),
-        f"{name}: zero_optimization must be a mapping, not {format_short_value(zero)}; remove it, or set its "
-        "stage in it",
+        f"{name}: zero_optimization must be a mapping, not {format_short_value(zero)}; remove "
+        "zero_optimization, or set its key stage",
     )
     if (error := private_api.find_removed_key_error(file.values)) is not None:
         raise UserError(f"{name}: {to_one_line(error)}") from error
@@ -94,7 +94,7 @@ def _select_stage(config: RunConfig, zero_section: dict[str, Any], document_name
         return int(config.strategy[-1]) if config.strategy.startswith("zero") else 0
     if stage not in (0, 1, 2, 3):
         raise UserError(
-            f"{document_name}: zero_optimization.stage is {format_short_value(stage)}; it must be 0, 1, 2 or "
-            "3, or set strategy to zero1, zero2 or zero3"
+            f"{document_name}: zero_optimization.stage is {format_short_value(stage)}, not 0, 1, 2 or 3; "
+            "correct zero_optimization.stage, or set strategy to zero1, zero2 or zero3"
         )
     return int(stage)

@@ -53,7 +53,8 @@ def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: i
         ):
             raise UserError(
                 f"{origin} sets {key} to {format_short_value(value)}, and {key} is "
-                f"{format_short_value(current_value)}; set one of the two, or leave the JSON's at auto"
+                f"{format_short_value(current_value)}; set only one of the two, or set the value in the JSON "
+                "to auto"
             )
         values[key] = value
 
@@ -79,8 +80,8 @@ def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: i
     path = "checkpoint.use_node_local_storage"
     require(
         not (several_nodes and document.get_value(path)),
-        f"{document.name}: {path} true: a resume reads the whole checkpoint, so all nodes must see it; "
-        "remove it, and set output_dir to shared storage",
+        f"{document.name}: {path} true: a resume reads the complete checkpoint, so all nodes need access to "
+        "it; remove the key, and set output_dir to shared storage",
     )
     try:
         adopted = config.replaced(values)
@@ -105,7 +106,7 @@ def check_installed(document: DeepSpeedDocument, device_type: str) -> None:
         require(
             not document.get_value(f"{monitor}.enabled") or find_spec(package) is not None,
             f"{document.name}: {monitor}.enabled true: {package} is not installed; run: pip install "
-            f"{package}, or set it to false (log.trackers works with any tracker)",
+            f"{package}, or set {monitor}.enabled to false (log.trackers works with any tracker)",
         )
     for switch in _GPU_KERNELS:
         path = f"zero_optimization.{switch}"

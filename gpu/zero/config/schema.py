@@ -214,7 +214,7 @@ def _iter_wrong_type_messages(recorded: RecordedSection) -> Iterator[str]:
         for key, value in section.iter_items_unrecorded():
             path = (*section.path, key)
             if path in _DTYPE_KEYS and not private_api.is_deepspeed_dtype(value):
-                yield f"{'.'.join(path)}: {format_short_value(value)} is not a dtype that DeepSpeed knows"
+                yield f"{'.'.join(path)}: {format_short_value(value)} is not a dtype of DeepSpeed"
             default = section.defaults.get(key)
             is_section = isinstance(value, dict) and isinstance(default, dict)
             if default is None or is_section or ".".join(path) in _REFUSED_SECTIONS:

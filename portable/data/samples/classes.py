@@ -239,8 +239,8 @@ def _check_class_scores(values: npt.NDArray[Any]) -> None:
         part = values[start : start + (1 << 20)]
         if part.min() < 0 or part.max() > 1:
             raise UserError(
-                "data.label_field: some scores of classes are not from 0 to 1; for a regression on several "
-                "numbers set model.config.problem_type to regression"
+                "data.label_field: some scores of classes are not from 0 to 1; correct the scores, or set "
+                "model.config.problem_type to regression to train on several numbers"
             )
 
 
@@ -272,9 +272,9 @@ def map_labels_to_class_ids(
     if declared_names is not None:
         if outside := [label for label in labels if label not in range(len(declared_names))]:
             raise UserError(
-                f"data.label_field: some records have the label {outside[0]!r}, which is not one of "
-                f"the {len(declared_names)} classes of the data set ({format_name_list(declared_names)}); "
-                "choose another data.split"
+                f"data.label_field: some records have the label {outside[0]!r}, which is not one of the "
+                f"{len(declared_names)} classes of the dataset ({format_name_list(declared_names)}); choose "
+                "another data.split"
             )
         data_mapping = LabelMapping(tuple(declared_names), tuple(int(label) for label in labels), problem)
     else:

@@ -72,13 +72,14 @@ class CustomSamples(Samples):
                 )
             sample = self._records[number]
             if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
-                raise UserError(f"{subject}: sample {number} is no mapping with input_ids and labels")
+                raise UserError(f"{subject}: sample {number} is not a mapping with input_ids and labels")
             arrays = {str(key): _to_sample_array(value) for key, value in sample.items()}
         ids = arrays["input_ids"]
         if self._vocabulary and ids.size and not (ids.min() >= 0 and ids.max() < self._vocabulary):
             raise UserError(
                 f"{subject}: sample {number} has tokens from {ids.min()} to {ids.max()}, and there are "
-                f"{self._vocabulary:,}, from 0; correct it, or data.tokenizer and the model"
+                f"{self._vocabulary:,}, from 0; correct the sample, or set data.tokenizer to the tokenizer "
+                "that made it"
             )
         layout = _get_shapes_and_dtypes(arrays)
         if self._expected_layout and layout != self._expected_layout:
@@ -94,8 +95,8 @@ class CustomSamples(Samples):
                 else "{1} {0}".format(*self._expected_layout[wrong])
             )
             raise UserError(
-                f"{subject}: {wrong} of sample {number} is {shown}, and that of the first one {first}; pad "
-                "all samples to one shape"
+                f"{subject}: {wrong} of sample {number} is {shown}, but {wrong} of the first sample is "
+                f"{first}; pad all samples to one shape"
             )
         return arrays
 
@@ -114,7 +115,7 @@ def _to_sample_array(value: Any) -> npt.NDArray[Any]:
         return array.astype(np.int64)
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    raise TypeError(f"{to_one_line(array.dtype)} is neither of integers nor of floats")
+    raise TypeError(f"{to_one_line(array.dtype)} has neither integers nor floats")
 
 
 def _rebuild_samples(

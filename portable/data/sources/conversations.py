@@ -180,8 +180,8 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
     elif strings is not None:
         raise _build_record_error(
             location,
-            f"{strings} is a list of strings, not the turns of a conversation or one text; write it as "
-            f"{EXAMPLE_RECORDS['messages']}, or as a string",
+            f"{strings} is a list of strings, not the turns of a conversation or one text; write the turns "
+            f"as {EXAMPLE_RECORDS['messages']}, or the text as a string",
         )
     elif len(texts) > 1:
         pairs = "" if len(texts) < _FIELDS_OF_PAIR else ", to {prompt: A, chosen: B, rejected: C} for pairs"
@@ -300,7 +300,7 @@ def parse_conversation(
     begin = 0 if roles != DEFAULT_TRAINED_ROLES else conversation.num_prompt_messages or 0
     if not any(index >= begin for index in conversation.trained_message_indices):
         raise _build_record_error(
-            location, f"{conversation.trained_roles_text} says nothing, or context only; remove the record"
+            location, f"{conversation.trained_roles_text} has no text, or only context; remove the record"
         )
     return conversation
 

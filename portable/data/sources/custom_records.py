@@ -47,7 +47,10 @@ class CustomRecords(DataSource):
         if code_name is None:
             return None
         if len(names) > 1 or settings.data.config_name is not None:
-            raise UserError(f"data.source: {code_name}: a Python source cannot be combined with others")
+            raise UserError(
+                f"data.source: {code_name}: a Python source cannot be combined with others; use data.sources "
+                "for a mixture"
+            )
         return cls(code_name, settings)
 
     def __init__(self, name: str, settings: SourceSettings) -> None:
@@ -117,7 +120,10 @@ class CustomRecords(DataSource):
                     )
                 location = f"{self.name}: record {number}"
                 if not isinstance(row, Mapping):
-                    raise UserError(f"data.source: {location} is a {type(row).__name__}, not a mapping")
+                    raise UserError(
+                        f"data.source: {location} is a {type(row).__name__}, not a mapping; give a mapping "
+                        "from column names to values"
+                    )
                 yield LocatedRow(location, row)
 
     def _compute_records_digest(self) -> str:
@@ -156,7 +162,10 @@ def write_records_file(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
         with draft.open("wb") as file:
             for number, row in enumerate(rows, start=1):
                 if not isinstance(row, Mapping):
-                    raise UserError(f"data: record {number} is a {type(row).__name__}, not a mapping")
+                    raise UserError(
+                        f"data: record {number} is a {type(row).__name__}, not a mapping; give a mapping "
+                        "from column names to values"
+                    )
                 try:
                     line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
                 except (TypeError, ValueError) as error:

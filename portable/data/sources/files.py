@@ -253,7 +253,7 @@ def _refuse_hub_settings(data: DataConfig, subject: str) -> None:
     for key, value in (("config_name", data.config_name), ("split", data.split)):
         if value is not None and (key, value) != ("split", "train"):
             raise UserError(
-                f"data.{key}: {value!r} is for a hub data set, but data.source names {subject}; remove it"
+                f"data.{key}: {value!r} is for a hub dataset, but data.source names {subject}; remove it"
             )
 
 

@@ -38,7 +38,7 @@ class HubDataset(DataSource):
         """Load the dataset, once per process and with one download per machine."""
         dataset_key = (self.name, self.settings.data.config_name, self.settings.split)
         if dataset_key not in self._datasets_by_key:
-            datasets = import_datasets(f"the hub data set {self.name!r}")
+            datasets = import_datasets(f"the hub dataset {self.name!r}")
 
             def load() -> Any:
                 check_hub_card(self.name)

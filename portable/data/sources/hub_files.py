@@ -110,7 +110,9 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
         except Exception as error:  # the library and its HTTP client raise many classes
             raise build_dataset_load_error((name, None), error) from error
     if missing := [file for file in files if file not in sizes]:
-        raise UserError(f"data.source: {_HUB}{repository}/{missing[0]}: there is no such file")
+        raise UserError(
+            f"data.source: {_HUB}{repository}/{missing[0]}: there is no such file; check the name"
+        )
     return sizes
 
 
@@ -229,12 +231,12 @@ def _list_split_files(name: str, config_name: str | None, split: str) -> list[st
 
     Raises UserError if the dataset cannot be loaded or does not have the split.
     """
-    datasets = import_datasets(f"the data set {name!r}")
+    datasets = import_datasets(f"the dataset {name!r}")
     try:
         files = datasets.load_dataset_builder(name, config_name).config.data_files or {}
     except Exception as error:
         raise build_dataset_load_error((name, config_name), error) from error
     if split not in files:
         split_names = format_name_list(map(str, files)) or "none"
-        raise UserError(f"data.split: {name} has no split {split!r} of files; it has {split_names}")
+        raise UserError(f"data.split: {name} has no split {split!r} of files; use one of {split_names}")
     return [str(file) for file in files[split]]

@@ -201,7 +201,8 @@ class PretokenizedShard(TokenSource):
     def _determine_record_format(self) -> RecordFormat:
         if self.fields.format not in (None, self._record_format):
             raise UserError(
-                f"data.format: {self.name} was made of {self._record_format}; set it to that, or auto"
+                f"data.format: {self.name} was made of {self._record_format}; set data.format to this "
+                "format, or auto"
             )
         return self._record_format
 
@@ -223,7 +224,7 @@ class PretokenizedShard(TokenSource):
         if job_digest != self.job_digest:
             raise UserError(
                 f"data.tokenizer: {self.name} was made with another tokenizer, chat template or "
-                "data.train_on; set those with which portable-data was run"
+                "data.train_on; use the settings with which portable-data was run"
             )
         if not self._documents:
             raise self.build_no_text_error()
@@ -233,7 +234,7 @@ class PretokenizedShard(TokenSource):
 
         def write(draft: Path) -> None:
             if not (folder / LAST_FILE).is_file():
-                raise UserError(f"data.source: {folder}: is not there; run portable-data again")
+                raise UserError(f"data.source: {folder}: does not exist; run portable-data again")
             copy_folder(folder, draft)
 
         with convert_storage_errors("data.source"):

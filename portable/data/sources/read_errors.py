@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def build_unreadable_error(name: object, error: OSError) -> UserError:
     """Build the error for a file that the operating system cannot read."""
-    return UserError(f"data.source: {name}: cannot read it: {to_one_line(error.strerror or error)}")
+    return UserError(f"data.source: {name}: cannot be read: {to_one_line(error.strerror or error)}")
 
 
 @contextmanager
@@ -36,13 +36,11 @@ def convert_read_errors(name: object) -> Iterator[None]:
         except (MemoryError, NameError, AssertionError, ImportError):
             raise
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"data.source: {name}: it is not UTF-8 text; convert it (iconv -t utf-8)"
-            ) from error
+            raise UserError(f"data.source: {name}: is not UTF-8 text; convert it (iconv -t utf-8)") from error
         except (EOFError, zlib.error) as error:
             raise UserError(f"data.source: {name}: {to_one_line(error)}; copy the file again") from error
         except OSError as error:
             raise build_unreadable_error(name, error) from error
         except Exception as error:
             reason = f"{type(error).__name__}: {to_one_line(error)[:200]}"
-            raise UserError(f"data.source: {name}: cannot read it ({reason}); copy the file again") from error
+            raise UserError(f"data.source: {name}: cannot be read ({reason}); copy the file again") from error

@@ -447,7 +447,7 @@ def refuse_columns(fields: Fields, subject: str) -> None:
     if fields.format not in (None, "text"):
         raise UserError(
             f"data.format: {subject} have only text, no {fields.format}; use a data.source with records "
-            "(.jsonl, .json, .csv, .parquet or a hub data set)"
+            "(.jsonl, .json, .csv, .parquet or a hub dataset)"
         )
     for key, name in (
         ("columns", fields.columns[0] if fields.columns else None),
@@ -458,5 +458,5 @@ def refuse_columns(fields: Fields, subject: str) -> None:
         if name is not None:
             raise UserError(
                 f"data.{key}: {subject} have only text, no {name!r}; use a data.source with that column "
-                "(.jsonl, .json, .csv, .parquet or a hub data set)"
+                "(.jsonl, .json, .csv, .parquet or a hub dataset)"
             )

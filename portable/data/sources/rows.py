@@ -67,7 +67,7 @@ def _check_characters(text: str, name: str) -> None:
         UserError: If the text is UTF-16.
     """
     if "\0" in text and 4 * text.count("\0") > len(text):
-        raise UserError(f"data.source: {name}: it is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")
+        raise UserError(f"data.source: {name}: is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")
 
 
 def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Document]:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.converters.storage.listed_file import ListedFile
     from portable.converters.storage.path_or_url import AnyPath
 
 _TOKEN_COLUMNS = ("tokens", "input_ids")
@@ -112,14 +111,6 @@ def find_sharded_folder(name: str) -> ShardedFolder | None:
     return ShardedFolder(folder, index)
 
 
-def _format_status(file: ListedFile) -> str:
-    """Format the size and version of a remote file for a digest. The text must never change.
-
-    Otherwise, a run that uses the file could not be resumed, because its data would seem to have changed.
-    """
-    return f"Object(size={file.size_bytes!r}, version={file.version!r})"
-
-
 def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
     """Parse the layout of each shard from the content of ``index.json``.
 
@@ -140,10 +131,13 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
         if len(config["data_format"]) != 1 or not kind.startswith("no_header_tensor:"):
             raise UserError(
                 f"data.source: {name} has samples of {format_name_list(map(str, config['data_format']))}, "
-                "not of tokens alone; write them with litdata's TokensLoader"
+                "not only of tokens; write the tokens with litdata's TokensLoader"
             )
         if config.get("compression") or config.get("encryption"):
-            raise UserError(f"data.source: {name} is compressed or encrypted; write it without")
+            raise UserError(
+                f"data.source: {name} is compressed or encrypted; write the data without compression and "
+                "encryption"
+            )
         dtype = _LITDATA_DTYPES[int(kind.partition(":")[2])]
         return [
             {
@@ -159,7 +153,7 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
         raise
     except Exception as error:  # the file may hold any values
         raise UserError(
-            f"data.source: {name}/index.json: cannot read it ({to_one_line(error)}); copy it again"
+            f"data.source: {name}/index.json: cannot be read ({to_one_line(error)}); copy it again"
         ) from error
 
 
@@ -181,7 +175,10 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     if encoding == "bytes":
         dtype, shape = "int64", "any"  # format of LLM Foundry
     elif encoding != "ndarray" or not dtype:
-        raise UserError(f"data.source: {name}: {column} is {encoding}:{rest}, not an array of integers")
+        raise UserError(
+            f"data.source: {name}: {column} is {encoding}:{rest}, not an array of integers; write the tokens "
+            "as integers"
+        )
     packed, raw = shard.get("zip_data"), shard["raw_data"]
     if packed is not None and shard["compression"].partition(":")[0] not in ("zstd", "gz"):
         raise UserError(f"data.source: {name} is compressed with {shard['compression']}; use zstd or gz")
@@ -237,7 +234,7 @@ class ShardedTokens(TokenSource):
                 digest.update(compute_file_digest(path, self.settings))
             else:
                 with self._convert_read_errors(piece), convert_storage_errors("data.source"):
-                    digest.update(_format_status(path.fetch_status()).encode())
+                    digest.update(repr(path.fetch_status()).encode())
         return digest.hexdigest()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
@@ -297,7 +294,7 @@ class ShardedTokens(TokenSource):
         except Exception as error:  # the index may hold any values
             path = self._place / piece["file"]
             raise UserError(
-                f"data.source: {path}: cannot read it ({to_one_line(error)}); copy it again"
+                f"data.source: {path}: cannot be read ({to_one_line(error)}); copy it again"
             ) from error
 
 
@@ -356,7 +353,7 @@ def find_saved_dataset_folder(name: str, split: str) -> Path | None:
                 split_names = format_name_list(
                     sorted(path.name for path in folder.iterdir() if path.is_dir())
                 )
-                raise UserError(f"data.split: {name} has no split {split!r}; it has {split_names}")
+                raise UserError(f"data.split: {name} has no split {split!r}; use one of {split_names}")
             folder = folder / split
         is_saved = all((folder / file).is_file() for file in ("state.json", "dataset_info.json"))
     except (OSError, ValueError):
@@ -484,7 +481,9 @@ class SavedTokenDataset(TokenSource):
             lengths = values.value_lengths().to_numpy(zero_copy_only=False).tolist()
             tokens = values.flatten().to_numpy(zero_copy_only=False)
             if not np.issubdtype(tokens.dtype, np.integer):
-                raise UserError(f"data.source: {self.name}: {column} has no whole numbers; save tokens")
+                raise UserError(
+                    f"data.source: {self.name}: {column} does not contain integers; save token ids"
+                )
             if len(tokens):
                 check_token_ids(tokens, vocab_size, self.name)
                 yield TokenChunk(tokens, lengths)
@@ -492,4 +491,4 @@ class SavedTokenDataset(TokenSource):
 
 def _build_not_streamed_error(source: DataSource) -> UserError:
     """Build the error for a saved dataset with ``data.stream``."""
-    return UserError(f"data.stream: {source.name} was saved with save_to_disk; set it to false")
+    return UserError(f"data.stream: {source.name} was saved with save_to_disk; set data.stream to false")

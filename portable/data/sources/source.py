@@ -424,7 +424,9 @@ class DataSource(ABC):
         Raises:
             UserError: If the source has no files.
         """
-        raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
+        raise UserError(
+            "data.stream: data.source names no files; set data.source to files, a pattern or a URL"
+        )
 
     def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path | None:
         """Return the folder with the source's tokens if they were written before training.
@@ -474,7 +476,8 @@ class TokenSource(DataSource):
     def iter_documents(self) -> Iterator[Document]:
         """Raise UserError, because a tokenizer cannot be trained without text."""
         raise UserError(
-            f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
+            f"data.tokenizer: {self.name} contains tokens, not text; set data.tokenizer to the tokenizer "
+            "that made them"
         )
 
     def iter_token_chunks(self, vocab_size: int, document_separator: int | None) -> Iterator[TokenChunk]:

@@ -51,7 +51,7 @@ def open_source(settings: SourceSettings) -> DataSource:
     if data.seq_len < 1:
         raise UserError(f"data.seq_len: {data.seq_len} is less than 1; give a positive number")
     if data.eval_fraction is not None and not 0 <= data.eval_fraction < 1:
-        raise UserError(f"data.eval_fraction: {data.eval_fraction} is not in [0, 1); lower it")
+        raise UserError(f"data.eval_fraction: {data.eval_fraction} is not in [0, 1); set a share below 1")
     if data.max_samples is not None and data.max_samples < 1:
         raise UserError(
             f"data.max_samples: {data.max_samples} is less than 1; give a positive number or null"
@@ -63,7 +63,7 @@ def open_source(settings: SourceSettings) -> DataSource:
     if data.stream:
         return StreamSource(names, settings)
     if not names or not all(names):
-        raise UserError("data.source: it is empty; set it to a hub data set, files or null")
+        raise UserError("data.source: is empty; set data.source to a hub dataset, files or null")
     return _open_named_source(names, settings)
 
 
@@ -110,14 +110,19 @@ class StreamSource(DataSource):
     def __init__(self, names: Sequence[str], settings: SourceSettings) -> None:
         sources = [_open_named_source([name], settings) for name in names]
         if len({source.must_stream_alone for source in sources}) > 1:
-            raise UserError(f"data.source: {names[0]}: shards of tokens cannot be mixed with other files")
+            raise UserError(
+                f"data.source: {names[0]}: shards of tokens cannot be mixed with other files; name only "
+                "shards of one kind"
+            )
         total = sum(source.stored_bytes for source in sources)
         part = min(max(PART_BYTES, total // _MAX_PARTS), 4 * PART_BYTES)
         self.shards = tuple(chain.from_iterable(source.iter_shards(part) for source in sources))
         self._standalone_sources = [source for source in sources if source.must_stream_alone]
         super().__init__(", ".join(names), settings)
         if not self.shards:
-            raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
+            raise UserError(
+                "data.stream: data.source names no files; set data.source to files, a pattern or a URL"
+            )
         self.downloads_to_read = self._first_source.downloads_to_read
 
     @property
@@ -239,7 +244,7 @@ def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) ->
         }:
             raise UserError(
                 f"{key}.source: has records of data.format {other_format}, and {first}.source of "
-                f"{first_format}; preferences mix only with preferences: name other files"
+                f"{first_format}; mix preferences only with preferences"
             )
     return next((kind for kind in kinds if kind not in ("auto", "text")), kinds[0])
 
@@ -324,8 +329,8 @@ class StandardLibrarySource(DataSource):
             yield Document(text)
         if not count:
             raise UserError(
-                f"data.source: this Python has no standard library sources in {self._root}; "
-                "name a file or data set"
+                f"data.source: this Python has no standard library sources in {self._root}; name a file or "
+                "dataset"
             )
 
     def _list_files(self) -> list[Path]:

@@ -89,7 +89,7 @@ class TokenFilesSource(TokenSource):
         if not all(map(is_token_file, names)) or settings.data.max_samples is not None:
             raise UserError(
                 f"data.source: {names[0]}: token files cannot be mixed with text files or combined with "
-                "data.max_samples"
+                "data.max_samples; name only token files, and remove data.max_samples"
             )
         return cls(", ".join(names), [path for name in names for path in list_token_files(name)], settings)
 
@@ -142,7 +142,7 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
     if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
         raise UserError(
             f"data.tokenizer: {path} has the token {int(tokens.max())}, beyond the {vocab_size} of the "
-            "tokenizer; set data.tokenizer to the one that made the file"
+            "tokenizer; set data.tokenizer to the tokenizer that made the file"
         )
 
 
@@ -186,7 +186,7 @@ def _read_layout(path: Path) -> _TokenFileLayout:
         layout = _TokenFileLayout(np.dtype("<u2"), 0, size // 2)
     if layout.start_byte + layout.num_tokens * layout.dtype.itemsize != size:
         raise UserError(
-            f"data.source: {path}: has {size} bytes, not those of {layout.num_tokens} tokens of "
+            f"data.source: {path}: has {size} bytes, which is not the size of {layout.num_tokens} tokens of "
             f"{layout.dtype.itemsize} bytes; copy the file again"
         )
     return layout
@@ -198,7 +198,7 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
     with open_file(index) as file:
         data = file.read()
     if not data.startswith(_MEGATRON) or len(data) < 34 or data[17] not in _MEGATRON_TYPES:
-        raise UserError(f"data.source: {index}: is no index of Megatron's; remove it, or copy it again")
+        raise UserError(f"data.source: {index}: is not an index of Megatron; remove it, or copy it again")
     dtype = np.dtype(_MEGATRON_TYPES[data[17]])
     sequences, documents = np.frombuffer(data, "<u8", 2, offset=18).astype(np.int64).tolist()
     if len(data) < 34 + 12 * sequences + 8 * documents:

@@ -109,8 +109,8 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
             raise build_no_template_error()
         if isinstance(tokenizer_templates, dict) and "default" not in tokenizer_templates:
             raise UserError(
-                f"data.chat_template: the tokenizer has several ({format_name_list(tokenizer_templates)}); "
-                "set it to one"
+                "data.chat_template: the tokenizer has several templates "
+                f"({format_name_list(tokenizer_templates)}); set data.chat_template to one of them"
             )
         return tokenizer_templates  # type: ignore[no-any-return]
     if isinstance(tokenizer_templates, dict) and setting in tokenizer_templates:
@@ -122,7 +122,7 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise UserError(
-                f"data.chat_template: {setting}: cannot read it ({reason}); check the path"
+                f"data.chat_template: {setting}: cannot be read ({reason}); check the path"
             ) from error
     if setting in BUILT_IN_TEMPLATES:
         return BUILT_IN_TEMPLATES[setting]
@@ -558,8 +558,8 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
         )
     if counts["apart"]:
         template_notes.append(
-            f"it shows earlier answers otherwise than the last: {counts['apart']:,} of {counts['records']:,} "
-            f"conversations became {counts['turns']:,} samples, one for each answer"
+            f"it renders earlier answers differently from the last: {counts['apart']:,} of "
+            f"{counts['records']:,} conversations became {counts['turns']:,} samples, one for each answer"
         )
     if counts["lost"]:
         template_notes.append(
@@ -568,7 +568,7 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
         )
     if counts["lost"] and counts["lost"] == counts["thoughts"] and 2 * counts["think"] > counts["records"]:
         raise UserError(
-            f"data.chat_template: it leaves out all reasoning, which {counts['think']:,} of "
+            f"data.chat_template: the template leaves out all reasoning, which {counts['think']:,} of "
             f"{counts['records']:,} records have; use a template that writes it, or remove the reasoning"
         )
     lines = [f"data.chat_template: {line}" for line in template_notes]

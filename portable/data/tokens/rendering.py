@@ -111,8 +111,8 @@ class AnswerNotFoundError(RecordError):
 def build_no_template_error() -> UserError:
     """Build the error for a tokenizer without a template."""
     return UserError(
-        "data.chat_template: the tokenizer has none; set it to a file with a template, or to chatml if the "
-        "tokenizer has its tokens (<|im_start|> <|im_end|>)"
+        "data.chat_template: the tokenizer has no template; set data.chat_template to a file with a "
+        "template, or to chatml if the tokenizer has its tokens (<|im_start|> <|im_end|>)"
     )
 
 
@@ -281,7 +281,7 @@ class TemplateRenderer:
             return replace(draft, answer_words=words, num_empty_answers=empty)
         if not answers:
             raise RecordError(
-                f"data.source: {conversation.location}: {conversation.trained_roles_text} says nothing; "
+                f"data.source: {conversation.location}: {conversation.trained_roles_text} has no text; "
                 "remove the record"
             )
         turns = () if is_single_turn else answers
@@ -569,7 +569,7 @@ def _compile_template(text: str) -> Any:
         raise
     except Exception as error:
         raise UserError(
-            f"data.chat_template: it is no valid template ({to_one_line(error)}); correct it"
+            f"data.chat_template: not a valid template ({to_one_line(error)}); correct it"
         ) from error
 
 
@@ -603,7 +603,10 @@ def _check_messages_shown(conversation: Conversation, text: str) -> None:
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
         parts = [(f"the call of {name!r}; use a template that writes calls", name) for name in names]
         if message["role"] in RARE_ROLES or (message["role"] in SYSTEM_ROLES and index):
-            description = f"message {index + 1}, from {message['role']}; use one that writes it, or move it"
+            description = (
+                f"message {index + 1}, from {message['role']}; use a template that writes it, or move the "
+                "message"
+            )
             parts.append((description, str(message.get("content", "")).strip()))
         for description, content in parts:
             if (
@@ -627,7 +630,7 @@ def _select_first_trained_message(conversation: Conversation, begin: int | None,
     if any(map(is_excluded_from_training, conversation.messages[begin:])):
         raise RecordError(
             f"data.train_on: {conversation.location}: a message is context only, but {train_on} trains "
-            "whole texts; use assistant"
+            "complete texts; use assistant"
         )
     return begin
 
@@ -641,12 +644,15 @@ def build_answer_not_found_error(conversation: Conversation, index: int) -> Answ
     """Build the error for an answer whose tokens cannot be found in the complete text."""
     role = conversation.messages[index]["role"]
     subject = "an answer" if role == "assistant" else f"from {role}"
-    reason = f"where message {index + 1}, {subject}, begins and ends cannot be told from the text"
-    remedy = "use one that marks answers with {% generation %}"
+    reason = f"the beginning and the end of message {index + 1}, {subject}, cannot be found in the text"
+    remedy = "use a template that marks answers with {% generation %}"
     if role != "assistant":
-        remedy = f"use another, or leave {role} out of data.roles_to_train"
+        remedy = f"use another template, or leave {role} out of data.roles_to_train"
     elif not index:
-        reason = "the assistant speaks first, where the template does not write what precedes other answers"
+        reason = (
+            "the assistant speaks first, and the template does not write there the text that precedes other "
+            "answers"
+        )
         remedy += ", or let a user speak first"
     return AnswerNotFoundError(f"data.chat_template: {conversation.location}: {reason}; {remedy}")
 

@@ -413,8 +413,8 @@ def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserE
         tokens = json.dumps(lacking, ensure_ascii=False)
         remedy = f"the tokenizer lacks tokens that the template writes; set data.added_tokens to {tokens}"
     return UserError(
-        "data.chat_template: the trained tokens never include the one that ends an answer, so the "
-        f"model would never stop: they end in {unstopped}; {remedy}"
+        "data.chat_template: the trained tokens never include the token that ends an answer, so the model "
+        f"would never stop: they end in {unstopped}; {remedy}"
     )
 
 

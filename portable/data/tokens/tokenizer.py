@@ -94,8 +94,8 @@ def load_tokenizer(
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"{key}: {name_or_path!r} contains Python code, which runs only if "
-                "model.trust_remote_code is true; set it if you trust the code, or use another tokenizer"
+                f"{key}: {name_or_path!r} contains Python code, which runs only if model.trust_remote_code "
+                "is true; set model.trust_remote_code if you trust the code, or use another tokenizer"
             ) from error
         raise _build_load_error(key, name_or_path, error) from error
     except BaseException as error:  # damaged files and network failures raise many classes

@@ -111,7 +111,7 @@ def compute_shard_group_size(config: RunConfig, world_size: int, local_world_siz
         ranks = (
             "ranks"
             if tensor_parallel_size == 1
-            else f"groups of {tensor_parallel_size} ranks that share layers"
+            else f"groups of {tensor_parallel_size} tensor-parallel ranks"
         )
         raise UserError(
             f"fsdp.shard_group_size: {world_size} {ranks} are not divisible into groups of {size}; "

@@ -77,7 +77,7 @@ def _find_modules_by_class(model: nn.Module, class_names: Sequence[str]) -> list
         if name not in present_classes:
             layers = sorted({type(layer).__name__ for _, layer in find_transformer_layers(model)})
             raise UserError(
-                f"fsdp.transformer_layer_cls_to_wrap: {type(model).__name__} has no {name}; its layers are "
+                f"fsdp.transformer_layer_cls_to_wrap: {type(model).__name__} has no {name}; use one of "
                 f"{', '.join(layers)}"
             )
     return [module for module in model.modules() if type(module).__name__ in class_names]

@@ -1,6 +1,6 @@
-"""A run beside transformers' Trainer: same model, data and arguments, same losses, step by step.
+"""Comparison with transformers' Trainer: same model, data and arguments give the same losses at every step.
 
-The arguments are those of the migration page's table, and what it says of the Trainer's defaults.
+The arguments come from the table of the migration page and from its text about the Trainer's defaults.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         1,
     ),
 }
-"""What is trained, and over how many micro-batches a gradient is accumulated."""
+"""Settings of each case, and the number of micro-batches over which the Trainer accumulates gradients."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def page_settings() -> dict[str, Any]:
-    """Of the file on the page that does what the Trainer does, what is not its model, data or size."""
+    """Read the settings of the page's file that mimics the Trainer, without its model, data and length."""
     _, _, text = PAGE.read_text("utf-8").partition("This file does what the Trainer does")
     document = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     train = {f"train__{key}": value for key, value in document["train"].items() if key != "epochs"}
@@ -72,7 +72,7 @@ def page_settings() -> dict[str, Any]:
 
 
 def as_transformers_has_it(row: dict[str, Tensor], task: str) -> dict[str, Tensor]:
-    """A sample whose labels are the inputs, which the model shifts itself; ours are shifted already."""
+    """Convert a sample of shifted labels to unshifted labels, because transformers' models shift them."""
     if task == "masked-lm":
         row.pop("decoder_input_ids", None)  # a model that has a decoder makes its own from the labels
     if task != "causal-lm":
@@ -126,7 +126,7 @@ def arguments(
     kind: Any = transformers.TrainingArguments,
     **more: Any,
 ) -> Any:
-    """By the table: what there is on its left, from what stands on its right; ``kind`` may be TRL's."""
+    """Build the Trainer's arguments from the run's settings by the table. ``kind`` may be TRL's class."""
     train = config.train
     assert train.micro_batch_size != "auto"
     assert train.micro_batch_size * accumulation == train.global_batch_size
@@ -160,7 +160,7 @@ def arguments(
 
 
 def trained_beside(config: RunConfig, folder: Path, accumulation: int, **more: Any) -> Ordered:
-    """The Trainer after the same run; ``more`` are arguments of its own."""
+    """Train the same run with the Trainer and return it; ``more`` are additional training arguments."""
     task, batch = config.model.task, config.train.global_batch_size
     with opened(config) as trial:
         data, seed = trial.run.data, config.seed
@@ -168,7 +168,7 @@ def trained_beside(config: RunConfig, folder: Path, accumulation: int, **more: A
         model.load_state_dict(trial.engine.model.state_dict())
         count = len(data.train)
         places = [locate_sample(position, count, seed) for position in range(trial.run.steps * batch)]
-        if config.train.epochs is None:  # one long epoch: what is masked is not the same in each
+        if config.train.epochs is None:  # one long epoch, because each epoch masks other tokens
             rows = [row_of(data.train, place, task) for place in places]
             orders = [list(range(len(rows)))]
         else:
@@ -193,7 +193,7 @@ def trained_beside(config: RunConfig, folder: Path, accumulation: int, **more: A
 
 
 def beside(config: RunConfig, folder: Path, accumulation: int) -> tuple[list[float], list[float]]:
-    """The Trainer's loss of each step, and of each evaluation."""
+    """Return the Trainer's loss of each step, and of each evaluation."""
     trainer = trained_beside(config, folder, accumulation)
     parts = trainer.step_losses
     losses = [sum(parts[i : i + accumulation]) for i in range(0, len(parts), accumulation)]
@@ -214,7 +214,7 @@ def ours(config: RunConfig) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_losses_are_the_trainers(name: str, tmp_path: Path, corpus: Path, labelled: Path) -> None:
+def test_losses_match_trainer(name: str, tmp_path: Path, corpus: Path, labelled: Path) -> None:
     case, accumulation = CASES[name]
     source = labelled if "classification" in name else corpus
     settings = {
@@ -237,8 +237,8 @@ def test_the_losses_are_the_trainers(name: str, tmp_path: Path, corpus: Path, la
     assert losses[-1] != pytest.approx(losses[0], rel=1e-3)  # equal losses then mean equal updates
 
 
-def test_the_pages_file_does_what_the_trainer_does(tmp_path: Path, labelled: Path) -> None:
-    """Three epochs, all records, and nothing set but what stands there."""
+def test_losses_of_page_file_match_trainer_defaults(tmp_path: Path, labelled: Path) -> None:
+    """Three epochs of all records, with only the settings of the page."""
     settings = {**page_settings(), "train__steps": None, "train__epochs": 3, "train__micro_batch_size": 16}
     config = configured(tmp_path / "ours", labelled, **LABELLED, **settings, checkpoint__export=False)
     losses, _ = ours(config)
@@ -247,8 +247,8 @@ def test_the_pages_file_does_what_the_trainer_does(tmp_path: Path, labelled: Pat
     assert len(losses) == 9
 
 
-def test_it_judges_as_the_trainer_does(tmp_path: Path, labelled: Path) -> None:
-    """Accuracy, the step at which early stopping ends the run, and the best value."""
+def test_early_stopping_and_best_value_match_trainer(tmp_path: Path, labelled: Path) -> None:
+    """Accuracy, the last step before early stopping and the best value match."""
     settings = {
         **page_settings(),
         **CASES["classification"][0],

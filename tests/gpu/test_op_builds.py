@@ -1,4 +1,4 @@
-"""Waiting for torch's lock on the build of an op, of a process that builds and of one that was killed."""
+"""Waiting for torch's lock on the build of an op, by a running process or by a killed one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def age(lock: Path) -> None:
         os.utime(path, (OLD, OLD))
 
 
-def test_a_build_of_another_process_is_waited_for(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_op_build_waits_for_other_process(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     baton = FileBaton(str(lock))
     assert baton.try_acquire()
     age(lock)  # it may take long: the process lives
@@ -46,7 +46,7 @@ def test_a_build_of_another_process_is_waited_for(lock: Path, capsys: pytest.Cap
     assert f"remove {lock}" in printed
 
 
-def test_the_lock_of_a_killed_build_is_removed(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_op_build_removes_lock_of_killed_process(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import os, sys; from torch.utils.file_baton import FileBaton as B\n"
     code += "B(sys.argv[1]).try_acquire() and os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code, str(lock)], check=False)

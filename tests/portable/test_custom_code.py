@@ -1,6 +1,6 @@
-"""Data and models from code of the user's.
+"""Data and models from custom code.
 
-And code that reads parameters of which a rank has a part, and modules that are named like packages of ours.
+Also code that reads sharded parameters, and modules named like packages of this project.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ def no_model(model: Any) -> Any:
     ("key", "name", "told"),
     [
         ("data.source", "nothing", "gives a NoneType, not an iterable of records"),
-        ("data.source", "failing", "fails (ValueError: no more; test_user_code.py, line"),
+        ("data.source", "failing", "fails (ValueError: no more; test_custom_code.py, line"),
         (
             "data.source",
             "Rows(wrong='shape')",
-            "labels of sample 30 is int64 [31], and that of the first one",
+            "labels of sample 30 is int64 [31], but labels of the first sample is",
         ),
         ("data.source", "Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
-        ("data.source", "NoFingerprint", "has no fingerprint; give it a text that tells its content"),
+        ("data.source", "NoFingerprint", "has no fingerprint; define a string that identifies its content"),
         ("model.function", "no_model", "no_model: returns a str, not a transformers model or None"),
     ],
 )
-def test_what_gives_no_data_or_no_model_is_refused_in_a_line(
+def test_custom_data_or_model_with_errors_is_rejected(
     key: str, name: str, told: str, finished: dict[str, Any], tmp_path: Path, corpus: Path
 ) -> None:
     settings = finished if name[0].isupper() else {}
@@ -84,7 +84,7 @@ def test_what_gives_no_data_or_no_model_is_refused_in_a_line(
     assert "\n" not in str(caught.value) and ("wrong" in name or not (tmp_path / "run").exists())
 
 
-def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
+def test_custom_records_in_memory_are_read(tmp_path: Path, corpus: Path) -> None:
     rows = list(records())
     config = replace_settings_with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
     again = replace_settings_with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
@@ -99,7 +99,7 @@ def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
 
 
 class Rows:
-    """Blocks of numbers, by number, as samples of 32 tokens with a weight each."""
+    """Blocks of numbers as samples of 32 tokens, each with a weight."""
 
     fingerprint = "rows 1"
 
@@ -140,7 +140,7 @@ shared.weight = lambda batch: float(batch["share"].sum() * batch["labels"].shape
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The settings of runs on finished samples, with the tokenizer of another run."""
+    """Return the settings of runs on custom samples, with the tokenizer of another run."""
     folder = tmp_path_factory.mktemp("tokenizer")
     with opened(configured(folder / "run", corpus)) as trial:
         trial.run.data.tokenizer.save_pretrained(folder / "tokenizer")
@@ -153,8 +153,10 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize("name", ["full_shard", "xla"])
-def test_finished_samples(name: str, finished: Any, corpus: Path, tmp_path: Path, engines: Engines) -> None:
-    """In the run's own order, which knows only how many there are."""
+def test_custom_samples_train_on_every_engine(
+    name: str, finished: Any, corpus: Path, tmp_path: Path, engines: Engines
+) -> None:
+    """The run decides the order of the samples and uses only their number."""
     truth = take_steps(configured(tmp_path / "one", corpus, **finished), 4).losses
     with opened(configured(tmp_path / "one", corpus, **finished)) as trial:
         rows, model = [next(trial.batches) for _ in range(6)], trial.engine.model
@@ -174,7 +176,7 @@ def test_finished_samples(name: str, finished: Any, corpus: Path, tmp_path: Path
 
 
 class WithValue(LlamaForCausalLM):  # type: ignore[misc]
-    """A further head, whose values are added to what the model returns."""
+    """An additional head whose values are added to the outputs of the model."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -210,7 +212,7 @@ def with_a_value(config: RunConfig) -> tuple[list[float], dict[str, float], list
 
 
 @pytest.mark.parametrize("name", ["full_shard", "xla"])
-def test_a_head_of_ones_own(name: str, corpus: Path, tmp_path: Path, engines: Engines) -> None:
+def test_custom_model_head_is_trained(name: str, corpus: Path, tmp_path: Path, engines: Engines) -> None:
     own = {"model__function": f"{HERE}:with_value", "train__loss": f"{HERE}:Valued"}
     common = {"train__micro_batch_size": 1, "train__global_batch_size": 4, **own}
     two_rows = {**common, "train__micro_batch_size": 2}  # which are compared with their halves
@@ -227,7 +229,7 @@ def test_a_head_of_ones_own(name: str, corpus: Path, tmp_path: Path, engines: En
 
 
 class Norm:
-    """Logs the norm of a parameter; ``gathered``: of all ranks' parts."""
+    """Callback that logs the norm of a parameter; with ``gathered``, of the full parameter."""
 
     def __init__(self, gathered: bool) -> None:
         self.gathered = gathered
@@ -247,7 +249,7 @@ class Norm:
 
 @pytest.fixture
 def own(corpus: Path, tmp_path: Path) -> Callable[..., RunConfig]:
-    """Settings of a run in which small parameters are sharded like large ones."""
+    """Return the settings of a run in which small parameters are sharded like large ones."""
     pytest.importorskip("deepspeed")
     zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     common: dict[str, Any] = {"train__steps": 2, "log__every_steps": 1, "train__micro_batch_size": 1}
@@ -268,7 +270,7 @@ def trained(config: RunConfig) -> str:
     return ""
 
 
-WHERE = "reads a parameter outside of the model's forward pass, where a rank has a part of it; "
+WHERE = "reads a parameter outside of the model's forward pass, when each rank has only a shard of it; "
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ WHERE = "reads a parameter outside of the model's forward pass, where a rank has
         ("zero3", "read it within deepspeed.zero.GatheredParameters, on all ranks"),
     ],
 )
-def test_a_callback_reads_whole_parameters(
+def test_callback_must_gather_sharded_parameters(
     strategy: str, remedy: str, own: Any, tmp_path: Path, ranks: RankPool
 ) -> None:
     part, whole = (f"{HERE}:Norm(gathered={gathered})" for gathered in (False, True))
@@ -297,7 +299,7 @@ def with_scalar(model: Any) -> None:
     model.gain = nn.Parameter(torch.ones(()))
 
 
-def test_a_scalar_parameter_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_custom_model_with_scalar_parameter_is_rejected(corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, corpus, model__function=f"{HERE}:with_scalar")
     with pytest.raises(UserError, match=r"with_scalar: the parameter gain is a scalar, .* torch\.ones\(1\)"):
         models.build_and_freeze_model(models.load_model_config(config.model), config)
@@ -312,8 +314,8 @@ NAMES = ("gpu.py", "tpu/__init__.py", "converters.py", "configs/__init__.py")
 
 
 @pytest.mark.parametrize("name", PROJECT["project"]["scripts"])
-def test_commands_have_our_packages(name: str, tmp_path: Path) -> None:
-    """In a folder of modules with the names of ours, each of which would leave a mark when it is run."""
+def test_commands_import_project_modules_despite_local_files(name: str, tmp_path: Path) -> None:
+    """The current folder has modules with the same names, each of which would leave a mark if imported."""
     folder, mark = tmp_path / "home", tmp_path / "ran"
     for file in NAMES:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -329,7 +331,7 @@ def test_commands_have_our_packages(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["configs", "converters", "gpu", "tpu"])
-def test_setting_names_module_called_like_a_folder_of_the_repository(
+def test_load_plugin_finds_module_named_like_repository_folder(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -343,7 +345,7 @@ def test_setting_names_module_called_like_a_folder_of_the_repository(
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_what_is_installed_claims_no_other_name() -> None:
+def test_package_installs_only_portable() -> None:
     setuptools = pytest.importorskip("setuptools")
     settings = PROJECT["tool"]["setuptools"]
     found = setuptools.find_namespace_packages(str(ROOT), include=settings["packages"]["find"]["include"])

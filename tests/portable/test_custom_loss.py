@@ -1,4 +1,4 @@
-"""Losses of the user's: exact on every engine, against a plain loop; and what is refused."""
+"""Custom losses: exact on every engine, compared with a plain loop, and errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plain_focal(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
 
 
 def squared(outputs: Outputs, batch: Batch) -> Any:
-    """With all logits: as far as they are from one at the label."""
+    """Compute the squared distance of all logits to the one-hot label."""
     assert outputs.logits is not None
     labels = batch["labels"]
     wanted = functional.one_hot(labels.clamp(min=0), outputs.logits.shape[-1])
@@ -89,7 +89,7 @@ def plain_variant(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
 
 
 def by_column(outputs: Outputs, batch: Batch) -> Any:
-    """Records weigh what a column says; another column is a whole number."""
+    """Weight records by a column. Another column has integers."""
     assert outputs.log_probs is not None and not batch["group"].is_floating_point()
     share = torch.where(
         batch["labels"] == IGNORED_LABEL, 0.0, batch["share"][:, None] + batch["group"][:, None]
@@ -132,7 +132,7 @@ CASES: list[tuple[str, str, int, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def kind(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The settings of a loss, and what a plain loop with it comes to."""
+    """Return the settings of a loss, and the losses of a plain loop with it."""
     settings, criterion = LOSSES[request.param]
     if "data__columns" in settings:
         rows = [json.loads(line) for line in corpus.read_text().splitlines()]
@@ -143,7 +143,7 @@ def kind(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.
 
 
 def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, float]]:
-    """Losses and norms of the steps, the numbers of the last one, and what an evaluation comes to."""
+    """Return losses and norms of the steps, the numbers of the last step, and the result of an evaluation."""
     with opened(config) as trial:
         results = [trial.step() for _ in range(STEPS)]
         backend = trial.backend
@@ -159,7 +159,7 @@ def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, floa
 
 
 @pytest.mark.parametrize(("kind", "name", "size", "own"), CASES, indirect=["kind"])
-def test_equals_a_plain_loop(
+def test_custom_loss_equals_plain_loop(
     kind: Any, name: str, size: int, own: dict[str, Any], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     settings, truth = kind
@@ -176,11 +176,11 @@ def test_equals_a_plain_loop(
         assert evaluated["perplexity"] == pytest.approx(math.exp(evaluated["loss"]), rel=1e-5)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 class Odd:
-    """A loss, or one that is wrong in the way that the argument names."""
+    """Custom loss that is correct, or wrong in the way that the argument names."""
 
     needs = "logits"
 
@@ -219,11 +219,11 @@ class Odd:
 
 
 ODD = {
-    "mean": r"is \S+ for a micro-batch and \S+ for its two halves together; .*must be a sum",
-    "fails": r"fails \(KeyError: 'no such.*column'; test_user_loss.py, line \d+\)",
-    "shapes": r"fails \(RuntimeError: The size of tensor.*; test_user_loss.py, line \d+\)",
-    "helper": r"fails \(ValueError: Expected input batch_size.*; test_user_loss.py, line \d+\)",
-    "undone": r"its backward pass fails \(RuntimeError: .*inplace.*; test_user_loss.py, line \d+\)",
+    "mean": r"is \S+ for a micro-batch and \S+ for its two halves together; .*return a sum",
+    "fails": r"fails \(KeyError: 'no such.*column'; test_custom_loss.py, line \d+\)",
+    "shapes": r"fails \(RuntimeError: The size of tensor.*; test_custom_loss.py, line \d+\)",
+    "helper": r"fails \(ValueError: Expected input batch_size.*; test_custom_loss.py, line \d+\)",
+    "undone": r"its backward pass fails \(RuntimeError: .*inplace.*; test_custom_loss.py, line \d+\)",
     "detached": "the sum has no gradient",
     "in place": r"changes batch\['labels'\] in place; change a copy",
     "of rows": "the weights that it returns are ",
@@ -242,7 +242,7 @@ ODD = {
         ("focl", r"has no focl; did you mean Focal"),
     ],
 )
-def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path, tmp_path: Path) -> None:
+def test_custom_loss_with_errors_is_rejected(name: str, told: str, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=told) as caught:
         config = configured(tmp_path, corpus, **PADDED, train__loss=f"{HERE}:{name}")
         with opened(config) as trial:
@@ -252,13 +252,13 @@ def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path
 
 
 @pytest.mark.parametrize(("name", "micro"), [("no_shard", 1), ("xla", 2)])
-def test_a_mean_is_found_where_halves_cannot_be_compared(
+def test_custom_loss_that_is_mean_is_detected_without_halves(
     name: str, micro: int, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
-    """A micro-batch of one row has none, and on XLA a look at them would compile another graph."""
+    """A micro-batch of one row has no halves, and on XLA their comparison would compile another graph."""
     given = {**PADDED, **ENGINES[name].settings, "train__micro_batch_size": micro}
     config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:Odd(kind='mean')")
-    with pytest.raises(AssertionError, match=r": is \S+ for a micro-batch .* must be a sum over rows"):
+    with pytest.raises(AssertionError, match=r": is \S+ for a micro-batch .* return a sum over rows"):
         engines.run(name, 2, seen, config)
 
 
@@ -266,14 +266,14 @@ def test_a_mean_is_found_where_halves_cannot_be_compared(
     ("more", "told"),
     [
         ({"data__packing": True}, r"data\.packing true joins records"),
-        ({"train__loss": None}, r"data\.columns is for a loss of your own; set train\.loss"),
+        ({"train__loss": None}, r"data\.columns is for a custom loss; set train\.loss"),
         ({"train__z_loss": 0.1}, r"train\.z_loss 0\.1 changes the cross-entropy"),
         ({"data__columns": "labels"}, "labels is an input of models; rename the column"),
         ({"data__columns": "txet"}, r"data\.columns: .*: no field 'txet'.*did you mean 'text'"),
         ({"data__columns": "text"}, r"data\.columns: .*: 'text' is of type str, not a number"),
     ],
 )
-def test_settings_that_a_loss_does_not_have(
+def test_custom_loss_rejects_incompatible_settings(
     more: dict[str, Any], told: str, corpus: Path, tmp_path: Path
 ) -> None:
     settings = {**PADDED, "data__columns": "share", "train__loss": f"{HERE}:by_column", **more}
@@ -281,8 +281,8 @@ def test_settings_that_a_loss_does_not_have(
         pass
 
 
-def test_noise_on_embeddings(corpus: Path, tmp_path: Path) -> None:
-    """It is drawn from the seed of the step, whatever was drawn before."""
+def test_embedding_noise_depends_on_step_seed(corpus: Path, tmp_path: Path) -> None:
+    """The noise is drawn from the seed of the step, independent of earlier random numbers."""
 
     def loss(alpha: float, seed: int = 0) -> float:
         given = {"train__micro_batch_size": 6, "train__neftune_noise_alpha": alpha}
@@ -295,8 +295,10 @@ def test_noise_on_embeddings(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("packing", "seq_len"), [(False, 64), ("documents", 128)])
-def test_noise_is_that_of_the_document(packing: Any, seq_len: int, corpus: Path, tmp_path: Path) -> None:
-    """As transformers adds it to the document alone, however far it is padded or what it is packed with."""
+def test_embedding_noise_matches_transformers_per_document(
+    packing: Any, seq_len: int, corpus: Path, tmp_path: Path
+) -> None:
+    """For any padding or packing, the noise equals the noise of transformers for only the document."""
     from transformers import AutoModelForCausalLM
     from transformers.integrations.neftune import activate_neftune
 

@@ -1,4 +1,4 @@
-"""Special tokens, classes and decoder starts mean what they mean to transformers and its Trainer."""
+"""Special tokens, classes and decoder starts have the same meaning as in transformers and its Trainer."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from tests.tiny_models import tiny_config
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
 LLAMA = {key: value for key, value in TINY_MODEL.items() if key != "model_type"} | {"num_hidden_layers": 1}
-ROWS = yaml.safe_load(Path(__file__).with_name("adopt_rows.yaml").read_text("utf-8"))
+ROWS = yaml.safe_load(Path(__file__).with_name("model_alignment_rows.yaml").read_text("utf-8"))
 SIZES = ROWS["sizes"]
 WORDS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 """A Llama's: no padding token."""
 
 
 def pretrained(folder: Path, tokenizer: Any, kind: Any = AutoModelForCausalLM, **config: Any) -> Path:
-    """A tiny model, as ``save_pretrained`` leaves it, with a tokenizer."""
+    """Save a tiny model with a tokenizer by ``save_pretrained``."""
     torch.manual_seed(0)
     settings = LLAMA if config.get("model_type", "llama") == "llama" else {}
     model = kind.from_config(AutoConfig.for_model(**({"model_type": "llama"} | settings | config)))
@@ -61,7 +61,7 @@ def pretrained(folder: Path, tokenizer: Any, kind: Any = AutoModelForCausalLM, *
 
 
 def run_of(model: Path, rows: Sequence[dict[str, Any]], **settings: Any) -> RunConfig:
-    """Of a pretrained model on these records, in the folder beside it."""
+    """Build the config of a run that trains a pretrained model on `rows`, in a folder next to the model."""
     folder = model.parent
     named = {"model__config": None, "model__name_or_path": str(model), "train__warmup_steps": 0}
     return configured(
@@ -76,8 +76,11 @@ TEXT = [{"text": " ".join("abcd"[(i * j) % 4] for j in range(1, 4 + i % 9))} for
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_padding_that_is_the_end_token_still_trains_its_row(packing: bool, tmp_path: Path) -> None:
-    """The end token stands between packed documents: transformers builds first and aligns then."""
+def test_end_token_used_as_padding_is_trained(packing: bool, tmp_path: Path) -> None:
+    """Packed documents are separated by the end token.
+
+    Transformers builds the model first and aligns it then.
+    """
     tokenizer = word_tokenizer("<s> $A", **WORDS, pad_token="</s>")
     folder = pretrained(tmp_path / "model", tokenizer, bos_token_id=1, eos_token_id=2)
     config = run_of(folder, TEXT, data__packing=packing, data__seq_len=8, train__micro_batch_size=2)
@@ -101,7 +104,7 @@ def test_padding_that_is_the_end_token_still_trains_its_row(packing: bool, tmp_p
 def aligned(
     folder: Path | None, tokenizer: Any, task: str = "causal-lm", **settings: Any
 ) -> tuple[Any, Any, list[str]]:
-    """The model, the config to save and the notes, without a run."""
+    """Return the model, the config to save and the notes, without a run."""
     chosen: Any = {"name_or_path": str(folder), "config": None} if folder else {"config": settings}
     chosen = ModelConfig(task=task, **chosen)  # type: ignore[arg-type]
     config = load_model_config(chosen)
@@ -115,7 +118,7 @@ def aligned(
 @pytest.mark.parametrize(
     ("generation", "padded"), [({}, True), ({"eos_token_id": [5, 2], "top_k": 7, "do_sample": True}, False)]
 )
-def test_a_pretrained_model_is_aligned_as_the_trainer_does(
+def test_special_tokens_of_pretrained_model_match_trainer(
     ids: dict[str, Any], generation: dict[str, Any], padded: bool, tmp_path: Path
 ) -> None:
     tokenizer = word_tokenizer("<s> $A", **WORDS, **({"pad_token": "<pad>"} if padded else {}))
@@ -137,7 +140,7 @@ def test_a_pretrained_model_is_aligned_as_the_trainer_does(
         assert notes
 
 
-def test_a_model_fine_tuned_to_stop_stops_and_keeps_how_it_generates(
+def test_generation_config_keeps_end_tokens_and_sampling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Several end tokens, and a generation config that transformers would refuse to save changed."""
@@ -163,8 +166,11 @@ def test_a_model_fine_tuned_to_stop_stops_and_keeps_how_it_generates(
 
 
 @pytest.mark.parametrize(("kind", "task"), [("gemma3", "causal-lm"), ("t5gemma", "seq2seq-lm")])
-def test_the_configs_inside_a_config_take_the_ids_over_too(kind: str, task: str) -> None:
-    """Their classes say 0 for padding, which is the end token here: its row would never be trained."""
+def test_special_tokens_are_set_in_nested_configs(kind: str, task: str) -> None:
+    """The classes of nested configs default to padding id 0, which is the end token here.
+
+    The row of the end token would not be trained.
+    """
     tokenizer = word_tokenizer("$A </s>", eos_token="</s>", bos_token="<s>", unk_token="<u>", pad_token="<p>")
     assert tokenizer.eos_token_id == 0
     model, config, notes = aligned(None, tokenizer, task, model_type=kind, **SIZES[kind])
@@ -179,7 +185,7 @@ def test_the_configs_inside_a_config_take_the_ids_over_too(kind: str, task: str)
 
 
 @pytest.mark.parametrize("kind", ["bart", "mbart", "pegasus", "marian", "plbart", "t5"])
-def test_the_decoder_starts_as_the_models_own_shift_of_labels_does(kind: str, tmp_path: Path) -> None:
+def test_decoder_start_matches_label_shift_of_model(kind: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(kind, **SIZES[kind])
     if "decoder_start_token_id" in SIZES[kind]:
         config.decoder_start_token_id = SIZES[kind]["decoder_start_token_id"]
@@ -205,7 +211,7 @@ KNOWN = {name: ModelClasses("model.name_or_path", tuple(names)) for name, names 
 
 
 @pytest.mark.parametrize("row", ROWS["classes"], ids=str)
-def test_classes_are_the_models_and_others_are_refused(row: dict[str, Any]) -> None:
+def test_map_labels_to_class_ids_uses_classes_of_model(row: dict[str, Any]) -> None:
     given = row["labels"], row.get("declared"), KNOWN.get(row.get("known"))
     if "refused" in row:
         with pytest.raises(UserError, match=f"^data.label_field: .*{row['refused']}"):
@@ -216,7 +222,7 @@ def test_classes_are_the_models_and_others_are_refused(row: dict[str, Any]) -> N
 
 
 def learns(folder: Path, labels: Sequence[Any], **given: Any) -> Any:
-    """The run of a BERT on texts with these labels."""
+    """Open the run of a BERT on texts with these labels."""
     rows = [{"text": "a b c d"[: 1 + 2 * (i % 4)], "label": label} for i, label in enumerate(labels)]
     config = configured(
         folder / "run",
@@ -235,13 +241,16 @@ SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
 
 @pytest.mark.parametrize("row", ROWS["problems"], ids=str)
-def test_a_classifier_learns_what_its_config_or_its_labels_say(row: dict[str, Any], tmp_path: Path) -> None:
-    """The labels are as ``forward(labels=)`` of transformers takes them, and its loss is that of a step."""
+def test_classifier_problem_type_follows_config_or_labels(row: dict[str, Any], tmp_path: Path) -> None:
+    """The labels have the form that ``forward(labels=)`` of transformers expects.
+
+    The losses are equal.
+    """
     labels, given, problem, outputs = row["labels"], row.get("config", {}), row["problem"], row["outputs"]
     with learns(tmp_path, labels, **given) as trial:
         data, model = trial.run.data, trial.run.model.eval()
         names = data.label_names
-        assert (data.classes.problem, model.config.num_labels) == (problem, outputs)
+        assert (data.classes.problem_type, model.config.num_labels) == (problem, outputs)
         for index in range(len(labels)):
             label, found = labels[data.train.list_document_numbers(index)[0]], data.train[index]["labels"]
             if problem == SINGLE:
@@ -266,13 +275,13 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(row: dict[str, An
 
 
 @pytest.mark.parametrize("row", ROWS["refused"], ids=lambda row: row["line"])
-def test_labels_that_a_classifier_cannot_learn_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
+def test_classifier_rejects_unusable_labels(row: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^(data\.label_field|model\.config): .*{row['line']}"):
         learns(tmp_path, row["labels"], **row.get("config", {})).__enter__()
 
 
-def test_which_models_have_classes(tmp_path: Path) -> None:
-    """One with a trained head, or named in the config; no other."""
+def test_find_known_classes_needs_trained_head_or_config(tmp_path: Path) -> None:
+    """Only a model with a trained head, or whose config names them, has known classes."""
     config = AutoConfig.for_model(
         "bert", **SIZES["bert"], id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1}
     )
@@ -290,10 +299,10 @@ def test_which_models_have_classes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "xlnet"])
-def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
+def test_pretrained_classifier_keeps_classes_and_reads_last_token(
     family: str, pad: str | None, tmp_path: Path
 ) -> None:
-    """Loss and class of each text are those of transformers for that text alone, without padding."""
+    """Loss and class of each text match transformers on only that text, without padding."""
     tokenizer = word_tokenizer("", **WORDS, **({} if pad is None else {"pad_token": pad}))
     names = {0: "POSITIVE", 1: "NEGATIVE"}
     shape = {**SIZES.get(family, LLAMA), "id2label": names, "label2id": {"POSITIVE": 0, "NEGATIVE": 1}}
@@ -323,9 +332,11 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_a_text_ends_where_its_classifier_looks(kind: str, tmp_path: Path) -> None:
-    """The tokenizer trained here ends texts by itself, as the model's own does; another that does not is
-    refused."""
+def test_classifier_texts_end_with_end_token(kind: str, tmp_path: Path) -> None:
+    """The trained tokenizer ends texts like the model's original one.
+
+    A tokenizer that does not is rejected.
+    """
     rows = [row | {"label": i % 2} for i, row in enumerate(TEXT)]
     given = configured(
         tmp_path / "run",
@@ -347,13 +358,13 @@ def test_a_text_ends_where_its_classifier_looks(kind: str, tmp_path: Path) -> No
     assert again("a b")["input_ids"] == [*bare, again.eos_token_id]
     word_tokenizer("", **WORDS, pad_token="<pad>").save_pretrained(tmp_path / "bare")
     endless = given.replaced({"data.tokenizer": str(tmp_path / "bare")})
-    with pytest.raises(UserError, match=r"data\.tokenizer: it adds no eos_token to a text"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: the tokenizer adds no eos_token to a text"):
         opened(endless).__enter__()
 
 
 @pytest.mark.parametrize("kind", ["m2m_100", "mbart"])
-def test_a_translation_model_begins_to_write_in_the_target_language(kind: str, tmp_path: Path) -> None:
-    """It is trained on what ``forward(labels=)`` of transformers computes, and saved as its examples do."""
+def test_translation_model_starts_with_target_language(kind: str, tmp_path: Path) -> None:
+    """The loss equals ``forward(labels=)`` of transformers, and the config is saved as in its examples."""
     letters = chr(0x2581) + "abcd"
     special = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
     own: Any

@@ -1,4 +1,4 @@
-"""tensor_parallel_size: what ranks that share layers compute equals what one rank does."""
+"""tensor_parallel_size: the results of tensor-parallel ranks equal the results of one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.tiny_models import VOCABULARY, tiny_config
 from tests.views import assert_same_view, view
 
 MODELS: dict[str, dict[str, Any]] = {
-    # 82: of two ranks, each has 41 rows, of which two others cannot have the same number.
+    # 82: two ranks have 41 rows each, which cannot be divided equally by two other ranks.
     "windows": {**TINY_MODEL, "model_type": "mistral", "sliding_window": 12, "intermediate_size": 82},
     "norms of heads": {**TINY_MODEL, "model_type": "qwen3", "head_dim": 8},
     "experts": {**TINY_MODEL, "model_type": "mixtral", "num_local_experts": 4},
@@ -67,7 +67,9 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("layout", "model", "given"), CASES)
-def test_equals_one_rank(layout: str, model: str, given: dict[str, Any], beside: Beside) -> None:
+def test_tensor_parallel_losses_equal_one_rank(
+    layout: str, model: str, given: dict[str, Any], beside: Beside
+) -> None:
     size, settings = LAYOUTS[layout]
     given = {"model__config": {**MODELS[model], "num_key_value_heads": 4}, **given}
     found, expected = beside.ranks(size, {**SHARED, **given, **settings}), beside.one(given)
@@ -75,7 +77,7 @@ def test_equals_one_rank(layout: str, model: str, given: dict[str, Any], beside:
     record(found, expected, 2e-6)
 
 
-def test_follows_one_rank_in_bf16(beside: Beside) -> None:
+def test_tensor_parallel_losses_match_one_rank_in_bf16(beside: Beside) -> None:
     given = {"model__config": {**MODELS["norms of heads"], "num_key_value_heads": 4}, "precision": "bf16"}
     assert beside.ranks(2, {**SHARED, **given}) == pytest.approx(beside.one(given), rel=1e-2)
 
@@ -85,8 +87,10 @@ def test_follows_one_rank_in_bf16(beside: Beside) -> None:
     [{"intermediate_size": 82}, {"model_type": "mixtral", "num_local_experts": 2}],
     ids=["uneven rows", "an expert for two ranks"],
 )
-def test_a_checkpoint_has_what_one_rank_has(changed: dict[str, Any], beside: Beside, tmp_path: Path) -> None:
-    """And the converter opens it, moments too."""
+def test_tensor_parallel_checkpoint_equals_one_rank(
+    changed: dict[str, Any], beside: Beside, tmp_path: Path
+) -> None:
+    """The converter also opens it, with the moments."""
     settings = {"model__config": {**TINY_MODEL, **changed}}
     beside.ranks(1, {"strategy": "no_shard", **settings}, tmp_path / "one")
     beside.ranks(4, {**SHARED, **settings}, tmp_path / "shared")
@@ -95,10 +99,10 @@ def test_a_checkpoint_has_what_one_rank_has(changed: dict[str, Any], beside: Bes
     assert convert([str(found), str(tmp_path / "out"), "--optimizer", "--verify"]) == 0
 
 
-def test_nodes_smaller_than_the_ranks_that_share_a_layer_hold_one_copy_each() -> None:
+def test_shard_group_size_with_tensor_parallelism_across_nodes() -> None:
     config = RunConfig(strategy="hybrid_shard", tensor_parallel_size=4)
     assert compute_shard_group_size(config, 8, 2) == 1
-    with pytest.raises(UserError, match="2 groups of 4 ranks that share layers are not divisible"):
+    with pytest.raises(UserError, match="2 groups of 4 tensor-parallel ranks are not divisible"):
         compute_shard_group_size(config.replaced({"fsdp.shard_group_size": 8}), 8, 2)
 
 
@@ -116,9 +120,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_were_not_tried(case: str, corpus: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_rejects_untested_settings(case: str, corpus: Path, tmp_path: Path) -> None:
     settings, told = REFUSED[case]
-    with pytest.raises(UserError, match=f"{told} does not work with ranks that share layers"):
+    with pytest.raises(UserError, match=f"{told} does not work with tensor-parallel ranks"):
         configured(tmp_path, corpus, **{"tensor_parallel_size": 2, **settings})
 
 
@@ -133,7 +137,7 @@ def test_settings_that_were_not_tried(case: str, corpus: Path, tmp_path: Path) -
         ({"model_type": "apertus"}, "is not among the models"),
     ],
 )
-def test_models_whose_layers_cannot_be_shared(changed: dict[str, Any], told: str) -> None:
+def test_tensor_parallel_rejects_unsupported_models(changed: dict[str, Any], told: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**{**TINY_MODEL, **changed})
@@ -144,9 +148,11 @@ def test_models_whose_layers_cannot_be_shared(changed: dict[str, Any], told: str
 
 
 @pytest.mark.parametrize("given", [{"adapter__type": "ia3"}, {"adapter__use_dora": True}])
-def test_adapters_that_ranks_cannot_share(given: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_rejects_unsupported_adapters(
+    given: dict[str, Any], corpus: Path, tmp_path: Path
+) -> None:
     given = {"tensor_parallel_size": 2, "strategy": "full_shard", "adapter__type": "lora", **given}
-    with pytest.raises(UserError, match=r"^tensor_parallel_size: of adapters works with LoRA"):
+    with pytest.raises(UserError, match=r"^tensor_parallel_size: an adapter may train only LoRA"):
         inspect_run(configured(tmp_path, corpus, **given))
 
 
@@ -155,11 +161,11 @@ SWITCHED: dict[str, dict[str, Any]] = {
     "phi": {"qk_layernorm": True},
     "glm4_moe_lite with plain queries": {"q_lora_rank": None},
 }
-"""Settings that add what the plans of these types do not name: norms of heads, and a product."""
+"""Settings that add modules outside the plans of these types: norms of heads, and a product."""
 
 
 def beside_one_rank(types: list[str]) -> dict[str, str]:
-    """On a rank of two: what differs from one rank, or the error, by type."""
+    """On one of two ranks, return the difference from one rank, or the error, by type."""
     dist.init_process_group("gloo")
     try:
         return {model_type: _beside_one(model_type) for model_type in types}
@@ -203,7 +209,7 @@ def types_with_a_plan() -> list[str]:
     return sorted(name for name in known if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None))
 
 
-# A plain one, norms of heads, experts, compressed keys, a packed product; and one whose plan is wrong.
+# A plain one, norms of heads, experts, compressed keys, a packed product; and a type whose plan is wrong.
 SOME = ["apertus", "deepseek_v3", "gpt_oss", "llama", "phi3", "qwen3_moe", "sarvam_moe", *SWITCHED]
 
 
@@ -212,13 +218,13 @@ SOME = ["apertus", "deepseek_v3", "gpt_oss", "llama", "phi3", "qwen3_moe", "sarv
     [SOME, pytest.param(types_with_a_plan(), marks=pytest.mark.exhaustive)],
     ids=["some", "all"],
 )
-def test_types_that_equal_one_rank(types: list[str], ranks: RankPool) -> None:
+def test_tensor_parallel_types_equal_one_rank(types: list[str], ranks: RankPool) -> None:
     found = ranks.run(2, beside_one_rank, types, timeout=900)
     differ = {name: why for name, why in found.items() if why}
     compared = {name for name in types if name.partition(" ")[0] in TENSOR_PARALLEL_TYPES}
     assert set(types) - set(differ) == compared, differ
 
 
-def test_the_page_counts_the_types() -> None:
+def test_docs_count_tensor_parallel_types() -> None:
     page = Path(__file__).parents[1] / "docs" / "strategies.md"
     assert f"- {len(TENSOR_PARALLEL_TYPES)} model types, " in page.read_text("utf-8")

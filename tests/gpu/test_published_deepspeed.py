@@ -1,4 +1,4 @@
-"""Published DeepSpeed JSONs: the engine gets what DeepSpeed's own parser makes of them, leaf by leaf."""
+"""Published DeepSpeed JSONs: the engine gets the values of DeepSpeed's parser, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def deepspeed() -> Any:
 
 @pytest.fixture(scope="module")
 def read(deepspeed: Any) -> Any:
-    """DeepSpeed's own parser, on any number of ranks."""
+    """Return DeepSpeed's parser, for any number of ranks."""
     from deepspeed.runtime import config
 
     def read(values: dict[str, Any], ranks: int) -> Any:
@@ -53,7 +53,7 @@ def read(deepspeed: Any) -> Any:
 
 
 def understood(shape: Shape, folder: Path) -> tuple[RunConfig, deepspeed_json.DeepSpeedDocument]:
-    """The run that a shape comes to on GPUs, by the file that it is."""
+    """Return the config of a run on GPUs with the JSON of a shape, and the parsed document."""
     file = folder / "ds.json"
     file.write_text(json.dumps(shape.config))
     config = load_config(None, {"deepspeed.config": str(file), **shape.beside})
@@ -82,7 +82,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def filled(values: dict[str, Any], config: RunConfig, plan: Any) -> dict[str, Any]:
-    """A JSON with the run's values for ``auto`` and for what it leaves out: as the Trainer fills one."""
+    """Fill `auto` and missing values of a JSON with the run's values, as the Trainer does."""
     found = {k: v for k, v in values.items() if not str(k).startswith(("_", "//"))}
     if not any(
         isinstance(found.get(key), int) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -130,14 +130,14 @@ def different(
             ):
                 continue
             if config.strategy != "zero3" and path.startswith("zero_config.offload_param"):
-                continue  # which DeepSpeed does not look at there
+                continue  # which DeepSpeed does not read there
             if ours.get(path) != other.get(path):
                 found[path] = (ours.get(path), other.get(path))
     return found
 
 
 def adopted(config: RunConfig, plan: Any, theirs: Any, shape: Shape) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Where the run's own settings are not DeepSpeed's."""
+    """Yield the settings of the run that differ from DeepSpeed's."""
     zero = theirs.zero_config
     stage = int(zero.stage)
     pairs: dict[str, tuple[Any, Any]] = {
@@ -191,8 +191,8 @@ TAKEN = [shape for shape in SHAPES if not shape.refused]
 
 
 @pytest.mark.parametrize("shape", TAKEN, ids=lambda shape: shape.name)
-def test_reaches_the_engine_as_deepspeed_reads_it(shape: Shape, tmp_path: Path, read: Any) -> None:
-    """And a person is told what it passes over."""
+def test_published_deepspeed_json_matches_deepspeed(shape: Shape, tmp_path: Path, read: Any) -> None:
+    """Notes list the keys without an effect."""
     config, document = understood(shape, tmp_path)
     apart = different(shape, config, document, read)
     assert apart.keys() == {*shape.apart}, apart
@@ -204,7 +204,7 @@ def test_reaches_the_engine_as_deepspeed_reads_it(shape: Shape, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.refused], ids=lambda shape: shape.name)
-def test_is_refused_with_good_reason(shape: Shape, tmp_path: Path, read: Any) -> None:
+def test_published_deepspeed_json_is_rejected_with_reason(shape: Shape, tmp_path: Path, read: Any) -> None:
     with pytest.raises(UserError, match=shape.refused) as refused:
         understood(shape, tmp_path)
     assert "\n" not in str(refused.value)

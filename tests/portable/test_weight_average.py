@@ -1,4 +1,4 @@
-"""An average of the weights: that of a plain loop on every engine, in checkpoints, evaluations and final."""
+"""Average of the weights: it matches a plain loop on every engine, and is saved, evaluated and exported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from portable.run.evaluation import evaluate_all_sources
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import plain_losses
 from tests.parity import opened
-from tests.portable.test_user_optimizer import leg
+from tests.portable.test_custom_optimizer import leg
 from tests.runs import configured
 
 # Not Adam, which blows up the rounding of gradients near zero.
@@ -30,7 +30,7 @@ IMPLY = ("full_shard", "zero2", "zero3, offload", "xla")
 
 
 def averaged(folder: Path, config: Any) -> dict[str, Any]:
-    """On a rank: train, evaluate with the average and without, and save; returns the losses."""
+    """Train on one rank, evaluate with the average and without it, and save. Returns the losses."""
     with opened(config) as trial:
         for _ in range(4):
             trial.step()
@@ -46,7 +46,7 @@ def averaged(folder: Path, config: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain_average(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The average in a plain loop, by name."""
+    """Return the average in a plain loop, by name."""
     found: dict[str, torch.Tensor] = {}
     config = configured(tmp_path_factory.mktemp("truth"), corpus, **BATCH, train__steps=4)
     model: Any = None
@@ -77,7 +77,7 @@ def plain_average(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     "name",
     [pytest.param(n, marks=[] if n in IMPLY else pytest.mark.exhaustive) for n in ENGINES],
 )
-def test_the_average_is_that_of_a_plain_loop(
+def test_weight_average_matches_plain_loop(
     name: str, plain_average: dict[str, torch.Tensor], corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     config = configured(
@@ -100,7 +100,9 @@ def test_the_average_is_that_of_a_plain_loop(
 
 
 @pytest.mark.xla
-def test_the_average_moves_and_is_exported(corpus: Path, tmp_path: Path, engines: Engines) -> None:
+def test_weight_average_moves_between_engines_and_is_exported(
+    corpus: Path, tmp_path: Path, engines: Engines
+) -> None:
     given: dict[str, Any] = {
         **BATCH,
         "train__ema": DECAY,

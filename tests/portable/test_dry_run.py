@@ -1,7 +1,7 @@
-"""A run, --dry-run, --show-data and portable-plan take one way: what one refuses the others refuse.
+"""A run, --dry-run, --show-data and portable-plan use the same code: they reject the same settings.
 
-What a run tells a person before its first step, a dry run tells as well. The commands that it ends with, and
-its model card has, run here as far as they can.
+A dry run prints all notes that a run prints before its first step. The commands that a run prints at its end
+and in its model card are executed here if their programs are installed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TOLD = ("note:", "warning:", "hint:", "newly initialized", "in the checkpoint bu
 
 @pytest.fixture(scope="module")
 def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as large as its tokenizer, which knows no chat template."""
+    """Write a model with as many rows as its tokenizer has tokens. The tokenizer has no chat template."""
     return write_pretrained(tmp_path_factory.mktemp("model"), corpus)
 
 
 @pytest.fixture(scope="module")
 def larger(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokenizer with two tokens more."""
+    """Write the same tokenizer with two more tokens."""
     folder = tmp_path_factory.mktemp("larger")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(CHATML, special_tokens=True)
@@ -60,7 +60,7 @@ def larger(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"data__added_tokens": CHATML, "train__loss": "no.such:loss"}, "train.loss"),
     ],
 )
-def test_what_one_refuses_the_others_refuse(
+def test_run_dry_run_show_data_and_plan_reject_same_settings(
     given: dict[str, Any],
     refused: str | None,
     model: Path,
@@ -109,7 +109,7 @@ def test_what_one_refuses_the_others_refuse(
             assert any(words in line for line in notes["run"])
 
 
-def test_defaults_that_follow_from_the_data_and_the_model(
+def test_dry_run_resolves_defaults_from_data_and_model(
     model: Path, conversations: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The format is recognized by the first record; the model has 64 positions."""
@@ -144,7 +144,7 @@ def test_defaults_that_follow_from_the_data_and_the_model(
     assert "of 64 tokens at a time" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_folder_of_a_run_is_its_model(
+def test_model_name_may_be_folder_of_run(
     conversations: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], brief_runs: None
 ) -> None:
     def command(name: str, **given: Any) -> list[str]:
@@ -188,14 +188,14 @@ CONVERT, PYTHON = "portable-convert", ["python", "-c"]
 
 
 def commands_of(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """The last lines of a run: what for, and the command."""
+    """Return the commands that a run prints at its end, keyed by program."""
     lines = capsys.readouterr().err.rstrip("\n").splitlines()
     rows = [line.split(None, 1) for line in lines[len(lines) - lines[::-1].index("") :]]
     return {row[0]: row[1] for row in rows}
 
 
 def do(command: str) -> None:
-    """Do what a shell would do, as far as the programs are here."""
+    """Run a shell command if its programs are installed."""
     for part in command.split(" && "):
         words = shlex.split(part)
         if words[0] == CONVERT:
@@ -210,7 +210,7 @@ def do(command: str) -> None:
 
 @pytest.mark.usefixtures("brief_runs")
 @pytest.mark.parametrize("kind", ["whole", "chat", "lora", "classifier"])
-def test_each_command_runs(
+def test_usage_commands_run(
     kind: str,
     tmp_path: Path,
     corpus: Path,
@@ -249,14 +249,14 @@ def test_each_command_runs(
         assert commands.keys() == whole and commands["vLLM"] == "vllm serve runs/mine/final"
 
 
-def test_names_in_commands_are_quoted() -> None:
+def test_usage_commands_quote_names() -> None:
     settings = {"model.name_or_path": "a $(b)", "adapter.type": "lora", "output_dir": "-it"}
     found = dict(list_usage_commands(load_config(None, settings), "-it/final", "llama", "LlamaForCausalLM"))
     assert shlex.split(found["vLLM"])[:3] == ["vllm", "serve", "a $(b)"]
     assert "\"$(hf download 'a $(b)')\"" in found["llama.cpp"]
 
 
-def test_vllm_command_serves_an_adapter_of_stacked_experts(tmp_path: Path, corpus: Path) -> None:
+def test_usage_command_of_vllm_serves_adapter_of_stacked_experts(tmp_path: Path, corpus: Path) -> None:
     """vLLM rejects such an adapter without these options, and peft doubles the rank of `gate_up_proj`."""
     settings = {"adapter__type": "lora", "adapter__r": 12, "model__config": tiny_config("qwen3_moe")}
     config = configured(tmp_path, corpus, **settings)
@@ -288,7 +288,7 @@ def test_vllm_command_serves_an_adapter_of_stacked_experts(tmp_path: Path, corpu
         ("tinygpt", "TinyGpt", {"model.trust_remote_code": True}, "'final', trust_remote_code=True)", 3),
     ],
 )
-def test_commands_fit_the_model(
+def test_usage_commands_fit_model(
     model_type: str, architecture: str, settings: dict[str, Any], command: str, programs: int
 ) -> None:
     commands = dict(list_usage_commands(load_config(None, settings), "final", model_type, architecture))

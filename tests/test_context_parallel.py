@@ -1,4 +1,4 @@
-"""context_parallel_size: what ranks that share sequences compute equals what one rank does."""
+"""context_parallel_size: the results of context-parallel ranks equal the results of one rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "model", "given"), CASES)
-def test_equals_one_rank(layout: str, model: str, given: dict[str, Any], beside: Beside) -> None:
+def test_context_parallel_losses_equal_one_rank(
+    layout: str, model: str, given: dict[str, Any], beside: Beside
+) -> None:
     size, settings = LAYOUTS[layout]
     given = {"model__config": MODELS[model], **given}
     found, expected = beside.ranks(size, {"context_parallel_size": 2, **given, **settings}), beside.one(given)
@@ -74,13 +76,15 @@ def test_equals_one_rank(layout: str, model: str, given: dict[str, Any], beside:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"data__seq_len": 63}, "data.seq_len 63 cannot be divided"),
-    "task": ({"model__task": "masked-lm"}, "model.task masked-lm needs whole sequences"),
-    "noise": ({"train__neftune_noise_alpha": 5.0}, "train.neftune_noise_alpha 5 needs whole sequences"),
+    "task": ({"model__task": "masked-lm"}, "model.task masked-lm needs complete sequences"),
+    "noise": ({"train__neftune_noise_alpha": 5.0}, "train.neftune_noise_alpha 5 needs complete sequences"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_need_whole_sequences(case: str, corpus: Path, tmp_path: Path) -> None:
+def test_context_parallel_rejects_settings_that_need_full_sequences(
+    case: str, corpus: Path, tmp_path: Path
+) -> None:
     settings, told = REFUSED[case]
     with pytest.raises(UserError, match=told):
         configured(tmp_path, corpus, **{"context_parallel_size": 2, **settings})
@@ -93,12 +97,12 @@ def test_settings_that_need_whole_sequences(case: str, corpus: Path, tmp_path: P
         ({"model_type": "gpt_oss", "num_local_experts": 2}, "runs with eager"),
         ({"model_type": "afmoe", "output_router_logits": True}, "the router loss .* needs whole"),
         ({"model_type": "mixtral", "output_router_logits": True}, "the router loss .* without padding"),
-        ({"model_type": "falcon", "num_kv_heads": 4}, "attention that ranks cannot share"),
+        ({"model_type": "falcon", "num_kv_heads": 4}, "attention that cannot be divided among ranks"),
         ({"model_type": "mamba"}, "runs with eager"),
         ({"model_type": "bert", "is_decoder": False}, "attends in both directions|not found to keep"),
     ],
 )
-def test_models_whose_attention_cannot_be_shared(changed: dict[str, Any], told: str) -> None:
+def test_context_parallel_rejects_unsupported_attention(changed: dict[str, Any], told: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**{**TINY_MODEL, "num_key_value_heads": 4, **changed})
@@ -110,7 +114,7 @@ def test_models_whose_attention_cannot_be_shared(changed: dict[str, Any], told: 
 
 
 def beside_whole_sequences(types: list[str]) -> dict[str, str]:
-    """On a rank of two: what differs from whole sequences, or the refusal, by type."""
+    """On one of two ranks, return the difference from full sequences, or the error, by type."""
     dist.init_process_group("gloo")
     try:
         return {model_type: _beside_whole(model_type) for model_type in types}
@@ -151,7 +155,7 @@ def _beside_whole(model_type: str) -> str:
 
 
 def sent_and_planned(model_type: str, parts: int) -> tuple[int, float]:
-    """Bytes that this rank sends to others in a pass forward and backward, and those of the plan."""
+    """Return the bytes that this rank sends in a forward and backward pass, and the planned bytes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dist.init_process_group("gloo")
@@ -181,7 +185,7 @@ def sent_and_planned(model_type: str, parts: int) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(("model_type", "parts"), [("mistral", 4), ("deepseek_v3", 2)])
-def test_the_plan_has_the_bytes_that_are_exchanged(model_type: str, parts: int, ranks: RankPool) -> None:
+def test_context_parallel_planned_bytes_match_exchange(model_type: str, parts: int, ranks: RankPool) -> None:
     sent, planned = ranks.run(parts, sent_and_planned, model_type, parts)
     assert sent == planned > 0
 
@@ -196,7 +200,9 @@ SOME += ["phi3 longrope", "llama dynamic"]
     [SOME, pytest.param(sorted(DOCUMENT_SEPARATING_TYPES), marks=pytest.mark.exhaustive)],
     ids=["some", "all"],
 )
-def test_types_equal_whole_sequences_or_are_refused(types: list[str], ranks: RankPool) -> None:
+def test_context_parallel_types_equal_full_sequences_or_are_rejected(
+    types: list[str], ranks: RankPool
+) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     types = [name for name in types if name.split()[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]

@@ -1,4 +1,4 @@
-"""Conversations beside TRL's SFTTrainer: the same tokens and labels, and the same losses, step by step."""
+"""Comparison with TRL's SFTTrainer on conversations: same tokens and labels, same losses at every step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from portable.run.rank import run_rank
 from tests.parity import opened
 from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
 from tests.portable.data_support import write_jsonl
-from tests.portable.test_beside_trainer import Ordered
 from tests.portable.test_chat_masks import THOUGHTS, encode
+from tests.portable.test_trainer_parity import Ordered
 from tests.runs import TINY_MODEL
 
 trl: Any = pytest.importorskip("trl")
 
 
 def trainer(name: str, rows: list[dict[str, Any]], folder: Path, **options: Any) -> Any:
-    """An SFTTrainer, which has prepared ``rows``."""
+    """Build an SFTTrainer that has prepared ``rows``."""
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**TINY_MODEL))
     settings = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "bf16": False}
     return trl.SFTTrainer(
@@ -51,8 +51,8 @@ def trainer(name: str, rows: list[dict[str, Any]], folder: Path, **options: Any)
         ("qwen3_6", True),
     ],
 )
-def test_templates_that_show_earlier_turns_otherwise(name: str, rewrites: bool) -> None:
-    """Each answer as a completion of what was said before it, which TRL trains in the same way."""
+def test_conversations_of_rewriting_templates_match_trl(name: str, rewrites: bool) -> None:
+    """Each answer is encoded as a completion of the earlier messages, which TRL trains the same way."""
     text = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text("utf-8")
     found = tokenizer("qwen3")
     for messages in (TALK, THOUGHTS) if rewrites else (THOUGHTS,):
@@ -74,8 +74,8 @@ def test_templates_that_show_earlier_turns_otherwise(name: str, rewrites: bool) 
             assert trained.nonzero()[0].tolist() == list(range(begin, len(whole)))
 
 
-def test_labels_of_completions(tmp_path: Path) -> None:
-    """Of every family at once would take a trainer each; the rule does not look at the template."""
+def test_completion_labels_match_trl(tmp_path: Path) -> None:
+    """A few families suffice, because each needs a trainer and the rule does not depend on the template."""
     for name in ("mistral", "chatml", "deepseekv3", "qwen3"):
         row = {"prompt": TALK[:3], "completion": TALK[3:4]}
         (theirs,) = trainer(name, [row], tmp_path, max_length=None).train_dataset
@@ -85,7 +85,7 @@ def test_labels_of_completions(tmp_path: Path) -> None:
 
 
 def answers(count: int) -> list[dict[str, Any]]:
-    """Conversations of different lengths, some longer than a sample."""
+    """Return conversations of different lengths, some longer than a sample."""
     rows = []
     for number in range(count):
         messages = []
@@ -106,7 +106,7 @@ RUNS = yaml.safe_load(Path(__file__).with_name("imports").joinpath("trl_runs.yam
 
 
 @pytest.mark.parametrize("more", RUNS["more"], ids=str)
-def test_a_file_of_trl_that_is_imported_trains_as_there(
+def test_imported_trl_file_trains_like_trl(
     more: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""What a person sees in a terminal of 80 columns."""
+"""Output of commands in a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SMALL = {
 }
 RUN = ("portable-train", "--output_dir", "runs/demo", *(f"--{key}={value}" for key, value in SMALL.items()))
 FOREIGN = re.compile(r"site-packages|Warning\b|WARNING|warnings\.warn|^\[?[IWE]\d{4}|\[rank\d|deprecated")
-"""How warnings of libraries look."""
+"""Text of warnings of libraries."""
 
 
 class Screen(NamedTuple):
-    """A command, how it ends, and a part of what it shows."""
+    """A command, its exit code, and a part of its output."""
 
     command: tuple[str, ...]
     shows: str
@@ -54,7 +54,7 @@ SCREENS = {
 
 
 def recorded(command: list[str], folder: Path, environment: Mapping[str, str], code: int) -> list[str]:
-    """The lines of any length that stand in the terminal when ``command`` has ended."""
+    """Return the lines of any length in the terminal after the end of ``command``."""
     import pyte
 
     ours, theirs = pty.openpty()
@@ -73,7 +73,7 @@ def recorded(command: list[str], folder: Path, environment: Mapping[str, str], c
 
 @pytest.fixture(scope="module")
 def shown(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The lines of each screen."""
+    """Return the lines of each screen."""
     pytest.importorskip("deepspeed")
     pytest.importorskip("pyte")
     folder, found = tmp_path_factory.mktemp("screens"), {}
@@ -84,7 +84,9 @@ def shown(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("name", SCREENS)
-def test_no_word_is_broken_and_no_library_warns(name: str, shown: dict[str, list[str]]) -> None:
+def test_command_output_breaks_no_word_and_has_no_library_warnings(
+    name: str, shown: dict[str, list[str]]
+) -> None:
     lines = shown[name]
     assert any(SCREENS[name].shows in line for line in lines), "\n".join(lines)
     broken = [

@@ -1,6 +1,6 @@
-"""A run begins at a checkpoint that another program's own code wrote (`make_external.py`).
+"""Runs that begin at a checkpoint written by another program (`make_external.py`).
 
-What it takes is what the writing run held in memory, bit for bit; it goes on as the Trainer itself does.
+The loaded state equals the memory of the writing run, bit for bit, and the run continues like the Trainer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tests.converters.making import once
 from tests.engines import Engines
 from tests.parity import opened
 from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
-from tests.portable.test_beside_trainer import Ordered
 from tests.portable.test_command_line import refusal
+from tests.portable.test_trainer_parity import Ordered
 from tests.promises import record
 from tests.runs import configured, flags, tiny
 from tests.zygote import Zygote
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
-ROWS = yaml.safe_load(Path(__file__).with_name("foreign_rows.yaml").read_text("utf-8"))
+ROWS = yaml.safe_load(Path(__file__).with_name("external_checkpoints_rows.yaml").read_text("utf-8"))
 GOES_ON = 3  # steps
 BATCH = 4
 TOLERANCE = 1e-5
@@ -48,7 +48,7 @@ AS_BEFORE: dict[str, Any] = {
     "train__weight_decay": DECAY,
     "train__learning_rate": RATE,
 }
-# What the run must be told to go on as the program did.
+# Settings with which the run continues like the other program.
 XLA_SETTINGS: dict[str, Any] = {**AS_BEFORE, "train__weight_decay": 0.01}
 SOURCES = [
     "trainer",
@@ -73,7 +73,7 @@ ENGINES: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
-    """A folder of other programs' checkpoints, with `<name>.ref.pt` beside each."""
+    """Return a folder of other programs' checkpoints, with a file `<name>.ref.pt` for each."""
     pytest.importorskip("deepspeed")
 
     def fill(out: Path) -> None:
@@ -89,7 +89,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
 
 
 def begun(path: Path, corpus: Path, folder: Path, **settings: Any) -> dict[str, Any]:
-    """The settings of a run that begins at ``path``."""
+    """Return the settings of a run that begins at ``path``."""
     common: dict[str, Any] = {
         "checkpoint__resume": str(path),
         "train__steps": 9,
@@ -104,7 +104,10 @@ def begun(path: Path, corpus: Path, folder: Path, **settings: Any) -> dict[str, 
 
 
 def begin(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> tuple[int, int]:
-    """On one rank: begin at ``path``, and save what was taken into ``folder``; the step and the sample."""
+    """On one rank, begin at ``path`` and save the loaded state into ``folder``.
+
+    Returns the step and the sample.
+    """
     keys = {key.replace(".", "__"): value for key, value in begun(path, corpus, folder, **settings).items()}
     config = configured(folder, corpus, **keys)
     backend = create_backend(config.backend)
@@ -120,7 +123,7 @@ def begin(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> t
 
 
 def batches_after(samples: int, corpus: Path, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """What a run takes after ``samples``."""
+    """Return the batches of a run after ``samples``."""
     with opened(configured(folder, corpus, train__global_batch_size=BATCH, data__eval_fraction=0)) as trial:
         data = trial.run.data.train
         loader = TrainLoader(data, seed=0, position=samples, global_batch_size=BATCH, micro_batch_size=BATCH)
@@ -131,7 +134,7 @@ def batches_after(samples: int, corpus: Path, folder: Path) -> list[dict[str, to
 
 
 def cases() -> Iterator[Any]:
-    """Every source on one engine, and one source on every engine: a run takes all from one kind of object."""
+    """Yield every source on one engine, and one source on every engine."""
     for source in SOURCES:
         for engine in ENGINES:
             needed = engine == "no_shard" or source == "trainer-zero2"
@@ -142,7 +145,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("source", "engine"), list(cases()))
-def test_begins_with_what_the_writing_run_held(
+def test_external_checkpoint_loads_state_of_writing_run(
     source: str, engine: str, foreign: Path, corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     held: dict[str, Any] = torch.load(foreign / f"{source}.ref.pt", weights_only=False)
@@ -164,8 +167,8 @@ def test_begins_with_what_the_writing_run_held(
         assert float(getattr(values["step"], "read", lambda v=values["step"]: v)()) == done
 
 
-def test_goes_on_as_the_trainer_itself_does(trainer: Path, corpus: Path, tmp_path: Path) -> None:
-    """transformers' own `resume_from_checkpoint`, on the samples that this run takes."""
+def test_external_checkpoint_continues_like_trainer(trainer: Path, corpus: Path, tmp_path: Path) -> None:
+    """Compare with `resume_from_checkpoint` of transformers on the samples of this run."""
     taken = [
         {**{name: tensor[at] for name, tensor in batch.items()}, "shift_labels": batch["labels"][at]}
         for batch in batches_after(STEPS * BATCH, corpus, tmp_path / "data")
@@ -174,7 +177,8 @@ def test_goes_on_as_the_trainer_itself_does(trainer: Path, corpus: Path, tmp_pat
     arguments = trainer_arguments(tmp_path / "peer", remove_unused_columns=False)
     arguments.max_steps = STEPS + GOES_ON
     arguments.per_device_train_batch_size = BATCH
-    samples = taken[: STEPS * BATCH] + taken  # as many as stand before the checkpoint come first
+    # the same number of samples as before the checkpoint comes first
+    samples = taken[: STEPS * BATCH] + taken
     order = list(range(len(samples)))
     peer: Any = Ordered(orders=[order], model=llama(), args=arguments, train_dataset=samples)
     peer.model_accepts_loss_kwargs = False  # or it divides by the labels that it would have shifted itself
@@ -197,11 +201,11 @@ def command(path: Path, corpus: Path, folder: Path, **settings: Any) -> list[str
 
 @pytest.fixture
 def trainer(foreign: Path, tmp_path: Path) -> Path:
-    """A copy of the Trainer's output folder."""
+    """Return a copy of the Trainer's output folder."""
     return Path(shutil.copytree(foreign / "trainer", tmp_path / "trainer"))
 
 
-def test_a_run_begins_and_goes_on_by_itself(
+def test_external_checkpoint_starts_run_that_resumes(
     trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -222,7 +226,7 @@ def test_a_run_begins_and_goes_on_by_itself(
     assert f"resuming at step 5 from {ours}" in capsys.readouterr().err
 
 
-def test_what_is_told_where_the_person_decides(
+def test_external_checkpoint_position_and_settings_may_be_set(
     trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = {"checkpoint__resume_step": 0, "checkpoint__resume_samples": 7, "train__stop_after": 1}
@@ -237,7 +241,7 @@ def test_what_is_told_where_the_person_decides(
     assert steps == {4.0}  # of the moments, which the schedule's step does not change
 
 
-def test_resume_info(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_info_describes_external_checkpoint(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, expected in ROWS["resume_info"].items():
         assert main(["--resume-info", str(foreign / name)]) == 0
         said = capsys.readouterr().out
@@ -245,10 +249,13 @@ def test_resume_info(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert word in said
 
 
-def test_the_model_names_what_the_optimizer_numbers(
+def test_external_optimizer_state_is_numbered_by_model_order(
     trainer: Path, corpus: Path, tmp_path: Path, foreign: Path
 ) -> None:
-    """safetensors sort their names; of a new architecture only the model itself tells their order."""
+    """Safetensors files are sorted by name.
+
+    For a new architecture, only the model defines the parameter order.
+    """
     path = trainer / f"checkpoint-{STEPS}" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "new"}))
     names = [name for name, _ in llama().named_parameters()]
@@ -277,7 +284,7 @@ def set_back(step: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS["refused"], ids=lambda row: row["it"])
-def test_refused(
+def test_external_checkpoint_with_errors_is_rejected(
     row: dict[str, Any],
     trainer: Path,
     corpus: Path,
@@ -293,7 +300,7 @@ def test_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_that_are_mere_defaults(
+def test_external_checkpoint_rejects_differing_default_settings(
     trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = begun(trainer, corpus, tmp_path / "run")
@@ -303,7 +310,7 @@ def test_settings_that_are_mere_defaults(
 
 
 def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
-    """A file of a model after a step."""
+    """Save a model and its optimizer after a step."""
     tokens = torch.arange(16)[None]
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
@@ -311,10 +318,10 @@ def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
     return folder / "last.pt"
 
 
-def test_a_checkpoint_that_says_no_step(
+def test_external_checkpoint_without_step_needs_resume_step(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch's SGD counts nothing. Its weights here are in 16 bits, and its momentum is as well."""
+    """SGD of torch counts no steps. Its weights and its momentum are stored in 16 bits."""
     model = llama().bfloat16()
     path = saved(tmp_path, model, torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9))
     chosen = {
@@ -342,10 +349,10 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-def test_no_pickle_is_executed(
+def test_external_checkpoint_executes_no_pickle(
     trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A scheduler of a class of its own is no reason to refuse; an optimizer is. Neither is run."""
+    """An unknown class is ignored in the scheduler and rejected in the optimizer. Neither is executed."""
     step = trainer / f"checkpoint-{STEPS}"
     torch.save({"base_lrs": Trap(tmp_path / "sprung")}, step / "scheduler.pt")
     assert main(["--resume-info", str(trainer)]) == 0
@@ -356,7 +363,7 @@ def test_no_pickle_is_executed(
     assert not (tmp_path / "sprung").exists()
 
 
-def test_another_rule_of_the_same_state_is_refused(
+def test_external_optimizer_with_other_rule_is_rejected(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = llama()

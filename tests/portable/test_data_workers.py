@@ -34,7 +34,7 @@ def load_and_wait(folder: str) -> None:
 
 
 def below(pid: int) -> list[int]:
-    """The processes that ``pid`` began, and those that these began."""
+    """Return the descendants of the process `pid`."""
     done = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
     )
@@ -45,7 +45,7 @@ def below(pid: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no such order to the system")
 def test_data_workers_end_with_a_killed_rank(tmp_path: Path, zygote: Zygote) -> None:
-    call = f"from tests.portable.test_bound import load_and_wait; load_and_wait({str(tmp_path)!r})"
+    call = f"from tests.portable.test_data_workers import load_and_wait; load_and_wait({str(tmp_path)!r})"
     started = zygote.start("python", "-c", call)
     note = tmp_path / "loading"
     wait_for(lambda: (note.exists() and note.read_text() != "") or started.poll() is not None)

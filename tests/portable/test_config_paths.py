@@ -23,7 +23,7 @@ def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def given(key: str, value: object) -> object:
-    """What ``value`` comes to, where the settings around it allow it."""
+    """Return the resolved `value`, with the other settings that it requires."""
     around: dict[str, object] = {}
     if key == "memory.nvme_path":
         around = {"memory.offload_optimizer": "nvme"}
@@ -33,7 +33,7 @@ def given(key: str, value: object) -> object:
 @pytest.mark.parametrize(
     "key", sorted(PLACES | {"output_dir", "model.name_or_path", "deepspeed.config", "checkpoint.resume"})
 )
-def test_a_place_means_what_it_means_in_a_shell(key: str, tmp_path: Path) -> None:
+def test_path_setting_expands_home_and_variables(key: str, tmp_path: Path) -> None:
     assert given(key, "~/x") == f"{tmp_path}/home/x"
     assert given(key, "${SCRATCH}/x") == "/scratch/x"
     with pytest.raises(UserError, match=r"NOT_SET is not set") as caught:
@@ -46,11 +46,11 @@ def test_a_place_means_what_it_means_in_a_shell(key: str, tmp_path: Path) -> Non
     assert (found[0] if isinstance(found, tuple) else found) == f"{tmp_path}/home/y"
 
 
-def test_other_texts_are_left_alone() -> None:
+def test_text_setting_is_not_expanded() -> None:
     assert load_config(None, {"log.sample_prompt": "~ ${SCRATCH}"}).log.sample_prompt == "~ ${SCRATCH}"
 
 
-def test_options_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_path_option_expands_home_and_variables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "run.yaml").write_text("seed: 5")
     assert parse_train_args(["--config=~/run.yaml"]).config.seed == 5
@@ -78,7 +78,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "base.yaml"), str(tmp_path / "more.yaml")
 
 
-def test_files_are_merged_in_order(files: tuple[str, str]) -> None:
+def test_config_files_are_merged_in_order(files: tuple[str, str]) -> None:
     base, more = files
     config = parse_train_args(["--config", base, f"--config={more}", "--train.steps", "10"]).config
     assert (config.seed, config.train.steps, config.train.learning_rate) == (1, 10, 1e-3)
@@ -100,14 +100,14 @@ def test_files_are_merged_in_order(files: tuple[str, str]) -> None:
     }
 
 
-def test_another_model_is_not_mixed_with_the_first(files: tuple[str, str], tmp_path: Path) -> None:
+def test_config_files_do_not_mix_model_types(files: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "gpt.yaml").write_text("model: {config: {model_type: gpt2}}")
     config = load_config([files[0], tmp_path / "gpt.yaml"])
     assert config.model.config == {"model_type": "gpt2"}
     assert "model.config.hidden_size" not in config.came_from
 
 
-def test_a_mistake_is_blamed_on_the_file_that_made_it(files: tuple[str, str], tmp_path: Path) -> None:
+def test_config_error_names_file_of_setting(files: tuple[str, str], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("\ntrain:\n  epochs: 2\n")
     with pytest.raises(UserError, match=r"wrong.yaml:3: train.epochs 2 and train.steps 100"):

@@ -1,6 +1,6 @@
-"""Small files that were made to cost minutes or gigabytes: by what is compared, looked up or read again.
+"""Small files that are made to cost minutes or gigabytes, by comparisons, lookups or repeated reads.
 
-Each of these took more than half a minute, or had no end, before there was a bound.
+Each of these took more than half a minute, or never ended, before there was a limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from portable.converters.names.index_keys import match_groups_to_parameters
 from portable.converters.tensors.tiling import check_boxes_cover_once
 from tests.converters.compare import rewrite
 
-# Numbers that Python's hash cannot tell apart.
+# Numbers with the same Python hash.
 SAME_HASH = 2**61 - 1
 MOST_SECONDS = 20.0  # of CPU time; without the bounds it is minutes, so a slow machine does not matter
 
@@ -36,7 +36,7 @@ def quick() -> Iterator[None]:
 
 
 def safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
-    """A file of tensors without elements, which cost nothing but their entries."""
+    """Write tensors without elements, which cost only their entries."""
     header = {name: {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
     raw = json.dumps(header).encode()
     path.write_bytes(len(raw).to_bytes(8, "little") + raw)
@@ -51,7 +51,7 @@ def colliding(count: int) -> bytes:
 
 
 @pytest.mark.parametrize("shape", ["dict", "set", "instance"])
-def test_keys_of_one_hash(shape: str) -> None:
+def test_unpickling_rejects_many_keys_with_one_hash(shape: str) -> None:
     numbers = colliding(60_000)
     pairs = b"".join(numbers[i : i + 13] + b"N" for i in range(0, len(numbers), 13))
     data = {"dict": b"}(" + pairs + b"u.", "set": b"\x8f(" + numbers + b"\x90.",
@@ -60,7 +60,7 @@ def test_keys_of_one_hash(shape: str) -> None:
         unpickle_without_code(b"\x80\x04" + data, location="f", standins={"m.C": None})
 
 
-def test_params_of_one_hash(tmp_path: Path) -> None:
+def test_optimizer_params_with_one_hash_are_rejected(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     groups = [{"params": [7 + i * SAME_HASH for i in range(60_000)]}]
     torch.save({"state": {}, "param_groups": groups}, tmp_path / "optimizer.bin")
@@ -71,7 +71,7 @@ def test_params_of_one_hash(tmp_path: Path) -> None:
 # -- names ---------------------------------------------------------------------------------------------------
 
 
-def test_many_names_that_may_be_tied(tmp_path: Path) -> None:
+def test_many_possibly_tied_names_are_read_fast(tmp_path: Path) -> None:
     count = 8000
     shapes = {f"a{i}.lm_head.weight": [0, i] for i in range(count)}
     shapes |= {f"b{i}.embed_tokens.weight": [0, count + i] for i in range(count)}
@@ -83,7 +83,7 @@ def test_many_names_that_may_be_tied(tmp_path: Path) -> None:
         _ = open_checkpoint(tmp_path).tensors
 
 
-def test_names_have_a_length(tmp_path: Path) -> None:
+def test_tensor_name_length_is_limited(tmp_path: Path) -> None:
     with quick(), pytest.raises(CheckpointError, match="400,000 characters"):
         split_state_key("." * 400_000, {})
     safetensors(tmp_path / "model.safetensors", {"." * 400_000: [0]})
@@ -91,14 +91,14 @@ def test_names_have_a_length(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_a_run_has_few_optimizers() -> None:
+def test_number_of_optimizers_is_limited() -> None:
     keys = [f"c{i}.param_groups" for i in range(20_000)] + [f"w{i}.x" for i in range(20_000)]
     with quick(), pytest.raises(CheckpointError, match="f: damaged, its keys name 20,000 optimizers"):
         infer_key_paths(keys, location="f")
 
 
 def with_numbers(metadata: Any) -> None:
-    """As the index of a list stands in a path."""
+    """Convert digits in paths to list indices."""
     for key, path in metadata.planner_data.items():
         metadata.planner_data[key] = tuple(int(part) if part.isdigit() else part for part in path)
 
@@ -115,7 +115,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"optimizer": {"a" * 5000: 0.1}}, "too long for a parameter"),
     ],
 )
-def test_paths_of_a_state_dict(state: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_state_dict_paths_are_limited(state: dict[str, Any], why: str, tmp_path: Path) -> None:
     dcp_save({"model": {"w": torch.ones(2)}, **state}, checkpoint_id=tmp_path, no_dist=True)
     rewrite(tmp_path / ".metadata", with_numbers)
     with quick(), pytest.raises(CheckpointError, match=why):
@@ -126,7 +126,7 @@ def test_paths_of_a_state_dict(state: dict[str, Any], why: str, tmp_path: Path) 
 # -- one file by many names ----------------------------------------------------------------------------------
 
 
-def test_one_file_is_not_many_shards(tmp_path: Path) -> None:
+def test_index_that_lists_one_file_twice_is_rejected(tmp_path: Path) -> None:
     safetensors(tmp_path / "model.safetensors", {f"t{i}": [0] for i in range(5000)})
     (tmp_path / "linked.safetensors").hardlink_to(tmp_path / "model.safetensors")
     (tmp_path / "link.safetensors").symlink_to("model.safetensors")
@@ -143,8 +143,8 @@ def test_one_file_is_not_many_shards(tmp_path: Path) -> None:
 # -- puzzles -------------------------------------------------------------------------------------------------
 
 
-def test_pieces_that_all_share_a_slab() -> None:
-    """Two pieces a row, cut elsewhere in each: sorted along either dimension, all lie beside each other."""
+def test_check_boxes_cover_once_is_fast_for_many_neighbors() -> None:
+    """Each row has two pieces, split at different columns. All are neighbors in either sort order."""
     n = 6000
     pieces = [piece for i in range(n) for piece in (((i, 0), (1, i + 1)), ((i, i + 1), (1, n - i)))]
     with quick():
@@ -157,7 +157,7 @@ def test_pieces_that_all_share_a_slab() -> None:
         check_boxes_cover_once("t", (4,) * 40, cuts)
 
 
-def test_groups_that_fit_in_many_ways() -> None:
+def test_match_groups_to_parameters_is_fast_for_ambiguous_groups() -> None:
     candidates = [(f"a{i}", (1,)) for i in range(1500)]
     with quick():
         assert match_groups_to_parameters(candidates, [[None] * 500, [None] * 500]) == 2

@@ -1,4 +1,4 @@
-"""Folders, data and runs of a stranger: what is read and run of them, and what one may cost."""
+"""Untrusted folders, data and runs: no code of them runs, and their cost is limited."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ NAMED = {
 }
 
 
-def test_nothing_that_informs_runs_code(
+def test_read_only_commands_run_no_code_of_run(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a run whose config names code, which lies in the current folder."""
+    """The config of the run names code, which is in the current folder."""
     folder = tmp_path / "run"
     assert main(flags(tiny(folder, corpus, train__steps=2))) == 0
     config = folder / "config.yaml"
@@ -97,7 +97,7 @@ def test_nothing_that_informs_runs_code(
     state.write_text(json.dumps(json.loads(state.read_text()) | {"run": NAMED}))
     for asked in (folder, state.parent):
         main(["--resume-info", str(asked), "--backend", "cpu"])
-    assert "train.optimizer: evil:made: cannot be told without running it" in capsys.readouterr().out
+    assert "train.optimizer: evil:made: cannot be determined without running it" in capsys.readouterr().out
     report([str(folder)])
     convert(["inspect", str(folder)])
     convert(["diff", str(folder), str(folder)])
@@ -105,11 +105,11 @@ def test_nothing_that_informs_runs_code(
     monkeypatch.chdir(tmp_path / "mine")
     capsys.readouterr()
     assert main(["--config", str(folder / "config.yaml"), "--dry-run"]) == 2
-    assert "evil:made: is no code of this folder or of PYTHONPATH, and the" in capsys.readouterr().err
+    assert "evil:made: is not code of this folder or of PYTHONPATH, and the" in capsys.readouterr().err
     assert not {"imported", "called"} & {path.name for path in folder.iterdir()}
 
 
-def test_a_large_global_batch_is_described_quickly() -> None:
+def test_resume_info_of_large_global_batch_is_fast() -> None:
     config = RunConfig().replaced({"train.global_batch_size": 16_000_000, "train.micro_batch_size": 1})
     start = time.process_time()
     sizes = resume_info._list_world_sizes(config)
@@ -117,7 +117,7 @@ def test_a_large_global_batch_is_described_quickly() -> None:
     assert time.process_time() - start < 5
 
 
-def test_columns_of_a_shard_are_added_once() -> None:
+def test_shard_with_many_columns_is_parsed_fast() -> None:
     """An index of one megabyte can list 200,000 empty columns for each of 100,000 samples."""
     samples, columns = 10_000, 200_000
     offsets = 4 + 4 * (samples + 1) + 4 * np.arange(samples + 1)
@@ -154,10 +154,10 @@ OPENED: dict[str, Callable[[Path], Any]] = {
     [(key, name, pipe) for name, key in RUN.items() for pipe in (False, True)]
     + [(key, name, "pipe" in name) for key in [*OPENED][2:] for name in COPIED],
 )
-def test_no_link_of_a_folder_is_followed_and_no_pipe_is_waited_for(
+def test_untrusted_folder_with_link_or_pipe_is_rejected(
     key: str, name: str, pipe: bool, secret: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No file of mine is shown, nor goes into a checkpoint."""
+    """No file outside the folder is printed or copied into a checkpoint."""
     folder = tmp_path / "strange"
     (folder / name).parent.mkdir(parents=True)
     os.mkfifo(folder / name) if pipe else (folder / name).symlink_to(secret)
@@ -189,7 +189,7 @@ READING_SETTINGS = {
 
 
 @pytest.mark.parametrize("case", READING_SETTINGS)
-def test_settings_of_a_tokenizer_name_no_file_outside(
+def test_tokenizer_settings_with_outside_file_are_rejected(
     case: str, secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tokenizer"
@@ -215,7 +215,7 @@ def test_settings_of_a_tokenizer_name_no_file_outside(
         ("pytorch_model.bin.index.json", {"weight_map": {"model.norm.weight": "{secret}"}}),
     ],
 )
-def test_settings_of_a_model_name_no_file_outside(
+def test_model_settings_with_outside_file_are_rejected(
     file: str, values: dict[str, Any], secret: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -228,10 +228,10 @@ def test_settings_of_a_model_name_no_file_outside(
         load_model_config(ModelConfig(name_or_path=str(folder), config=None))
 
 
-def test_settings_of_published_tokenizers_are_accepted(
+def test_tokenizer_settings_of_published_models_are_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paths of their authors, tokens that look like paths, and words that are folders here."""
+    """The settings have paths of their authors, tokens that resemble paths, and names of local folders."""
     folder = tmp_path / "tokenizer"
     tokenizer("chatml").save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -266,9 +266,7 @@ def test_settings_of_published_tokenizers_are_accepted(
     ],
     ids=str,
 )
-def test_the_numbers_of_a_model_config_are_bounded(
-    values: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_model_config_numbers_are_bounded(values: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **values}))
     with pytest.raises(UserError, match=f"^model.name_or_path: {tmp_path}/config.json: .*{words}"):
         load_model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
@@ -299,7 +297,7 @@ def test_the_numbers_of_a_model_config_are_bounded(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_impossible_settings_of_a_config_are_named(
+def test_model_config_error_names_impossible_setting(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
@@ -308,7 +306,7 @@ def test_impossible_settings_of_a_config_are_named(
 
 
 @pytest.mark.exhaustive
-def test_no_default_of_a_model_type_is_out_of_bounds() -> None:
+def test_model_config_defaults_are_within_bounds() -> None:
     checked = 0
     for model_type in CONFIG_MAPPING:
         with suppress(ValueError, StrictDataclassError):  # a class without valid defaults
@@ -321,16 +319,16 @@ def test_no_default_of_a_model_type_is_out_of_bounds() -> None:
     assert checked > 500
 
 
-def test_a_folder_of_a_model_has_few_files(tmp_path: Path) -> None:
-    """A home folder has so many that looking at each takes minutes."""
+def test_check_folder_files_limits_number_of_files(tmp_path: Path) -> None:
+    """In a home folder, a check of all files would take minutes."""
     for number in range(4):
         (tmp_path / f"{number}.json").touch()
     check_folder_files("adapter.name_or_path", str(tmp_path), max_files=4)
-    with pytest.raises(UserError, match=r"^adapter.name_or_path: .* has more than 3 files; name the folder"):
+    with pytest.raises(UserError, match=r"^adapter.name_or_path: .* has more than 3 files; name a folder"):
         check_folder_files("adapter.name_or_path", str(tmp_path), max_files=3)
 
 
-def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
+def test_check_folder_files_accepts_links_to_hub_blobs(tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -361,7 +359,7 @@ def card(text: str, file: str = "README.md") -> Callable[[Path], Path]:
 
 
 def shards(name: str, raw: Any = (), unpacks_to: bytes = b"", **first: Any) -> Callable[[Path], Path]:
-    """A folder that Mosaic Streaming wrote, with other values in its index and another first shard."""
+    """Return a function that writes a Mosaic Streaming folder with a changed index and first shard."""
 
     def made(folder: Path) -> Path:
         shutil.copytree(WRITTEN / name, folder, dirs_exist_ok=True)
@@ -378,7 +376,7 @@ def shards(name: str, raw: Any = (), unpacks_to: bytes = b"", **first: Any) -> C
 
 
 def saved(name: str) -> Callable[[Path], Path]:
-    """A folder of ``save_to_disk`` that names a file."""
+    """Return a function that writes a folder of ``save_to_disk`` that names a file."""
 
     def made(folder: Path) -> Path:
         import datasets
@@ -408,7 +406,7 @@ def pipe(name: str) -> Callable[[Path], Path]:
 
 
 def zipped(name: str, before: bytes, after: bytes) -> Callable[[Path], Path]:
-    """A file of 100 kB that comes to 100 MB, all in one record."""
+    """Return a function that writes a file of 100 kB that decompresses to a single record of 100 MB."""
 
     def made(folder: Path) -> Path:
         with gzip.open(folder / name, "wb", compresslevel=9) as file:
@@ -428,7 +426,7 @@ def one_cell(folder: Path) -> Path:
 
 
 def write_flipped(folder: Path) -> Path:
-    """Write a compressed file with a flipped bit, for which the decompressor raises a class of its own."""
+    """Write a compressed file with a flipped bit, for which the decompressor raises a special error."""
     rows = b"".join(b'{"text": "words number %d of many, %d"}\n' % (n * 7919 % 10007, n) for n in range(3000))
     whole, random = gzip.compress(rows, mtime=0), Random(1)
     opener: Any = igzip.IGzipFile
@@ -490,7 +488,7 @@ def hidden_link(name: str, text: str) -> Callable[[Path], Path]:
 ALIASES = "data_files: &a0 [x, x]\n" + "".join(
     f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
 )
-"""A kilobyte of YAML whose aliases stand for 2e11 values."""
+"""A kilobyte of YAML whose aliases expand to 2e11 values."""
 
 DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
     "card, absolute": (card("data_files: /etc/*.jsonl"), "README.md: '/etc/.*' leads out of the folder"),
@@ -500,9 +498,9 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
         "leads out of the folder",
     ),
     "card, folder": (card("data_dir: ../private"), "leads out of the folder"),
-    "card, URL": (card('data_files: "http://127.0.0.1:9/x.jsonl"'), "is no path inside the folder"),
-    "card, chain": (card('data_files: "zip://a.txt::http://127.0.0.1:9/x"'), "is no path inside"),
-    "card, bucket": (card("data_files: s3://bucket/x.jsonl"), "is no path inside the folder"),
+    "card, URL": (card('data_files: "http://127.0.0.1:9/x.jsonl"'), "is not a path inside the folder"),
+    "card, chain": (card('data_files: "zip://a.txt::http://127.0.0.1:9/x"'), "is not a path inside"),
+    "card, bucket": (card("data_files: s3://bucket/x.jsonl"), "is not a path inside the folder"),
     "other card": (card("data_files: ../private/*", ".huggingface.yaml"), "huggingface.yaml: .* leads out"),
     "index, above": (shards("mds", {"basename": "../private/notes.jsonl"}), "index.json: .* leads out"),
     "index, device": (shards("mds", {"basename": "/dev/zero"}), "leads out of the folder"),
@@ -543,14 +541,14 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
         shards("mds_bytes_zstd", {"bytes": 1 << 32}, bytes(400_000)),
         "more than 64 times its 400,000 bytes",
     ),
-    "flipped bit": (write_flipped, "a.jsonl.gz: cannot read it .IsalError"),
-    "bytes in arrow": (write_arrow_of_bytes, "it is not UTF-8 text"),
-    "index, compression": (shards("mds_bytes_zstd", compression=None), "index.json: cannot read it"),
-    "index, length": (shards("mds", {"bytes": math.inf}), "index.json: cannot read it .cannot convert float"),
-    "index, columns": (shards("mds", column_names=None), "index.json: cannot read it"),
-    "index, encodings": (shards("mds", column_encodings=[]), "index.json: cannot read it"),
-    "index, hashes": (shards("mds", {"hashes": ["sha1"]}), "cannot read it .*; copy it again"),
-    "index, sizes": (shards("mds", column_sizes=7), "cannot read it .*; copy it again"),
+    "flipped bit": (write_flipped, "a.jsonl.gz: cannot be read .IsalError"),
+    "bytes in arrow": (write_arrow_of_bytes, "is not UTF-8 text"),
+    "index, compression": (shards("mds_bytes_zstd", compression=None), "index.json: cannot be read"),
+    "index, length": (shards("mds", {"bytes": math.inf}), "index.json: cannot be read .cannot convert float"),
+    "index, columns": (shards("mds", column_names=None), "index.json: cannot be read"),
+    "index, encodings": (shards("mds", column_encodings=[]), "index.json: cannot be read"),
+    "index, hashes": (shards("mds", {"hashes": ["sha1"]}), "cannot be read .*; copy it again"),
+    "index, sizes": (shards("mds", column_sizes=7), "cannot be read .*; copy it again"),
     "index, empty": (
         lambda folder: write_file("index.json", '{"shards": []}')(folder).parent,
         "lists no shards",
@@ -565,7 +563,7 @@ def deep(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_data_stays_in_its_folder_and_within_bounds(name: str, tmp_path: Path, secret: Path) -> None:
+def test_untrusted_data_stays_in_folder_and_within_bounds(name: str, tmp_path: Path, secret: Path) -> None:
     (tmp_path / "data").mkdir()
     make, told = DATA[name]
     place = str(make(tmp_path / "data"))
@@ -588,7 +586,7 @@ LONG_NUMBER = "1" + "0" * 400
 
 
 @pytest.mark.parametrize("shards", ['[[1e999, 4, "a"]]', "[[1]]", "7", "null"])
-def test_a_damaged_index_of_prepared_tokens_is_one_line(shards: str, tmp_path: Path) -> None:
+def test_damaged_token_index_is_one_line_error(shards: str, tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(
         f'{{"format": {INDEX_FORMAT}, "made": "a", "kind": "text", "shards": {shards}}}'
     )
@@ -599,7 +597,7 @@ def test_a_damaged_index_of_prepared_tokens_is_one_line(shards: str, tmp_path: P
 
 
 @pytest.mark.parametrize("key", ["data.columns", "data.label_field"])
-def test_integers_of_any_length_are_refused_with_their_record(key: str, tmp_path: Path) -> None:
+def test_too_long_integer_error_names_record(key: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "words", "label": {LONG_NUMBER}, "weight": {LONG_NUMBER}}}\n')
     labelled = key == "data.label_field"
@@ -626,7 +624,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_template_time_and_memory_are_limited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limited_calls, "MAX_CALL_SECONDS", 1.0)
     chat = ConversationEncoder(tokenizer("qwen2_5"), TEMPLATES[name], NO_FRAME)
     began = time.monotonic()
@@ -664,7 +662,7 @@ def write_tokenizer(folder: Path, **parts: Any) -> str:
 
 
 @pytest.mark.parametrize("case", TOKENIZERS)
-def test_a_tokenizer_that_fails_is_one_line(case: str, tmp_path: Path) -> None:
+def test_failing_tokenizer_is_one_line_error(case: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data.tokenizer: ") as refused:
         loaded = load_tokenizer(write_tokenizer(tmp_path, **TOKENIZERS[case]))
         Vocabulary.from_tokenizer(loaded)
@@ -683,7 +681,7 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
         "encode a text",
     ),
     "doubles decoded text": ({"decoder": {"type": "Sequence", "decoders": double(21)}}, "decode tokens"),
-    # Each match tries a third of a million ways, and there is one at each position.
+    # Each match tries a third of a million paths, and there is one match at each position.
     "backtracks": ({"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "a+a+b"}}}, "encode a text"),
     "adds tokens without end": (
         {
@@ -700,10 +698,10 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
-def test_a_tokenizer_without_end_is_one_line(
+def test_endless_tokenizer_is_one_line_error(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limits are smaller here, because a call that is refused goes on until the process ends."""
+    """The limits are smaller here, because a rejected call continues until the process ends."""
     parts, action = BOMBS[case]
     monkeypatch.setattr(bounded_tokenizer, "SECONDS", 0.2)
     monkeypatch.setattr(bounded_tokenizer, "MEMORY", 1 << 25)
@@ -722,8 +720,8 @@ def test_a_tokenizer_without_end_is_one_line(
 TITLE = "\x1b]0;title\x07\x1b[2J\r"
 
 
-def test_data_commands_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Neither its texts, in the sample at the end, nor its name."""
+def test_terminal_escapes_of_data_are_not_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither the sample of the texts at the end nor the name of the file controls the terminal."""
     data = tmp_path / f"evil{TITLE[:-1]}.jsonl"
     rows = [{"text": f"{TITLE} {number} {SENTENCE}"} for number in range(40)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -751,7 +749,7 @@ class Signed:
     needs = ("log_probs",)
 
 
-def test_credentials_reach_no_file_that_is_published(tmp_path: Path, corpus: Path) -> None:
+def test_credentials_are_not_in_published_files(tmp_path: Path, corpus: Path) -> None:
     loss = f"{__name__}:Signed(name='sk-theNAME1', api_key='theVALUE')"
     assert leg(tmp_path / "run", corpus, {"train__loss": loss, "train__steps": 1}) == 0
     published = [*(tmp_path / "run" / "final").rglob("*"), tmp_path / "run" / "report.html"]

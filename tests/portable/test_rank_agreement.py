@@ -23,7 +23,7 @@ def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
 
 
 def refusal(folder: Path, corpus: Path, differ: Callable[[Path, Path], dict[str, Any]]) -> str:
-    """How a run is refused whose other ranks are started with what ``differ`` returns."""
+    """Return the error of a run whose other ranks use the settings that ``differ`` returns."""
     settings = differ(folder, corpus) if os.environ["RANK"] != "0" else {}
     with pytest.raises((UserError, ReportedElsewhereError)) as refused:
         leg(folder, corpus, settings)
@@ -45,7 +45,7 @@ def another_text(_: Path, corpus: Path) -> dict[str, Any]:
 
 
 def another_checkpoint(folder: Path, corpus: Path) -> dict[str, Any]:
-    """This host kept an older state of the run, as hosts without a common disk may."""
+    """Give this host an older state of the run, as hosts without a common disk may have."""
     own = folder.with_name("of this host")
     shutil.copytree(folder, own)
     shutil.rmtree(max((own / "checkpoints").iterdir()))
@@ -59,7 +59,7 @@ def another_checkpoint(folder: Path, corpus: Path) -> dict[str, Any]:
         (another_text, "the text of data.source"),
     ],
 )
-def test_ranks_that_differ_are_told_how(
+def test_start_check_names_difference_between_ranks(
     differ: Callable[[Path, Path], dict[str, Any]], named: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     said = ranks.run(2, refusal, tmp_path / "run", corpus, differ)
@@ -68,8 +68,10 @@ def test_ranks_that_differ_are_told_how(
     assert not (tmp_path / "run").exists()
 
 
-def test_hosts_that_would_go_on_from_different_steps(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_start_check_names_different_checkpoints_of_hosts(
+    tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
     assert ranks.run(2, leg, tmp_path / "run", corpus, {"train__stop_after": 2}) == 0
     said = ranks.run(2, refusal, tmp_path / "run", corpus, another_checkpoint)
-    assert "the checkpoint to go on from: 'step-000002' on rank 0, but 'step-000001' on rank 1" in said
+    assert "the checkpoint to continue from: 'step-000002' on rank 0, but 'step-000001' on rank 1" in said
     assert ranks.run(2, leg, tmp_path / "run", corpus, {"train__stop_after": 3}) == 0

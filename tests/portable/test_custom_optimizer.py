@@ -1,4 +1,4 @@
-"""Optimizers by import path: as a plain loop has them, on every engine, and in checkpoints that move."""
+"""Optimizers by import path: they match a plain loop on every engine, and their checkpoints move."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH: dict[str, Any] = {"train__global_batch_size": 12, "train__micro_batch_siz
 
 
 class Odd(torch.optim.Optimizer):
-    """Keeps rows, columns, the first weights, a table, whole numbers, and numbers of a group."""
+    """Optimizer with unusual state: rows, columns, the first weights, a table, integers and group numbers."""
 
     def __init__(self, groups: Any, lr: float) -> None:
         super().__init__(groups, {"lr": lr, "taken": 0})
@@ -57,7 +57,7 @@ class Odd(torch.optim.Optimizer):
 
 
 def sgd(groups: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """A function that makes one."""
+    """Build an optimizer by a function."""
     return torch.optim.SGD(groups, lr, momentum=0.9, nesterov=True, weight_decay=weight_decay)
 
 
@@ -100,7 +100,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_every_engine(
+def test_custom_optimizer_matches_plain_loop_on_every_engine(
     kind: str, name: str, truths: Any, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     size = ENGINES[name].sizes[0]
@@ -122,7 +122,7 @@ def leg(folder: Path, corpus: Path, given: dict[str, Any]) -> int:
     return run_rank(config.backend, config)
 
 
-# The last leg takes two steps: the loss of the second tells what was restored.
+# The last launch takes two steps, because the loss of the second step depends on the restored state.
 ROUTES = [
     ("nadam", [("full_shard", 3, 1), ("zero2", 2, 2), ("zero3", 3, 4), ("no_shard", 2, 6)]),
     ("nadam", [("xla", 2, 2), ("full_shard", 3, 4), ("xla", 4, 6)]),
@@ -131,7 +131,7 @@ ROUTES = [
 
 
 @pytest.mark.parametrize(("kind", "route"), ROUTES, ids=["nadam", "nadam, xla", "odd"])
-def test_moves(
+def test_custom_optimizer_state_moves_between_engines(
     kind: str, route: list[tuple[str, int, int]], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     given = settings(kind)
@@ -152,7 +152,7 @@ def test_moves(
             assert np.abs(a - b).mean() <= 0.05 * np.abs(b).mean(), f"{key} of {name}"
 
 
-def test_goes_on_bit_for_bit(corpus: Path, tmp_path: Path, ranks: RankPool) -> None:
+def test_custom_optimizer_resumes_bit_for_bit(corpus: Path, tmp_path: Path, ranks: RankPool) -> None:
     given = {**settings("odd"), "strategy": "full_shard", "train__steps": 4, "train__micro_batch_size": 6}
     assert ranks.run(2, leg, tmp_path / "whole", corpus, given) == 0
     for until in (2, 4):
@@ -162,11 +162,11 @@ def test_goes_on_bit_for_bit(corpus: Path, tmp_path: Path, ranks: RankPool) -> N
     assert weights[0] == weights[1]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 class KeepsShards(torch.optim.NAdam):
-    """Keeps a number that follows from one rank's shard."""
+    """Optimizer whose state depends on the shard of a rank."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -197,20 +197,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"train\.betas: has no effect .* NAdam\(betas=\.\.\.\)",
     ),
     "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO's flat partitions; use strategy full_shard"),
-    f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set it to 0"),
-    f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_user_optimizer\.py, line \d+\)"),
+    f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set train.weight_decay to 0"),
+    f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_custom_optimizer\.py, line \d+\)"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused_before_the_run(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_custom_optimizer_with_errors_is_rejected(name: str, corpus: Path, tmp_path: Path) -> None:
     given, told = REFUSED[name]
     with pytest.raises(UserError, match=told) as caught:
         resolve_run(configured(tmp_path, corpus, train__optimizer=name, **given), "cpu")
     assert "\n" not in str(caught.value)
 
 
-def test_state_that_differs_between_ranks_is_refused(corpus: Path, tmp_path: Path, ranks: RankPool) -> None:
+def test_custom_optimizer_state_must_agree_between_ranks(
+    corpus: Path, tmp_path: Path, ranks: RankPool
+) -> None:
     given = {**settings("nadam"), "strategy": "full_shard", "train__optimizer": f"{HERE}:KeepsShards"}
     with pytest.raises(AssertionError, match=r"the state 'norm' of .* differs between the ranks that share"):
         ranks.run(2, leg, tmp_path, corpus, given)
@@ -224,7 +226,7 @@ def test_state_that_differs_between_ranks_is_refused(corpus: Path, tmp_path: Pat
         ("torch.optim:SGD(momentum=0.9, dampening=0.5)", r"creates state from the first gradient"),
     ],
 )
-def test_what_xla_cannot_compile_is_refused(
+def test_custom_optimizer_that_xla_cannot_compile_is_rejected(
     name: str, told: str, corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     config = configured(tmp_path, corpus, **BATCH, backend="xla", train__optimizer=name)

@@ -1,4 +1,4 @@
-"""Checkpoints made to harm: links, pipes, names and views; what must neither be followed nor waited for."""
+"""Malicious checkpoints: links, pipes, names and views that must be neither followed nor waited for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-def test_no_companion_is_fetched_through_a_link(
+def test_convert_does_not_copy_companions_through_links(
     tmp_path: Path, secret: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = model(tmp_path / "in")
@@ -65,7 +65,7 @@ def test_no_companion_is_fetched_through_a_link(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json"])
-def test_no_file_is_read_through_a_link(
+def test_convert_does_not_read_files_through_links(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, other = model(tmp_path / "in"), model(tmp_path / "other")
@@ -76,16 +76,16 @@ def test_no_file_is_read_through_a_link(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_step_behind_a_link_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_does_not_select_step_behind_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = model(tmp_path / "other")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-000002").symlink_to(other)
     assert "is not followed" in error_of(capsys, tmp_path / "run", tmp_path / "out")
-    (tmp_path / "link").symlink_to(other)  # what a person names, they mean
+    (tmp_path / "link").symlink_to(other)  # a link that the user names is followed
     assert main([str(tmp_path / "link"), str(tmp_path / "out"), "--quiet"]) == 0
 
 
-def test_a_snapshot_of_the_hub_links_to_its_blobs(tmp_path: Path) -> None:
+def test_convert_follows_links_to_hub_blobs(tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--org--name"
     made = model(tmp_path / "made")
     snapshot = repository / "snapshots" / "abc"
@@ -94,13 +94,13 @@ def test_a_snapshot_of_the_hub_links_to_its_blobs(tmp_path: Path) -> None:
     for path in made.iterdir():
         path.rename(repository / "blobs" / f"{path.name}-hash")
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}-hash")
-    (snapshot / "vocab.txt").symlink_to("../../refs")  # of the repository, and yet no blob
+    (snapshot / "vocab.txt").symlink_to("../../refs")  # in the repository, but not a blob
     (repository / "refs").write_text("main")
     write_safetensors(open_checkpoint(snapshot), tmp_path / "out", progress=False)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
 
 
-def test_an_output_that_is_a_link_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_does_not_replace_output_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, mine = model(tmp_path / "in"), tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("years")
@@ -113,7 +113,7 @@ def test_an_output_that_is_a_link_is_not_replaced(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "latest", "config.json", "latest_universal"])
-def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+def test_open_checkpoint_does_not_wait_for_pipe(name: str, tmp_path: Path) -> None:
     source = model(tmp_path / "in")
     (source / name).unlink(missing_ok=True)
     os.mkfifo(source / name)
@@ -124,20 +124,20 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
     assert done
 
 
-# -- what a file says ----------------------------------------------------------------------------------------
+# -- values in files ----------------------------------------------------------------------------------------
 
 
-def test_a_view_that_repeats_its_storage_is_not_written_out(
+def test_convert_rejects_views_that_repeat_storage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stride of 0, and many views of one storage: a few kilobytes that come to 256 MB."""
+    """With a stride of 0, or with many views of one storage, a few kilobytes expand to 256 MB."""
     bomb = {"a": torch.zeros(1).expand(8192, 8192)}
     torch.save(bomb, tmp_path / "one.pt")
     storage = torch.zeros(1 << 10)
     torch.save({f"a{i}": storage[i:].expand(1 << 10, -1) for i in range(100)}, tmp_path / "many.pt")
     for name in ("one.pt", "many.pt"):
         line = error_of(capsys, tmp_path / name, tmp_path / "out")
-        assert "more than 8 times as many" in line and "--expand" in line
+        assert "more than 8 times as much" in line and "--expand" in line
         error_of(capsys, tmp_path / name, tmp_path / "out", "--dry-run")
     assert not (tmp_path / "out").exists()
     assert main([str(tmp_path / "many.pt"), str(tmp_path / "out"), "--expand", "--quiet"]) == 0
@@ -145,18 +145,18 @@ def test_a_view_that_repeats_its_storage_is_not_written_out(
     assert main([str(tmp_path / "small.pt"), str(tmp_path / "small"), "--quiet"]) == 0
 
 
-def test_holes_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of 4 kB on the disk that is 2 GiB long."""
+def test_convert_rejects_large_sparse_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file uses 4 kB on the disk, but is 2 GiB long."""
     header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 29], "data_offsets": [0, 1 << 31]}}).encode()
     source = model(tmp_path / "in")
     with (source / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (1 << 31))
-    assert "more than 8 times as many" in error_of(capsys, source, tmp_path / "out")
+    assert "more than 8 times as much" in error_of(capsys, source, tmp_path / "out")
 
 
-def test_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of shards, of parameters in a pickle, and of those that an optimizer's groups list."""
+def test_convert_rejects_invalid_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The names belong to shards, to parameters in a pickle, or to the groups of an optimizer."""
     source = model(tmp_path / "in")
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "\ud800"}}))
@@ -171,7 +171,7 @@ def test_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_names_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_escapes_names_on_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = "a\x1b[2J\x1b]0;title\x07\nerror: your disk is full"
     source = model(tmp_path / "in", **{evil: torch.zeros(3)})
     assert main([str(source), str(tmp_path / "out"), "--dry-run"]) == 0
@@ -186,7 +186,9 @@ def test_names_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     "url", ["s3:/AKIAKEY:SECRETSECRET@bucket/run", "s3:KEY:SECRETSECRET@bucket", "gs:/b/c"]
 )
-def test_a_slash_too_few_is_no_folder(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_rejects_url_with_one_slash(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for argv in ((url, tmp_path / "out"), (model(tmp_path / "in"), url)):
         line = error_of(capsys, *argv)
         assert "two slashes" in line and "SECRET" not in line
@@ -195,14 +197,16 @@ def test_a_slash_too_few_is_no_folder(url: str, tmp_path: Path, capsys: pytest.C
     assert parse_path_or_url(str(tmp_path / "a:")) == tmp_path / "a:"
 
 
-# -- an output that cannot be told of ------------------------------------------------------------------------
+# -- closed standard output ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("redirect", "code", "error"),
     [("> /dev/full", 1, "error: standard output: "), ("| true", 141, ""), (">&-", 0, "")],
 )
-def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path: Path) -> None:
+def test_convert_survives_closed_standard_output(
+    redirect: str, code: int, error: str, tmp_path: Path
+) -> None:
     source = model(tmp_path / "in")
     convert = f"{sys.executable} -m portable.converters.cli {source} {tmp_path / 'out'}"
     command = f"set -o pipefail; {convert} {redirect}"
@@ -229,7 +233,7 @@ def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path:
         ("{}", "file://link"),
     ],
 )
-def test_the_source_is_not_replaced_under_another_name(
+def test_convert_rejects_output_that_is_source(
     source: str, out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "src"
@@ -255,7 +259,7 @@ def replace(target: Path, content: str) -> None:
         (output.folder / "config.json").write_text(content)
 
 
-def test_without_an_exchange_it_is_replaced_or_restored(
+def test_output_is_replaced_or_restored_without_atomic_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange_module, "exchange_paths", lambda *_: False)
@@ -271,7 +275,7 @@ def test_without_an_exchange_it_is_replaced_or_restored(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_leftovers_go_and_living_work_stays(tmp_path: Path) -> None:
+def test_output_cleanup_removes_only_leftovers_of_dead_processes(tmp_path: Path) -> None:
     target, living = tmp_path / "out", tmp_path / ".out.tmp-77-abcdef"
     strangers = [".out.tmp-mine", ".out.tmp-1-abcdeg", ".other.tmp-1-abcdef", ".out.tmp-1-abcdefg"]
     for name in [".out.tmp-1-abcdef", ".out.old-2-abcdef", living.name, *strangers]:
@@ -289,7 +293,7 @@ def test_leftovers_go_and_living_work_stays(tmp_path: Path) -> None:
     assert kept == {"out", living.name, ".out.tmp-3-abcdef", *strangers}
 
 
-def test_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_replacement_of_output_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out"
     replace(target, "whole")
 

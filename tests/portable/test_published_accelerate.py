@@ -1,4 +1,4 @@
-"""Published Accelerate configs: the run is what Accelerate's own launcher and plugins make of them."""
+"""Published Accelerate configs: the run has the settings that Accelerate's launcher and plugins derive."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def invoked(shape: Shape, folder: Path) -> Invocation:
 
 
 def launched(folder: Path) -> tuple[Any, dict[str, str]]:
-    """What ``accelerate launch`` makes of the file: its arguments and the ranks' environment."""
+    """Return the arguments of ``accelerate launch`` for the file, and the environment of its ranks."""
     file, counted = str(folder / "accelerate.yaml"), []
     if yaml.safe_load((folder / "accelerate.yaml").read_text()).get("num_processes") in (None, -1):
-        counted = ["--num_processes", "1"]  # as it demands
+        counted = ["--num_processes", "1"]  # required by the launcher
     given = launch_command_parser().parse_args(["--config_file", file, *counted, "train.py"])
     arguments, defaults, with_precision = _validate_launch_command(given)
     arguments.main_process_port = 0
@@ -64,20 +64,21 @@ def pairs(
     yield "context parallel", config.context_parallel_size, max(map(int, sizes))
     layers = int(environment.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
     yield "tensor parallel", config.tensor_parallel_size, layers
-    if config.precision != "auto":  # a file that is silent leaves it to the run, or there to the script
+    if config.precision != "auto":  # without the key, the run decides here, and the script there
         yield "precision", config.precision, PRECISIONS[environment["ACCELERATE_MIXED_PRECISION"]]
-    dynamo = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()  # which it tells no DeepSpeed run
+    # which Accelerate does not pass to DeepSpeed
+    dynamo = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     yield "compile", config.compile_backend if config.compile else "no", dynamo
     if arguments.use_deepspeed:
         yield from deepspeed(config)
     elif arguments.use_fsdp:
         yield from fsdp(config, given)
-    elif not arguments.tpu:  # XLA's ranks share, where Accelerate's replicate: a note says so
+    elif not arguments.tpu:  # XLA's ranks share the batch, Accelerate's replicate it, as a note reports
         yield "strategy", config.strategy, "no_shard"
 
 
 def fsdp(config: RunConfig, given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    with pytest.MonkeyPatch.context() as patch:  # how weights are loaded, for which it wants a GPU
+    with pytest.MonkeyPatch.context() as patch:  # options of weight loading, which require a GPU
         patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
         patch.setenv("FSDP_SYNC_MODULE_STATES", "false")
         plugin = FullyShardedDataParallelPlugin()
@@ -91,7 +92,7 @@ def fsdp(config: RunConfig, given: dict[str, Any]) -> Iterator[tuple[str, Any, A
         yield "forward_prefetch", forward, plugin.forward_prefetch
         backward = plugin.backward_prefetch and plugin.backward_prefetch.name.lower()
         ours = config.fsdp.backward_prefetch
-        if "fsdp_backward_prefetch_policy" not in given:  # its old name, to which Accelerate is deaf today
+        if "fsdp_backward_prefetch_policy" not in given:  # its old name, which Accelerate ignores today
             yield "backward_prefetch", None if ours == "no_prefetch" else ours, backward
     offload = getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)
     offload = bool(offload) and type(offload).__name__ != "OffloadPolicy"
@@ -132,7 +133,7 @@ def deepspeed(config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if not s.refused], ids=lambda shape: shape.name)
-def test_is_what_accelerate_makes_of_it(
+def test_published_accelerate_config_matches_accelerate(
     shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     invocation = invoked(shape, tmp_path)
@@ -159,7 +160,7 @@ def test_is_what_accelerate_makes_of_it(
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.refused], ids=lambda shape: shape.name)
-def test_is_refused_with_good_reason(shape: Shape, tmp_path: Path) -> None:
+def test_published_accelerate_config_is_rejected_with_reason(shape: Shape, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=shape.refused) as refused:
         invoked(shape, tmp_path)
     assert "\n" not in str(refused.value)

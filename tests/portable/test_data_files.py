@@ -1,6 +1,6 @@
-"""Files and folders as people have them, here or in a store: all records are read, or a line says why not.
+"""Unusual files and folders, on disk or in a store: all records are read, or the error names the reason.
 
-Files of tokens of other programs: the tokens and documents that they wrote, or a refusal.
+Token files of other programs give the tokens and documents that were written, or an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXTS = [f"record {number}, of words" for number in range(20)]
 
 @pytest.fixture(params=["file", "stream"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., DataSource]:
-    """Open a source as a whole, or as a stream."""
+    """Open a source for a cache, or as a stream."""
     cache = tmp_path / "cache"
 
     def open_one(path: Path, task: str = "causal-lm", **data: Any) -> DataSource:
@@ -63,8 +63,11 @@ def parquet(path: Path, columns: dict[str, Any]) -> Path:
 # -- tables -------------------------------------------------------------------------------------------------
 
 
-def test_csv(opened: Callable[..., DataSource], tmp_path: Path) -> None:
-    """A mark at the start, line ends of Windows in cells, texts like numbers and like nothing."""
+def test_csv_source_reads_cells_as_text(opened: Callable[..., DataSource], tmp_path: Path) -> None:
+    """The file has a byte order mark, and Windows line ends in cells.
+
+    Some texts resemble numbers or missing values.
+    """
     path = tmp_path / "a.csv"
     cells = ["1.50", "NA", "", "None", "two\r\nlines", "ß, quoted"]
     lines = "".join(f'"{cell}",{number}\r\n' for number, cell in enumerate(cells))
@@ -78,7 +81,7 @@ def test_csv(opened: Callable[..., DataSource], tmp_path: Path) -> None:
     assert "its columns are separated by ';', not by commas" in refusal(opened(path))
 
 
-def test_lines_of_csv_with_too_many_cells(
+def test_csv_source_reports_line_with_too_many_cells(
     opened: Callable[..., DataSource], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.csv"
@@ -94,15 +97,17 @@ def test_lines_of_csv_with_too_many_cells(
 
 
 @pytest.mark.parametrize("split", ["file", "line"])
-def test_utf_16_is_not_taken_for_text(opened: Callable[..., DataSource], split: str, tmp_path: Path) -> None:
+def test_text_source_rejects_utf_16(opened: Callable[..., DataSource], split: str, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
         path.write_text("\n".join(TEXTS), encoding=encoding)
         assert "convert it (iconv -t utf-8)" in refusal(opened(path, text_split=split))
 
 
-def test_the_first_file_is_empty(opened: Callable[..., DataSource], tmp_path: Path) -> None:
-    """The format is that of the first record, wherever it is."""
+def test_source_detects_format_if_first_file_is_empty(
+    opened: Callable[..., DataSource], tmp_path: Path
+) -> None:
+    """The first record decides the format, wherever it is."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").touch()
     (tmp_path / "data" / "b.jsonl").write_text("\n")
@@ -117,8 +122,8 @@ def test_the_first_file_is_empty(opened: Callable[..., DataSource], tmp_path: Pa
 # -- folders ------------------------------------------------------------------------------------------------
 
 
-def test_linked_folders(opened: Callable[..., DataSource], tmp_path: Path) -> None:
-    """Each once, also in a circle; none that leaves the folder."""
+def test_source_reads_linked_folders_once(opened: Callable[..., DataSource], tmp_path: Path) -> None:
+    """Each folder is read once, also if links form a cycle. A link that leaves the folder is rejected."""
     for name in ("data", "data/.hidden", "data/store"):
         (tmp_path / name).mkdir()
         write_jsonl(tmp_path / name / "x.jsonl", [{"text": name}])
@@ -150,8 +155,10 @@ configs:
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_a_copy_of_a_dataset_of_the_hub(card: str, opened: Callable[..., DataSource], tmp_path: Path) -> None:
-    """Only the files of one split, which the card tells or their names."""
+def test_source_of_hub_dataset_copy_reads_one_split(
+    card: str, opened: Callable[..., DataSource], tmp_path: Path
+) -> None:
+    """Only the files of one split are read. The card or the file names define the splits."""
     folder = tmp_path / "copy"
     parquet(folder / "data" / "a-train.parquet", {"text": ["to train on"]})
     parquet(folder / "data" / "b-test.parquet", {"text": ["to evaluate"]})
@@ -163,12 +170,12 @@ def test_a_copy_of_a_dataset_of_the_hub(card: str, opened: Callable[..., DataSou
         return
     assert texts(opened(folder)) == ["to train on"]
     assert texts(opened(folder, split="held" if card == "splits" else "test")) == ["to evaluate"]
-    with pytest.raises(UserError, match=rf"data.split: {folder} has no split 'none' of files; it has train"):
+    with pytest.raises(UserError, match=rf"{folder} has no split 'none' of files; use one of train"):
         opened(folder, split="none")
 
 
-def test_saved_datasets(tmp_path: Path) -> None:
-    """Records and tokens, also with splits."""
+def test_source_reads_dataset_saved_to_disk(tmp_path: Path) -> None:
+    """The dataset has records or tokens, also with splits."""
     import datasets
 
     rows = datasets.Dataset.from_list([{"text": text, "label": at % 2} for at, text in enumerate(TEXTS)])
@@ -181,7 +188,9 @@ def test_saved_datasets(tmp_path: Path) -> None:
     assert [(found.text, found.label) for found in test.iter_documents()] == [(TEXTS[7], 1)]
     with pytest.raises(UserError, match=r"data.split: .* has no split 'dev'; it has test, train"):
         source(str(tmp_path / "splits"), split="dev")
-    with pytest.raises(UserError, match=r"data.stream: .* was saved with save_to_disk; set it to false"):
+    with pytest.raises(
+        UserError, match=r"data.stream: .* was saved with save_to_disk; set data.stream to false"
+    ):
         source(str(tmp_path / "rows"), stream=True)
 
 
@@ -193,7 +202,7 @@ WORDS = ["one line of text", "another,\nwith two lines", "å third"]
 
 @pytest.fixture
 def bucket(tmp_path: Path, s3: ObjectStore) -> Path:
-    """A folder of one file of each kind, and its copy in the bucket as `data`."""
+    """Write a folder with one file of each kind, and its copy in the bucket as `data`."""
     folder = tmp_path / "data"
     (folder / "more" / "deep").mkdir(parents=True)
     (folder / ".hidden").mkdir()
@@ -220,7 +229,7 @@ def fetched(name: str | list[str], cache: Path) -> DataSource:
         ("", 13),
     ],
 )
-def test_the_same_documents_as_from_a_disk(
+def test_object_store_source_equals_disk(
     pattern: str, count: int, s3: ObjectStore, bucket: Path, tmp_path: Path
 ) -> None:
     here = list(source(str(bucket / pattern)).iter_documents())
@@ -228,7 +237,9 @@ def test_the_same_documents_as_from_a_disk(
     assert list(there.iter_documents()) == here and len(here) == count
 
 
-def test_fetched_once_until_it_changes(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
+def test_object_store_source_is_fetched_again_only_if_changed(
+    s3: ObjectStore, bucket: Path, tmp_path: Path
+) -> None:
     names = [s3.url("data/b.jsonl"), s3.url("data/more/*.json")]
     given = fetched(names, tmp_path / "cache")
     size = (bucket / "b.jsonl").stat().st_size
@@ -244,7 +255,7 @@ def test_fetched_once_until_it_changes(s3: ObjectStore, bucket: Path, tmp_path: 
     assert next(document.text for document in changed.iter_documents()) == "two line of text"
 
 
-def test_refusals_name_the_url(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
+def test_object_store_source_error_names_url(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
     def refusal(name: str | list[str]) -> str:
         with pytest.raises(UserError) as caught:
             list(fetched(name, tmp_path / "cache").iter_documents())
@@ -260,7 +271,7 @@ def test_refusals_name_the_url(s3: ObjectStore, bucket: Path, tmp_path: Path) ->
     assert "denied" in refusal(s3.url("data/a.txt"))
 
 
-def test_a_damaged_copy_is_fetched_again(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
+def test_object_store_source_refetches_damaged_copy(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
     name = s3.url("data/b.jsonl")
     first = list(fetched(name, tmp_path / "cache").iter_documents())
     (copy,) = (tmp_path / "cache").rglob("b.jsonl")
@@ -274,7 +285,7 @@ def test_a_damaged_copy_is_fetched_again(s3: ObjectStore, bucket: Path, tmp_path
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
-    """A tokenizer's folder and its end token."""
+    """Return a tokenizer's folder and its end token."""
     folder = tmp_path_factory.mktemp("tokenizer")
     made = train_tokenizer(source(str(corpus(folder))), 300, folder)
     made.save_pretrained(folder / "saved")
@@ -292,12 +303,12 @@ def flat(written: Sequence[Sequence[int]]) -> list[int]:
 
 
 def nanogpt(path: Path, written: Sequence[Sequence[int]]) -> None:
-    """As data/*/prepare.py of nanoGPT does."""
+    """Write tokens as data/*/prepare.py of nanoGPT does."""
     np.array(flat(written), dtype=np.uint16).tofile(path)
 
 
 def llm_c(path: Path, written: Sequence[Sequence[int]]) -> None:
-    """As write_datafile of llm.c's data_common.py does."""
+    """Write tokens as write_datafile of llm.c's data_common.py does."""
     tokens = np.array(flat(written), dtype=np.uint16)
     header = np.zeros(256, dtype=np.int32)
     header[:3] = 20240520, 1, len(tokens)
@@ -305,7 +316,7 @@ def llm_c(path: Path, written: Sequence[Sequence[int]]) -> None:
 
 
 def megatron(path: Path, written: Sequence[Sequence[int]]) -> None:
-    """As IndexedDatasetBuilder of Megatron-LM does: each document is two sequences here."""
+    """Write tokens as IndexedDatasetBuilder of Megatron-LM does. Each document is two sequences here."""
     parts = [part for text in written for part in (text[: len(text) // 2], text[len(text) // 2 :])]
     np.array(flat(written), dtype=np.int32).tofile(path)
     sizes = np.array([len(part) for part in parts], dtype=np.int32)
@@ -321,12 +332,14 @@ def built(path: Path | str, tokenizer: str, folder: Path, **more: Any) -> Any:
 
 
 def found_in(data: Any) -> list[list[int]]:
-    return [data.tokens.read_document("text", n).tolist() for n in range(data.tokens.documents)]
+    return [
+        data.first_tokens.read_document("text", n).tolist() for n in range(data.first_tokens.num_documents)
+    ]
 
 
 @pytest.mark.parametrize("write", [nanogpt, llm_c, megatron])
 @pytest.mark.parametrize("chunk", [7, 1 << 22])
-def test_tokens_and_documents_are_those_of_the_file(
+def test_token_file_source_reads_tokens_and_documents(
     write: Any, chunk: int, tokenizer: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_files, "_CHUNK", chunk)
@@ -338,7 +351,7 @@ def test_tokens_and_documents_are_those_of_the_file(
     assert data.train[2]["input_ids"].tolist() == flat(written)[32:48]
 
 
-def test_wrong_files_are_refused_in_one_line(tokenizer: tuple[str, int], tmp_path: Path) -> None:
+def test_token_file_source_rejects_bad_files_in_one_line(tokenizer: tuple[str, int], tmp_path: Path) -> None:
     folder, end = tokenizer
     path = tmp_path / "some.bin"
 
@@ -352,7 +365,7 @@ def test_wrong_files_are_refused_in_one_line(tokenizer: tuple[str, int], tmp_pat
     refused("has the token 60000, beyond the 300 of the tokenizer")
     llm_c(path, documents(end))
     path.write_bytes(path.read_bytes()[:-2])
-    refused("not those of .* tokens of 2 bytes; copy the file again")
+    refused("not the size of .* tokens of 2 bytes; copy the file again")
     path.unlink()
     megatron(path, documents(end))
     path.write_bytes(path.read_bytes()[:-4])
@@ -361,8 +374,8 @@ def test_wrong_files_are_refused_in_one_line(tokenizer: tuple[str, int], tmp_pat
     path.with_suffix(".idx").write_bytes(whole[:60])
     refused("some.idx: is cut off")
     path.with_suffix(".idx").write_bytes(b"x" * 100)
-    refused("is no index of Megatron's")
-    with pytest.raises(UserError, match=r"data.tokenizer: .* has tokens and no text"):
+    refused("is not an index of Megatron")
+    with pytest.raises(UserError, match=r"data.tokenizer: .* contains tokens, not text"):
         build_data(DataConfig(source=str(path), cache_dir=str(tmp_path / "cache")))
 
 
@@ -370,7 +383,7 @@ def test_wrong_files_are_refused_in_one_line(tokenizer: tuple[str, int], tmp_pat
 
 WRITTEN = Path(__file__).parent.parent / "published" / "tokens"
 DOCUMENTS = [[at + n for at in range(n % 7 + 3)] for n in range(50)]
-"""The documents that the programs were given."""
+"""Input documents of the programs."""
 SHARDED = {
     "mds": DOCUMENTS,
     "mds_bytes_zstd": DOCUMENTS,
@@ -380,8 +393,10 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_shards_of_other_programs(name: str, tokenizer: tuple[str, int], tmp_path: Path) -> None:
-    """Files that Mosaic Streaming and litdata wrote; as a stream, each shard is read when it is needed."""
+def test_token_shards_of_other_programs_are_read(
+    name: str, tokenizer: tuple[str, int], tmp_path: Path
+) -> None:
+    """Mosaic Streaming and litdata wrote the files. As a stream, each shard is read when it is needed."""
     data = built(WRITTEN / name, tokenizer[0], tmp_path, seq_len=4)
     found = found_in(data)
     if name == "litdata":  # whose chunks come in the order in which its workers wrote them
@@ -399,26 +414,28 @@ def test_shards_of_other_programs(name: str, tokenizer: tuple[str, int], tmp_pat
     ("name", "file"),
     [("mds", "shard.00001.mds"), ("mds_bytes_zstd", "shard.00001.mds.zstd"), ("litdata", "chunk-0-1.bin")],
 )
-def test_damaged_shards_are_refused(name: str, file: str, tokenizer: tuple[str, int], tmp_path: Path) -> None:
+def test_damaged_token_shards_are_rejected(
+    name: str, file: str, tokenizer: tuple[str, int], tmp_path: Path
+) -> None:
     folder = tmp_path / name
     shutil.copytree(WRITTEN / name, folder)
     content = (folder / file).read_bytes()
     (folder / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=f"{file}: cannot read it"):
+    with pytest.raises(UserError, match=f"{file}: cannot be read"):
         built(folder, tokenizer[0], tmp_path)
     index = (WRITTEN / name / "index.json").read_text()
-    if name == "mds_bytes_zstd":  # its checksum tells
+    if name == "mds_bytes_zstd":  # its checksum differs
         (folder / file).write_bytes(content)
         first = json.loads(index)["shards"][0]["raw_data"]["hashes"]["sha1"]
         (folder / "index.json").write_text(index.replace(first, "0" * 40))
         with pytest.raises(UserError, match=r"another sha1 than in index.json"):
             built(folder, tokenizer[0], tmp_path)
     (folder / "index.json").write_text(json.dumps({"shards": [{"format": "mds"}]}))
-    with pytest.raises(UserError, match=r"index.json: cannot read it"):
+    with pytest.raises(UserError, match=r"index.json: cannot be read"):
         built(folder, tokenizer[0], tmp_path)
 
 
-def test_a_dataset_saved_to_disk(tokenizer: tuple[str, int], tmp_path: Path) -> None:
+def test_token_source_reads_dataset_saved_to_disk(tokenizer: tuple[str, int], tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     saved = datasets.Dataset.from_dict({"input_ids": DOCUMENTS, "more": list(range(50))})
     saved.save_to_disk(tmp_path / "plain", num_shards=3)
