@@ -52,7 +52,10 @@ class Result:
         return folder if folder.is_dir() else None
 
     def _repr_html_(self) -> str | None:
-        """Return the report of the run in a frame that isolates its styles and script from the notebook."""
+        """Return the run's report as an iframe, which isolates its styles and script from the notebook.
+
+        Returns None if there is no report. The notebook then falls back to the plain representation.
+        """
         path = self.folder / REPORT_FILE
         if not path.exists():
             return None
@@ -71,7 +74,7 @@ def replace_settings_with_objects(
     schedule: Any = None,
     optimizer: Any = None,
 ) -> RunConfig:
-    """Replace the settings for which objects are passed to :func:`train` by names of these objects.
+    """Replace objects that are passed to :func:`train` as settings by names of these objects.
 
     Args:
         config: Config of the run.
@@ -206,8 +209,8 @@ def plan(
 
     Args:
         config: Config of the run, from :func:`portable.load_config`.
-        device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. If None, the
-            device is unknown, and the plan says what each strategy needs instead of what fits.
+        device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. If None, the device is
+            unknown, and the plan shows the memory that each strategy needs instead of what fits.
         devices: Number of devices.
         device_memory: Memory of a device, for example ``80GB``, instead of ``device`` or to override it.
         host_memory: Memory of a node, for example ``512GB``. It limits offloading.

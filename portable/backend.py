@@ -102,8 +102,8 @@ class Engine(Protocol):
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
             global_weight: Number of target tokens in the global batch, or the sum of their weights if
-                ``train.loss`` uses weights. The summed loss is divided by this device scalar, which comes
-                from :meth:`Backend.sum_host_numbers`.
+                ``train.loss`` uses weights. Device scalar from :meth:`Backend.sum_host_numbers`. The summed
+                loss is divided by it.
             is_last_micro_batch: Whether this is the last micro-batch before :meth:`take_optimizer_step`,
                 which means that the gradients must be reduced across ranks.
             with_token_metrics: Whether to also compute token accuracy and entropy.
@@ -204,7 +204,7 @@ class DriverMemory(NamedTuple):
     """Memory of a device, as counted by its driver."""
 
     used_bytes: int
-    """Memory in use, which includes the memory of libraries and of other processes."""
+    """Memory in use, including the memory of libraries and other processes."""
     total_bytes: int
     """Memory of the device."""
 

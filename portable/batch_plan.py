@@ -54,7 +54,7 @@ class BatchPlan:
     seed: int
     """Seed of the run."""
     one_program: bool = False
-    """Whether all ranks draw the same random numbers; see ``Backend.one_program``."""
+    """Whether all ranks draw the same random numbers. See ``Backend.one_program``."""
     sequence_part: SequencePart = WHOLE_SEQUENCE
     """Part of each sequence that this rank processes."""
     groups_per_rank: int = 1
@@ -111,7 +111,7 @@ def compute_batch_plan(
         world_size: Number of ranks.
         rank: Rank to compute the plan for.
         devices_per_rank: Number of devices of each rank.
-        one_program: Whether all ranks run one program; see ``Backend.one_program``.
+        one_program: Whether all ranks run one program. See ``Backend.one_program``.
 
     Raises:
         UserError: If there are more ranks than sequences, or if a size does not divide.

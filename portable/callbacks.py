@@ -122,7 +122,7 @@ class Callback:
 
 
 class StepRequests(NamedTuple):
-    """Requests of callbacks after a step, which are the same on all ranks."""
+    """Requests of callbacks after a step. They are the same on all ranks."""
 
     stop: bool
     """Whether to end the run."""
@@ -131,7 +131,7 @@ class StepRequests(NamedTuple):
 
 
 class Run:
-    """Run in training, which is passed to every callback. Each rank has its own object.
+    """Run in training. It is passed to every callback. Each rank has its own object.
 
     Attributes:
         config: Resolved config.
@@ -145,12 +145,12 @@ class Run:
 
         prepared, backend, engine, progress, checkpoints: Parts of this launch.
         first_step: First step of this launch.
-        end_step: Step at which this launch ends.
+        end_step: Last step of this launch.
         is_stopped_by_signal: Whether a signal ends this launch after the latest step.
         result: Result of the latest step, on the device.
-        callbacks: Callbacks, in the order in which they are called.
+        callbacks: Callbacks, in call order.
         health: Reporter of skipped updates.
-        pending_values: Values for the next logged step; see :meth:`log`.
+        pending_values: Values for the next logged step. See :meth:`log`.
         is_stop_requested, is_save_requested: Requests of this rank's callbacks.
     """
 
@@ -225,15 +225,15 @@ class Run:
         self.is_save_requested = True
 
     def generate(self, prompt: str, *, max_new_tokens: int = 64, seed: int = 0) -> str:
-        """Continue a text with the current weights. Must be called on all ranks with the same arguments.
+        """Continue a prompt with the current weights. Must be called on all ranks with the same arguments.
 
         Args:
             prompt: Text to continue.
             max_new_tokens: Maximum number of tokens to generate.
-            seed: Random seed for sampling.
+            seed: Sampling seed.
 
         Returns:
-            The continuation without the prompt.
+            The decoded continuation without the prompt, the same on all ranks.
         """
         ids: list[int] = encode_text(self.tokenizer, prompt)["input_ids"]
         tokens = torch.tensor([ids], dtype=torch.int64)
@@ -253,12 +253,10 @@ class Run:
         return self.is_stopped_by_signal or self.step == self.end_step
 
     def logs_step(self, step: int) -> bool:
-        """Return whether a step is logged, unless a signal makes it the last step, which is always logged.
-
-        The first step of a launch is logged, because the next logged step may be minutes away.
+        """Return whether a step is logged.
 
         Args:
-            step: Number of the step, counted from 1.
+            step: Step, counted from 1.
         """
         return step in (self.first_step, self.end_step) or step % self.config.log.every_steps == 0
 
@@ -296,8 +294,8 @@ class Run:
     def finish_step(self) -> None:
         """Call the callbacks after a step, and let them log, evaluate and save if this is due.
 
-        Evaluations come before saves, because a checkpoint contains the best evaluations. If a signal ends
-        the launch, a checkpoint is saved but nothing is evaluated.
+        Evaluations run before saves, because a checkpoint contains the best evaluations. If a signal ends the
+        launch, a checkpoint is saved but nothing is evaluated.
         """
         self.call_callbacks("on_step")
         if self.is_last_step or self.logs_step(self.step):
@@ -321,20 +319,27 @@ class Run:
 
     @contextmanager
     def measure_pause(self) -> Iterator[None]:
-        """Measure the time within this context, which callbacks exclude from the throughput of the steps."""
+        """Measure the time within this context, and report it to all callbacks as a pause.
+
+        Callbacks exclude pauses from the throughput of the steps. Nothing is reported if the context raises.
+        """
         begun = time.perf_counter()
         yield
         self.call_callbacks("record_pause", time.perf_counter() - begun)
 
     def exchange_requests(self) -> StepRequests:
-        """Exchange and reset the requests of all ranks' callbacks. A collective call.
+        """Exchange and reset the requests of all ranks' callbacks. A collective call with custom callbacks.
+
+        A stop request is not reset, so that the run ends.
 
         Returns:
             Whether to end the run, and whether to save a checkpoint. The same on all ranks.
         """
         if (
             not self.config.train.callbacks
-        ):  # without custom callbacks, only evaluations make requests, which are the same on all ranks
+            # No exchange is needed: without custom callbacks, only evaluations make requests, the same on all
+            # ranks.
+        ):
             save, self.is_save_requested = self.is_save_requested, False
             return StepRequests(stop=False, save=save)
         requests, self.is_save_requested = (self.is_stop_requested, self.is_save_requested), False

@@ -30,7 +30,10 @@ COMMANDS = {
     "--show-data": "show_data:print_samples",
     "--resume-info": "resume_info:print_checkpoint_info",
 }
-"""Commands other than training. Each value is a module in ``portable.commands`` and a function in it."""
+"""Subcommands in addition to training.
+
+Each value is a module in ``portable.commands`` and a function in it.
+"""
 
 
 def run_command(name: str, *arguments: Any) -> int:
@@ -48,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-train`` in this process.
 
     Args:
-        argv: Arguments, or None for ``sys.argv``.
+        argv: Arguments. If None, ``sys.argv`` is used.
 
     Returns:
-        The exit code; see :data:`portable.converters.commands.EXIT_CODES`.
+        The exit code. See :data:`portable.converters.commands.EXIT_CODES`.
     """
     try:
         from portable.command_line import parse_train_args
@@ -76,17 +79,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_process() -> int:
-    """Run :func:`main` as the only task of this process, which may be a rank of a launcher.
+    """Run :func:`main` as the only task of this process. A launcher may have started the process as a rank.
 
     Returns:
-        The exit code of the process.
+        The exit code of the process. If there are several ranks, the process is also set to end with this
+        code without finalizing the interpreter. See :func:`set_process_exit_code`.
     """
     code = main()
     return code if os.environ.get("WORLD_SIZE", "1") == "1" else set_process_exit_code(code)
 
 
 def _strip_local_rank(argv: Sequence[str]) -> list[str]:
-    """Remove the ``--local_rank=N`` that the ``deepspeed`` launcher adds to the arguments."""
+    """Remove the ``--local_rank=N`` that the ``deepspeed`` launcher adds to the arguments.
+
+    Returns a copy of all arguments if this process is not a rank.
+    """
     if "LOCAL_RANK" not in os.environ:
         return list(argv)
     return [argument for argument in argv if not re.fullmatch(r"--local[_-]rank=\d+", argument)]
@@ -95,8 +102,13 @@ def _strip_local_rank(argv: Sequence[str]) -> list[str]:
 def run_invocation(invocation: Invocation) -> int:
     """Carry out a parsed command: launch local ranks, or run this process as a rank of another launcher.
 
+    Sets environment variables that the launch needs.
+
     Returns:
         The exit code.
+
+    Raises:
+        UserError: If options contradict each other or the launcher.
     """
     with show_loading_message():
         from portable import plugins

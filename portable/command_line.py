@@ -1,8 +1,8 @@
 """Command line of ``portable-train``, and the common part of all commands with a config.
 
-This module combines the config with the importer, which reads the files of Accelerate. Once this module is
-imported, an error message about an unknown key suggests our setting if the key is the name of a setting in
-another program.
+This module combines the config with the importer for Accelerate's files. Once this module is imported, an
+error message about an unknown key suggests our setting if the key is the name of a setting in another
+program.
 """
 
 from __future__ import annotations
@@ -119,17 +119,17 @@ class Invocation:
 
     Attributes:
         config: Config of the run.
-        config_files: YAML files in the order in which they were merged.
-        nproc: Number of local ranks to start, or None for the backend's default.
+        config_files: YAML files, in merge order.
+        nproc: Number of local ranks to start. None if the backend's default is used.
         dry_run: Whether to check everything and train nothing.
-        show_data: Number of samples to print, or None.
+        show_data: Number of samples to print. None if the option is not set.
         eval_only: Whether to evaluate and train nothing.
-        json: Path of a file for the values of an evaluation, or None.
-        resume_info: Path of a checkpoint to describe, or None.
-        replay: Step to repeat in order to find a value that is not finite, or None.
+        json: Path of a file for the values of an evaluation. None if the option is not set.
+        resume_info: Path of a checkpoint to describe. None if the option is not set.
+        replay: Step to replay to find a value that is not finite. None if the option is not set.
         profile: Whether to write a trace of a few steps.
-        gpu_ids: GPUs of an Accelerate config file, or None.
-        notes: Notes about keys of Accelerate that are ignored or have another meaning here, one line each.
+        gpu_ids: GPUs of an Accelerate config file. None if the file does not set them.
+        notes: Notes about Accelerate keys that are ignored or have a different meaning here, one line each.
     """
 
     config: RunConfig
@@ -155,7 +155,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> Invocation:
     """Parse the command line of ``portable-train``. ``--help`` and ``--version`` print and exit.
 
     Args:
-        argv: Arguments, or None for ``sys.argv``.
+        argv: Arguments. If None, ``sys.argv`` is used.
 
     Raises:
         UserError: If the command line or a file that it names is not valid.
@@ -173,7 +173,7 @@ class ParsedCommand(NamedTuple):
     options: dict[str, Any]
     """Values of the options on the command line, keyed by name.
 
-    The list ``notes`` has a line for each key of Accelerate that is ignored or has another meaning here.
+    The list ``notes`` has a line for each Accelerate key that is ignored or has a different meaning here.
     """
 
 

@@ -89,10 +89,10 @@ class DamagedError(UserError):
 
 
 def to_one_line(text: object) -> str:
-    """Convert a text or an exception to one printable line.
+    """Convert a string or an exception to one printable line.
 
     Args:
-        text: Any object. An exception without a text is converted to the name of its class.
+        text: Any object. An exception without a message is converted to the name of its type.
     """
     unfolded = str(text) or (type(text).__name__ if isinstance(text, BaseException) else "")
     folded = " ".join(unfolded.split())
@@ -116,7 +116,7 @@ class StoppedError(RunError):
 
     Args:
         message: Text of the error.
-        number: Number of the signal. The exit code is 128 plus this number, as in a shell.
+        number: Signal number. The exit code is 128 plus this number, as in a shell.
     """
 
     def __init__(self, message: str, number: int) -> None:

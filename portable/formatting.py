@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def format_bytes(count: float) -> str:
-    """Format a byte count in binary units: ``1.5 GiB``."""
+    """Format a byte count in binary units, such as ``1.5 GiB``. The units range from B to TiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -68,7 +68,8 @@ def format_table(rows: Sequence[tuple[str, str]], max_width: int | None = None) 
 
     Args:
         rows: Name and value of each row.
-        max_width: Maximum length of a line, or None for no limit. Longer values are wrapped between words.
+        max_width: Maximum length of a line. None if lines are not limited. Longer values are wrapped between
+            words.
     """
     indent = max(len(name) for name, _ in rows) + 4
     lines = []

@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face hub, which one rank of each node sends for all ranks of the node.
+"""Requests to the Hugging Face hub. One rank of each node sends them for all ranks of the node.
 
 With all files cached, loading a model still sends several requests, and the hub limits the number of requests
 from an address. Therefore, only the first rank of a node sends requests. The other ranks wait for it, and
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _revisions: dict[str, str] = {}
-"""Commits of the repositories that this process has read, keyed by type and name. Empty text if unknown."""
+"""Commits of the repositories that this process has read, keyed by type and name. Empty string if unknown."""
 _holds_lock = False
 """Whether this process holds the lock."""
 
@@ -92,7 +92,7 @@ def _read_revision(name: str, repo_type: str) -> str:
 
 @contextmanager
 def _mark_lock_held() -> Iterator[None]:
-    """Mark that this process holds the lock, because nested calls would wait for it forever."""
+    """Mark within this context that this process holds the lock. Nested calls would deadlock otherwise."""
     global _holds_lock
     _holds_lock = True
     try:

@@ -107,7 +107,7 @@ def iter_steps(
         end_step: Step to stop at.
         logs_step: Function that returns whether a step is logged, given its number (starting at 1). Token
             accuracy and entropy are only computed for logged steps.
-        is_stop_requested: Function that returns whether this rank requests a stop; see :func:`train_step`.
+        is_stop_requested: Function that returns whether this rank requests a stop. See :func:`train_step`.
 
     Yields:
         The result of each step.
@@ -132,16 +132,19 @@ def iter_steps(
 def run_training_loop(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> bool:
     """Train until step ``run.end_step``, calling the run's callbacks after each step.
 
+    The loop also ends if a callback, an evaluation or a signal stops the run.
+
     Args:
         run: The run to train. Its ``result`` and ``is_stopped_by_signal`` attributes are updated after each
             step.
         micro_batches: This rank's micro-batches, in host memory.
         signals: Signals that request a stop. They are intercepted during the steps. If they stopped the run,
-            the caller restores the previous handlers, because a repeated SIGTERM must not interrupt the
+            the caller restores the previous handlers, because another SIGTERM must not interrupt the
             checkpoint that is still being written.
 
     Returns:
-        True if SIGTERM or SIGINT stopped the run early. The callbacks save a checkpoint in this case as well.
+        Whether SIGTERM or SIGINT stopped the run early. The callbacks save a checkpoint in this case as well.
+        False if the run has ended anyway.
     """
     signals.install_handlers()
     batches, requested = iter(micro_batches), signals.is_requested
@@ -174,9 +177,9 @@ class StopSignals:
     """Signal handlers that turn SIGTERM and SIGINT into a request to stop after the current step.
 
     A second Ctrl-C terminates the process immediately, because the first SIGINT restores its previous
-    handler. A repeated SIGTERM has no effect: schedulers send it more than once, and the ranks still have to
-    save a checkpoint. Signals that were already ignored remain ignored. Signal handlers can only be set in
-    the main thread; in other threads, signals are not intercepted.
+    handler. A second SIGTERM has no effect, because schedulers send several and the ranks still have to save
+    a checkpoint. Signals that were already ignored remain ignored. Signal handlers can only be set in the
+    main thread; in other threads, signals are not intercepted.
 
     Attributes:
         requested: Whether a signal has been received.

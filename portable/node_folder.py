@@ -38,7 +38,7 @@ def write_once_per_node(key: str, write_file: Callable[[Path], None]) -> Path | 
         write_file: Function that writes the file at a path.
 
     Returns:
-        Path of the file, which :func:`remove_shared_files` removes. None if it cannot be written, for example
+        Path of the file. :func:`remove_shared_files` removes it. None if it cannot be written, for example
         because the disk for temporary files is full.
     """
     try:
@@ -106,7 +106,7 @@ def remove_shared_files() -> None:
 
 
 def get_node_folder() -> Path:
-    """Return the folder of this launch on this node, which the first call creates."""
+    """Return the folder of this launch on this node. The first call creates it."""
     is_rank = "LOCAL_RANK" in os.environ
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return _create_node_folder(os.getppid() if is_rank else os.getpid(), attempt, is_rank)
@@ -116,10 +116,15 @@ def get_node_folder() -> Path:
 def _create_node_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
     """Create the folder of a launch, and remove the folders of launches that have ended.
 
+    The launcher also removes its folder at exit.
+
     Args:
         launcher: Process id of the launcher, which is the parent of all ranks of a node.
-        attempt: Number of the launcher's attempt to run the ranks.
+        attempt: Count of the launcher's attempts to run the ranks.
         is_rank: Whether this process is a rank.
+
+    Raises:
+        PermissionError: If the folder belongs to another user or is a link.
     """
     launch = hashlib.sha256(f"{_read_process_start_time(launcher)} {attempt}".encode()).hexdigest()[:16]
     for other in get_lasting_folder().glob(f"{_PREFIX}*"):

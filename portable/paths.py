@@ -113,7 +113,7 @@ def open_file(path: Path, root_folder: Path | None = None) -> io.FileIO:
 
     Args:
         path: Path of the file.
-        root_folder: Folder that links must not leave. None for a file that the user has named, which may be a
+        root_folder: Folder that links must not leave. None if the user has named the file. It may then be a
             link.
 
     Raises:
@@ -142,7 +142,7 @@ def read_json_file(path: AnyPath) -> Any:
 
 
 def validate_relative_name(name: object) -> str:
-    """Check the name by which a file refers to another file of its folder, and return the name.
+    """Return ``name`` unchanged if it is a relative path that stays inside of its folder.
 
     Raises:
         ValueError: If the name is not a relative path, leaves the folder, or is a URL.
@@ -200,7 +200,7 @@ def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FIL
     Args:
         key: Setting that names the folder, used in error messages.
         folder: The folder. Nothing is checked if it does not exist.
-        max_files: Maximum number of files in the folder, or None for no limit.
+        max_files: Maximum number of files in the folder. None if the number is not limited.
 
     Raises:
         UserError: If a link leaves the folder, if something is not a regular file, or if there are too many
@@ -237,6 +237,8 @@ _PARTIAL_SUFFIX = ".partial"
 
 def write_durably(path: AnyPath, text: str) -> None:
     """Replace the contents of a local file or an object of a store atomically.
+
+    A local file is synced to disk, and then renamed from a temporary file in the same folder.
 
     Args:
         path: Path or URL.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 NOTEBOOK_MODULE_PREFIX = "notebook_"
 """Prefix of the name of a module made from a notebook or script. A digest of its text follows."""
 SOURCES_KEY = "plug-ins of this notebook"
-"""Key under which a config carries such modules to the ranks; see ``RunConfig.with_document``."""
+"""Config key that carries such modules to the ranks. See ``RunConfig.with_document``."""
 _PLUGIN_NAME = re.compile(
     r"(?:(?P<module>[A-Za-z_][\w.]*):)?(?P<name>[A-Za-z_][\w.]*)\s*(?:\((?P<given>.*)\))?"
 )
@@ -51,7 +51,7 @@ _explain_refusal: ContextVar[Callable[[str], str | None] | None] = ContextVar("_
 
 
 class CodeRefusedError(UserError):
-    """Raised instead of importing custom code if the config comes from elsewhere."""
+    """Raised instead of importing custom code if the config is not trusted."""
 
 
 @contextmanager
@@ -96,7 +96,7 @@ class PluginSpec:
     """Parsed name of custom code in a setting.
 
     Attributes:
-        module: Name of the module, or None for a built-in name of the setting.
+        module: Module name. None if the value is a built-in name of the setting.
         name: Name in the module, possibly dotted.
         arguments: Plain values, keyed by argument name.
     """
@@ -333,12 +333,16 @@ def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *,
 
 @contextmanager
 def convert_user_errors(context: str) -> Iterator[None]:
-    """Convert errors of custom code within this context to a UserError.
+    """Convert errors of user-defined code within this context to a UserError.
 
-    Out-of-memory errors are not converted, because the run reports them with a remedy.
+    Out-of-memory errors are not converted, because the run reports them with a remedy. UserErrors and
+    RunErrors are raised unchanged.
 
     Args:
         context: Beginning of the error message.
+
+    Raises:
+        UserError: If the code raises an exception or calls ``sys.exit``.
     """
     try:
         yield
@@ -439,13 +443,13 @@ def _compute_code_digest(source: str) -> str:
 def register_object(
     argument_name: str, user_object: Any, sources: dict[str, str], *, instantiates_class: bool = True
 ) -> str:
-    """Build the name under which ranks find an object, and register the object in this process.
+    """Register an object in this process, and return the name that ranks use to find it.
 
     Args:
         argument_name: Argument of :func:`portable.train`, used in error messages.
         user_object: Function or class, ``functools.partial`` of one, or instance of a dataclass. A name is
             returned as it is.
-        sources: Source texts of modules, keyed by module name. A module is added if a notebook or script
+        sources: Source code of modules, keyed by module name. A module is added if a notebook or script
             defines the object.
         instantiates_class: Whether a class is instantiated, as in :func:`load_plugin`, or used itself, as in
             :func:`load_plugin_factory`.
@@ -536,7 +540,7 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
     Args:
         key: Argument of :func:`portable.train`, used in error messages.
         target: Function or class of a notebook or script.
-        source_by_name: Source texts, keyed by name, in an order in which they can be executed.
+        source_by_name: Source code, keyed by module name, in an order that can be executed.
 
     Raises:
         UserError: If the source cannot be read, or uses an object that ranks cannot create.
@@ -613,19 +617,19 @@ def _list_used_names(text: str) -> set[str]:
 
 
 def get_notebook_sources() -> dict[str, str]:
-    """Return the source texts that :func:`install_notebook_modules` has installed, keyed by module name."""
+    """Return the source code of all modules that :func:`install_notebook_modules` has installed, by name."""
     names = [name for name in [*sys.modules] if name.startswith(NOTEBOOK_MODULE_PREFIX)]
     return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
 
 
 def install_notebook_modules(sources: Mapping[str, str]) -> None:
-    """Create modules from source texts of a notebook or script, so that they can be imported in this process.
+    """Create modules from the source code of a notebook or script, so that this process can import them.
 
     Args:
-        sources: Source texts, keyed by module name.
+        sources: Source code, keyed by module name.
 
     Raises:
-        UserError: If a text cannot be executed.
+        UserError: If the code cannot be executed.
     """
     for name, text in sources.items():
         if name in sys.modules:
@@ -648,7 +652,7 @@ def install_notebook_modules(sources: Mapping[str, str]) -> None:
 def build_python_command(code: str, *arguments: str) -> list[str]:
     """Build the command that runs ``code`` in a new Python process with the same module search path.
 
-    By default, a new Python process first searches the current folder, which may contain modules of any name.
+    By default, a new Python process first searches the current folder. It may contain modules of any name.
 
     Args:
         code: Python code.

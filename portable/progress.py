@@ -20,7 +20,7 @@ class StepResult:
     Attributes:
         loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
         grad_norm: Global gradient norm before clipping, an fp32 scalar.
-        metrics: Logged values other than the loss, fp32 ``[metrics]``.
+        metrics: Logged values without the loss, fp32 ``[metrics]``.
         metric_names: Names of ``metrics``, for
             :meth:`portable.model.loss.TrainingObjective.compute_logged_values`.
         learning_rate: Learning rate used for the step.

@@ -75,9 +75,9 @@ class CompileTarget:
         device: Name of the device in :meth:`BackendPackage.list_devices`, or None if only its memory is
             known.
         num_devices: Number of devices.
-        topology: Connection of the devices, such as ``4x4``, or None for the usual topology.
-        min_listed_elements: Number of elements from which a value is listed, or 0 to list no values.
-        stops_after_memory_report: Whether to stop before code is generated, which takes most of the time.
+        topology: Topology of the devices, such as ``4x4``. None if the usual topology is used.
+        min_listed_elements: Minimum number of elements of the values to list. 0 to list no values.
+        stops_after_memory_report: Whether to stop before code generation, because it takes most of the time.
     """
 
     device: str | None
@@ -97,7 +97,7 @@ class BackendPackage(Protocol):
     typical_device: str
     """Name of the device that a plan assumes if only the memory is given."""
     runs_cuda: bool
-    """Whether models run with CUDA kernels and CUDA's autocast rules, on which activation memory depends."""
+    """Whether models run with CUDA kernels and CUDA's autocast rules. Activation memory depends on them."""
     runs_zero: bool
     """Whether DeepSpeed supports the backend."""
 
@@ -205,7 +205,7 @@ class BackendPackage(Protocol):
         """
 
     def create_backend(self) -> Backend:
-        """Create the backend of this process, whose rank and world size are read from the environment."""
+        """Create the backend of this process. The rank and the world size are read from the environment."""
 
 
 def load_backend_package(name: str) -> BackendPackage:
@@ -249,7 +249,7 @@ def import_engine_module(strategy: str, module_name: str) -> Any:
 
 
 def resolve_backend_name(name: str) -> str:
-    """Replace ``auto`` by the name of the backend to use on this machine. Returns other names unchanged."""
+    """Replace ``auto`` by the last of :data:`BACKENDS` that is available. Returns other names unchanged."""
     if name != "auto":
         return name
     return next(

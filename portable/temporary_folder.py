@@ -33,7 +33,7 @@ def get_lasting_folder() -> Path:
 
 
 def _get_user_name() -> str:
-    """Return the user's name as torch writes it in the names of its folders."""
+    """Return the user's name in the form of torch's folder names. The user id if the user has no name."""
     try:
         return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):  # the user id has no name
@@ -73,7 +73,8 @@ def redirect_temporary_files(folder: Path) -> Iterator[None]:
 def create_scratch_folder(name_prefix: str) -> Iterator[Path]:
     """Create a locked temporary folder for the duration of this context.
 
-    First removes this user's unlocked folders with the same prefix, which killed processes have left.
+    First removes this user's unlocked folders with the same prefix, because killed processes leave them
+    behind.
 
     Args:
         name_prefix: Prefix of the folder's name, unique for each purpose.
@@ -107,7 +108,7 @@ def _create_locked_folder(kind: str) -> LockedFolder:
 
 
 def _remove_leftover(folder: Path) -> None:
-    """Remove a folder of this user that no process has locked."""
+    """Remove a folder of this user. Does nothing if a process has locked it, or if it no longer exists."""
     try:
         if folder.lstat().st_uid != os.getuid():
             return

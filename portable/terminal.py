@@ -51,7 +51,10 @@ class _RetryFilter(logging.Filter):
         self._reported_hosts: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Replace the lines about a retry by one status line for each host."""
+        """Return whether to print a record. Messages about retries are hidden.
+
+        Instead, one warning is printed for each host.
+        """
         text = record.getMessage()
         if match := re.search("thrown while requesting [A-Z]+ https?://([^/]+)", text):
             if match[1] not in self._reported_hosts:
@@ -95,7 +98,7 @@ def shows_progress_bars() -> bool:
 
 
 def shows_run_progress_bars() -> bool:
-    """Return whether this process draws the progress bars of a run, which only rank 0 does."""
+    """Return whether this process draws the progress bars of a run. Only rank 0 draws them."""
     return shows_progress_bars() and os.environ.get("RANK", "0") == "0"
 
 
@@ -122,7 +125,7 @@ def show_loading_message() -> Iterator[None]:
 
 @contextmanager
 def discard_native_stdout() -> Iterator[None]:
-    """Discard everything written to stdout within this context.
+    """Discard everything that this process writes to stdout within this context, including native code.
 
     gloo's C++ code prints messages about connections there.
     """

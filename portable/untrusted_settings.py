@@ -2,7 +2,7 @@
 
 ``from_pretrained`` of transformers passes every key of ``tokenizer_config.json`` and
 ``special_tokens_map.json`` to the class of the tokenizer, and classes open some of their arguments as files.
-A folder could therefore name any file of the user, whose contents would then be copied into checkpoints.
+A folder could therefore name any file of the user, and its contents would then be copied into checkpoints.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def check_setting_values(location: str, settings: Any, folder: Path) -> None:
 def convert_library_errors(key: str) -> Iterator[None]:
     """Convert exceptions of a library that reads a downloaded folder to a UserError within this context.
 
-    The files may contain any values, and libraries raise exceptions of many classes for wrong values.
+    The files may contain any values, and libraries raise many exception types for wrong values.
 
     Args:
         key: Setting that names the folder, used in error messages.
@@ -145,9 +145,13 @@ def describe_download_error(name: str, error: BaseException) -> str:
 
 
 def _fetch_settings_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:
-    """Return the paths of the settings files that exist.
+    """Return the local paths of those settings files that exist.
 
-    Files of a repository are downloaded to the cache.
+    Files of a Hub repository are downloaded to the cache. A file that cannot be downloaded is skipped,
+    because the library that reads the repository reports the error.
+
+    Returns:
+        The paths. Empty if the name is neither a folder nor a possible repository.
     """
     folder = Path(name_or_path)
     try:
@@ -198,7 +202,7 @@ def _names_file_outside(value: str, folder: Path) -> bool:
     """
     try:
         encoded = os.fsencode(value)
-    except UnicodeEncodeError:  # a lone surrogate, which a path cannot contain
+    except UnicodeEncodeError:  # a lone surrogate, because a path cannot contain it
         return False
     if b"\0" in encoded or len(encoded) > os.pathconf("/", "PC_PATH_MAX"):
         return False

@@ -77,7 +77,7 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class _SourceAdapter(NamedTuple):
-    """The adapter from which a run starts, ``adapter.name_or_path``.
+    """Adapter that a run starts from, ``adapter.name_or_path``.
 
     Attributes:
         folder: Folder of the adapter, on this machine.
@@ -159,7 +159,7 @@ class Adapter:
 
         A module in ``modules_to_save`` starts from the values of the base model. Unless the run starts from
         another adapter, the result also contains the tensors of the adapter that are computed from base
-        weights: DoRA's magnitudes and the rows of trained tokens.
+        weights: DoRA's magnitudes and the trainable token rows.
 
         Args:
             weights: Weights of the base model, keyed by their names in the base model. They are read lazily.
@@ -208,8 +208,8 @@ class Adapter:
     def get_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
         """Return the initial values of the tensors that the adapter adds, keyed by parameter name.
 
-        Without ``adapter.name_or_path``, they depend only on the seed and the name, and equal the values with
-        which peft initializes the layer after ``torch.manual_seed``. Otherwise they are the values of that
+        Without ``adapter.name_or_path``, they depend only on the seed and the name, and equal peft's
+        initialization of the layer after ``torch.manual_seed``. Otherwise they are the values of that
         adapter.
 
         Args:
@@ -226,9 +226,10 @@ class Adapter:
 
     @cached_property
     def _source_adapter(self) -> _SourceAdapter:
-        """The adapter ``adapter.name_or_path``.
+        """The adapter ``adapter.name_or_path``. The first access reads its headers.
 
-        The first access reads its headers and compares them with the model.
+        Raises:
+            UserError: If the folder does not contain an adapter, or if its tensors do not match the model.
         """
         folder = resolve_adapter_folder(str(self._run.adapter.name_or_path))
         try:
@@ -318,7 +319,7 @@ class Adapter:
             checkpoint: Checkpoint of any format, for example of TRL's trainer.
 
         Returns:
-            The adapter's tensors and optimizer state, which are read lazily.
+            The adapter's tensors and optimizer state. They are read lazily.
 
         Raises:
             UserError: If the checkpoint does not contain an adapter, or contains an adapter with other
@@ -467,11 +468,11 @@ def inject_adapter(
         model: The base model on the meta device.
         model_config: Config of the base model.
         config: Config of the run.
-        grown_from: Rows of the vocabulary before tokens were added; see
+        grown_from: Rows of the vocabulary before tokens were added. See
             :func:`portable.model.pretrained.load_pretrained_weights`.
 
     Returns:
-        The adapter, which maps names and provides initial values.
+        The adapter. It maps names and provides initial values.
 
     Raises:
         UserError: If the model cannot have the adapter.
@@ -534,8 +535,8 @@ def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor)
 def _compute_lora_update(**layers: Any) -> Tensor:
     """Compute the product of the LoRA factors that DoRA adds to a weight.
 
-    This function replaces peft's method, which multiplies a unit matrix by both layers so that hooks of FSDP1
-    run. The unit matrix ``[inputs, inputs]`` can be larger than the layer.
+    This function replaces peft's method. That method multiplies a unit matrix by both layers so that FSDP1's
+    hooks run. The unit matrix ``[inputs, inputs]`` can be larger than the layer.
     """
     product: Tensor = layers["lora_B"].weight @ layers["lora_A"].weight
     return product
@@ -543,7 +544,7 @@ def _compute_lora_update(**layers: Any) -> Tensor:
 
 @contextmanager
 def _ignore_peft_warnings() -> Iterator[None]:
-    """Suppress peft's warnings.
+    """Suppress peft's warnings within this context.
 
     They are about settings that are checked here, or that are corrected afterward.
     """
@@ -556,7 +557,10 @@ def _ignore_peft_warnings() -> Iterator[None]:
 
 
 def _list_head_modules(model: PreTrainedModel) -> list[str]:
-    """List the modules outside the base model, such as a classifier's head, which its checkpoint may lack."""
+    """List the modules outside of the base model, such as a classifier's head.
+
+    A base checkpoint may lack their weights. Empty if the model does not have a separate base model.
+    """
     names = [
         name
         for name, module in model.named_children()
@@ -568,7 +572,8 @@ def _list_head_modules(model: PreTrainedModel) -> list[str]:
 def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunConfig) -> list[str]:
     """Exclude modules from ``all-linear`` that do not process text or that peft does not support.
 
-    Sets ``exclude_modules`` of ``settings``, unless the adapter was defined in peft's format.
+    Modifies ``target_modules`` and ``exclude_modules`` of ``settings`` in place. Does nothing if
+    ``target_modules`` is not ``all-linear`` or if the adapter was defined in peft's format.
 
     Args:
         model: The model on the meta device.
@@ -662,8 +667,8 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
     if patterns:
         settings.exclude_modules = "|".join(patterns)
     if any(name.rpartition(".")[2].isdigit() for name in linear) and config.adapter.layers is None:
-        # List full names. Otherwise peft would adapt every module with the same last component, which is
-        # only the number of a layer here.
+        # List full names. Otherwise peft would adapt every module with the same last component, here only a
+        # layer index.
         excludes = re.compile(settings.exclude_modules or "$^").fullmatch
         settings.target_modules = {
             name for name in linear if not excludes(name) and model.get_submodule(name) is not head
@@ -686,7 +691,7 @@ def _has_linear_output(module: Any) -> bool:
 
 
 def _find_tied_weights(model: PreTrainedModel) -> set[str]:
-    """Return the names of the parameters that are tied to a parameter of another kind of module.
+    """Return the names of the parameters that are tied to a parameter of a different module type.
 
     The layers of Zamba that share one module are of the same kind: each has a separate adapter.
     """
@@ -796,7 +801,7 @@ def _resolve_target_names(
 
 
 def _parse_layer_index(name: str) -> int | None:
-    """Parse the layer number in a module name such as ``model.layers.3.mlp``; None without a layer."""
+    """Parse the layer index in a module name such as ``model.layers.3.mlp``. None if there is no index."""
     match = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
     return None if match is None else int(match[1])
 
@@ -815,7 +820,7 @@ def _check_names_exist(
         key: Setting of ``adapter`` with the names, used in error messages.
         requested_names: Names to check.
         module_names: Full names in the model.
-        suggested: Names from which the message suggests alternatives.
+        suggested: Names to suggest as alternatives in the message.
         any_match_suffices: Whether some names may match nothing, if at least one of them matches.
     """
     missing_names = [
@@ -880,7 +885,7 @@ def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternM
 def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: int | None) -> None:
     """Check ``trainable_token_indices``, and replace peft's lookup of the trained rows by a faster one.
 
-    peft copies the row indices to the device in each forward pass, which waits for the device.
+    peft copies the row indices to the device in each forward pass, and this causes a host sync.
 
     Args:
         model: The model with the adapter.

@@ -158,7 +158,7 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
 
 
 class PlanInputs(NamedTuple):
-    """A resolved config and its model, from which a plan is computed.
+    """A resolved config and its model, the inputs of a plan.
 
     Attributes:
         config: The resolved config.

@@ -35,7 +35,7 @@ class BaseDependentValue(NamedTuple):
     """A value of the adapter that is computed from a weight of the base model.
 
     Attributes:
-        value: DoRA's magnitudes or the rows of trained tokens, as a function of the weight.
+        value: DoRA's magnitudes or the trainable token rows, as a function of the weight.
         base_name: Name of the weight in the base model.
     """
 
@@ -97,7 +97,7 @@ def build_initial_values(
 
 
 class _DetachedPeftLayer:
-    """Copy of one of peft's layers without the module that it adapts, which peft's code initializes.
+    """Copy of one of peft's layers without the adapted module, to be initialized by peft's code.
 
     Args:
         module: peft's layer in the model.
@@ -143,7 +143,11 @@ class _DetachedPeftLayer:
 
 
 def _initialize_parameters(module: Any, init: Any) -> None:
-    """Initialize the parameters of one of peft's layers in place."""
+    """Initialize the parameters of one of peft's layers in place.
+
+    IA3 layers have a single initialization. If ``init`` is false, the LoRA weights keep the default
+    initialization of their layer types.
+    """
     if hasattr(module, "reset_ia3_parameters"):
         module.reset_ia3_parameters(ADAPTER_NAME)
         return
@@ -162,7 +166,7 @@ def _initialize_parameters(module: Any, init: Any) -> None:
 
 
 class _BaseLayerStub(nn.Module):
-    """Stand-in for the adapted module, from which peft reads the dtype."""
+    """Stand-in for the adapted module. peft reads the dtype from it."""
 
     weight = torch.zeros(())
 
@@ -178,7 +182,7 @@ def _copy_layer_without_base(module: Any) -> Any:
 
 
 class TrainedTokenRows:
-    """The rows of trained tokens, which start from the rows of the base weight.
+    """Trainable token rows. Their initial values are the rows of the base weight.
 
     Args:
         tokens: Token ids.
@@ -212,10 +216,10 @@ class DoraMagnitudes:
         # Embeddings and weights that are stored as [inputs, outputs] have their outputs in dim 1.
         self._outputs_in_columns = self._is_embedding or bool(module.fan_in_fan_out)
         self.dtype = torch.float32
-        """Dtype of the base weight in training, to which the stored weight is rounded first."""
+        """Dtype of the base weight in training. The stored weight is rounded to it first."""
 
     def build_tensor(self, weight: ReadableTensor) -> _DoraMagnitudesTensor:
-        """Build the magnitudes of a base weight, which are computed when they are read."""
+        """Build the magnitudes of a base weight. They are computed lazily, when they are read."""
         return _DoraMagnitudesTensor(self, weight)
 
     def compute_magnitudes(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
@@ -223,7 +227,7 @@ class DoraMagnitudes:
 
         Args:
             weight: The base weight.
-            rows: Range of outputs, or None for all outputs.
+            rows: Range of outputs. All outputs if None.
 
         Returns:
             Magnitudes, fp32 ``[outputs]``.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-"""Names of the files to which peft saves the weights, the preferred name first."""
+"""File names of peft's saved weights, the preferred name first."""
 _DOCUMENT_KEY = "adapter"
 """Key of the parsed ``adapter_config.json`` among the documents of a config."""
 _MAX_BYTES = 1 << 24
@@ -63,7 +63,7 @@ _EXTRA_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "ia3": ("exclude_modules", "fan_in_fan_out", "feedforward_modules"),
 }
-"""Supported keys of peft's files for which the section has no setting."""
+"""Supported keys of peft's files without a setting in the section."""
 
 _IGNORED_KEYS = (
     "peft_type",
@@ -234,7 +234,11 @@ def _add_default_targets(
 
 
 def _to_setting_value(name: str, value: Any) -> Any:
-    """Convert a value of peft's file to the form of the setting ``name`` in the section."""
+    """Convert a value of peft's file to the form of the setting ``name``.
+
+    ``layers`` becomes a list, or None if it is empty. Lists of modules and parameters are sorted. Other
+    values are returned unchanged.
+    """
     if name == "layers":
         return [value] if isinstance(value, int) else value or None
     return sorted(value) if name in ("target_modules", "target_parameters") and _is_list(value) else value
@@ -347,7 +351,7 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
     values["modules_to_save"] = list(saved) or None
     if kind == "lora":
         if isinstance(adapter.target_modules, str):
-            # peft accepts layer numbers only together with a list of names; see `inject_adapter`.
+            # peft accepts layer indices only together with a list of names. See `inject_adapter`.
             values["layers_to_transform"] = None
         alpha = values["lora_alpha"]
         values["lora_alpha"] = int(alpha) if alpha == int(alpha) else alpha
@@ -367,7 +371,10 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
 
 
 def to_peft_document(config: Any) -> dict[str, Any]:
-    """Convert peft's config to the content of ``adapter_config.json``, which is the same in every process."""
+    """Convert peft's config to the content of ``adapter_config.json``.
+
+    The result is the same in every process.
+    """
     values = {**config.to_dict(), "inference_mode": True}
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in values.items()}
     document: dict[str, Any] = json.loads(json.dumps(values, default=str))

@@ -1,1 +1,1 @@
-"""Save, find and restore the checkpoints of a run, and resume from checkpoints of other programs."""
+"""Save, find and restore the checkpoints of a run, and resume from checkpoints of other trainers."""

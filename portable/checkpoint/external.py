@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: the program that wrote a checkpoint, and its step and sample counts.
+"""Checkpoints written by other trainers: the trainer, and its step and sample counts.
 
 :mod:`portable.converters` opens the shards of every program. Each program stores its counts differently: the
 Hugging Face Trainer in ``trainer_state.json`` and ``scheduler.pt``, and DeepSpeed and torchtitan in the
@@ -56,7 +56,7 @@ class SourcedCount:
 
 @dataclass(frozen=True)
 class ExternalCheckpoint:
-    """Checkpoint of another program. Everything except the headers is read lazily.
+    """Checkpoint written by another trainer. Everything except the headers is read lazily.
 
     Attributes:
         checkpoint: Contents of the shards.
@@ -166,7 +166,7 @@ class ExternalCheckpoint:
         return replace(self, checkpoint=checkpoint)
 
     def build_info_rows(self) -> list[tuple[str, str]]:
-        """Build the table that ``--resume-info`` prints, as pairs of a title and a text."""
+        """Build the table that ``--resume-info`` prints, as pairs of a title and a value."""
         tensors = self.checkpoint.tensors
         elements = sum(tensor.numel for tensor in tensors.values())
         rows = [
@@ -188,7 +188,10 @@ class ExternalCheckpoint:
         return rows
 
     def _describe_optimizer(self) -> str:
-        """Describe the optimizer state for ``--resume-info``: its tensors, dtypes and step counts."""
+        """Describe the optimizer state for ``--resume-info``: its tensors, dtypes and step counts.
+
+        If there is no state, or if it cannot be read without the model, the description says so.
+        """
         try:
             optimizer = self.optimizer
         except CheckpointError as error:
@@ -216,7 +219,7 @@ def open_external_checkpoint(
     *,
     build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None,
 ) -> ExternalCheckpoint | None:
-    """Open the checkpoint of another program.
+    """Open a checkpoint written by another trainer.
 
     Args:
         path: Path or URL that the user has set.
@@ -254,7 +257,7 @@ def open_external_for_model(
     *,
     build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None,
 ) -> ExternalCheckpoint | None:
-    """Open the checkpoint of another program for ``model``; see :func:`open_external_checkpoint`.
+    """Open a checkpoint written by another trainer for ``model``. See :func:`open_external_checkpoint`.
 
     Args:
         path: Path or URL that the user has set.
@@ -263,7 +266,7 @@ def open_external_for_model(
         build_once: See :func:`open_external_checkpoint`.
 
     Returns:
-        The checkpoint; see :func:`open_external_checkpoint`.
+        The checkpoint. See :func:`open_external_checkpoint`.
 
     Raises:
         UserError: If the checkpoint contains another adapter, or none.
@@ -299,7 +302,7 @@ def read_run_state(path: AnyPath) -> TrainerState | None:
 
 
 def read_step_of_any_checkpoint(path: AnyPath, external_step: int) -> int:
-    """Read the step of a checkpoint, in which skipped updates count as steps.
+    """Read the step of a checkpoint. Skipped updates count as steps.
 
     Args:
         path: Path of the checkpoint.
@@ -313,7 +316,7 @@ def _read_hf_trainer_state(folder: AnyPath) -> dict[str, Any] | None:
     """Read the Hugging Face Trainer's ``trainer_state.json``.
 
     Returns:
-        The contents. None if there is no such file, or if it is this program's, which has other keys.
+        The contents. None if there is no such file, or if this trainer has written it, with different keys.
     """
     try:
         values = read_json_file(folder / STATE_FILE)

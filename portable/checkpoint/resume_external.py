@@ -1,8 +1,8 @@
-"""Match a checkpoint of another program to a run, which then resumes from it.
+"""Match a checkpoint written by another program to a run, so that the run can resume from it.
 
 The weights and the optimizer state are used without changes. If an optimizer setting of the checkpoint
 differs from a default of the run, the user must set it explicitly. If it differs from a value that the user
-has set, the difference is reported. The data order and the learning rate come from the run.
+has set, the difference is reported. The run determines the data order and the learning rate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UPDATE_RULE_FLAGS: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class AdoptedCheckpoint:
-    """Checkpoint of another program that is matched to the run.
+    """Checkpoint written by another program and matched to the run.
 
     Attributes:
         checkpoint: Tensors and optimizer state of the model, for an engine to load.
@@ -78,7 +78,7 @@ def adopt_external_checkpoint(
     model: nn.Module,
     learning_rate_at: Callable[[int], float],
 ) -> AdoptedCheckpoint:
-    """Match a checkpoint of another program to the run.
+    """Match a checkpoint written by another program to the run.
 
     Args:
         external: Checkpoint that was opened with the order of the model's parameters.
@@ -144,7 +144,7 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
     """Match the weights to the model, and rename tied weights to the name that the model uses.
 
     Raises:
-        UserError: If a tensor is missing, unexpected, or has another shape.
+        UserError: If a tensor is missing or unexpected, or if its shape does not match.
     """
     model_tensors = get_checkpointed_tensors(model)
     tensors = dict(external.checkpoint.tensors)
@@ -230,7 +230,8 @@ class _ResumeMatcher:
 
         Args:
             tensors: Weights, keyed by the names of the model.
-            warnings: Warnings about the weights, to which warnings about the optimizer state are added.
+            warnings: Warnings about the weights. Modified in place: warnings about the optimizer state are
+                added.
             learning_rate_at: Function that returns the run's learning rate of a step.
         """
         self.check_update_rule()
@@ -447,7 +448,7 @@ class _ResumeMatcher:
             )
 
     def _describe_learning_rate(self, step: int, learning_rate_at: Callable[[int], float]) -> str:
-        """Describe the learning rate of the next step, and the rate in the checkpoint, which is not used."""
+        """Describe the learning rate of the next step, and the unused rate in the checkpoint."""
         train = self.config.train
         rates = [group["lr"] for group in self.optimizer.param_groups if _is_number(group.get("lr"))]
         last = f" of {float(rates[0]):.4g}" if rates else ""

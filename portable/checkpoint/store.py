@@ -4,10 +4,10 @@ A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the sha
 format, the model's config and tokenizer, ``trainer_state.json``, and a manifest with the checksums of all
 files (see :mod:`portable.converters.manifest`).
 
-On a shared disk, the ranks write to ``.step-000100.partial``, which rank 0 renames once all files are
-complete. A folder named after a step is therefore always a complete checkpoint, even if the run was killed.
-If the run is in an object store, each rank writes to a local folder that its publisher uploads, and a marker
-object that is uploaded last completes the checkpoint.
+On a shared disk, the ranks write to ``.step-000100.partial``. Rank 0 renames it once all files are complete.
+A folder named after a step is therefore always a complete checkpoint, even if the run was killed. If the run
+is in an object store, each rank writes to a local folder that its publisher uploads, and a marker object that
+is uploaded last completes the checkpoint.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _AllRanksCaller:
     """Calls functions on all ranks, and raises on every rank if a function fails on any rank.
 
     Args:
-        max_outage_seconds: Time for which the object store may be unavailable before failures become errors.
+        max_outage_seconds: Seconds that the object store may be unavailable before failures become errors.
     """
 
     def __init__(self, max_outage_seconds: float) -> None:
@@ -252,7 +252,7 @@ class CheckpointStore(Generic[P]):
     def remove_interrupted_saves(self) -> None:
         """Delete files left behind by interrupted saves.
 
-        Must only be called on rank 0, which holds the run's lock.
+        Must only be called on rank 0, because it holds the run's lock.
         """
         for entry in list_subfolders(self.path):
             if is_abandoned_folder(entry):
@@ -324,7 +324,7 @@ class CheckpointStore(Generic[P]):
             self.finish_save()
 
     def finish_save(self, *, is_last_save: bool = False) -> None:
-        """Wait for the save in progress, if any, to complete.
+        """Wait until the save in progress is complete. Does nothing without a save.
 
         If the object store is unavailable, a warning is printed and training continues without this
         checkpoint.
@@ -362,7 +362,7 @@ class CheckpointStore(Generic[P]):
                     self._postponed_save = pending
 
     def _start_completion_thread(self) -> None:
-        """Start a background thread that completes the pending save, if any."""
+        """Start a background thread that completes the pending save. Does nothing without a pending save."""
         # Syncing, uploading, and deleting files take time, and training should not wait for them.
         if self._pending_save is not None:
             complete_save = partial(self._complete_save, self._pending_save)
@@ -486,7 +486,7 @@ class CheckpointStore(Generic[P]):
 def _rename_to_final(save: _PendingSave[P], entries: ManifestEntries) -> None:
     """Sync all files to disk and rename the folder to its final name.
 
-    If the run was resumed from an earlier step, the folder may replace a checkpoint of the same step.
+    The folder replaces a checkpoint of the same step, which exists if the run was resumed from an older one.
     """
     final = Path(str(save.final))
     (save.local_folder / MANIFEST).write_text(save.build_manifest(entries), "utf-8")

@@ -141,7 +141,7 @@ class TrainerState:
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps whose update was skipped because it was not finite."""
+        """Number of steps whose update was skipped because it was not finite. 0 if it is not recorded."""
         counted = self.metadata.get("skipped_steps", 0)
         return counted if isinstance(counted, int) else 0
 
@@ -162,6 +162,6 @@ def parse_rank_of_file(name: str) -> int:
 
 
 def parse_checkpoint_step(name: str) -> int | None:
-    """Parse the step in the name of a checkpoint's folder. Returns None for other names."""
+    """Parse the step in the name of a checkpoint's folder. Returns None if the name does not match."""
     match = _STEP_FOLDER_NAME.fullmatch(name)
     return int(match[1]) if match else None

@@ -65,11 +65,11 @@ SETTING_CHECKS = (
     check_has_evaluation,
     check_best_checkpoint,
 )
-"""Checks for all backends, in the order in which problems are reported."""
+"""Checks for all backends, in the order of reported problems."""
 
 
 def check_config(config: RunConfig, *, is_resolved: bool = False, with_location: bool = True) -> None:
-    """Raise an error for the first setting that is not supported or does not work with another setting.
+    """Raise an error for the first setting that is not supported or that contradicts a different setting.
 
     Args:
         config: Config of a run.
@@ -87,11 +87,11 @@ def check_config(config: RunConfig, *, is_resolved: bool = False, with_location:
 def iter_setting_problems(config: RunConfig, *, is_resolved: bool = False) -> Iterator[SettingProblem]:
     """Yield the problems of a config: of the checks for all backends, then of its backend.
 
-    The checks of the backend are left out while ``backend`` is ``auto``.
+    The checks of the backend are skipped while ``backend`` is ``auto``.
 
     Args:
         config: Config of a run.
-        is_resolved: Whether the config is resolved, see :func:`check_config`.
+        is_resolved: Whether the config is resolved. See :func:`check_config`.
     """
     for check_section in SETTING_CHECKS:
         yield from check_section(config)

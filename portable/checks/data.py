@@ -27,7 +27,7 @@ RESERVED_COLUMN_NAMES = (
     "position_ids",
     "source",
 )
-"""Names of model inputs, which an additional number column must not have."""
+"""Names of model inputs. They are not allowed for additional number columns."""
 
 TASK_BY_SETTING = {
     "data.text_pair_field": "sequence-classification",

@@ -92,7 +92,10 @@ class ChatModel:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template. Without a template, the model continues texts."""
+        """Whether the tokenizer has a chat template.
+
+        Without a template, the model continues the user's text.
+        """
         return bool(self.tokenizer.chat_template)
 
     def render_prompt(self, messages: Sequence[dict[str, str]]) -> str:
@@ -168,8 +171,8 @@ class ChatModel:
     def _find_end_tokens(self) -> list[int]:
         """Return the sorted token ids that end an answer.
 
-        They are in the generation config and in the tokenizer. A chat template may end answers with another
-        special token, which is found by rendering a short conversation.
+        They are in the generation config and in the tokenizer. A chat template may end answers with a
+        different special token. It is found by rendering a short conversation.
         """
         from portable.data.tokens import bounded_tokenizer
 
@@ -231,9 +234,12 @@ def _load_base_model(name: str, device: Any) -> Any:
 
 
 def _add_adapter(model: Any, folder: Path) -> Any:
-    """Load an adapter into its base model.
+    """Load an adapter into its base model. Returns the PEFT model.
 
-    The embeddings of the base model are resized first if the adapter has another vocabulary size.
+    The embeddings of the base model are resized first if the vocabulary size of the adapter differs.
+
+    Raises:
+        UserError: If the folder does not have the adapter's weights.
     """
     from peft import PeftModel
 
@@ -282,7 +288,7 @@ def build_chat_parser() -> argparse.ArgumentParser:
 
 @exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-chat`` and return its exit code."""
+    """Run ``portable-chat`` and return its exit code. UserErrors and RunErrors are printed, not raised."""
     arguments = build_chat_parser().parse_args(argv)
     try:
         if not 1 <= arguments.max_tokens <= 1 << 20:
@@ -302,10 +308,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> None:
     """Answer ``--prompt``, or the lines from standard input until it ends.
 
+    Prints the answers as they are generated.
+
+    ``/reset`` starts a new conversation, and ``/exit`` and ``/quit`` end it. Sets torch's random seed.
+
     Args:
         chat: The loaded model.
         folder: Folder of the model, printed at the start of an interactive conversation.
         arguments: Parsed command line.
+
+    Raises:
+        UserError: If ``--system`` is given without a chat template.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""``portable-train completion``: print the shell completion of the commands, which shtab builds."""
+"""``portable-train completion``: print the shell completion of the commands, built by shtab."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def print_completion_script(argv: Sequence[str]) -> int:
 
 
 def _build_parser_for_completion(name: str, options: type[BaseModel]) -> argparse.ArgumentParser:
-    """Build an argument parser with all settings and options of a command, from which shtab reads the flags.
+    """Build an argument parser with all settings and options of a command. shtab reads the flags from it.
 
     The command itself parses its flags with :mod:`portable.config.flags`.
     """

@@ -53,7 +53,10 @@ class DataOptions(CommandOptions):
 
 @exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-data``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
+    """Run ``portable-data``. Returns one of :data:`portable.converters.commands.EXIT_CODES`.
+
+    UserErrors and RunErrors are printed, not raised.
+    """
     if argv is None:
         argv = sys.argv[1:]
         # Otherwise transformers would import torch_xla, which takes seconds, warns, and is not needed here.
@@ -128,8 +131,8 @@ def run_pretokenization(argv: Sequence[str]) -> int:
 def _read_vocab_size_for_new_tokenizer(config: RunConfig) -> int | None:
     """Return the vocabulary size of the model if a tokenizer is trained for it.
 
-    Returns None if the config names a tokenizer or a pretrained model, because reading the config of a model
-    imports transformers, which is slow.
+    Returns None if the config names a tokenizer or a pretrained model, because reading a model config imports
+    transformers, and the import is slow.
     """
     if config.data.tokenizer or config.model.name_or_path:
         return None
@@ -143,7 +146,7 @@ class ShardPart(NamedTuple):
     """The part of the shards that this machine writes.
 
     Attributes:
-        number: Number of the part, from 1.
+        number: Index of the part, counted from 1.
         num_parts: Number of parts.
     """
 

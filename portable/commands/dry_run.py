@@ -102,7 +102,7 @@ def print_dry_run(resolved: ResolvedRun) -> int:
 
 
 def _build_default_rows(resolved: ResolvedRun) -> list[tuple[str, str]]:
-    """List the settings whose values come from the existing run or from the kind of training.
+    """List the settings that the existing run or the kind of training determines.
 
     Returns:
         Pairs of a setting and a description of the origin of its value.
@@ -152,7 +152,7 @@ def _build_run_rows(
     """Build the table of the run: model, data, ranks, batch, steps and checkpoint.
 
     Returns:
-        Pairs of a label and a text.
+        Pairs of a label and a value.
 
     Raises:
         UserError: If the warmup is longer than the run.
@@ -205,7 +205,11 @@ def _build_run_rows(
 
 
 def _build_change_rows(config: RunConfig, source: AnyPath | None) -> list[tuple[str, str]]:
-    """List the settings that differ between the run and the run that wrote the checkpoint ``source``."""
+    """List the settings that differ between the run and the run that wrote the checkpoint ``source``.
+
+    Returns:
+        One row, or an empty list if there is no checkpoint, no recorded state, or no difference.
+    """
     state = None if source is None else read_run_state(source)
     changes = [] if state is None else find_changes(state.run, config.fingerprint())
     return [("changed", "; ".join(change.arrow_text for change in changes))] if changes else []
@@ -237,11 +241,11 @@ def _build_foreign_checkpoint_rows(
         config: The resolved config.
         model: The model of the run.
         adapter: The adapter of the run, or None.
-        source: The checkpoint from which the run resumes.
+        source: The checkpoint that the run resumes from.
         steps: Number of steps of the run. None if it is not known yet.
 
     Returns:
-        Pairs of a label and a text. Empty if the checkpoint is one of this program.
+        Pairs of a label and a value. Empty if the checkpoint is one of this program.
 
     Raises:
         UserError: If the run would refuse the checkpoint.

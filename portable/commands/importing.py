@@ -1,4 +1,4 @@
-"""``portable-train import``: print a config with comments, made from files of other programs."""
+"""``portable-train import``: print a config with comments, converted from files of other trainers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ALTERNATIVE_SETTINGS = {"model.name_or_path": "model.config", "data.source": "d
 
 
 def print_imported_config(argv: Sequence[str]) -> int:
-    """Print a config made from files of other programs.
+    """Print a config converted from files of other trainers.
 
     Args:
         argv: Words after ``import``: paths of files and, after ``--``, the command line of a script.
@@ -116,7 +116,7 @@ def print_imported_config(argv: Sequence[str]) -> int:
 
 
 def _remove_assumed_train_on(imported: ImportedRun) -> None:
-    """Remove the default of ``data.train_on`` for conversations if the records have prompts or texts.
+    """Remove the default of ``data.train_on`` for conversations if the records are completions or plain text.
 
     Records of a dataset that has to be downloaded are not read.
     """
@@ -144,7 +144,7 @@ def _read_foreign_document(path: Path) -> YamlDocument:
 
 
 class ImportedConfig(NamedTuple):
-    """A config that was made from files of other programs.
+    """Config converted from files of other trainers.
 
     Attributes:
         text: The YAML file with comments.

@@ -51,7 +51,7 @@ def print_schema(argv: Sequence[str]) -> int:
     """Print the JSON Schema of a config.
 
     Args:
-        argv: Words after ``schema``, which are ignored.
+        argv: Arguments after ``schema``. They are ignored.
 
     Returns:
         Exit code 0.
@@ -189,8 +189,8 @@ def _fill_starter(starter: str, file: Path, model: str | None, data: str | None)
     Args:
         starter: Text of the starter config.
         file: Path of the config to write. Its stem becomes the name of the run.
-        model: Hub id or folder of the model. None for the model of the starter.
-        data: File, glob or hub dataset. None for the data of the starter.
+        model: Hub id or folder of the model. If None, the starter's model is kept.
+        data: File, glob or hub dataset. If None, the starter's data is kept.
     """
     folder = _format_yaml_value(f"runs/{file.stem}")
     # Pad the name of the run, so that the comments stay in one column.
@@ -254,7 +254,7 @@ class _SizedConfig(NamedTuple):
 
 
 def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> _SizedConfig:
-    """Set the values with which a run fits on a device, and add comments that describe the plan.
+    """Set the values that make a run fit on a device, and add comments that describe the plan.
 
     Args:
         text: Text of the config.

@@ -1,7 +1,7 @@
-"""``portable-train init --for``: write the file with which a program that rents machines starts a run.
+"""``portable-train init --for``: write the launch file of a program that rents machines.
 
 The files are templates in ``configs/machines``. ``@name@`` is a placeholder for a value. A line that begins
-with a condition, such as ``@several@``, is left out if the condition is false; see :data:`_LINE_CONDITIONS`.
+with a condition, such as ``@several@``, is dropped if the condition is false. See :data:`_LINE_CONDITIONS`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RentedMachines:
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines, which have the same number of devices each."""
+        """Number of machines, each with the same number of devices. A TPU slice may fit on one host."""
         if not self.is_tpu:
             return max(1, self.num_devices // self.device.devices_per_node)
         fits_on_one_host = self.num_devices <= self.rental_names.get("alone", self.rental_names["host"])
@@ -176,7 +176,7 @@ def write_launch_file(
             planner.
         output_dir: Output folder of the run. None for the value in the config.
         install: Argument of ``pip install``. None for this version.
-        spot: Whether to rent machines that may be preempted, which are cheaper.
+        spot: Whether to rent cheaper machines that may be preempted.
 
     Returns:
         Path of the file.
@@ -243,8 +243,8 @@ def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str,
     Args:
         text: The template.
         values: Values of the placeholders by name.
-        conditions: Whether each of :data:`_LINE_CONDITIONS` is true. Lines whose condition is false are left
-            out.
+        conditions: Whether each of :data:`_LINE_CONDITIONS` is true. Lines whose condition is false are
+            dropped.
 
     Returns:
         The text of the file.
@@ -437,7 +437,10 @@ def _build_template_values(
 
 
 def _format_secret_flags(target: str, names: Sequence[str]) -> str:
-    """Return the flags that pass the environment variables with credentials to the machines."""
+    """Return the flags that pass the environment variables with credentials to the machines.
+
+    SkyPilot's flags are on one line. The flags of other programs are on continued shell lines.
+    """
     if target == "sky":
         return "".join(f" --secret {name}" for name in names)
     return "\n".join(f"  --secrets {name} \\" for name in names)[:-2] + " \\"

@@ -1,4 +1,4 @@
-"""Choose settings with which a model fits on a device, for ``portable-train init --device``.
+"""Choose settings that make a model fit on a device, for ``portable-train init --device``.
 
 :class:`RecipeSearch` lists candidate settings, from the best to the cheapest. The planner computes the memory
 that each candidate needs, as in ``portable-plan``. The first candidate that fits is written into the config.
@@ -68,7 +68,7 @@ _ASSUMED_HUB_DATASET = DatasetEstimate(10_000, 5_000_000, _LONGEST_SEQUENCE, is_
 
 
 class RejectedCandidate(NamedTuple):
-    """Settings with which a run does not fit.
+    """Settings that make a run exceed the memory.
 
     Attributes:
         settings: Values by dotted key.
@@ -93,14 +93,14 @@ class CandidatePlanner(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings with which a run fits, and their plan.
+    """Settings that make a run fit, and their plan.
 
     Attributes:
         settings: Values by dotted key, to write into the config.
         planner: Planner of the config with these settings.
         option: The planned memory.
         work: The amount of training. None if it is unknown.
-        rejected: The best candidate, which does not fit. None if the best candidate fits.
+        rejected: The best candidate. It does not fit. None if the best candidate fits.
     """
 
     settings: dict[str, Any]
@@ -158,7 +158,7 @@ def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
 
 
 class RecipeSearch:
-    """Search for settings with which a run fits on a device.
+    """Search for settings that make a run fit on a device.
 
     Args:
         config: Starter config with the user's model and data.
@@ -226,7 +226,7 @@ class RecipeSearch:
         return candidates
 
     def iter_device_suggestions(self, device: Device, num_devices: int) -> Iterator[str]:
-        """Yield up to two ``--device`` flags with which the run fits.
+        """Yield up to two ``--device`` flags that make the run fit.
 
         The first flag has the smallest sufficient number of the same devices, and the second flag has the
         smallest sufficient device.
@@ -284,7 +284,7 @@ class RecipeSearch:
 
         Args:
             seq_len: Maximum sequence length, in tokens.
-            num_devices: Number of devices, which divides the global batch size.
+            num_devices: Number of devices. It divides the global batch size.
 
         Returns:
             Values by dotted key.
@@ -353,7 +353,7 @@ def find_recipe(
     dataset_estimate: DatasetEstimate | None,
     cheaper_configs: Mapping[str, RunConfig],
 ) -> Recipe:
-    """Choose settings with which a run fits.
+    """Choose settings that make a run fit.
 
     Args:
         config: Starter config of a task, with the user's model and data.
@@ -363,7 +363,7 @@ def find_recipe(
         cheaper_configs: Starter configs that need less memory, by the flag that selects them.
 
     Raises:
-        UserError: If no candidate fits. The message names the smallest changes with which the run fits.
+        UserError: If no candidate fits. The message names the smallest changes that make the run fit.
     """
     search = RecipeSearch(config, dataset_estimate)
     recipe = search.find_recipe(device, num_devices)
@@ -383,7 +383,7 @@ def find_recipe(
 
 
 def describe_recipe(recipe: Recipe) -> list[str]:
-    """Describe a recipe and its plan in sentences, which become the comments of a config."""
+    """Describe a recipe and its plan in sentences, used as comments in a config."""
     planner, option = recipe.planner, recipe.option
     device, devices = planner.target.device, planner.target.cluster.devices
     assert device is not None

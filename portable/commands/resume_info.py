@@ -39,7 +39,7 @@ def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConf
     The files are checked against the manifest.
 
     Returns:
-        Pairs of a label and a text.
+        Pairs of a label and a value.
     """
     from portable.converters import CheckpointError, open_checkpoint
 
@@ -83,7 +83,7 @@ def _get_model_name(config: RunConfig) -> str:
 
 
 def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
-    """Describe a checkpoint of this program, and list the strategies with which a backend can resume it.
+    """Describe a checkpoint of this trainer, and list the strategies that a backend can resume it with.
 
     Args:
         folder: Folder of the checkpoint.
@@ -115,7 +115,7 @@ def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
 
 
 def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
-    """List the world sizes with which each strategy can resume a run, or the reason why the strategy cannot.
+    """List the world sizes that each strategy can resume a run with, or the reason why the strategy cannot.
 
     The function uses the same checks as a run: of the config, of the backend, and of the batch plan.
 
@@ -124,7 +124,7 @@ def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str,
         backend_name: Name of the backend.
 
     Returns:
-        Pairs of a strategy and a text.
+        Pairs of a strategy and a description.
     """
     package = load_backend_package(backend_name)
     world = package.get_world(1)
@@ -168,7 +168,7 @@ def _list_world_sizes(config: RunConfig) -> list[int]:
 
 
 def print_checkpoint_info(path: str, backend_name: str) -> int:
-    """Print a description of a checkpoint, which may be one of another program, without running custom code.
+    """Print a description of a checkpoint without running custom code. Another trainer may have written it.
 
     Args:
         path: Folder or URL of a checkpoint, or of a run with checkpoints. The newest checkpoint of a run is

@@ -1,4 +1,4 @@
-"""``--show-data``: print samples of a run and mark the tokens that are trained."""
+"""``--show-data``: print samples of a run and mark the tokens that contribute to the loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Settings in which two runs differ, and whether a run may change them.
+"""Settings that differ between two runs, and whether a run may change them.
 
-A run compares its config with the config in its output folder and with the fingerprint in the checkpoint from
-which it resumes.
+A run compares its config with the config in its output folder and with the fingerprint in the checkpoint that
+it resumes from.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def is_allowed_in_new_folder(change: SettingChange) -> bool:
     """Return whether a run in another folder may differ in the setting from the checkpoint it starts from.
 
     The model, its vocabulary, the trained parameters and the kind of optimizer state may not differ, because
-    the tensors of the checkpoint would have another meaning.
+    the meaning of the checkpoint's tensors would change.
     """
     section = change.setting.partition(".")[0]
     return section not in ("model", "adapter") and change.setting not in _TENSOR_SETTINGS
@@ -171,7 +171,7 @@ def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunC
         config: The same config with defaults that depend on the model.
 
     Returns:
-        Values of the existing run by dotted key. A setting is left out if its alternative is set, such as
+        Values of the existing run by dotted key. A setting is excluded if its alternative is set, such as
         ``train.epochs`` for ``train.steps``.
     """
     values = {}
@@ -189,7 +189,7 @@ def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunC
 
 
 def _is_null_warmup(config: RunConfig, key: str) -> bool:
-    """Return whether ``key`` is a warmup setting that is null, which selects the default warmup."""
+    """Return whether ``key`` is a warmup setting that is null. Null selects the default warmup."""
     return key in ("train.warmup_steps", "train.warmup_ratio") and config.get(key) is None
 
 
@@ -197,7 +197,7 @@ def _flatten_fingerprint(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatV
     """Flatten the mappings in a fingerprint, so that their items are compared one by one.
 
     Returns:
-        Settings and values by dotted key. Null values are left out, and missing settings have their default.
+        Settings and values by dotted key. Null values are skipped, and missing settings have their default.
     """
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
     for key, setting in keys.get_setting_fields(RunConfig).items():

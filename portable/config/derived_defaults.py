@@ -119,7 +119,7 @@ def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
 
 
 def classify_training_kind(config: RunConfig) -> TrainingKind:
-    """Return the kind of training, which selects the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
+    """Return the kind of training. It selects the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
 
     ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve_run` replaces ``auto`` by
     the format of the first record before a default is used.
@@ -137,8 +137,8 @@ def classify_training_kind(config: RunConfig) -> TrainingKind:
 def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
     """Compute the defaults in :data:`DEFAULTS_BY_TRAINING_KIND` that apply to a run, by dotted key.
 
-    A setting is left out if the user has set it or its alternative, or if the default of the schema applies.
-    ``data.seq_len`` is always left out, because :func:`portable.model.build.apply_default_seq_len` chooses it
+    A setting is excluded if the user has set it or its alternative, or if the default of the schema applies.
+    ``data.seq_len`` is always excluded, because :func:`portable.model.build.apply_default_seq_len` chooses it
     for the model.
     """
     train, kind = config.train, classify_training_kind(config)
@@ -167,7 +167,7 @@ def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
 def compute_derived_defaults(config: RunConfig) -> dict[str, Any]:
     """Compute the defaults that depend on other settings, by dotted key.
 
-    Only keys that the user did not set are included, except ``train.warmup_ratio``, for which null means the
+    Only keys that the user did not set are included. The exception is ``train.warmup_ratio``: null means the
     default. ``RunConfig`` calls this function whenever it is validated.
     """
     model, train, checkpoint = config.model, config.train, config.checkpoint

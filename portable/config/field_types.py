@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 IDENTITY: dict[str, JsonValue] = {"identity": True}
-"""Mark of a field that defines the run; see ``RunConfig.fingerprint``."""
+"""Marker of a field that defines the run. See ``RunConfig.fingerprint``."""
 
 
 _BOOLEAN_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
@@ -77,7 +77,7 @@ def _iter_strings(value: object) -> Iterator[str]:
 
 
 def parse_boolean_word(value: Any) -> Any:
-    """Convert the words ``yes``, ``no``, ``on``, ``off``, ``true`` and ``false`` to booleans.
+    """Convert the strings ``yes``, ``no``, ``on``, ``off``, ``true`` and ``false`` to booleans.
 
     Other values are returned unchanged.
     """
@@ -85,7 +85,10 @@ def parse_boolean_word(value: Any) -> Any:
 
 
 def _to_plain(value: object, depth: int = 0) -> object:
-    """Convert ``value`` to types that YAML and JSON support. Keys become text, as in JSON."""
+    """Convert ``value`` to types that YAML and JSON support. Keys become strings, as in JSON.
+
+    Tuples become lists. Raises ValueError for other types and for deep nesting.
+    """
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, dict):
@@ -128,7 +131,7 @@ def _to_lower_case(value: object) -> object:
 
 
 class PathMarker:
-    """Marker of a type whose text may be a path or a URL; see ``SettingField.may_be_path``."""
+    """Marker of a string type whose value may be a path or a URL. See ``SettingField.may_be_path``."""
 
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
@@ -173,16 +176,16 @@ Columns = Annotated[
 
 
 def _normalize_code_name(value: object) -> object:
-    """Write the name of custom code in its normal form, so that equal names have equal text."""
+    """Normalize the name of custom code, so that equal names are equal strings. Other types are unchanged."""
     return str(plugins.parse_plugin_spec(value)) if isinstance(value, str) else value
 
 
 PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_normalize_code_name)]
-"""Name of custom code, see :mod:`portable.plugins`. Equal names have equal text."""
+"""Import path of custom code. See :mod:`portable.plugins`. Equal paths are equal strings."""
 
 
 def _accept_code_or_name(value: object, validate_name: Callable[[object], object]) -> object:
-    """Accept the name of custom code, or validate another name.
+    """Accept the import path of custom code. Any other value is validated as a built-in name.
 
     Args:
         value: The value to validate.
@@ -192,7 +195,7 @@ def _accept_code_or_name(value: object, validate_name: Callable[[object], object
 
 
 OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
-"""Validator that also allows the name of custom code in a type of names."""
+"""Validator that also allows the import path of custom code in a type of built-in names."""
 
 
 def _validate_compile_backend_name(value: str) -> str:

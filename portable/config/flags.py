@@ -1,4 +1,4 @@
-"""Parse flags, which are derived from the schema: ``--train.steps 20`` sets ``train.steps``."""
+"""Parse flags. They are derived from the schema: ``--train.steps 20`` sets ``train.steps``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 _NULL_WORDS = ("null", "none", "~")
 _FIRST_FLAG_ORDER = sys.maxsize // 2
-"""Order of the first flag. It is larger than the order of any line in a file, because flags come after
-files."""
+"""Order of the first flag.
+
+It is larger than the order of any line in a file, because flags override files.
+"""
 
 
 @dataclass
@@ -32,7 +34,8 @@ class ParsedCommandLine:
     Attributes:
         options: Values of the options of the command by name, not validated yet.
         settings: Settings of the run in the order of their flags, not validated yet.
-        help: Topic of ``--help``: a section or key, or empty for an overview. None without ``--help``.
+        help: Topic of ``--help``: a section or key, or empty for an overview. None if ``--help`` is not
+            given.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -68,20 +71,20 @@ def parse_flags(
 
 
 def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: str) -> Any:
-    """Parse the words after a flag as YAML.
+    """Parse the arguments after a flag as YAML.
 
-    The value of a text setting stays text, so that ``--data.source 123`` is a name.
+    The value of a string setting stays a string, so that ``--data.source 123`` is a name.
 
     Args:
         setting: The setting of the flag.
-        words: One word, or several words for a list.
+        words: One argument, or several arguments for a list.
         flag: The flag as the user typed it, used in error messages.
 
     Returns:
         The value, not validated yet.
 
     Raises:
-        UserError: If the words begin with a brace and are not a valid mapping.
+        UserError: If the arguments begin with a brace and are not a valid mapping.
     """
     first_word = words[0]
     if len(words) == 1:
@@ -115,12 +118,12 @@ def expand_path(flag: str, path: str) -> str:
 
 
 class _FlagParser:
-    """Parser of one command line, which removes words from the front of the list."""
+    """Parser of one command line. It removes arguments from the front of the list."""
 
     def __init__(
         self, argv: list[str], model: type[BaseModel], options: dict[str, keys.SettingField]
     ) -> None:
-        """Prepare to parse ``argv``, which is emptied word by word."""
+        """Prepare to parse ``argv``. Parsing empties it in place."""
         self._remaining_words = argv
         self._schema = model
         self._setting_fields = keys.get_setting_fields(model)
@@ -128,7 +131,12 @@ class _FlagParser:
         self._result = ParsedCommandLine()
 
     def parse(self) -> ParsedCommandLine:
-        """Parse all words, and return the options and settings."""
+        """Parse all arguments, and return the options and settings. Empties the list of arguments.
+
+        Raises:
+            UserError: If an argument is not a flag, if a flag is unknown, or if its value is missing or
+                invalid.
+        """
         while self._remaining_words:
             token = self._remaining_words.pop(0)
             if token == "-h":
@@ -147,12 +155,18 @@ class _FlagParser:
         return self._result
 
     def _parse_option(self, name: str, flag: str, inline_words: list[str] | None) -> None:
-        """Parse an option of the command.
+        """Parse an option of the command, and store it in the result.
+
+        A repeatable option appends to its list.
 
         Args:
             name: Name of the option, with underscores.
             flag: The flag as the user typed it.
-            inline_words: The value after an equals sign, in a list. None if the value is in the next words.
+            inline_words: The value after an equals sign, in a list. None if the value is in the next
+                arguments.
+
+        Raises:
+            UserError: If the value is missing, or if a path is given twice with different values.
         """
         setting, earlier_options = self._option_fields[name], self._result.options
         words = self._pop_value_words(1) if inline_words is None else inline_words
@@ -170,12 +184,16 @@ class _FlagParser:
         earlier_options[name] = value
 
     def _parse_setting(self, name: str, flag: str, inline_words: list[str] | None) -> None:
-        """Parse a setting of the run.
+        """Parse a setting of the run, and add it to the result.
 
         Args:
             name: Dotted key, with underscores. It may be unknown, or begin with ``no_`` for a boolean.
             flag: The flag as the user typed it.
-            inline_words: The value after an equals sign, in a list. None if the value is in the next words.
+            inline_words: The value after an equals sign, in a list. None if the value is in the next
+                arguments.
+
+        Raises:
+            UserError: If the setting is unknown, or if its value is missing or invalid.
         """
         value: Any = True
         if (setting := self._setting_fields.get(name)) is not None:
@@ -202,7 +220,7 @@ class _FlagParser:
         self._result.add_setting(name, value, flag)
 
     def _pop_value_words(self, max_words: int | None) -> list[str]:
-        """Remove and return the words up to the next flag, at most ``max_words`` unless it is None."""
+        """Remove and return the arguments up to the next flag, at most ``max_words`` unless it is None."""
         flag_indices = (number for number, word in enumerate(self._remaining_words) if _is_flag(word))
         words = self._remaining_words[: next(flag_indices, len(self._remaining_words))][:max_words]
         del self._remaining_words[: len(words)]
@@ -238,7 +256,7 @@ def _check_has_value(words: list[str], flag: str, allowed_values: str, *, may_be
     """Raise ``UserError`` if a flag has no value.
 
     Args:
-        words: The words after the flag.
+        words: The arguments after the flag.
         flag: The flag as the user typed it.
         allowed_values: Description of the allowed values.
         may_be_empty: Whether an empty word is a valid value. If not, an empty shell variable is an error.
@@ -248,7 +266,7 @@ def _check_has_value(words: list[str], flag: str, allowed_values: str, *, may_be
 
 
 def _describe_stray_word(token: str) -> str:
-    """Return the error message for a word that is not a flag and does not follow one."""
+    """Return the error message for an argument that is not a flag and does not follow one."""
     if token.endswith((".yaml", ".yml")):
         return f"unexpected argument {token!r}; use --config for a config file"
     if token.startswith("-") and token != "--":

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MIN_WIDTH, _MAX_WIDTH = 60, 110
 _INDENT = " " * 6
 _DESCRIPTION_COLUMN = 28
-"""Column in which the descriptions of options begin."""
+"""First column of the option descriptions."""
 ALL_SETTINGS_TOPIC = "all"
 """Topic of ``--help`` that prints every setting."""
 _SETTINGS_HEADING = "settings, as flags and keys of the YAML file (more: --help SECTION, KEY or all):"
@@ -179,6 +179,6 @@ def describe_default(setting: keys.SettingField, quote: str = "") -> str:
 
 
 def format_default(value: Any) -> str:
-    """Format a default as in a config file."""
+    """Format a default as in a config file: strings without quotes, other values as JSON."""
     value = keys.to_plain_value(value)
     return value if isinstance(value, str) else json.dumps(value)

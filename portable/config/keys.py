@@ -69,7 +69,7 @@ class SettingField:
 
     @property
     def default(self) -> Any:
-        """Default of the schema, which a derived default may replace."""
+        """Default of the schema. A derived default may replace it."""
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     @property
@@ -102,7 +102,7 @@ class SettingField:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed words for the value or its items. Empty if the type has no ``Literal``."""
+        """Allowed strings for the value or its items. Empty if the type has no ``Literal``."""
         words = (
             word
             for kind, _ in iter_type_parts(self.field.annotation)
@@ -199,7 +199,8 @@ def _is_section(field: FieldInfo) -> bool:
 def to_plain_value(value: Any) -> Any:
     """Convert a value of the schema to plain JSON values.
 
-    Tuples become lists. A group of settings becomes a mapping of the values that are set.
+    Tuples become lists. A group of settings becomes a mapping of the values that are set. Other values are
+    returned unchanged.
     """
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_unset=True)

@@ -1,4 +1,4 @@
-"""Build a ``RunConfig`` from YAML files, settings of other programs, and flags.
+"""Build a ``RunConfig`` from YAML files, imported settings of other trainers, and flags.
 
 All values are merged into one nested mapping, with the origin (file and line, or flag) of each value. The
 mapping is validated once, after everything has been merged.
@@ -51,7 +51,7 @@ def load_config(
         0.0001
 
     Args:
-        source: A YAML file or a nested mapping, or several, merged in order. None for the quickstart.
+        source: A YAML file or a nested mapping, or several, merged in order. If None, the quickstart is used.
         overrides: A mapping from dotted keys to values, or flags as on the command line (``["--train.steps",
             "20"]``). They override ``source``.
 
@@ -81,12 +81,12 @@ def build_run_config(
     """Merge all settings into one nested mapping and validate it.
 
     Args:
-        sources: YAML files or nested mappings. Later ones override earlier ones.
+        sources: YAML files or nested mappings. Later files override previous ones.
         overrides: Settings that override all others, in order.
-        imported: Settings from files of other programs. They must agree with ``sources``.
+        imported: Settings imported from files of other trainers. They must agree with ``sources``.
 
     Returns:
-        The config, which also records the origin of each value.
+        The config. It also records the origin of each value.
 
     Raises:
         UserError: If a file cannot be read, a setting is not valid, or ``sources`` and ``imported`` disagree.
@@ -121,8 +121,8 @@ def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
 
     Args:
         source: The file or the mapping.
-        line_offset: Number to add to the line numbers, so that lines of later files come after all lines of
-            earlier files.
+        line_offset: Offset of the line numbers, so that lines of a file are ordered after all lines of
+            previous files.
 
     Raises:
         UserError: If the file cannot be read, is empty, or is not a mapping.
@@ -154,8 +154,8 @@ class _MergedSettings:
     def merge_file(self, values: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
         """Merge the content of a later file.
 
-        Mappings are merged key by key, except configs of different model types. Any other value replaces
-        the earlier value. If the file sets either ``data.source`` or ``data.sources``, the other is removed.
+        Mappings are merged key by key, except configs of different model types. Any other value replaces the
+        previous value. If the file sets either ``data.source`` or ``data.sources``, the other is removed.
         """
         for section in keys.get_section_descriptions(RunConfig):
             # A section without a value, such as `fsdp:`, is an empty section.
@@ -168,7 +168,10 @@ class _MergedSettings:
     def _merge_mapping(
         self, target: dict[str, Any], values: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]
     ) -> None:
-        """Merge ``values`` into ``target``, which is at ``path``, and into its nested mappings."""
+        """Merge ``values`` into ``target`` at ``path`` in place, and into its nested mappings.
+
+        A config of a different model type replaces the previous mapping instead.
+        """
         for name, value in values.items():
             inner_path, earlier_value = (*path, name), target.get(name)
             if (
@@ -183,7 +186,7 @@ class _MergedSettings:
             target[name] = value
 
     def add_imported(self, assignment: Assignment) -> None:
-        """Add a setting from a file of another program.
+        """Add a setting imported from a file of another trainer.
 
         If the path leads through a value that is not a mapping, nothing is added, because the validation will
         report that value.
@@ -254,7 +257,7 @@ class _MergedSettings:
 
 
 def _remove_replaced_source(earlier: Any, later: Any) -> None:
-    """Remove the earlier ``data.source`` if the later file sets only ``data.sources``, and vice versa."""
+    """Remove the previous ``data.source`` if the later file sets only ``data.sources``, and vice versa."""
     if isinstance(earlier, dict) and isinstance(later, dict):
         for key, replaced_key in (("source", "sources"), ("sources", "source")):
             if later.get(key) and not later.get(replaced_key):
@@ -264,7 +267,7 @@ def _remove_replaced_source(earlier: Any, later: Any) -> None:
 def _have_different_model_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether two mappings are configs of different model types.
 
-    The later config then replaces the earlier one, because their keys have different meanings.
+    The later config then replaces the previous one, because their keys have different meanings.
     """
     types = {config["model_type"] for config in (first, second) if isinstance(config.get("model_type"), str)}
     return len(types) > 1

@@ -19,9 +19,9 @@ class Origin:
 
     Attributes:
         text: Text in messages, such as ``run.yaml:7`` or ``--train.steps``.
-        order: Position among all origins. Flags come after files. Error messages are sorted by it.
+        order: Position among all origins. Flags override files. Error messages are sorted by it.
         is_flag: Whether the origin is a flag.
-        overridden: Origins of earlier values that this value overrides, the latest first.
+        overridden: Origins of the previous values that this value overrides, the latest first.
     """
 
     text: str
@@ -32,8 +32,8 @@ class Origin:
     def add_to_message(self, message: str) -> str:
         """Return ``message`` with the origin.
 
-        The origin of a file comes before the message (``run.yaml:7: train.steps must be ...``). A flag
-        replaces the key that it sets (``--train.steps must be ...``).
+        The origin of a file precedes the message (``run.yaml:7: train.steps must be ...``). A flag replaces
+        the key that it sets (``--train.steps must be ...``).
         """
         key = self.text.removeprefix("--").replace("-", "_")
         if self.is_flag and message.startswith((f"{key} ", f"{key}: ")):
@@ -47,7 +47,7 @@ class Assignment(NamedTuple):
     Attributes:
         path: Path of the setting.
         value: Value, not validated yet.
-        origin: Origin, or None for a value from Python.
+        origin: Origin. None if Python code has set the value.
     """
 
     path: KeyPath

@@ -66,8 +66,8 @@ def _format_identity_mark(setting: keys.SettingField) -> str:
 
 
 def _format_cell(text: str) -> str:
-    """Escape a text for a cell of a Markdown table."""
-    # Separate choices by commas, because a bar would end the cell. Leave out "(not empty)", which is obvious.
+    """Escape a string for a cell of a Markdown table."""
+    # Separate choices by commas, because a bar would end the cell. Omit "(not empty)", because it is obvious.
     text = (
         text.replace(" (not empty)", "")
         .replace(" | ", ", ")
@@ -88,7 +88,7 @@ def _format_default(setting: keys.SettingField) -> str:
 def build_json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the YAML file, with descriptions, which editors use."""
     schema = RunConfig.model_json_schema(by_alias=True)
-    for key in DEFAULTS_BY_TRAINING_KIND:  # most runs have another default than the schema
+    for key in DEFAULTS_BY_TRAINING_KIND:  # the default of most runs differs from the schema
         section, _, name = key.partition(".")
         setting = schema["$defs"][type(getattr(RunConfig(), section)).__name__]["properties"][name]
         del setting["default"]

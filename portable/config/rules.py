@@ -60,7 +60,7 @@ def format_value(value: Any) -> str:
 
 
 def format_setting_with_value(config: RunConfig, key: str) -> str:
-    """Return a key, followed by its value if the value is a word or a number."""
+    """Return a key, followed by its value if the value is a plain string or a number."""
     value = config.get(key)
     is_word_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     return f"{key} {format_value(value)}" if is_word_or_number else key

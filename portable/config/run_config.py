@@ -185,14 +185,14 @@ class RunConfig(Section):
     def origins(self) -> dict[tuple[str, ...], Origin]:
         """Origins of the settings in files and flags, by path.
 
-        :func:`portable.config.load.build_run_config` fills the mapping. It is empty if all values come from
-        Python.
+        :func:`portable.config.load.build_run_config` fills the mapping. Empty if Python code has set all
+        values.
         """
         return self._origins
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """Parsed files that settings name, by dotted key of the setting; see :meth:`with_document`."""
+        """Parsed files that settings name, by dotted key of the setting. See :meth:`with_document`."""
         return self._documents
 
     def with_document(self, key: str, document: Any) -> RunConfig:
@@ -255,7 +255,10 @@ class RunConfig(Section):
         return copy
 
     def __eq__(self, other: object) -> bool:
-        """Compare only the values: a resolved config that is read back from its file is equal."""
+        """Return whether all values are equal.
+
+        Origins are ignored, so a config that is read back from its file is equal.
+        """
         return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]

@@ -97,7 +97,10 @@ def get_evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
 
 
 def list_evaluation_source_names(data: DataConfig) -> list[str]:
-    """Return the names of all data that a run evaluates on, including held-out samples."""
+    """Return the names of all data that a run evaluates on: evaluation sources, then held-out samples.
+
+    Each source of a mixture has held-out samples, unless ``data.eval_fraction`` is 0.
+    """
     names = list(_get_evaluation_settings(data))
     return (
         names
@@ -107,7 +110,10 @@ def list_evaluation_source_names(data: DataConfig) -> list[str]:
 
 
 def get_held_out_source_name(data: DataConfig) -> str:
-    """Return the name of the samples that are held out of the only training source."""
+    """Return the name of the samples that are held out of the only training source.
+
+    The name is empty if there is no other evaluation data.
+    """
     return HELD_OUT_SOURCE if data.eval is not None else ONLY_SOURCE
 
 
@@ -194,7 +200,7 @@ def _build_source_section(
     Args:
         data: Section that provides the settings that the source does not set.
         source: Settings of the source.
-        extra_settings: Further settings, which the source may override.
+        extra_settings: Further settings. The source may override them.
     """
     mixture_only_names = MixedSource.model_fields.keys() - SourceConfig.model_fields.keys()
     values = {name: getattr(source, name) for name in source.model_fields_set - mixture_only_names}

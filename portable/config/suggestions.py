@@ -1,8 +1,8 @@
-"""Suggestions for unknown keys and words, including names of other programs.
+"""Suggestions for unknown keys and values, including names used by other trainers.
 
-The names of other programs are in the tables of :mod:`portable.importing`, which this package does not import
-because they are large. :mod:`portable.command_line` registers a function that loads the names when an error
-message needs them.
+The names used by other trainers are in the tables of :mod:`portable.importing`. This package does not import
+them, because they are large. :mod:`portable.command_line` registers a function that loads the names when an
+error message needs them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _return_no_program(values: Mapping[str, object]) -> str:
 
 
 class ForeignNameMeaning(NamedTuple):
-    """The meaning of a name of another program, or of an earlier release of this program.
+    """Meaning of a name used by another trainer, or by a previous release of this trainer.
 
     Attributes:
         setting: Dotted key of the setting with the same meaning. Empty if there is none.
@@ -36,13 +36,12 @@ class ForeignNameMeaning(NamedTuple):
 
 @dataclass(frozen=True)
 class ForeignVocabulary:
-    """Names of other programs, and names of earlier releases of this program.
+    """Names used by other trainers, and names of previous releases of this trainer.
 
     Attributes:
         keys: Meaning of each name of a setting. A name that ends with a star matches all names with this
-            beginning.
-        words: Translations of words for values, by dotted key and word. A translation is a word or a
-            sentence.
+            prefix.
+        words: Translations of values, by dotted key and value. A translation is a value or a sentence.
         find_program: Function that receives the top-level content of a config file and returns the name of
             the program that it is for, or an empty string.
     """
@@ -56,7 +55,7 @@ _loaders: list[Callable[[], ForeignVocabulary]] = []
 
 
 def register_foreign_vocabulary(load: Callable[[], ForeignVocabulary]) -> None:
-    """Register the function that loads the names of other programs for an error message."""
+    """Register the function that loads the names used by other trainers for an error message."""
     _loaders.append(load)
 
 
@@ -75,7 +74,7 @@ def format_key_hint(name: str, candidates: Iterable[str], prefix: str = "") -> s
         prefix: Text before a suggested key, such as ``--``.
 
     Returns:
-        ``"; did you mean X?"``, advice for a name of another program, or an empty string.
+        ``"; did you mean X?"``, advice for a name used by another trainer, or an empty string.
     """
     candidates = list(candidates)
     meaning = _look_up_foreign_name(name)
@@ -87,7 +86,7 @@ def format_key_hint(name: str, candidates: Iterable[str], prefix: str = "") -> s
 
 
 def format_remedy_hint(name: str) -> str:
-    """Return ``"; "`` and the advice for a name of another program, or an empty string if there is none."""
+    """Return ``"; "`` and the advice for a name used by another trainer. Empty if there is none."""
     advice = _look_up_foreign_name(name).advice
     return f"; {advice}" if advice else ""
 
@@ -97,8 +96,8 @@ def format_word_hint(key: str, word: str, words: Iterable[str]) -> str:
 
     Args:
         key: Dotted key of the setting.
-        word: The invalid word.
-        words: The valid words.
+        word: The invalid value.
+        words: The valid values.
 
     Returns:
         ``"; did you mean X?"`` or an empty string.
@@ -108,7 +107,7 @@ def format_word_hint(key: str, word: str, words: Iterable[str]) -> str:
 
 
 def _look_up_foreign_name(name: str) -> ForeignNameMeaning:
-    """Return the meaning of a name of another program. Both fields are empty if the name is unknown."""
+    """Return the meaning of a name used by another trainer. Both fields are empty if the name is unknown."""
     names = load_foreign_vocabulary().keys
     name = name.lower().replace("-", "_")
     last_part = name.rpartition(".")[2]

@@ -116,10 +116,10 @@ def describe_unknown_key(model: type[BaseModel], key: str) -> str:
 def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> UserError:
     """Build the exception for one or more mistakes.
 
-    If the values look like a config of another program, the first line recommends ``portable-train import``.
+    If the values look like another trainer's config, the first line recommends ``portable-train import``.
 
     Args:
-        values: All values, which may be a config of another program.
+        values: All values. They may be another trainer's config.
         mistakes: The mistakes, sorted by origin.
     """
     lines = list(dict.fromkeys(mistake.message_with_origin for mistake in mistakes))
@@ -195,7 +195,8 @@ class _ErrorTarget(NamedTuple):
     Attributes:
         label: Dotted name of the value in messages. Items of a list are labeled by their name, or by a number
             from 1.
-        setting: The setting, or None for an unknown key, a section, or a group of settings in a list.
+        setting: The setting. None if the target is an unknown key, a section, or a group of settings in a
+            list.
         schema: The schema that has the setting: the config, or the group of settings of an item.
         value: The value of the setting.
     """
@@ -246,7 +247,7 @@ def _resolve_error_path(
 
 
 def _get_item(values: object, name: str) -> Any:
-    """Return an item of a list by its index as text, or of a mapping by its key; None if it is missing."""
+    """Return an item of a list by its index as text, or of a mapping by its key. None if it is missing."""
     if isinstance(values, list | tuple):
         return values[int(name)] if name.isdecimal() and int(name) < len(values) else None
     return values.get(name) if isinstance(values, dict) else None
@@ -298,7 +299,7 @@ def _describe_wrong_section(model: type[BaseModel], section: str, value: object)
 
 
 def _describe_extra_key(model: type[BaseModel], path: KeyPath) -> str:
-    """Return the message for an unknown key in a file, which may be a dotted key as in a flag."""
+    """Return the message for an unknown key in a file. The key may be dotted, as in a flag."""
     *parents, name = path
     if "." not in name:
         return describe_unknown_key(model, ".".join(path))

@@ -1,7 +1,7 @@
 """Find mistakes in the syntax of a YAML file, with the line to correct.
 
-PyYAML reports the line in which its parser stopped, in the terms of the YAML specification. The mistake is
-often in an earlier line. For example, if a colon is missing, the parser stops at a later colon.
+PyYAML reports the line where its parser stopped, in the terms of the YAML specification. The mistake is often
+in a previous line. For example, if a colon is missing, the parser stops at a later colon.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> 
 
     Args:
         lines: Lines of the document.
-        line_index: Index of the line at which the parser stopped.
-        column: Column at which the parser stopped.
+        line_index: Index of the line where the parser stopped.
+        column: Column where the parser stopped.
     """
     previous_index = next(
         (line for line in range(line_index - 1, -1, -1) if _has_content(lines[line])), line_index

@@ -1,7 +1,7 @@
 """Read YAML 1.2 as plain values with line numbers: config files, and single values of flags.
 
-PyYAML implements YAML 1.1, in which ``3e-4`` is text, ``no`` is false and ``2020-01-01`` is a date. Scalars
-here follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, tags, and
+PyYAML implements YAML 1.1: ``3e-4`` is a string, ``no`` is false and ``2020-01-01`` is a date. Scalars here
+follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, tags, and
 recursive or exponentially growing aliases are errors.
 """
 
@@ -31,8 +31,8 @@ class ScalarRule(NamedTuple):
     Attributes:
         tag: Tag of the type without the prefix, such as ``int``.
         pattern: Regular expression that the complete scalar must match.
-        first_characters: Possible first characters, by which PyYAML selects the rules to try. An empty string
-            represents an empty scalar.
+        first_characters: Possible first characters. PyYAML uses them to select the rules to try. An empty
+            string represents an empty scalar.
     """
 
     tag: str
@@ -74,7 +74,7 @@ class YamlDocument:
     """A parsed document.
 
     Attributes:
-        value: Content of the document as plain values. None for an empty document.
+        value: Content of the document as plain values. None if the document is empty.
         lines: Line number of every key, starting at 1, by the path of the key.
     """
 
@@ -146,7 +146,7 @@ def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> Yam
 
 
 def parse_yaml_value(text: str) -> Any:
-    """Parse the value of a flag as YAML. A value that is not valid YAML is returned as text."""
+    """Parse the value of a flag as YAML. A value that is not valid YAML is returned as a string."""
     try:
         return parse_yaml(text, "value").value
     except UserError:
@@ -180,7 +180,7 @@ def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
 
 @dataclass
 class _NodeConverter:
-    """Converter from PyYAML's nodes to plain values, which records line numbers.
+    """Converter from PyYAML's nodes to plain values. It records line numbers.
 
     Attributes:
         file_name: Name of the file or flag, used in error messages.
@@ -195,7 +195,10 @@ class _NodeConverter:
     _num_nodes: int = 0
 
     def convert_node(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Convert a node and the nodes inside it, which are at ``path``."""
+        """Convert a node at ``path`` and the nodes inside it.
+
+        Raises UserError for recursive aliases, too many nodes, and tags that are not supported.
+        """
         self._num_nodes += 1
         # Count nodes, because nested aliases can expand a short file to more than fits in memory.
         if id(node) in self._open_node_ids or self._num_nodes > self.max_nodes:
@@ -234,7 +237,10 @@ class _NodeConverter:
         return result
 
     def _convert_scalar(self, node: yaml.ScalarNode) -> Any:
-        """Convert a scalar to the type of its tag."""
+        """Convert a scalar to the type of its tag.
+
+        Raises UserError if it cannot be read or the tag is not allowed.
+        """
         kind, text = node.tag.removeprefix(YAML_TAG_PREFIX), str(node.value)
         try:
             if kind == "str":

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from portable.config.run_config import RunConfig
 
 _LINE_WIDTH = 80
-"""Characters of a line at which it is folded."""
+"""Maximum line width before folding, in characters."""
 
 
 class _Dumper(yaml.SafeDumper):
     """PyYAML's writer, which quotes text that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return True, so that equal values are written out instead of as aliases."""
+        """Return whether to write out equal values instead of aliases. Always True."""
         return True
 
 
@@ -42,7 +42,7 @@ _Dumper.add_representer(list, _represent_list)
 def dump_yaml(config: RunConfig) -> str:
     """Write every setting of ``config`` as YAML in the order of the schema, with a comment for each section.
 
-    In sections whose defaults are all null, settings that are null are left out.
+    In sections whose defaults are all null, settings that are null are omitted.
     """
     tree, section_descriptions = _nest_settings(config), keys.get_section_descriptions(type(config))
     parts = []
@@ -72,7 +72,7 @@ def format_yaml(value: dict[str, Any], width: float = _LINE_WIDTH) -> str:
 
     Args:
         value: A mapping of plain values.
-        width: Characters of a line at which it is folded.
+        width: Maximum line width before folding, in characters.
     """
     return yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=width

@@ -81,9 +81,9 @@ class RunData:
     vocab_size: int
     """Minimum number of rows of the model's embedding: the largest token id of the tokenizer plus one."""
     classes: LabelMapping | None = None
-    """Outputs of the model for classification. None for other tasks."""
+    """Outputs of the model for classification. None if the task does not use it."""
     target_frame: Frame | None = None
-    """Special tokens around each target text for seq2seq. None for other tasks."""
+    """Special tokens around each target text for seq2seq. None if the task does not use it."""
     tokenized_sources: Mapping[str, TokenizedSource] = field(default_factory=dict)
     """Tokenized sources of ``train``, keyed by name. A single source has the empty name."""
     end_of_turn_token: int | None = None
@@ -214,7 +214,7 @@ def build_data(
         global_batch_size: Number of samples per step. It converts the steps of ``data.weight_schedule`` to
             samples.
         progress: Whether to show a progress bar on stderr if tokenizing takes more than a second.
-        **hints: Facts about the model, see :class:`ModelDataHints`.
+        **hints: Facts about the model. See :class:`ModelDataHints`.
 
     Returns:
         The tokenizer, the samples to train and evaluate on, and their sizes.
@@ -266,7 +266,7 @@ def inspect_data_sizes(
     Args:
         settings: The ``data`` section of the config.
         task: Task of the model, one of ``TASKS``.
-        **hints: Facts about the model, see :class:`ModelDataHints`.
+        **hints: Facts about the model. See :class:`ModelDataHints`.
 
     Raises:
         UserError: If the settings or the first document of a source have an error that ``build_data``
@@ -311,7 +311,7 @@ class RunSources:
 
     @property
     def joined_training_source(self) -> DataSource:
-        """All training sources as one source. A tokenizer is trained on it."""
+        """All training sources as one source, to train a tokenizer. A single source is returned as it is."""
         if ONLY_SOURCE in self.training_sources:
             return self.training_sources[ONLY_SOURCE]
         from portable.data.sources.joined_sources import InterleavedSource
@@ -320,7 +320,7 @@ class RunSources:
 
     @property
     def custom_samples_source(self) -> DataSource | None:
-        """The single training source if its records are samples of user-defined code, otherwise None.
+        """The single training source if user-defined code provides its samples, otherwise None.
 
         Raises:
             UserError: If such a source is a part of a mixture.
@@ -384,7 +384,7 @@ def open_sources(
         offline: Whether to stop before anything would be written or downloaded.
         tokenize: Whether to open or build the tokens.
         progress: Whether to show a progress bar.
-        **hints: Facts about the model, see :class:`ModelDataHints`.
+        **hints: Facts about the model. See :class:`ModelDataHints`.
 
     Raises:
         UserError: If the settings or the data cannot be used.
@@ -452,10 +452,10 @@ def _open_and_detect_format(settings: SourceSettings) -> DataSource:
 def _open_training_sources(
     sources_by_name: dict[str, DataSource], settings_by_name: Mapping[str, SourceSettings]
 ) -> None:
-    """Open the training sources into ``sources_by_name``.
+    """Open the training sources, and add them to ``sources_by_name`` in place.
 
     Raises:
-        UserError: If a source cannot be used, or two sources have the same data.
+        UserError: If a source cannot be used, or if two sources have the same data.
     """
     keys: dict[str, str] = {}
     for name, settings in settings_by_name.items():
@@ -476,10 +476,10 @@ def _open_training_sources(
 
 
 def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, SourceSettings]) -> None:
-    """Open the evaluation sources into ``sources.eval_sources``.
+    """Open the evaluation sources, and add them to ``sources.eval_sources`` in place.
 
     Raises:
-        UserError: If a source cannot be used, or is the training data itself.
+        UserError: If a source cannot be used, or if it is the training data itself.
     """
     for name, settings in settings_by_name.items():
         with settings.convert_errors():
@@ -606,7 +606,12 @@ def _map_eval_classes(
 def _build_custom_sample_data(
     settings: DataConfig, sources: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> RunData:
-    """Build the data of a run from samples of user-defined code, which are not tokenized."""
+    """Build the data of a run from samples provided by user-defined code. They are not tokenized.
+
+    Raises:
+        UserError: If the object is not a sequence with a fingerprint, or if the shapes of its samples do not
+            match the settings.
+    """
     from portable.data.samples.custom_samples import CustomSamples
 
     vocab_size = max(context.vocabulary.size, model_vocab_size)

@@ -54,7 +54,7 @@ class PretokenizeResult:
     """Progress of a source.
 
     Attributes:
-        num_shards: Number of shards that are written by now, by this and earlier calls and by other machines.
+        num_shards: Number of shards written so far, by this and previous calls and by other machines.
         num_tokens: Number of tokens in these shards.
         num_shards_left: Number of shards that other machines have to write.
     """
@@ -144,6 +144,8 @@ def pretokenize_source(
 def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], name: str) -> bool:
     """Record the files and settings of the tokens in ``output_folder``, or compare an existing record.
 
+    Creates the folder. A record of different settings is replaced if no shard is complete.
+
     Args:
         output_folder: Folder or URL to write to.
         contents: Digests of the files and of the settings.
@@ -153,7 +155,7 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
         Whether the output is new. The tokenizer has to be saved then.
 
     Raises:
-        UserError: If the folder contains shards with another record, or other files.
+        UserError: If the folder contains shards with a different record, or unrelated files.
     """
     create_folder(output_folder)
     has_begun = (output_folder / BEGUN_FILE).is_file()

@@ -1,4 +1,4 @@
-"""Preview of a run's data: the first samples, with the tokens that are trained, and statistics."""
+"""Preview of a run's data: the first samples, with the tokens that contribute to the loss, and statistics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LengthBin(NamedTuple):
 
     Attributes:
         low: Smallest length in tokens.
-        high: Length at which the next bin begins. None for the last bin.
+        high: Exclusive upper bound of the lengths. None if it is the last bin.
         num_documents: Number of documents in the bin.
     """
 
@@ -108,7 +108,7 @@ def build_preview(data: RunData, num_samples: int, seed: int) -> DataPreview:
     Args:
         data: Data of a causal language model.
         num_samples: Number of samples to include. If documents are packed, the number of documents.
-        seed: Seed of the run, which determines the order of the samples.
+        seed: Seed of the run. It determines the sample order.
     """
     length = data.sizes.seq_len
     caches = [source.tokens for source in data.tokenized_sources.values()]
@@ -172,7 +172,10 @@ def _compute_length_histogram(data: RunData) -> _LengthHistogram:
 
 
 def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
-    """Yield the samples of a run in order. Each document of a packed sample is yielded separately."""
+    """Yield the samples of a run in order. Each document of a packed sample is yielded separately.
+
+    The sequences of a preference pair are joined into one preview.
+    """
     for position in range(len(data.train)):
         epoch, index = data.train.locate_sample(position, seed)
         arrays = data.train.build_arrays([EpochIndex(epoch, index)])
@@ -201,7 +204,9 @@ def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
 
 
 def _decode_sequence(data: RunData, arrays: Any) -> _SequenceText:
-    """Decode one sequence to pieces of text.
+    """Decode one sequence into pieces of text, split where the loss mask changes.
+
+    The text is truncated to :data:`_MAX_CHARS` characters. The token counts are of the complete sequence.
 
     Args:
         data: Data of the run, with the tokenizer.

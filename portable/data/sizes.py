@@ -1,4 +1,4 @@
-"""Sizes of the data, which a plan and the first lines of a run show."""
+"""Sizes of the data, shown by a plan and by the first lines of a run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ class DataSizes:
     """Special tokens around a target text for seq2seq. None if the tokenizer is not available."""
 
     def __str__(self) -> str:
-        """Format the sizes as one line."""
+        """Format the sizes as one line.
+
+        Before tokenizing, only the tokenizer and the sample length are included.
+        """
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
         packed = "complete documents packed" if self.packing == "documents" else "packed"
         samples_text = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"

@@ -71,8 +71,8 @@ class StreamSamples(Samples):
             needed for that.
         seed: Seed of the order.
         window_shards: Number of shards whose samples are mixed.
-        limit_bytes: Maximum size of the tokens on disk in bytes. Tokens in use may exceed it. None for no
-            limit.
+        limit_bytes: Maximum size of the tokens on disk in bytes. Tokens in use may exceed it. None if the
+            cache is not limited.
         num_processes: Number of processes that tokenize the next shards. With 0, another process of this
             machine does this and enforces the limit.
     """
@@ -127,7 +127,7 @@ class StreamSamples(Samples):
             self.padding_share = first.padding_share
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out open shards, threads and locks, because a worker process creates its own."""
+        """Exclude open shards, threads and locks, because a worker process creates its own."""
         return {
             **self.__dict__,
             "_open": OrderedDict(),
@@ -185,7 +185,11 @@ class StreamSamples(Samples):
         return entry.num_samples
 
     def _count_epoch_samples(self) -> int | None:
-        """Return the number of samples of an epoch. None until all shards are in the manifest."""
+        """Return the number of samples of an epoch. None until all shards are in the manifest.
+
+        Raises:
+            UserError: If an epoch does not have samples.
+        """
         if self._total is None and len(self._manifest) == len(self._shards):
             self._total = sum(length for length, _ in self._manifest.values())
             if not self._total:
@@ -198,7 +202,11 @@ class StreamSamples(Samples):
             return self._locate_position(position)
 
     def _locate_position(self, position: int) -> EpochIndex:
-        """Locate a sample while the lock is held. Reads shards whose numbers of samples are not known."""
+        """Locate a sample while the lock is held.
+
+        Tokenizes or opens the shards whose numbers of samples are not known, and requests later shards in the
+        background.
+        """
         total = self._count_epoch_samples()
         epoch, offset = (0, position) if total is None else divmod(position, total)
         self._begin_epoch(epoch)
@@ -238,9 +246,9 @@ class StreamSamples(Samples):
     # -- the shards -------------------------------------------------------------------------------------
 
     def _request_shards_ahead(self, epoch: int, window: int) -> None:
-        """Tokenize the shards after a window in the background.
+        """Tokenize the shards after a window in the background, up to the limit of the cache.
 
-        Stops after the shards that the limit allows.
+        Does nothing if this process does not tokenize in advance, or if the window was already requested.
         """
         if not self._processes or window == self._read_ahead_window:
             return
@@ -358,7 +366,7 @@ class StreamSamples(Samples):
         self._ahead, self._read_ahead_window = None, -1
 
     def compute_consumed_digest(self, position: int) -> str:
-        """Compute a digest of the manifest up to ``position``, which is the same on all ranks."""
+        """Compute a digest of the manifest up to ``position``. It is the same on all ranks."""
         with self._lock:
             total = self._count_epoch_samples()
             manifest = dict(self._manifest)
@@ -371,7 +379,7 @@ class StreamSamples(Samples):
 
 
 def _build_changed_error(source: str, file: str, since: str) -> RunError:
-    """Build the error for a file that has changed. ``since`` describes the earlier state."""
+    """Build the error for a file that has changed. ``since`` describes the previous state."""
     return RunError(f"{source}: {file} has changed since {since}; restore the file, or begin another run")
 
 
@@ -395,7 +403,8 @@ class _TokenCacheLimiter:
 
     Args:
         cache: Folder with one subfolder per shard.
-        limit: Maximum size of all tokens in bytes. Tokens in use may exceed it. None for no limit.
+        limit: Maximum size of all tokens in bytes. Tokens in use may exceed it. None if the cache is not
+            limited.
         window: Number of shards whose samples are mixed.
     """
 

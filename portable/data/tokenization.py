@@ -85,8 +85,8 @@ class TokenizationContext:
         tokenizer: Tokenizer of transformers.
         vocabulary: Special tokens and size of the tokenizer.
         seed: Seed of random masks and of the order of streams.
-        decoder_start_token_id: First decoder input of seq2seq, see :class:`ModelDataHints`.
-        label_shift: Function that computes the label shift from the tokenizer, see :class:`ModelDataHints`.
+        decoder_start_token_id: First decoder input of seq2seq. See :class:`ModelDataHints`.
+        label_shift: Function that computes the label shift from the tokenizer. See :class:`ModelDataHints`.
         pad_left: Whether a classifier's texts are padded on the left.
         keep_last_input: Whether the inputs of a causal model include the last token of a sample.
         keep_last_input_if_room: Whether the inputs of a causal model include the last token of a text if it
@@ -190,14 +190,14 @@ class TokenizationContext:
     def _build_conversation_encoder(
         self, settings: SourceSettings, frame: Frame
     ) -> ConversationEncoder | None:
-        """Build the encoder of conversations. Returns None for plain text."""
+        """Build the encoder of conversations. Returns None if the documents are plain text."""
         if not settings.has_conversations:
             return None
         from portable.data.tokens.chat_template import ConversationEncoder, load_chat_template
 
         data = settings.data
         has_template = data.chat_template is not None or getattr(self.tokenizer, "chat_template", None)
-        # Prompts and completions may be strings, which need no template.
+        # Prompts and completions may be strings. These do not need a template.
         needs_template = data.format != "prompt_completion" or has_template
         templates = load_chat_template(self.tokenizer, data.chat_template) if needs_template else None
         if data.chat_template is not None:
@@ -241,7 +241,7 @@ class TokenizationContext:
         return self.build_tokenize_job(source.settings).find_end_of_turn(source) if readable else None
 
     def open_stream_source(self, source: StreamSource, name: str) -> OpenedStream:
-        """Open the samples of a stream. Tokenizes its first shard.
+        """Open the samples of a stream. Tokenizes its first shard, and creates the cache folder.
 
         Only local rank 0 of each machine starts processes that tokenize the next shards, and keeps the size
         of the tokens below ``data.cache_limit``. The default limit is half of the free disk space.
@@ -249,6 +249,9 @@ class TokenizationContext:
         Args:
             source: Files of the stream.
             name: Name of the source in a mixture. Empty without a mixture.
+
+        Raises:
+            UserError: If the cache folder is not writable.
         """
         from portable.data.stream import StreamSamples
 
@@ -266,7 +269,8 @@ class TokenizationContext:
             name or "data.source",
             source,
             job,
-            # A causal model does not need these functions, which cannot be pickled for worker processes.
+            # Remove these functions, because they cannot be pickled for worker processes and a causal model
+            # does not need them.
             partial(
                 _build_shard_samples, replace(self, label_shift=None, decoder_start_token_id=None), source
             ),
@@ -321,7 +325,7 @@ class TokenizedSource:
     def count_truncated_tokens(self) -> int:
         """Count the tokens that no sample contains because their documents are longer than a sample.
 
-        For a mode other than ``end`` of ``data.truncation``, see :attr:`truncation_stats`.
+        Only for ``data.truncation: end``. For the other modes, :attr:`truncation_stats` has the numbers.
         """
         settings, tokens, cut = self.settings, self.tokens, 0
         if settings.packing is True:
@@ -351,8 +355,8 @@ class TokenizedSource:
     def truncation_stats(self) -> TruncationStats | None:
         """Effect of ``data.truncation`` on the documents of a causal language model.
 
-        None for other tasks, and for plain texts if the documents are concatenated or only their ends are cut
-        off.
+        None if the task does not truncate documents, or for plain texts that are concatenated or only cut off
+        at the end.
         """
         tokens, data = self.tokens, self.settings.data
         if self.settings.task != CAUSAL:
@@ -368,7 +372,8 @@ class TokenizedSource:
     def split_samples(self) -> TrainEvalSplit:
         """Split the samples into samples to train on and held-out samples. A stream has no held-out samples.
 
-        With packed documents, the ranges are of documents instead of samples.
+        The ranges are of preference pairs, of documents if samples are padded or packed from whole documents,
+        otherwise of blocks.
         """
         data, packing = self.settings.data, self.settings.packing
         share = 0.0 if data.stream else data.eval_fraction
@@ -381,7 +386,10 @@ class TokenizedSource:
         return split_packed_blocks(self._num_blocks, share, left_out)
 
     def count_samples(self) -> SampleCounts:
-        """Count the samples to train on and the held-out samples. Writes nothing."""
+        """Count the samples to train on and the held-out samples. Writes nothing.
+
+        The share of padding is computed only if whole documents are packed.
+        """
         train, held_out = self.split_samples()
         if self.settings.packing != "documents":
             return SampleCounts(train.num_samples, held_out.num_samples, None)
@@ -463,7 +471,7 @@ class TokenizedSource:
         )
 
     def _build_task_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:
-        """Build the dataset of a task other than causal language modeling."""
+        """Build the dataset of a masked, sequence-to-sequence or classification task."""
         from portable.data.samples.tasks import ClassificationSamples, MaskedLMSamples, Seq2SeqSamples
 
         context, tokens, data = self.context, self.tokens, self.settings.data

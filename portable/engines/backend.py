@@ -118,7 +118,7 @@ class TorchBackend:
         """Run steps on a temporary engine to check whether they fit in memory.
 
         Returns:
-            Whether they fit; None if the device does not support a memory limit, and nothing was run.
+            Whether they fit. None if the device does not support a memory limit. No steps are run then.
         """
         limit = self._torch_device.build_memory_limit(self.device, self.world_size)
         if limit is None:
@@ -154,11 +154,18 @@ class TorchBackend:
 
     @property
     def devices_per_rank(self) -> int:
-        """Number of devices of each rank, which is always 1."""
+        """Number of devices of each rank. Always 1."""
         return 1
 
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
-        """Sum a number and the stop requests of all ranks with one all-reduce on the device."""
+        """Sum a number and the stop requests of all ranks with one all-reduce on the device.
+
+        Does not sync with the host. In each tensor-parallel group, only one rank contributes its number. In a
+        single process, no collective is called and ``stop`` is ignored.
+
+        Returns:
+            The sum as a device scalar, int64 if ``count`` is an int, otherwise float64.
+        """
         # Fill the tensor on the device, because a copy from the host would sync.
         kind = torch.int64 if isinstance(count, int) else torch.float64
         count = count if self._contributes_to_sums else 0
@@ -175,7 +182,12 @@ class TorchBackend:
         return requested_by_rank if self.world_size == 1 else self._stop_requests.wait_for_value() > 0
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
-        """All-reduce a tensor. Only one rank of each tensor-parallel group contributes its value."""
+        """All-reduce a copy of a tensor over all ranks.
+
+        Only one rank of each tensor-parallel group contributes.
+
+        Returns ``value`` itself in a single process.
+        """
         if self.world_size > 1:
             value = value.clone() if self._contributes_to_sums else torch.zeros_like(value)
             dist.all_reduce(value)
@@ -228,7 +240,7 @@ class AsyncHostCopy:
             self._copy = value  # `wait_for_value` copies it; it waits for the value and not for later work
             return
         if self._copy.dtype != value.dtype:
-            # The copy overlaps with other work only into page-locked memory.
+            # Use pinned memory, otherwise the copy would not overlap with other work.
             self._copy = torch.zeros((), dtype=value.dtype, pin_memory=True)
         self._copy.copy_(value, non_blocking=True)
         self._copy_event = torch.Event(value.device)

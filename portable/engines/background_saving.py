@@ -20,7 +20,7 @@ class BackgroundWriteHandle:
     """Handle for a write. Implements :class:`portable.backend.SaveHandle`.
 
     Args:
-        writing: Future of the thread that writes; None if the files are already written.
+        writing: Future of the writer thread. None if the files are already written.
     """
 
     def __init__(self, writing: Future[None] | None) -> None:
@@ -84,7 +84,10 @@ class _HostCopier:
         return view.set_(self._storages[number], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Start the copy of a storage to host memory, which is pinned if the storage is on an accelerator."""
+        """Start the copy of a storage to host memory.
+
+        Uses pinned memory if the storage is on an accelerator.
+        """
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         # Pinned memory makes the copy asynchronous, and torch caches it for reuse. Without an accelerator,
         # pinning has no benefit.

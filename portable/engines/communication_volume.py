@@ -19,7 +19,8 @@ def sum_elements(weights: Iterable[ParameterEntry]) -> int:
 def compute_internode_bytes(total_bytes: float, cluster: Cluster) -> float:
     """Compute the bytes that each device sends between nodes in a collective over all devices.
 
-    In a ring, data leaves each node once, so the devices of a node share this traffic.
+    In a ring, data leaves each node once, so the devices of a node share this traffic. Returns 0 for a single
+    node.
 
     Args:
         total_bytes: Bytes that each device sends in total.

@@ -87,7 +87,7 @@ class CudaGraphMemory:
 
     @staticmethod
     def begin_pass() -> None:
-        """Begin a pass, which includes a forward and a backward. Call it before each forward pass."""
+        """Begin a pass, that is, one forward and one backward. Call it before each forward pass."""
         torch.compiler.cudagraph_mark_step_begin()
 
     def copy_gradients_out_of_graph_memory(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class _ContextParallelState:
-    """Context-parallel group of this process, which the replaced functions of transformers read."""
+    """Context-parallel group of this process. The patched functions of transformers read it."""
 
     group: Any = None
-    """Ranks that share each sequence with this rank; None if this rank has complete sequences."""
+    """Context-parallel process group of this rank. None if this rank has complete sequences."""
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
             return inner(module, query, key, value, attention_mask, **keywords)
         key, value = (repeat_key_heads(dist.get_world_size(group), tensor) for tensor in (key, value))
         query, key, value = (_AllToAll.apply(tensor, group, 1, 2) for tensor in (query, key, value))
-        # Positions of this rank's part, from which a kernel infers documents.
+        # Pass the positions of this rank's part, because a kernel infers documents from them.
         keywords.pop("position_ids", None)
         layer = _HeadShardedLayer(module, query.shape[1] // key.shape[1])
         # The masks that the attention builds are for complete sequences already, so do not extend them.
@@ -142,7 +142,7 @@ def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
 
     def build_mask(*, q_length: int, kv_length: int, **keywords: Any) -> Any:
         parts = 1
-        # Batches have no padding, so drop a mask of ones, which some models pass.
+        # Drop the mask of ones that some models pass, because batches have no padding.
         if _ContextParallelState.group is not None:
             parts, keywords["attention_mask"] = dist.get_world_size(_ContextParallelState.group), None
         return inner(q_length=q_length * parts, kv_length=kv_length * parts, **keywords)

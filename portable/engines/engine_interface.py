@@ -38,7 +38,7 @@ class RankInfo:
 
 
 class EngineWithMetrics(Engine, Protocol):
-    """Engine on torch.distributed, which can report additional metrics."""
+    """Engine on torch.distributed that can report additional metrics."""
 
     def get_metrics(self) -> dict[str, float]:
         """Return additional metrics to log, keyed by name, such as the fp16 loss scale."""

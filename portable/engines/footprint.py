@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """Apply the DeepSpeed JSON of a run; see :class:`portable.planner.memory_model.FootprintModule`."""
+    """Apply the DeepSpeed JSON of a run. See :class:`portable.planner.memory_model.FootprintModule`.
+
+    Returns ``config`` itself if it has no DeepSpeed JSON, or if its backend does not run DeepSpeed.
+    """
     if config.deepspeed.config is None or not load_backend_package(config.backend).runs_zero:
         return config
     adopted: RunConfig = import_engine_module(ZERO_STRATEGIES[0], "engine").apply_deepspeed_json(
@@ -32,7 +35,7 @@ def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
-    """Yield the strategies of FSDP and ZeRO; see :class:`portable.planner.memory_model.FootprintModule`."""
+    """Yield the strategies of FSDP and ZeRO. See :class:`portable.planner.memory_model.FootprintModule`."""
     yield StrategySetting("no_shard")
     yield from import_engine_module(ZERO_STRATEGIES[0], "footprint").iter_zero_settings(config)
     yield StrategySetting("shard_grad_op")
@@ -45,14 +48,17 @@ def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetti
 
 
 def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """Return the FSDP units of a model; see :class:`portable.planner.memory_model.FootprintModule`."""
+    """Return the FSDP units of a model. See :class:`portable.planner.memory_model.FootprintModule`."""
     from portable.engines.fsdp.units import find_fsdp_units  # imports torch
 
     return find_fsdp_units(model, config)
 
 
 def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the footprint of a run; see :class:`portable.planner.memory_model.FootprintModule`."""
+    """Compute the footprint of a run. See :class:`portable.planner.memory_model.FootprintModule`.
+
+    The model is replicated if the strategy is ``no_shard``, or on one device without parameter offloading.
+    """
     if config.strategy in ZERO_STRATEGIES:
         zero: Any = import_engine_module(config.strategy, "footprint")
         zero_footprint: Footprint = zero.compute_zero_footprint(model, config, cluster)

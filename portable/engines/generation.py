@@ -27,7 +27,7 @@ def sample_continuation(
         prompt: Token ids, int64 ``[1, length]``, on the host.
         device: Device of the model.
         max_new_tokens: Maximum number of tokens to sample.
-        seed: Random seed of the sampling.
+        seed: Sampling seed.
         is_collective: Whether each forward pass gathers parameters. In this case a rank that has finished
             continues to run passes until all ranks have finished.
 

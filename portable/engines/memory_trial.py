@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _RESERVED_HOST_BYTES = 1 << 26
 _HOST_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
-# Messages of errors that are not torch.OutOfMemoryError: they come from the host, from the driver (kernels,
-# pinned memory) and from CUDA libraries.
+# Messages of out-of-memory errors that are not torch.OutOfMemoryError. The host, the driver (kernels, pinned
+# memory) and CUDA libraries raise them.
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc|out of memory|_ALLOC_FAILED"
 )
@@ -62,7 +62,10 @@ def run_memory_trial(
     memory_limit: AbstractContextManager[None],
     run_steps: Callable[[Engine], None],
 ) -> bool:
-    """Run training steps on a temporary engine; see :meth:`portable.backend.Backend.run_memory_trial`.
+    """Run training steps on a temporary engine. See :meth:`portable.backend.Backend.run_memory_trial`.
+
+    Random states are restored, and cached device memory is released afterwards. Errors that do not mean "out
+    of memory" are raised unchanged.
 
     Args:
         build_model: Function that builds the model on the meta device.
@@ -117,7 +120,10 @@ def start_fake_ranks(rank_info: RankInfo) -> Iterator[ExitStack]:
 
 @contextmanager
 def limit_host_memory() -> Iterator[None]:
-    """Lower the memory limits of this process by a reserve for allocations outside of tensors."""
+    """Lower the memory limits of this process by a reserve for allocations outside of tensors.
+
+    The limits are restored when the context ends. Does nothing for a limit that is infinite.
+    """
     limits = {kind: resource.getrlimit(kind) for kind in _HOST_LIMITS}
     for kind, (soft, hard) in limits.items():
         if soft != resource.RLIM_INFINITY:

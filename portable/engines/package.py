@@ -45,7 +45,8 @@ class TorchPackage(TorchDevice, BackendPackage):
 
     Attributes:
         name: Name of the backend.
-        extra: Extra of this distribution that installs the packages of the backend; None if there is none.
+        extra: Extra of this distribution that installs the packages of the backend. None if no extra is
+            needed.
         typical_device: Device that a memory plan assumes if only the size of the memory is given.
         runs_cuda: Whether models run with CUDA's kernels and autocast rules.
         runs_zero: Whether DeepSpeed supports the device.
@@ -116,7 +117,10 @@ class TorchPackage(TorchDevice, BackendPackage):
         compute_shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
 
     def build_notes(self, config: RunConfig) -> list[str]:
-        """Return notes about the DeepSpeed JSON of a run, one line per note."""
+        """Return notes about the DeepSpeed JSON of a run, one line per note.
+
+        Empty if ``deepspeed.config`` is unset.
+        """
         if config.deepspeed.config is None:
             return []
         if not self.runs_zero:
@@ -181,7 +185,7 @@ class CpuPackage(TorchPackage):
     """Record of the backend ``cpu``: CPU ranks that communicate through gloo."""
 
     def is_available(self) -> bool:
-        """Return True: every machine has a CPU."""
+        """Return whether the machine has a CPU, which is always True."""
         return True
 
     def count_local_ranks(self) -> int:

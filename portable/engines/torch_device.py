@@ -47,7 +47,7 @@ class TorchDevice:
         return Diagnostics()
 
     def measure_memory(self, device: torch.device) -> MemoryUsage:
-        """Measure the memory in use; see :meth:`portable.backend.Backend.measure_memory`."""
+        """Measure the memory in use. See :meth:`portable.backend.Backend.measure_memory`."""
         import torch
 
         from portable.backend import MemoryUsage
@@ -60,7 +60,7 @@ class TorchDevice:
     def build_memory_limit(
         self, device: torch.device, world_size: int
     ) -> AbstractContextManager[None] | None:
-        """Return a context in which allocations beyond the memory of a rank raise.
+        """Return a context in which allocations beyond the memory of a rank raise an error.
 
         Args:
             device: Device of the rank.
@@ -72,9 +72,12 @@ class TorchDevice:
         return None
 
     def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
-        """See :meth:`portable.backend.Backend.get_shape_multiple`."""
+        """Return None, because the device has no preferred multiple.
+
+        See :meth:`portable.backend.Backend.get_shape_multiple`.
+        """
         return None
 
     def get_peak_flops(self, device: torch.device, precision: str) -> float | None:
-        """See :meth:`portable.backend.Backend.get_peak_flops`."""
+        """Return None, because the peak is unknown. See :meth:`portable.backend.Backend.get_peak_flops`."""
         return None

@@ -1,9 +1,9 @@
 """Transforms that a run applies to its transformers model before an engine shards it.
 
-:data:`TRANSFORMS` lists all transforms in the order in which :func:`apply_transforms` applies them. Each
-transform changes a model in place and returns it. None of them changes names, shapes or values of parameters.
-Freezing parameters, quantizing them, and adding an adapter are not in the list: they are part of building the
-model (:func:`portable.adapters.adapter.build_training_model`), because the planner needs their result.
+:data:`TRANSFORMS` lists all transforms. :func:`apply_transforms` applies them in this order. Each transform
+changes a model in place and returns it. None of them changes names, shapes or values of parameters. Freezing
+parameters, quantizing them, and adding an adapter are not in the list: they are part of building the model
+(:func:`portable.adapters.adapter.build_training_model`), because the planner needs their result.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ TRANSFORMS: tuple[Transform, ...] = (
         lambda model, _: register_zero_gradient_hooks(model),
     ),
     Transform("recomputed activations", _needs_recomputation, _apply_recomputation),
-    Transform(  # after the chunked loss, which is compiled as well
+    Transform(  # after the chunked loss, because its functions are compiled as well
         "compiled layers",
         lambda _, config: config.compile,
         lambda model, context: compile_layers(model, context.config),
@@ -152,11 +152,11 @@ TRANSFORMS: tuple[Transform, ...] = (
     ),
     Transform("loss parts", lambda *_: True, lambda model, _: install_loss_forward(model)),
 )
-"""All transforms, in the order in which they are applied."""
+"""All transforms, in the order of application."""
 
 
 def list_needed_transforms(model: nn.Module, config: RunConfig) -> list[Transform]:
-    """List the transforms of a run, in the order in which they are applied.
+    """List the transforms that a run needs, in the order of application.
 
     Args:
         model: The transformers model. It is not modified.

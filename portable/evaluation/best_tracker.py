@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_LOGGED_CLASSES = 100
-"""Largest number of classes for which the log contains a confusion matrix."""
+"""Maximum number of classes for a confusion matrix in the log."""
 
 
 @dataclass
@@ -85,8 +85,8 @@ class BestTracker:
         metric: Name of the value to compare, as in ``metrics.jsonl``.
         mode: Better direction of the value, ``min`` or ``max``.
         keep_best: Number of best checkpoints to keep.
-        patience: Number of evaluations without an improvement after which the run ends. None disables early
-            stopping.
+        patience: Number of consecutive evaluations without an improvement that end the run. None disables
+            early stopping.
         threshold: Difference that a value has to exceed to count as an improvement.
     """
 
@@ -99,7 +99,7 @@ class BestTracker:
     def __call__(self, eval_history: EvalHistory, step: int, values: Mapping[str, Any]) -> EvalDecision:
         """Count an evaluation in ``eval_history`` and decide what follows from it.
 
-        An evaluation at a step that was already counted only repeats the decision to stop.
+        An evaluation at a step that was already counted returns the previous decision to stop.
 
         Args:
             eval_history: History that is updated in place. It is reset if it belongs to another metric or

@@ -39,7 +39,7 @@ class MetricSettings:
     Attributes:
         task: ``model.task``, or the problem type of a classifier.
         classes: Names of the classes, in the order of their ids.
-        tokenizer: Tokenizer that decodes generated texts.
+        tokenizer: Tokenizer that decodes generated tokens.
         user_loss: Whether ``train.loss`` replaces the cross-entropy.
     """
 
@@ -66,7 +66,10 @@ class Perplexity:
 
 
 class Accuracy:
-    """Fraction of labels that are predicted: of tokens, or of texts for a classifier."""
+    """Fraction of labels that are predicted correctly.
+
+    A label belongs to a token or, for a classifier, to a text.
+    """
 
     needs = "predictions"
     higher_is_better = True
@@ -111,7 +114,10 @@ class Confusion(_ConfusionCounts):
     names = ()  # the matrix is not a number that can be compared
 
     def values(self, totals: Totals) -> dict[str, Any]:
-        """Return the names of the classes and the counts, or nothing if there are more than 100 classes."""
+        """Return the names of the classes and the counts.
+
+        Empty if there are more than :data:`MAX_LOGGED_CLASSES` classes.
+        """
         if len(self.classes) > MAX_LOGGED_CLASSES:
             return {}
         counts = [[int(cell) for cell in row] for row in totals["counts"].tolist()]
@@ -156,7 +162,7 @@ def _compute_f1(
 
 
 class SubsetAccuracy:
-    """Fraction of texts for which exactly the right set of classes is predicted.
+    """Fraction of texts whose predicted set of classes is exactly right.
 
     A text may have several classes.
     """
@@ -169,15 +175,15 @@ class SubsetAccuracy:
         """Count the texts.
 
         Returns:
-            ``rows``, the number of texts with labels, and ``right``, the number of texts for which all
-            decisions are correct.
+            ``rows``, the number of texts with labels, and ``right``, the number of texts whose decisions are
+            all correct.
         """
         predictions, targets, valid = _compare_multilabel(outputs, batch)
         rows = valid.any(dim=-1)
         return {"right": (((predictions == targets) | ~valid).all(dim=-1) & rows).sum(), "rows": rows.sum()}
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the fraction of texts for which all decisions are correct."""
+        """Return the fraction of texts whose decisions are all correct."""
         return {"accuracy": float(totals["right"]) / max(float(totals["rows"]), 1)}
 
 
@@ -216,7 +222,7 @@ class MultilabelF1:
         right, predicted, present = (totals[name] for name in ("right", "predicted", "present"))
         micro = float(divide_or_zero(2 * right.sum(), predicted.sum() + present.sum()))
         values = _compute_f1(right, predicted, present, self.classes, "f1_macro")
-        # As in scikit-learn, a class that never occurs counts as 0 here.
+        # Count a class that never occurs as 0, as in scikit-learn.
         values["f1_macro"] = float(divide_or_zero(2 * right, predicted + present).mean())
         return {"f1_micro": micro} | values
 
@@ -297,15 +303,18 @@ class MeanAbsoluteError(_RegressionErrorSums):
 class R2(_RegressionErrorSums):
     """Coefficient of determination: the explained fraction of the label variance, averaged over the outputs.
 
-    Degenerate cases have the values of scikit-learn. If the labels do not vary, the value is 1.0 for exact
-    predictions and 0.0 otherwise. With fewer than two samples, it is NaN.
+    Degenerate cases return the same values as scikit-learn. If the labels do not vary, the value is 1.0 for
+    exact predictions and 0.0 otherwise. With fewer than two samples, it is NaN.
     """
 
     higher_is_better = True
     names = ("r2",)
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the coefficient of determination."""
+        """Return the coefficient of determination, averaged over the outputs.
+
+        Reads the totals on the host.
+        """
         names = "squared", "count", "sum", "high parts of squares", "low parts of squares"
         columns = list(zip(*(totals[name].tolist() for name in names), strict=True))
         return {"r2": sum(_compute_r2(*column) for column in columns) / len(columns)}
@@ -320,6 +329,10 @@ def _compute_r2(squared: float, count: float, total: float, high: float, low: fl
         total: Sum of the labels.
         high: Sum of the high parts of the squared labels.
         low: Sum of the low parts of the squared labels.
+
+    Returns:
+        The coefficient. NaN for fewer than two labels or sums that are not finite. If all labels are equal, 1
+        if the errors are 0, otherwise 0.
     """
     if count < 2 or not all(map(math.isfinite, (squared, total, high, low))):
         return math.nan
@@ -356,8 +369,8 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
     """Build the metrics that ``train.metrics`` selects.
 
     Args:
-        names: Names and import paths of metrics. None for the default: all metrics of the task, or only the
-            loss if ``train.loss`` is set.
+        names: Names and import paths of metrics. If None, all metrics of the task, or only the loss if
+            ``train.loss`` is set.
         settings: Settings that the metrics depend on.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Metrics of generated texts, for encoder-decoder models.
+"""Metrics of generated text, for encoder-decoder models.
 
 Texts are decoded greedily, without a cache. A pass of the model predicts every position from a guess of the
 preceding tokens, and the predictions are the next guess. After ``n`` passes the first ``n`` tokens are final,
@@ -30,7 +30,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def compute_exact_match(text: str, target: str) -> float:
-    """Return 1.0 if a text and its target are equal apart from surrounding whitespace, otherwise 0.0."""
+    """Return 1.0 if a generated text equals its target apart from surrounding whitespace, otherwise 0.0."""
     return float(text.strip() == target.strip())
 
 
@@ -42,6 +42,9 @@ def compute_rouge_l(text: str, target: str) -> float:
     Args:
         text: Generated text.
         target: Target text.
+
+    Returns:
+        A value from 0 to 1. 0 if no word is common.
     """
     words, target_words = _WORD.findall(text.lower()), _WORD.findall(target.lower())
     row = [0] * (len(target_words) + 1)
@@ -66,7 +69,7 @@ texts, and higher values are better.
 
 @dataclass(frozen=True)
 class TextMetrics:
-    """Metrics of the generated texts of a run.
+    """Metrics of the text that a run's model generates.
 
     Attributes:
         names: Keys of ``TEXT_METRICS``.
@@ -106,7 +109,7 @@ class TextMetrics:
 
 
 class _PredictionReader:
-    """Measure that returns the predictions of a pass; see :class:`portable.model.loss.MicroBatchMeasure`."""
+    """Measure that returns the predictions of a pass. See :class:`portable.model.loss.MicroBatchMeasure`."""
 
     needs: Literal["logits", "predictions"] | None = "predictions"
     pass_name = "generation"
@@ -128,7 +131,7 @@ def generate_greedily(
         engine: Engine with the model.
         batch: Micro-batch on the host.
         device_batch: The same micro-batch on the device.
-        end_token: Token that ends a text and fills the rest of its row. None if no token does.
+        end_token: End-of-sequence token. It also fills the rest of the row. None if no token does.
 
     Returns:
         Tokens, int64 ``[rows, tokens]`` on the host, with the shape of the labels.

@@ -69,7 +69,7 @@ class Metric(Protocol):
         """Compute the values by name.
 
         Args:
-            totals: Totals of the sums, and of ``labels`` and ``loss``; see :data:`Totals`.
+            totals: Totals of the sums, and of ``labels`` and ``loss``. See :data:`Totals`.
         """
 
 
@@ -118,7 +118,7 @@ class MetricSet:
 
     Args:
         metrics: Metrics by name.
-        texts: Metrics of generated texts. None if there are none.
+        texts: Metrics of generated text. None if there are none.
     """
 
     pass_name = "evaluation"
@@ -208,7 +208,7 @@ class MetricSet:
 
 
 LOSS_ONLY = MetricSet()
-"""Measure without metrics, which computes only the loss."""
+"""Measure without metrics: it computes only the loss."""
 
 
 def load_user_metric(path: str) -> Metric:
@@ -222,7 +222,8 @@ def load_user_metric(path: str) -> Metric:
         The metric. Its exceptions are reported as errors of ``train.metrics``.
 
     Raises:
-        UserError: If the path does not lead to a metric, or if the attribute ``needs`` has another value.
+        UserError: If the path does not lead to a metric, or if the value of the attribute ``needs`` is not
+            supported.
     """
     key = f"train.metrics: {path}"
     target: Any = plugins.load_plugin("train.metrics", path)

@@ -1,4 +1,4 @@
-"""Totals of an evaluation, which an engine adds up on the device."""
+"""Totals of an evaluation. An engine adds them up on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of config files of other programs to settings of a run.
+"""Conversion of other trainers' config files to settings of a run.
 
 Each program has a module with a table from its keys to entries of the kinds in
 :mod:`portable.importing.foreign_keys`: :mod:`~portable.importing.trl` (also the Trainer and its example

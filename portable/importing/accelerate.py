@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys, KeyPath
 
 FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""Strategies of FSDP, in the order of Accelerate's numbers, which begin at 1."""
+"""FSDP strategies, in the order of Accelerate's numbers. The numbers begin at 1."""
 SHARDING_WORDS = {word: name for n, name in enumerate(FSDP_STRATEGIES, 1) for word in (str(n), name)}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
 START_ON_EVERY_HOST = "start it on every host of the slice, as described in docs/tpu.md"
@@ -62,14 +62,14 @@ def is_for_xla(file: ForeignFile) -> bool:
 
 
 def uses_deepspeed_json(file: ForeignFile) -> bool:
-    """Return whether a file names a DeepSpeed JSON, which then replaces the other DeepSpeed keys."""
+    """Return whether a file names a DeepSpeed JSON. The JSON then replaces the other DeepSpeed keys."""
     return file.get_value("deepspeed_config.deepspeed_config_file") not in (*EMPTY_VALUES, "none")
 
 
 def get_zero_stage(file: ForeignFile) -> int:
     """Return the ZeRO stage of a file.
 
-    It is assumed to be 3 if the stage is in a DeepSpeed JSON, which is not read here.
+    It is assumed to be 3 if the stage is in a DeepSpeed JSON, because the JSON is not read here.
     """
     stage = str(file.get_value("deepspeed_config.zero_stage", 2))
     return int(stage) if stage in "0123" and not uses_deepspeed_json(file) else 3
@@ -139,13 +139,13 @@ def note_unused_use_orig_params(value: Any, _: ForeignFile) -> None:
 
 
 def convert_group_size(value: Any, _: ForeignFile) -> Any:
-    """Convert the number of ranks of a group. Returns None for groups of one rank, which is the default."""
+    """Convert the number of ranks of a group. Returns None if the group size is 1, the default."""
     size = parse_quoted_number(value)
     return None if size == 1 else size
 
 
 def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``use_cpu`` to the backend.
+    """Convert ``use_cpu`` to the backend. Returns None if it is false.
 
     Raises:
         NoEffect: If the distributed type is ``MULTI_GPU``, because Accelerate then uses GPUs.
@@ -159,6 +159,9 @@ def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
 
 def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Convert the backend of torch.compile. Older files have it at the top level.
+
+    Returns:
+        Settings. Empty if the value is empty. ``NO`` turns compilation off.
 
     Raises:
         NoEffect: If the distributed type is ``DEEPSPEED``, because Accelerate then ignores the key.
@@ -184,14 +187,21 @@ def store_gpu_ids(value: Any, file: ForeignFile) -> None:
 
 
 def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``fp16``, which older versions of Accelerate have instead of ``mixed_precision``."""
+    """Convert ``fp16``, the key of older versions of Accelerate for ``mixed_precision``.
+
+    Returns:
+        ``fp16`` or ``fp32``. None if the value is empty, or if ``mixed_precision`` is set too.
+    """
     if value in EMPTY_VALUES or file.get_value("mixed_precision"):
         return None
     return "fp16" if parse_flag(value) else "fp32"
 
 
 def convert_class_names(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert the classes of layers to wrap, a list or text with commas."""
+    """Convert the layer classes to wrap, a list or a string with commas.
+
+    Returns None if there are no names.
+    """
     return parse_name_list(value) or None
 
 
@@ -265,10 +275,12 @@ def convert_xla_buffer_dtype(value: Any, _: ForeignFile) -> str:
 
 
 def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] | None:
-    """Convert the accumulation steps to a DeepSpeed JSON, which the section ``deepspeed_config`` abbreviates.
+    """Convert the accumulation steps to a key of a DeepSpeed JSON.
+
+    The section ``deepspeed_config`` abbreviates the JSON.
 
     Returns:
-        Content of the JSON. None for 1 and ``auto``.
+        Content of the JSON. None if the value is 1 or ``auto``.
 
     Raises:
         NoCounterpart: If the value is not a positive integer, or the file also names a DeepSpeed JSON.
@@ -516,7 +528,7 @@ RENAMED_SETTINGS: ForeignKeys = {
     for name, key in XLA_KEYS.items()
     if name != "xla" and not any(target.startswith("xla.") for target in key.targets)
 } | {"xla.xla_fsdp_v2": IgnoredKey("sharding is always by SPMD; remove it")}
-"""Settings of earlier releases that had one value, or that have another name now."""
+"""Settings of previous releases that had a single value, or that were renamed."""
 
 
 def normalize_accelerate_file(file: ForeignFile) -> None:

@@ -72,9 +72,9 @@ TURN_END = "the token that ends a trained turn is trained, and no other; leave i
 
 
 def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert ``roles_to_train``, which may contain the names of ShareGPT.
+    """Convert ``roles_to_train``. The list may contain the role names of ShareGPT.
 
-    Returns None for the default, only the assistant.
+    Returns None if the list is the default, only the assistant.
     """
     names = {"human": "user", "gpt": "assistant"}
     roles = [names.get(role, role) for role in map(str, value if isinstance(value, list) else [value])]
@@ -86,7 +86,7 @@ def check_role_names(value: Any, _: ForeignFile) -> None:
     """Check that a mapping from roles to names in the records has only the usual names.
 
     Raises:
-        NoCounterpart: If a role has another name.
+        NoCounterpart: If a role name is not supported.
     """
     others = {
         role: words
@@ -114,7 +114,7 @@ def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
 
 
 def convert_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the W&B project, which also selects the tracker."""
+    """Convert the W&B project, and select W&B as the tracker. Empty if the project is not set."""
     return {"log.project": value, "log.trackers": ["wandb"]} if value else {}
 
 
@@ -153,7 +153,7 @@ def _convert_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> d
 
     Args:
         entry: Keys of the entry.
-        number: Number of the entry in its list, from 1, used in error messages.
+        number: Position of the entry in its list, counted from 1, used in error messages.
         file: File of the list.
     """
     kind = entry.get("type")

@@ -1,4 +1,4 @@
-"""Conversion of the command line of a script of another program to the content of a config file."""
+"""Conversion of the command line of another trainer's script to the content of a config file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LaunchedScript(NamedTuple):
 
     Attributes:
         num_processes: Number of processes per machine. None if the launcher does not specify it.
-        words: The script and its arguments, or all words if there is no script.
+        words: The script and its arguments. All arguments if there is no script.
     """
 
     num_processes: int | None

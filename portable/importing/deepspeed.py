@@ -37,7 +37,7 @@ AUTO = "auto"
 LEARNING_RATE_PARAMS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 """Params of schedulers that set the learning rate."""
 TORCH_ADAMW_WEIGHT_DECAY = 0.01
-"""Default weight decay of torch's AdamW, which ``torch_adam`` selects."""
+"""Default weight decay of torch's AdamW, selected by ``torch_adam``."""
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     "adam": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
@@ -60,7 +60,7 @@ _BOOLEAN = TypeAdapter(bool)
 
 
 def parse_deepspeed_json(text: str, file_name: str) -> dict[str, Any]:
-    """Parse a DeepSpeed JSON with comments and trailing commas, like DeepSpeed, which also accepts Hjson.
+    """Parse a DeepSpeed JSON. Like DeepSpeed, it accepts comments and trailing commas (Hjson).
 
     Hjson is supported if the package hjson is installed.
 
@@ -169,8 +169,8 @@ def pass_key_to_deepspeed(file: ForeignFile, value: Any) -> None:
         value: Value of the key.
 
     Raises:
-        NoCounterpart: If it is a param of the optimizer or the scheduler, which DeepSpeed does not build in a
-            run.
+        NoCounterpart: If it is a param of the optimizer or the scheduler, because DeepSpeed does not build
+            them in a run.
     """
     if file.path[0] in ("optimizer", "scheduler"):
         raise NoCounterpart(f"{format_short_value(value)} is not supported; remove it")
@@ -197,7 +197,7 @@ class PassThroughKey(ForeignKey):
     converts_empty_values: bool = field(default=True, kw_only=True)
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return False, because DeepSpeed interprets the value."""
+        """Return whether the value is ignored. Always False, because DeepSpeed interprets the value."""
         return False
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
@@ -255,14 +255,14 @@ def check_fixed_loss_scale(value: Any, file: ForeignFile) -> None:
 
 
 def convert_gradient_clipping(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the maximum gradient norm. Zero turns clipping off."""
+    """Convert the maximum gradient norm. Zero turns clipping off. ``auto`` and null set nothing."""
     return {} if value in (None, AUTO) else {"train.max_grad_norm": float(value) or None}
 
 
 def build_offload_device_converter(
     offloaded_state: str, stage_getter: Callable[[ForeignFile], Any]
 ) -> ValueConverter:
-    """Build the converter of the device to which a part of the state is offloaded.
+    """Build the converter of the offload device of a part of the state.
 
     The converter raises ``NoEffect`` at ZeRO stages that do not offload this part. At the stages 1 and 2, it
     converts ``nvme`` to ``cpu``, like DeepSpeed, and adds a note.
@@ -304,10 +304,11 @@ def build_nvme_path_converter(
 ) -> Callable[[Any, ForeignFile], None]:
     """Build the converter of the folder on an NVMe disk.
 
-    The setting is only assumed, because folders differ between machines.
+    The setting is only assumed, because folders differ between machines. The converter does nothing unless
+    the device is ``nvme`` and the ZeRO stage may be 3. It raises NoCounterpart if two folders differ.
 
     Args:
-        device_key: Key of the device, which must be ``nvme``.
+        device_key: Key of the device.
         stage_getter: Function that returns the ZeRO stage of a file.
     """
 
@@ -378,7 +379,7 @@ def check_adam_w_mode(value: Any, file: ForeignFile) -> None:
 
 
 def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
-    """Return the type of the scheduler, which is also the name of the schedule.
+    """Return the type of the scheduler. It is also the name of the schedule.
 
     Raises:
         NoCounterpart: If the scheduler is not supported.
@@ -409,7 +410,10 @@ def convert_to_schedule_params(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_recomputation(value: Any, file: ForeignFile) -> str | None:
-    """Convert the switch for activation checkpointing with CPU checkpointing, and add a note without ZeRO."""
+    """Convert the switch for activation checkpointing with CPU checkpointing. Returns None if it is off.
+
+    Adds a note to the file if ZeRO is not used.
+    """
     if value is True and get_zero_stage(file) == 0:
         file.add_note(
             file.path, "has no effect without ZeRO: the inputs of recomputed layers stay on the device"
@@ -444,7 +448,7 @@ def note_full_weights_export(value: Any, file: ForeignFile) -> None:
 
 
 def check_is_step_count(value: Any, _: ForeignFile) -> None:
-    """Check a number of accumulation steps, from which the global batch size is computed later.
+    """Check a number of accumulation steps. It is used later to compute the global batch size.
 
     Raises:
         NoCounterpart: If the value is not a positive integer.

@@ -1,4 +1,4 @@
-"""A config file of another program, and its conversion key by key to settings of a run.
+"""Config file of another trainer, and its conversion to settings of a run, key by key.
 
 :meth:`ForeignFile.convert_keys` looks up each key in the table of its program (:class:`ForeignProgram`). The
 entry (a :class:`ForeignKey`) converts the value to settings, or raises :class:`NoEffect` or
@@ -42,7 +42,7 @@ def is_off_or_empty(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignKey:
-    """Conversion of the values of one key of another program.
+    """Conversion of the values of one key of another trainer.
 
     Null, false and empty values of a key are ignored, and so are the values in ``unless``.
 
@@ -68,7 +68,7 @@ class ForeignKey:
         """Convert a value to settings.
 
         Args:
-            value: Value of the key, for which :meth:`has_no_effect` is false.
+            value: Value of the key. :meth:`has_no_effect` must be false for it.
             file: The file. ``file.path`` is the path of the key.
 
         Returns:
@@ -103,14 +103,14 @@ beginning."""
 
 @dataclass
 class ImportedRun:
-    """Settings that were converted from files of other programs.
+    """Settings that were converted from files of other trainers.
 
     Attributes:
         values: Values by dotted key of the config of a run.
         origins: File, line and key of each value.
         assumed_keys: Settings that are defaults of the program. Values in other files take precedence over
             them.
-        notes: Messages about keys that are ignored or have another meaning in a run.
+        notes: Messages about keys that are ignored or have a different meaning in a run.
         refusals: Messages about keys that have no counterpart, with advice.
         differences: Sentences about differences between a run and the program that remain although all keys
             were converted.
@@ -140,7 +140,7 @@ class ImportedRun:
 
 @dataclass(frozen=True)
 class ProgramDifference:
-    """A difference between a run and the program of the imported file, which no setting removes.
+    """Difference between a run and the trainer of the imported file that no setting removes.
 
     Attributes:
         text: A sentence.
@@ -243,7 +243,7 @@ def find_key_entry(keys: ForeignKeys, dotted_key: str) -> ForeignKey | None:
 
 
 class ForeignValue(NamedTuple):
-    """A value in a file of another program.
+    """Value in a file of another trainer.
 
     Attributes:
         path: Path of its key.
@@ -256,7 +256,7 @@ class ForeignValue(NamedTuple):
 
 @dataclass
 class ForeignFile:
-    """A file of another program while its keys are converted.
+    """File of another trainer while its keys are converted.
 
     Attributes:
         program: The program.
@@ -356,7 +356,7 @@ class ForeignFile:
                 )
 
     def _iter_key_values(self, values: Mapping[str, Any], section: KeyPath) -> Iterator[ForeignValue]:
-        """Yield each key with its value, except the sections of the table, whose keys are yielded instead.
+        """Yield each key with its value. For a section of the table, yield the keys inside of it instead.
 
         A section that is not a mapping is refused, unless its value is off.
         """

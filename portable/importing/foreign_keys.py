@@ -1,4 +1,4 @@
-"""Kinds of entries in the table of another program. An entry converts the values of one key.
+"""Types of entries in the key tables of other trainers. An entry converts the values of one key.
 
 A table is a mapping from a key of the other program (dotted, if it is nested) to an entry. A key that ends in
 a star matches all keys with this beginning that have no separate entry::
@@ -33,13 +33,13 @@ ValueConverter = Callable[[Any, "ForeignFile"], Any]
 
 
 def drop_unset_value(value: Any, _: ForeignFile) -> Any:
-    """Return ``value`` unchanged, or None for ``auto`` and for the negative numbers that mean "not set"."""
+    """Return ``value`` unchanged. None if it is ``auto`` or a negative number that means "not set"."""
     negative = isinstance(value, int | float) and not isinstance(value, bool) and value < 0
     return None if negative or value == "auto" else value
 
 
 def parse_flag(value: Any) -> bool:
-    """Return a boolean, which may be a word such as ``yes``.
+    """Return a boolean. The value may be a string such as ``yes``.
 
     Raises:
         NoCounterpart: If ``value`` is not a boolean.
@@ -51,20 +51,20 @@ def parse_flag(value: Any) -> bool:
 
 
 def parse_name_list(value: Any) -> list[str]:
-    """Return a list of names, which may be a single text with commas."""
+    """Parse a list of names. The value may also be a single string with commas."""
     names = value.split(",") if isinstance(value, str) else value
     return [name for name in (str(name).strip() for name in names) if name]
 
 
 def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
-    """Return the meaning of a word, ignoring case.
+    """Return the translation of a value, ignoring case.
 
     Args:
         value: The word, or a boolean. None has the meaning None.
         meanings: Meanings by word.
 
     Raises:
-        NoCounterpart: If ``value`` is not one of the words. The message lists them.
+        NoCounterpart: If ``value`` is not a key of ``words``. The message lists them.
     """
     word = find_matching_word(value, meanings)
     if word is None and value is not None:
@@ -104,13 +104,13 @@ class SingleTargetKey(ForeignKey):
 
     @property
     def summary(self) -> str:
-        """The setting, without the hint, which only explains its values."""
+        """The setting without the hint, because the hint only explains its values."""
         return self.target
 
 
 @dataclass(frozen=True)
 class WordKey(ForeignKey):
-    """A key whose values are words.
+    """Key with a fixed set of string values.
 
     Attributes:
         words: Meaning of each word.
@@ -119,7 +119,7 @@ class WordKey(ForeignKey):
     words: Mapping[str, Any]
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` is ignored. A word that is in :attr:`words` is never ignored."""
+        """Return whether ``value`` is ignored. A value in :attr:`words` is never ignored."""
         return find_matching_word(value, self.words) is None and super().has_no_effect(value, file)
 
 
@@ -141,29 +141,29 @@ class SettingKey(SingleTargetKey):
 
 @dataclass(frozen=True)
 class WordSettingKey(WordKey, SingleTargetKey):
-    """A key whose words are translated to values of one setting.
+    """Key whose values are translated to values of one setting.
 
     A word with the meaning None leaves the setting out.
     """
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the setting for a word."""
+        """Return the setting for a value."""
         meaning = translate_word(value, self.words)
         return {} if meaning is None else {self.target: meaning}
 
 
 @dataclass(frozen=True)
 class PresetKey(WordKey):
-    """A key whose words each select values of several settings."""
+    """Key whose values each select values of several settings."""
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the settings for a word."""
+        """Return the settings for a value."""
         settings: ConvertedSettings = translate_word(value, self.words)
         return settings
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """All settings of all words."""
+        """All settings of all values."""
         return tuple(dict.fromkeys(key for settings in self.words.values() for key in settings))
 
     @property
@@ -174,7 +174,7 @@ class PresetKey(WordKey):
 
 @dataclass(frozen=True)
 class SwitchKey(ForeignKey):
-    """A switch that selects values of settings if it is true. The words ``auto`` and ``full`` count as true.
+    """A switch that selects values of settings if it is true. The values ``auto`` and ``full`` count as true.
 
     Attributes:
         settings: Values by dotted key if the switch is true.

@@ -1,4 +1,4 @@
-"""Names and words of other programs, for error messages about an unknown key or value in the config of a run.
+"""Names and values used by other trainers, for error messages about unknown keys and values in a config.
 
 :mod:`portable.command_line` imports this module only when there is such an error.
 """
@@ -45,4 +45,4 @@ FOREIGN_VOCABULARY = ForeignVocabulary(
     },
     find_program=_find_program_title,
 )
-"""All names and words that the importer supports."""
+"""All names and values that the importer supports."""

@@ -61,10 +61,13 @@ def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the kind of training: on conversations (``sft``), on text (``pt``), or on pairs (``dpo``).
+    """Convert the training stage: conversations (``sft``), text (``pt``), or preference pairs (``dpo``).
+
+    Returns:
+        Settings. Empty for ``sft``, because it is the default for conversations.
 
     Raises:
-        NoCounterpart: For other kinds.
+        NoCounterpart: If the stage is not supported.
     """
     if value == "sft":
         return {}

@@ -1,4 +1,4 @@
-"""The keys of ms-swift that the Trainer does not have, or that have another meaning in ms-swift."""
+"""Keys of ms-swift that the Trainer does not have, or that have a different meaning in ms-swift."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Convert names of datasets, each with its subsets and number of samples: ``name:subset#500``.
 
     Raises:
-        NoCounterpart: If a name has another form.
+        NoCounterpart: If a name cannot be parsed.
     """
     sources = []
     for text in map(str, value if isinstance(value, list) else [value]):

@@ -96,7 +96,7 @@ DEEPSPEED = ForeignProgram(
     complete_settings=deepspeed.complete_deepspeed_settings,
 )
 FOREIGN_PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, MS_SWIFT, TRL, DEEPSPEED)
-"""All programs, in the order in which a file is compared with them."""
+"""All programs, in the order of comparison with a file."""
 
 
 def detect_program(

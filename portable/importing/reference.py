@@ -1,4 +1,4 @@
-"""Generate docs/wild.md, the page about the keys of other programs, from their tables.
+"""Generate docs/wild.md, the page about other trainers' keys, from their tables.
 
 ``python -m portable.importing.reference`` writes the page. ``--check`` only checks that it is up to date.
 """
@@ -45,8 +45,8 @@ def build_foreign_keys_page() -> str:
 def build_table_rows(keys: ForeignKeys) -> list[str]:
     """Return the rows of a table. Keys with the same meaning share a row.
 
-    A key with the same name as its setting, ignoring sections, is left out. A key that has no effect and
-    needs no replacement is left out, too.
+    A key with the same name as its setting, ignoring sections, is skipped. A key that has no effect and does
+    not need a replacement is skipped, too.
     """
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():

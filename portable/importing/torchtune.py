@@ -61,7 +61,10 @@ def check_checkpointer(value: Any, _: ForeignFile) -> None:
 
 
 def convert_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the model builder, such as ``lora_llama3_8b``, to the settings of the adapter."""
+    """Convert the model builder, such as ``lora_llama3_8b``, to the settings of the adapter.
+
+    Empty if the builder does not use an adapter.
+    """
     kind, _underscore, model = get_component_name(value).partition("_")
     return ADAPTERS.get(kind, {}) if model else {}
 
@@ -109,13 +112,16 @@ def convert_optimizer_class(value: Any, file: ForeignFile) -> Any:
 
 
 def convert_schedule_function(value: Any, _: ForeignFile) -> str:
-    """Convert the function that builds the schedule."""
+    """Convert the function that builds the schedule to the name of a schedule.
+
+    The cosine schedule is translated. Other names are returned unchanged, and checked by the schema.
+    """
     name = get_component_name(value)
     return "cosine" if name == "get_cosine_schedule_with_warmup" else name
 
 
 def convert_loss_class(value: Any, _: ForeignFile) -> str | None:
-    """Convert the class of the loss. Returns None for the default loss, which is not a loss of pairs."""
+    """Convert the class of the loss. Returns None if the loss is the default, not a preference loss."""
     return LOSSES.get(get_component_name(value))
 
 

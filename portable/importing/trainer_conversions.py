@@ -53,7 +53,7 @@ def convert_chat_template(value: Any, _: ForeignFile) -> str | None:
     """Convert the name of a chat template.
 
     Returns:
-        ``chatml``, or None for the template of the tokenizer.
+        ``chatml``. None if the tokenizer's template is used.
 
     Raises:
         NoEffect: For another name, because other programs have their own templates by these names.
@@ -94,7 +94,7 @@ def build_interval_converter(
 
 
 def convert_events_per_epoch(value: Any, _: ForeignFile) -> float | None:
-    """Convert a number of events per epoch to the number of epochs between two events."""
+    """Convert a number of events per epoch to epochs per event. Returns None if the number is 0 or unset."""
     return 1 / value if value else None
 
 
@@ -112,8 +112,8 @@ def format_pair_loss(kind: Any, beta: Any, sft: Any = None) -> str:
     """Format ``train.loss`` for a loss of pairs.
 
     Args:
-        kind: Name of the loss in the programs. None for DPO.
-        beta: Its ``beta``. None for the default.
+        kind: Name of the loss in the programs. None means DPO.
+        beta: Its ``beta``. None means the default.
         sft: Weight of an additional cross-entropy on the chosen answer. None or 0 for no cross-entropy.
 
     Returns:
@@ -137,7 +137,7 @@ def convert_dataset_entry(
     Args:
         entry: Keys of the entry.
         keys: Table of the keys of such an entry.
-        entry_number: Number of the entry in its list, from 1, used in error messages.
+        entry_number: Position of the entry in its list, counted from 1, used in error messages.
         file: File of the list.
 
     Returns:
@@ -161,7 +161,7 @@ def build_source_settings(sources: list[dict[str, Any]]) -> dict[str, Any]:
     A mixture reads each source once per epoch. Its sources are named after the last part of their paths.
 
     Args:
-        sources: Settings of each source, without the prefix ``data.``. None values are left out.
+        sources: Settings of each source, without the prefix ``data.``. None values are skipped.
 
     Returns:
         Values by dotted key. Empty if there are no sources.

@@ -56,11 +56,11 @@ SCRIPT_ARGUMENTS = {
     *("text_column", "text_column_name", "summary_column", "max_source_length", "source_prefix"),
     *("config_overrides", "max_seq_length", "overwrite_cache", "model_type"),
 }
-"""Arguments of transformers' example scripts, which train on texts. TRL does not have them."""
+"""Arguments of transformers' example scripts for training on plain text. TRL does not have them."""
 
 
 def build_betas_converter(default_second_beta: float) -> ValueConverter:
-    """Build the converter of ``adam_beta1`` or ``adam_beta2``, which returns both betas.
+    """Build the converter of ``adam_beta1`` or ``adam_beta2``. It returns both betas.
 
     Args:
         default_second_beta: Default of the second beta.
@@ -101,9 +101,9 @@ def convert_warmup(value: Any, _: ForeignFile) -> dict[str, Any]:
 
 
 def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert the list of trackers.
+    """Convert the list of trackers. ``none`` becomes an empty list.
 
-    ``none`` becomes an empty list. Returns None for ``all``, which has no counterpart.
+    Returns None if the list contains ``all``, because it has no counterpart.
     """
     names = [
         str(name) for name in (value if isinstance(value, list) else [value]) if not is_off_or_empty(name)
@@ -112,7 +112,7 @@ def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert TRL's switches for the tokens that are trained.
+    """Convert TRL's switches for the loss mask.
 
     If both are on, ``assistant_only_loss`` takes precedence.
     """

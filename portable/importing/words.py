@@ -1,7 +1,7 @@
-"""Words of other programs for values of settings.
+"""Setting values as other trainers spell them.
 
-When a file is imported, the words of the settings in :data:`TRANSLATED_SETTINGS` are translated. The words of
-the other settings only improve the error message about a wrong value.
+When a file is imported, the values of the settings in :data:`TRANSLATED_SETTINGS` are translated. The values
+of the other settings only improve the error message about a wrong value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WordMeaning(NamedTuple):
-    """The meaning of a word of another program.
+    """Meaning of a value as another trainer spells it.
 
     Attributes:
         value: Value of the setting.
@@ -90,18 +90,20 @@ FOREIGN_WORDS: dict[str, dict[str, str | WordMeaning]] = {
         **dict.fromkeys(("instruct", "instruction"), "alpaca"),
     },
 }
-"""Words of other programs by setting or section. For settings that are not in :data:`TRANSLATED_SETTINGS`,
-the text may be advice."""
+"""Values as other trainers spell them, by setting or section.
+
+For settings that are not in :data:`TRANSLATED_SETTINGS`, the text may be advice.
+"""
 TRANSLATED_SETTINGS = ("model.attention", "precision", "train.optimizer", "train.schedule")
-"""Settings whose words are translated when a file is imported."""
+"""Settings whose values are translated when a file is imported."""
 
 
 def translate_setting_word(setting: str, value: Any, file: ForeignFile) -> Any:
-    """Translate a word of another program to a value of a setting.
+    """Translate a value as another trainer spells it to a value of a setting.
 
     Args:
         setting: One of :data:`TRANSLATED_SETTINGS`.
-        value: The word. Unknown words are returned as text.
+        value: The word. Unknown values are returned as strings.
         file: The file. For Adafactor, ``train.adafactor_rule`` is also set in its result.
 
     Returns:
@@ -116,5 +118,5 @@ def translate_setting_word(setting: str, value: Any, file: ForeignFile) -> Any:
 
 
 def build_word_converter(setting: str) -> ValueConverter:
-    """Return the converter that translates words to values of ``setting``."""
+    """Return the converter that translates other trainers' values to values of ``setting``."""
     return lambda value, file: translate_setting_word(setting, value, file)

@@ -1,4 +1,4 @@
-"""Preference losses, which compare a chosen and a rejected answer to a prompt.
+"""Preference losses. They compare a chosen and a rejected answer to a prompt.
 
 A sample consists of two sequences, first the chosen one (``data.format: preference``). Labels mark the tokens
 of the answers. Each loss is a mean over pairs.
@@ -27,7 +27,10 @@ REFERENCE_COLUMN = "reference_log_probs"
 
 
 def _mark_pairs(batch: Batch) -> Tensor:
-    """Return a mask of the samples that are pairs, bool ``[batch]``. Other samples only fill up the batch."""
+    """Return a mask of the samples that are pairs, bool ``[batch]``. Other samples only fill up the batch.
+
+    Raises ValueError if the labels of the batch are not pairs.
+    """
     labels = batch["labels"]
     if labels.dim() != 3 or labels.shape[1] != 2:
         raise ValueError("needs pairs; set data.format to preference")
@@ -64,7 +67,7 @@ class _PreferenceLoss:
         return torch.where(pairs, losses, 0.0).sum(), pairs.sum(), sums
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the loss and the rewards of each pair.
+        """Compute the loss and the rewards of each pair. Implemented by subclasses.
 
         Args:
             log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
@@ -87,8 +90,8 @@ class DPO(_PreferenceLoss):
         loss_type: Formula of the loss, by its name in TRL: one of ``LOSS_TYPES``.
         sft: Weight of the mean cross-entropy of the chosen answer, which is added to the loss.
         reference: Reference model. ``"adapter"`` is the base model, computed by a pass with the adapter
-            disabled. For a folder or the name of a model on the Hub, each rank keeps a frozen copy. None for
-            the weights at the start of the run; their log-probabilities are computed once and cached with the
+            disabled. For a folder or the name of a model on the Hub, each rank keeps a frozen copy. If None,
+            the weights at the start of the run. Their log-probabilities are computed once and cached with the
             data.
     """
 
@@ -144,7 +147,10 @@ class DPO(_PreferenceLoss):
     def _compute_reference_columns(
         self, forward: Callable[..., Outputs], batch: Batch
     ) -> Mapping[str, Tensor]:
-        """Compute the log-probabilities of the reference model. Its copy is loaded at the first call."""
+        """Compute the log-probabilities of the reference: the model without its adapter, or a separate model.
+
+        The separate model is loaded at the first call, and kept.
+        """
         if self.reference == "adapter":
             return _compute_reference_log_probs(lambda: forward(adapter=False), batch)
         if self._reference_model is None:
@@ -193,12 +199,11 @@ and the rewards divided by the number of tokens.
 
 @dataclass
 class SimPO(_PreferenceLoss):
-    """Simple preference optimization (Meng et al., 2024), which needs no reference model.
+    """Simple preference optimization (Meng et al., 2024). Does not need a reference model.
 
     Attributes:
         beta: Scale of the mean log-probabilities.
-        gamma: Margin by which the reward of the chosen answer should exceed the reward of the rejected
-            answer.
+        gamma: Target margin between the rewards of the chosen and the rejected answer.
     """
 
     beta: float = 2.0
@@ -210,7 +215,7 @@ class SimPO(_PreferenceLoss):
         Args:
             log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
             lengths: Number of tokens of the answers, ``[batch, 2]``.
-            batch: Columns of the micro-batch, which are not used.
+            batch: Columns of the micro-batch. Not used.
 
         Returns:
             Losses ``[batch]``, and rewards ``[batch, 2]``.
@@ -221,7 +226,7 @@ class SimPO(_PreferenceLoss):
 
 @dataclass
 class ORPO(_PreferenceLoss):
-    """Odds ratio preference optimization (Hong et al., 2024), which needs no reference model.
+    """Odds ratio preference optimization (Hong et al., 2024). Does not need a reference model.
 
     Attributes:
         beta: Weight of the odds ratio (lambda in the paper), relative to the mean loss of the chosen answer.
@@ -235,7 +240,7 @@ class ORPO(_PreferenceLoss):
         Args:
             log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
             lengths: Number of tokens of the answers, ``[batch, 2]``.
-            batch: Columns of the micro-batch, which are not used.
+            batch: Columns of the micro-batch. Not used.
 
         Returns:
             Losses ``[batch]``, and rewards ``[batch, 2]``.

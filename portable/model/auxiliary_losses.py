@@ -91,7 +91,7 @@ class AuxiliaryLosses:
         finally:
             self._replacement_loss = None
         loss: Tensor | None = output.loss
-        # Return None for models that add nothing to the 0, because adding 0 would take time in each step.
+        # Return None if the model adds nothing to the 0, because adding 0 would take time in each step.
         if loss is None or (loss is zero and torch_internals.get_tensor_version(loss) == 0):
             return OutputWithAuxiliaryLoss(output, None)
         return OutputWithAuxiliaryLoss(output, loss.float())
@@ -105,9 +105,10 @@ class AuxiliaryLosses:
         )
 
     def _exclude_padding_from_router_loss(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
-        """Return a context in which the router loss excludes the padding of packed documents.
+        """Return a context in which the router loss ignores the padding of packed documents.
 
-        transformers includes it.
+        transformers would include it. The context does nothing if documents are not packed, or if the model
+        has no router loss function that accepts an attention mask.
         """
         if not self._has_router_loss or "document_lengths" not in inputs:
             return nullcontext()
@@ -164,12 +165,12 @@ def has_router_loss(config: PretrainedConfig) -> bool:
 
 
 def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether the run enables the router loss although the config of the model does not, as in TRL.
+    """Return whether the run enables the router loss although the model config does not, as in TRL.
 
     This is the case for a pretrained mixture of experts, unless the user sets ``output_router_logits``.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         settings: The ``model`` section of the run.
     """
     text = config.get_text_config()
@@ -179,13 +180,13 @@ def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConf
 
 
 def needs_last_token_as_input(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether the model needs the last token of a text as an input although it is only a label.
+    """Return whether the model needs the last token of a document as an input although it is only a label.
 
-    The router loss of a mixture of experts is a mean over all tokens of a text, and rotary embeddings may
-    depend on the length of a text. Such a model receives the last token of each text, as in transformers.
+    The router loss of a mixture of experts is a mean over all tokens of a document, and rotary embeddings may
+    depend on the document length. Such a model receives the last token of each text, as in transformers.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         settings: The ``model`` section of the run.
     """
     has_router = has_router_loss(config) or enables_router_loss_by_default(config, settings)

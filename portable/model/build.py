@@ -58,7 +58,12 @@ AUTO_CLASSES = {
 
 
 def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
-    """Build the transformers config that ``model.config`` describes."""
+    """Build the transformers config that ``model.config`` describes.
+
+    Raises:
+        UserError: If ``model_type`` is missing or unknown, if a key is unknown, or if the config class
+            rejects a value.
+    """
     from transformers import AutoConfig
 
     values = dict(settings.config or {})
@@ -97,12 +102,18 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
 
 
 def _extract_reason(error: Exception) -> str:
-    """Return the message of an exception without the name of the check in which transformers wraps it."""
+    """Return the message of an exception without the "Validation error for ..." prefix of transformers."""
     return re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", to_one_line(error))
 
 
 def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> PretrainedConfig:
-    """Load the config of a local folder or Hub model, and apply the changes of ``model.config``."""
+    """Load the config of a local folder or Hub model, and apply the changes of ``model.config``.
+
+    On several ranks, only one process per node downloads the files.
+
+    Raises:
+        UserError: If the model cannot be found or downloaded, or if its config is invalid.
+    """
     from transformers import AutoConfig, PretrainedConfig
 
     if Path(name_or_path).is_file():
@@ -135,7 +146,7 @@ def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> Pretrai
         raise
     except OSError as error:
         raise UserError(f"model.name_or_path: {describe_download_error(name_or_path, error)}") from error
-    except Exception as error:  # inconsistent sizes raise exceptions of other classes
+    except Exception as error:  # inconsistent sizes raise other exception types
         raise UserError(
             f"model.name_or_path: {name_or_path}: {_extract_reason(error)}; correct or restore its "
             "config.json"
@@ -324,7 +335,7 @@ def pop_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:
     """Remove the quantization config from ``config`` and its text configs.
 
     Args:
-        config: The transformers config, which is changed in place.
+        config: The transformers config. Modified in place.
 
     Returns:
         The quantization config as a dict. None if there is none.
@@ -350,7 +361,7 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
     ``sdpa``.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         settings: The ``model`` section of the config.
 
     Returns:
@@ -403,7 +414,7 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
     :mod:`portable.model.unused_parameters`.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         run: The config of the run.
 
     Returns:
@@ -415,7 +426,7 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
     """
     model = build_model_on_meta(config, run.model)
     compute_dtype = COMPUTE_DTYPES.get(run.precision, torch.float32)
-    # Loading the weights corrects this dtype if the files have another dtype than the config.
+    # Loading the weights corrects this dtype if the dtype of the files differs from the config.
     checkpoint_dtype = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
     whole_output = run.train.loss is not None
     unreached = find_unreached_names(model, seq_len=run.data.max_sequence_length, whole_output=whole_output)
@@ -439,8 +450,8 @@ def _prepare_for_training(model: PreTrainedModel) -> None:
         if isinstance(module, PreTrainedModel):
             # Training needs no KV cache. Encoders and decoders have separate configs.
             module.config.use_cache = False
-            # The warning checks every batch for padding, which is a host sync. It is not needed, because
-            # padded data always has a mask.
+            # Disable the warning, because checking every batch for padding causes a host sync. It is not
+            # needed, because padded data always has a mask.
             module.__dict__["warn_if_padding_and_no_attention_mask"] = _skip_warning
     if _TOKEN_TYPES in inspect.signature(model.forward).parameters and _requires_token_types(model):
         model.register_forward_pre_hook(_add_token_types, with_kwargs=True)
@@ -485,7 +496,7 @@ def _select_model_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
     does not support the model type of the checkpoint, the model type's class for text and other inputs.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         settings: The ``model`` section of the config.
 
     Returns:
@@ -654,15 +665,14 @@ def apply_model_function(
     Args:
         model: The model, whose modules the function may change.
         import_path: Value of ``model.function``.
-        saved_config: The config that is saved with the weights. Changes that the function makes to the config
-            of the model are copied into it.
+        saved_config: The config that is saved with the weights. The function's changes to the model config
+            are copied into it.
 
     Returns:
         The model that the function returns, or ``model`` if it returns None.
 
     Raises:
-        UserError: If the function fails, returns something other than a transformers model, or adds a scalar
-            parameter.
+        UserError: If the function fails, does not return a transformers model, or adds a scalar parameter.
     """
     from transformers import PreTrainedModel
 
@@ -687,11 +697,15 @@ def apply_model_function(
 
 
 _PIP_ADVICE = re.compile(r"`pip install ([\w.\[\]-]+)`")
-"""Package in an error message of transformers, which may advise to install several packages."""
+"""Pattern for the packages that an error message of transformers advises to install."""
 
 
 def _explain_build_error(config: PretrainedConfig, key: str, error: Exception) -> str:
-    """Explain why building the model raised ``error``."""
+    """Return the message for the user about an error while the model was built.
+
+    The message of a UserError is returned unchanged. For an import error, the message says which package to
+    install.
+    """
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -754,7 +768,7 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
 
 
 def _mentions_forward_argument(model: PreTrainedModel, error: Exception) -> bool:
-    """Return whether an error names an argument of the forward pass other than the tokens and labels."""
+    """Return whether an error names an argument of the forward pass that is neither tokens nor labels."""
     arguments = inspect.signature(model.forward).parameters.keys() - {"input_ids", "labels"}
     return not arguments.isdisjoint(re.findall(r"\w+", str(error)))
 
@@ -763,7 +777,7 @@ def enlarge_vocabulary(config: PretrainedConfig, tokenizer_size: int, run: RunCo
     """Enlarge the vocabulary size in ``config`` for ``data.added_tokens``, if the tokenizer is larger.
 
     Args:
-        config: The transformers config, which is changed in place.
+        config: The transformers config. Modified in place.
         tokenizer_size: Number of tokens of the tokenizer.
         run: The config of the run.
 
@@ -852,7 +866,7 @@ def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | N
     """Check that sequences are not longer than the positions of the model.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         run: The config of the run.
         model: The model. If it is given, the positions that the model reserves are subtracted.
 

@@ -1,8 +1,10 @@
-"""Token losses of a language model without its logits, which are by far the largest tensor of a step.
+"""Token losses of a language model, computed without holding all logits.
+
+The logits would be by far the largest tensor of a step.
 
 The output head returns the loss or other statistics of each token instead of its logits. It computes a chunk
 of tokens at a time, and recomputes the chunk in the backward pass to get the gradients. The results equal the
-head followed by the cross-entropy, except for the summation order of the head's gradient, which is
+head followed by the cross-entropy, except for the summation order of the head's gradient. That gradient is
 accumulated in fp32.
 """
 
@@ -35,7 +37,7 @@ neither in fp32.
 
 
 class _ChunkFunctions(NamedTuple):
-    """Functions that compute one chunk of tokens, which may be compiled."""
+    """Functions that compute one chunk of tokens. They may be compiled."""
 
     compute_statistics: Callable[..., Tensor]
     compute_logits_gradient: Callable[..., Tensor]
@@ -45,7 +47,7 @@ class OutputWithStatistics(NamedTuple):
     """Result of :meth:`ChunkedHead.forward_with_statistics`.
 
     Attributes:
-        output: Output of the model, with None for its logits.
+        output: Output of the model. Its ``logits`` are None.
         statistics: Statistics of each token by name, fp32 ``[batch, tokens]``.
     """
 
@@ -60,7 +62,7 @@ class ChunkedHead(nn.Linear):
 
     Args:
         linear: Output head of the model.
-        chunk_tokens: Number of tokens per chunk. None for the number whose logits have
+        chunk_tokens: Number of tokens per chunk. If None, the number whose logits have
             :data:`MAX_CHUNK_LOGITS` elements.
     """
 
@@ -74,7 +76,7 @@ class ChunkedHead(nn.Linear):
         self._labels: Tensor | None = None
         self._statistic_names: tuple[str, ...] = ()
         self.max_chunks: int | None = None
-        """Compute at most this many chunks, to measure memory; None for all."""
+        """Maximum number of chunks to compute, for memory measurements. All chunks if None."""
 
     def compile(self, **options: Any) -> None:  # type: ignore[override, unused-ignore]
         """Compile the computation after the matrix product into two kernels.
@@ -100,7 +102,7 @@ class ChunkedHead(nn.Linear):
         labels: Tensor,
         statistic_names: Sequence[str],
     ) -> OutputWithStatistics:
-        """Run a forward pass of the model in which the head computes statistics of each token, not logits.
+        """Run a forward pass whose head computes per-token statistics instead of logits.
 
         Args:
             forward: Forward method of the model that this head belongs to.
@@ -112,7 +114,7 @@ class ChunkedHead(nn.Linear):
                 label.
 
         Returns:
-            The output of the model, with None for its logits, and the statistics by name, fp32 ``[batch,
+            The output of the model, whose ``logits`` are None, and the statistics by name, fp32 ``[batch,
             tokens]``.
         """
         self._labels, self._statistic_names = labels, tuple(statistic_names)
@@ -224,7 +226,10 @@ def _returns_head_logits(model: nn.Module) -> bool:
 
 
 def _trial_returns_head_logits(model: nn.Module, dtype: torch.dtype | None) -> bool:
-    """Run a trial forward pass, and return whether its logits are the output of the head."""
+    """Return whether the logits of a trial forward pass are exactly the output of the head.
+
+    Returns False if an auxiliary loss depends on the logits. ``model`` is not modified.
+    """
     recorder = _RecordingHead()
 
     def prepare_trial(trial: Any) -> None:
@@ -273,7 +278,10 @@ class _TokenStatistics(torch.autograd.Function):
         statistic_names: Sequence[str],
         chunk_functions: _ChunkFunctions,
     ) -> Tensor:
-        """Compute the statistics of each row of ``hidden``, fp32 ``[tokens, statistics]``."""
+        """Compute the statistics of each row of ``hidden``, fp32 ``[tokens, statistics]``.
+
+        Rows beyond ``max_chunks`` chunks are not computed, so their values are undefined.
+        """
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.parts = list(islice(_iter_row_slices(len(labels), chunk_tokens), max_chunks))
         ctx.to_logits = chunk_functions.compute_logits_gradient
@@ -370,7 +378,7 @@ def _compute_chunk_statistics(
 
 
 def _cast_parameters(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Cast the parameters of the head to the compute dtype."""
+    """Cast the weight and the bias of the head to the compute dtype. The bias may be None."""
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 

@@ -55,7 +55,7 @@ class _RecordedWrite:
         keywords: Keyword arguments of the operation, with references instead of recorded tensors.
         kind: "elementwise", "in place" (elementwise, and the first argument is the target), "random" (in
             place, with a generator) or "whole" (on complete tensors).
-        first_tile: Number of the first tile, from which the seeds of random numbers are derived.
+        first_tile: Index of the first tile. The seeds of random numbers are derived from it.
         result_index: Index of the output of a "whole" operation, or -1 - i if the operation changes its i-th
             tensor argument.
         shape: Shape of the output of a "whole" operation.
@@ -121,7 +121,10 @@ class _RecordedStorage:
             start = last
 
     def count_tiles(self) -> int:
-        """Return the number of tiles of the storage."""
+        """Return the number of tiles of the storage.
+
+        A tile is a part of one row if rows exceed the tile size, otherwise several complete rows.
+        """
         if self.columns >= _MAX_TILE_ELEMENTS:
             return self.size // self.columns * -(-self.columns // _MAX_TILE_ELEMENTS)
         return -(-self.size // (_MAX_TILE_ELEMENTS // self.columns * self.columns))
@@ -156,7 +159,7 @@ class InitializationRecording:
 
     @cached_property
     def _fake_tensors(self) -> Any:
-        """Mode in which operations compute only shapes.
+        """Fake tensor mode: operations compute only shapes.
 
         It is created lazily, because its import takes a second.
         """
@@ -201,7 +204,10 @@ class InitializationRecording:
         return self._storages.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _build_view(self, tensor: Tensor, storage: _RecordedStorage) -> _RecordedView:
-        """Return a reference to the current values of a recorded tensor."""
+        """Return a reference to the current values of a recorded tensor.
+
+        Raises RecordingError if the tensor reinterprets the storage as a different dtype.
+        """
         if tensor.dtype != storage.dtype:
             raise RecordingError("a view of another type")
         return _RecordedView(
@@ -218,7 +224,15 @@ class InitializationRecording:
         return added
 
     def _run_and_record(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Run an intercepted operation, and record it if it creates, reads or changes a recorded tensor."""
+        """Run an intercepted operation, and record it if it creates, reads or changes a recorded tensor.
+
+        Recorded operations run on fake tensors and compute only shapes. Operations that depend on values run
+        on real, computed arguments.
+
+        Raises:
+            RecordingError: If the operation has an ``out`` argument or changes a recorded tensor in a way
+                that cannot be replayed.
+        """
         leaves, _ = torch_internals.tree_flatten((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = torch_internals.get_operation_schema(operation).name.removeprefix("aten::")
@@ -388,7 +402,10 @@ class InitializationRecording:
     def _run_with_values(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        """Compute the recorded arguments, and run an operation that depends on values or on a generator."""
+        """Run an operation that depends on values or on a generator, on computed copies of recorded tensors.
+
+        Raises RecordingError if the operation would change a recorded tensor.
+        """
         storages = [self._find_storage(tensor) for tensor in written]
         if any(storage is not None for storage in storages):
             raise RecordingError(f"{operation} changes a large tensor by values or by another generator")
@@ -403,7 +420,7 @@ class InitializationRecording:
     # -- computing ---------------------------------------------------------------------------------------
 
     def _derive_tile_seed(self, tile_number: int) -> int:
-        """Return the seed of a tile.
+        """Return the random seed of a tile.
 
         torch uses 32 bits of a seed. The computation is a permutation, so that no two tiles of a model have
         the same seed.
@@ -414,12 +431,16 @@ class InitializationRecording:
         return tile_number
 
     def _compute_slice(self, view: _RecordedView, index: Index) -> Tensor:
-        """Compute a slice of a tensor."""
+        """Compute a slice of a recorded tensor.
+
+        A tensor that is not contiguous is computed completely first.
+        """
         cache: dict[Any, Any] = {}
         shape = view.shape
         if view.stride != torch.empty(shape, device="meta").stride():
             return self._compute_view(view, cache)[index]
-        # Find contiguous runs: from the first dimension after which all dimensions are read completely.
+        # Find contiguous runs. They begin at the first dimension after which all dimensions are read
+        # completely.
         dim = len(shape)
         while dim > 0 and index[dim - 1] == slice(0, shape[dim - 1]):
             dim -= 1
@@ -527,7 +548,11 @@ class InitializationRecording:
                 target.copy_(write.operation(*arguments, **keywords))
 
     def _compute_whole_result(self, write: _RecordedWrite, cache: dict[Any, Any]) -> Tensor:
-        """Run an operation on complete tensors and return the elements of the storage that it changes."""
+        """Run an operation on complete tensors, and return the changed storage as a flat tensor.
+
+        The random generator is seeded from the first tile, and restored afterwards. If the operation returns
+        a new tensor, elements of the storage outside of it are 0.
+        """
         argument_tensors: list[Tensor] = []
 
         def compute_argument(value: Any) -> Any:

@@ -145,7 +145,7 @@ def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str |
     """Explain why attention in a model might cross the document boundaries of a packed sample.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         seq_len: Number of tokens of a sample.
 
     Returns:
@@ -196,14 +196,14 @@ def apply_default_packing(config: RunConfig) -> RunConfig:
 
 
 def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
-    """Build the notes for the user about a default that :func:`apply_default_packing` has changed.
+    """Build the note that explains why :func:`apply_default_packing` has turned packing off.
 
     Args:
         config: The config of the run.
         model: The model.
 
     Returns:
-        At most one note.
+        A list with one note. Empty if the default has not changed, or if the model can separate documents.
     """
     default = compute_derived_defaults(config).get("data.packing")  # missing if the user has set the value
     if config.data.packing is not False or default != "documents":
@@ -218,7 +218,7 @@ def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
 
 
 def _find_mask_function(kernel: str) -> Any:
-    """Return the function with which transformers creates the masks of a kernel, or None."""
+    """Return transformers' mask function of an attention kernel. None if transformers does not have one."""
     return get_mask_functions().get(kernel, None)
 
 
@@ -309,7 +309,7 @@ class DocumentForward(ForwardWrapper):
                 document, and ``document_lengths``.
 
         Returns:
-            The output of the model.
+            The output of the model. Reads ``document_lengths`` on the host if attention runs per document.
         """
         positions = inputs.get("position_ids")
         inputs.pop(TEXT_TOKENS_COLUMN, None)
@@ -341,7 +341,7 @@ class DocumentForward(ForwardWrapper):
 
 
 def install_document_forward(model: Model) -> Model:
-    """Make the model's forward method accept packed documents; see :class:`DocumentForward`.
+    """Make the model's forward method accept packed documents. See :class:`DocumentForward`.
 
     Args:
         model: A transformers model, not wrapped, that :func:`check_document_separation` accepts.
@@ -353,7 +353,7 @@ def install_document_forward(model: Model) -> Model:
 
 
 BIDIRECTIONAL_ARGUMENT = "allow_is_bidirectional_skip"
-"""Argument with which transformers creates masks that are not causal."""
+"""Argument that makes transformers create masks that are not causal."""
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ class DocumentMaskFunction:
         single_document_mask: Mask function of a single document. Its arguments include the positions of two
             tokens in the document.
         positions: Position of each token in its document, int64 ``[batch, tokens]``.
-        document_numbers: Number of the document of each token, int64 ``[batch, tokens]``.
+        document_numbers: Document index of each token, int64 ``[batch, tokens]``.
     """
 
     single_document_mask: Callable[..., Tensor]
@@ -389,7 +389,7 @@ class DocumentMaskFunction:
 def _build_document_mask_wrapper(
     positions: Tensor, document_lengths: list[list[int]] | None
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Any]]:
-    """Build a wrapper for functions that create masks, which separates the documents in causal masks.
+    """Build a wrapper for mask functions that adds document separation to causal masks.
 
     Args:
         positions: Positions of the tokens in their documents, int64 ``[batch, tokens]``.
@@ -401,7 +401,8 @@ def _build_document_mask_wrapper(
         def make_document_mask(*, mask_function: Callable[..., Tensor], **mask_arguments: Any) -> Any:
             if BIDIRECTIONAL_ARGUMENT in mask_arguments:  # a mask of another sequence, such as an image
                 return make_mask(mask_function=mask_function, **mask_arguments)
-            # transformers sets `use_vmap` for the custom mask functions of a model, which need a tensor.
+            # Do not use the per-document mask with `use_vmap`: transformers sets it for a model's custom mask
+            # functions, which need a tensor.
             if document_lengths is not None and not mask_arguments["use_vmap"]:
                 return _PerDocumentMask(
                     document_lengths, mask_function, mask_arguments.get("local_size"), make_mask
@@ -425,12 +426,12 @@ def _build_flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
 
 
 class _PerDocumentMask:
-    """Replacement for the mask of a batch, with which attention runs on one document at a time.
+    """Replacement for the attention mask of a batch. It makes attention run on one document at a time.
 
     Args:
         document_lengths: Lengths of the documents of each sample.
         mask_function: Mask function within a document.
-        local_size: Largest length at which the mask function equals a causal mask. None if it always does.
+        local_size: Largest document length whose mask is a plain causal mask. None if it always does.
         make_mask: Function that creates a mask from a mask function.
     """
 

@@ -2,7 +2,7 @@
 
 LongRoPE has one set of factors for short and one for long sequences, and dynamic NTK scaling changes the base
 with the length. transformers derives the length from the largest position of a forward pass, so padding and
-the other texts of a micro-batch would change the result of a text. In this module, each text has the
+the other sequences of a micro-batch would change the result of a sequence. In this module, each text has the
 rotations that it has in a separate forward pass.
 """
 
@@ -52,7 +52,7 @@ def has_length_dependent_rope(config: PretrainedConfig) -> bool:
 
 
 def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
-    """Check that custom code of a model does not count padding as part of a text.
+    """Check that the model's custom code does not count padding as part of a sequence.
 
     Args:
         model: The model, on any device.
@@ -82,7 +82,7 @@ def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -
     """Check that the rotary embeddings of a model can depend on the length of each text.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         task: The task of the run.
         key: Setting that names the model, used in error messages.
 
@@ -119,10 +119,10 @@ class TextLengthForward(ForwardWrapper):
         ]
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run the forward pass with the lengths of the texts in ``inputs``.
+        """Run the forward pass, and pass the sequence lengths in ``inputs`` to the rotary layers.
 
-        In training, the lengths remain in use after the forward pass, because the backward pass may recompute
-        layers.
+        Without ``input_ids``, run the wrapped forward pass unchanged. In training, the lengths remain set
+        after the forward pass, because the backward pass may recompute layers.
         """
         if "input_ids" not in inputs:
             return self.__wrapped__(*arguments, **inputs)
@@ -173,7 +173,7 @@ class _TextLengthRotaryForward:
 
     Attributes:
         text_lengths: Length of the text of each token, int64 ``[batch, tokens]`` or ``[batch, 1]``.
-        in_forward: Whether a forward pass of the texts is running.
+        in_forward: Whether a forward pass that uses ``text_lengths`` is running.
     """
 
     def __init__(self, module: nn.Module, types: Mapping[str | None, str]) -> None:
@@ -184,7 +184,7 @@ class _TextLengthRotaryForward:
 
     @classmethod
     def install(cls, module: Any, types: Mapping[str | None, str]) -> _TextLengthRotaryForward:
-        """Replace the ``forward`` of ``module``, unless an earlier call has replaced it."""
+        """Replace the ``forward`` of ``module``. Does nothing if it is already replaced."""
         present = vars(module).get("forward")
         if not isinstance(present, cls):
             present = module.forward = cls(module, types)
@@ -219,17 +219,20 @@ class _TextLengthRotaryForward:
         layer_type: str | None,
         keywords: dict[str, Any],
     ) -> Any:
-        """Compute the rotations with the short and with the long factors, and select between them by text.
+        """Compute the rotations with the short and with the long factors, and select one per sequence.
 
-        The module selects the factors by its largest position. An additional position, which is dropped
-        afterwards, determines its choice.
+        The module chooses the factors by its largest position. An additional position is therefore appended
+        to force each choice, and dropped from the result.
+
+        Returns:
+            A tuple of tensors such as ``(cos, sin)``, or a single tensor if the module returns one.
         """
         limit = self._layer.get_original_length(layer_type)
         is_long = text_lengths > limit
         results = []
         for factors_are_long in (False, True):
             largest = torch.full_like(positions[..., :1], limit if factors_are_long else 0)
-            # Padding of short texts has positions beyond the limit.
+            # Clamp the positions, because the padding of short sequences may exceed the limit.
             clamped_positions = positions if factors_are_long else positions.clamp(max=limit - 1)
             result = self._layer.forward(x, torch.cat([clamped_positions, largest], dim=-1), **keywords)
             results.append(result if isinstance(result, tuple) else (result,))

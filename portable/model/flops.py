@@ -54,7 +54,7 @@ def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, se
 
     Args:
         model: The model, on any device.
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         seq_len: Sequence length in tokens, or the mean length of the documents if attention stays within
             them.
     """
@@ -102,13 +102,13 @@ def _count_experts(text: PretrainedConfig) -> int:
 
 
 def _compute_idle_expert_share(text: PretrainedConfig) -> float:
-    """Return the fraction of a layer's experts that a token does not use."""
+    """Return the fraction of a layer's experts that a token does not use. 0 if the model has no experts."""
     chosen, experts = getattr(text, "num_experts_per_tok", None), _count_experts(text)
     return 1.0 - chosen / experts if chosen and experts else 0.0
 
 
 def _is_expert_parameter(name: str, parameter: nn.Parameter, text: PretrainedConfig) -> bool:
-    """Return whether a parameter contains experts, which transformers stacks along the first dimension."""
+    """Return whether a parameter contains the weights of experts, stacked along the first dimension."""
     return ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == _count_experts(text)
 
 
@@ -121,10 +121,10 @@ def build_shape_hints(
     """Return a hint for each matrix dimension that is not a multiple of ``shape_multiple``.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         micro_batch_tokens: Number of tokens in a micro-batch, which is a dimension of each matrix product.
-        shape_multiple: Number of elements from :meth:`portable.backend.Backend.get_shape_multiple`. None for
-            no hints.
+        shape_multiple: Number of elements from :meth:`portable.backend.Backend.get_shape_multiple`. No hints
+            about sizes if None.
         precision: Precision of the matrix products, used in the text.
     """
     if shape_multiple is None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_WHOLE_MODEL_BYTES = 512 << 20
-"""Size in bytes of the largest model for which every rank computes all weights, as transformers does."""
+"""Size in bytes up to which every rank initializes the complete model, as transformers does."""
 
 
 @dataclass
@@ -32,10 +32,10 @@ class InitialWeights:
 
     Attributes:
         model: Model of the run, without an adapter.
-        model_function: Import path of ``model.function``, which has changed the model. None without a
-            function.
-        recording_failure: Reason for which a large model was computed without recording. None if there was no
-            failure.
+        model_function: Import path of ``model.function``, which has modified the model. None if
+            ``model.function`` is not set.
+        recording_failure: Reason why the initialization of a large model could not be recorded. None if there
+            was no failure.
     """
 
     model: PreTrainedModel
@@ -44,11 +44,11 @@ class InitialWeights:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, model_function: str | None = None) -> InitialWeights:
-        """Build the initial weights from a copy of a model, which later changes of the model do not affect.
+        """Build the initial weights from a copy of a model. Later changes of the model do not affect them.
 
         Args:
             model: The model, on the meta device.
-            model_function: Import path of ``model.function``. None without a function.
+            model_function: Import path of ``model.function``. None if ``model.function`` is not set.
         """
         return cls(copy.deepcopy(model), model_function)
 

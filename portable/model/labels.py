@@ -22,7 +22,7 @@ def find_known_classes(config: PretrainedConfig, settings: ModelConfig) -> Model
     The outputs of a regression count as classes.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         settings: The ``model`` section of the config.
 
     Returns:
@@ -44,7 +44,7 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
     """Return the ``problem_type`` of a classifier's config.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         settings: The ``model`` section of the config.
 
     Returns:
@@ -98,7 +98,7 @@ def build_label_arguments(config: PretrainedConfig, settings: ModelConfig) -> di
     """Return the arguments of ``build_data`` that depend on the config of a classifier.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         settings: The ``model`` section of the config.
 
     Returns:

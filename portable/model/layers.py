@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 def find_layers_without_hooks(model: nn.Module) -> set[str]:
     """Find the layers whose forward hooks never run.
 
-    There are two causes. The parent of a layer may call ``forward`` directly, which a pass on the meta device
-    detects. In Reformer, an autograd function calls the layer and computes its gradients itself.
+    There are two causes. The parent of a layer may call ``forward`` directly; a trial forward pass on the
+    meta device detects this. In Reformer, an autograd function calls the layer and computes its gradients
+    itself.
 
     Args:
         model: The model, on the meta device. It is not modified.
 
     Returns:
-        Names of the layers.
+        Names of the layers. Only the Reformer layers if the trial forward pass fails.
     """
     kinds = list(group_layers_by_kind(model).values())
     uncalled_kinds = set(range(len(kinds)))
@@ -125,7 +126,7 @@ def find_modules_called_repeatedly(model: nn.Module, modules: Collection[nn.Modu
 
 
 def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find the outermost repeated layers, which are the units of sharding, recomputation and initialization.
+    """Find the outermost repeated layers. They are the units of sharding, recomputation and initialization.
 
     Args:
         model: A transformers model.
@@ -182,11 +183,11 @@ def copy_one_layer_per_kind(model: nn.Module) -> Any:
 
 
 def copy_with_only_layers(model: nn.Module, layer_names: Collection[str]) -> Any:
-    """Copy a model with only some of its layers, which are renumbered.
+    """Copy a model with only some of its layers, renumbered from 0.
 
     Args:
         model: The model, on the meta device. It is not modified.
-        layer_names: Names of the layers to keep; see :func:`find_transformer_layers`.
+        layer_names: Names of the layers to keep. See :func:`find_transformer_layers`.
 
     Returns:
         The copy.

@@ -30,7 +30,8 @@ class LazyTensor:
 
     Attributes:
         shape: Shape of the complete tensor.
-        read_slice: Function that returns the elements in an index, which has unit steps and all dimensions.
+        read_slice: Function that returns the elements at an index with unit steps and one slice per
+            dimension.
     """
 
     shape: tuple[int, ...]
@@ -87,7 +88,11 @@ class _MoveTrace:
         return self._readers[id(tensor)][1]
 
     def trace_operation(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Compute the shapes of an operation and record how slices of its results are read."""
+        """Run an operation on meta tensors, and record how to read slices of its results.
+
+        Raises:
+            NotTraceableError: If the operation does more than move elements.
+        """
         make_readers = _READER_BUILDERS.get(str(operation).removeprefix("aten."))
         if make_readers is None or set(keywords) - {"memory_format"}:
             raise NotTraceableError(str(operation))
@@ -178,7 +183,7 @@ def _build_slice_readers(
     stop: int | None = None,
     step: int = 1,
 ) -> list[ReadSlice]:
-    """Return a reader for a slice along one dimension."""
+    """Return a reader for a slice along one dimension. Raises NotTraceableError if ``step`` is not 1."""
     (source,) = sources
     dim %= len(source.shape)
     if step != 1:

@@ -46,7 +46,7 @@ MetricNeeds = Literal["logits", "predictions"] | None
 
 
 class MicroBatchMeasure(Protocol):
-    """Interface of the sums of an evaluation; see :class:`portable.evaluation.metrics.MetricSet`."""
+    """Interface of the sums of an evaluation. See :class:`portable.evaluation.metrics.MetricSet`."""
 
     needs: MetricNeeds
     pass_name: str
@@ -95,8 +95,8 @@ class LossOutput:
         loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
         num_sequences: Number of samples in the micro-batch. With SPMD, all ranks run one program, and the
             samples of all ranks count.
-        weight: Weight that a :class:`TrainingLoss` returned. None for the loss of the task, whose weight is
-            the number of valid labels.
+        weight: Weight that a :class:`TrainingLoss` returned. None if the task loss is used. Its weight is the
+            number of valid labels.
         auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
         metrics: Sums to log, which are divided by the same global weight as the loss.
         predictions: Most likely class of each position. Only in evaluations with metrics.
@@ -114,7 +114,7 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Contributions of a micro-batch as one tensor, which is added up over micro-batches and ranks.
+    """Contributions of a micro-batch as one tensor, to be summed over micro-batches and ranks.
 
     Attributes:
         values: The loss, followed by the logged values, fp32 ``[1 + metrics]`` on the device.
@@ -146,7 +146,7 @@ def sum_micro_batches(sums: Sequence[StepSums]) -> StepSums:
 
 
 RETURNED_WEIGHT = "returned weight"
-"""Name under which a step adds up the weights that a custom loss returns."""
+"""Name of the sum of the weights that a custom loss returns in a step."""
 
 
 class StepContribution(NamedTuple):
@@ -291,7 +291,7 @@ class TaskLoss:
     """Summed loss of the task, used if there is no :class:`TrainingLoss`.
 
     Args:
-        problem_type: ``problem_type`` of the model's config, if any.
+        problem_type: ``problem_type`` of the model config. May be None.
     """
 
     needs: frozenset[str] = frozenset({"log_probs"})
@@ -305,7 +305,7 @@ class TaskLoss:
         if outputs.log_probs is not None:
             return LossSums(-outputs.log_probs.sum(), None, {})
         labels = batch["labels"]
-        # A config may keep the problem_type of an earlier classification task.
+        # Ignore problem_type here, because the config may keep the value of a previous classification task.
         criterion = self._criterion if labels.is_floating_point() else _compute_cross_entropy
         assert outputs.logits is not None
         return LossSums(criterion(outputs.logits, labels), None, {})
@@ -326,7 +326,7 @@ def forward_loss(
         batch: Micro-batch on the device.
         objective: The objective of the run.
         with_token_metrics: Whether to also compute the token accuracy and the entropy.
-        evaluation: Metrics of an evaluation, which computes no auxiliary losses. None in training.
+        evaluation: Metrics of an evaluation. Auxiliary losses are then not computed. None in training.
 
     Returns:
         The summed loss, its weight, the auxiliary losses, the sums to log, and the predictions.
@@ -462,9 +462,8 @@ class TrainingObjective:
         global_batch_size: Number of sequences in an optimizer step, over all ranks.
         head: The model's head, if it can compute token statistics in chunks.
         custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss, or metrics
-            for each source of a mixture. None for the loss of the task.
-        compute_dtype: Dtype in which the engine computes if it does not use autocast. None for the dtype of
-            the parameters.
+            for each source of a mixture. None to use the task loss.
+        compute_dtype: Compute dtype of an engine without autocast. If None, the dtype of the parameters.
     """
 
     def __init__(
@@ -677,8 +676,8 @@ def compute_token_metric_sums(
         is_hit = hits
     elif on_xla:
         assert logits is not None
-        # Do not use argmax, which would need memory for two more copies of the logits, or gather, which would
-        # need one more copy if tokens are sharded.
+        # Do not use argmax, because it needs memory for two more copies of the logits. Do not use gather
+        # either: it needs one more copy if tokens are sharded.
         classes = torch.arange(logits.shape[-1], device=labels.device)
         target_logits = torch.where(classes == targets.unsqueeze(-1), logits, -torch.inf)
         is_hit = (target_logits.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
@@ -700,7 +699,10 @@ def compute_token_metric_sums(
 
 
 def _compute_token_statistics(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Compute statistics of each token from all logits; see :meth:`ChunkedHead.forward_with_statistics`."""
+    """Compute statistics of each token from all logits. See :meth:`ChunkedHead.forward_with_statistics`.
+
+    Returns an empty dict if ``names`` is empty.
+    """
     if not names:
         return {}
     logits = logits.float()
@@ -719,7 +721,7 @@ def _compute_token_statistics(logits: Tensor, labels: Tensor, names: Sequence[st
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """Disable the adapter of a model until the context ends, without changing parameters.
+    """Disable the adapter of a model within this context, without changing parameters.
 
     Args:
         model: The model.
@@ -764,7 +766,7 @@ def _compute_squared_error(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _compute_binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the summed binary cross-entropy of several classes per text. NaN labels do not count."""
+    """Compute the summed binary cross-entropy of multi-label classification. NaN labels do not count."""
     counts = ~labels.isnan()
     return functional.binary_cross_entropy_with_logits(
         logits.float(), torch.where(counts, labels, 0), weight=counts.float(), reduction="sum"

@@ -40,7 +40,10 @@ def create_parameters_on_meta() -> Iterator[InitializationRecording]:
 
 
 def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Parameter registration hook that returns a copy of the parameter on the meta device."""
+    """Parameter registration hook that replaces a parameter by a copy on the meta device.
+
+    Returns None, which leaves the parameter unchanged, if it is None or already on the meta device.
+    """
     if parameter is None or parameter.is_meta:
         return None  # unchanged
     moved = nn.Parameter(

@@ -33,7 +33,7 @@ def explain_padding_dependence(config: PretrainedConfig, run: RunConfig) -> str 
     ``python -m tests.alone`` compares each model type of transformers with and without padding.
 
     Args:
-        config: The transformers config of the model.
+        config: Transformers config of the model.
         run: The config of the run.
 
     Returns:

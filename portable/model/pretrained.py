@@ -98,7 +98,7 @@ def load_pretrained_weights(
         The weights, and the names without a match.
 
     Raises:
-        UserError: If the checkpoint cannot be read, has another architecture or other shapes, lacks the
+        UserError: If the checkpoint cannot be read, its architecture or shapes do not match, it lacks the
             output head of a language model, or is quantized in a way that cannot be dequantized.
     """
     assert settings.name_or_path is not None
@@ -123,7 +123,14 @@ def _match_tensors(
     tensors: Mapping[str, StoredTensor],
     base_vocabulary_size: int | None,
 ) -> PretrainedWeights:
-    """Select the tensors of a checkpoint that belong to the model, and check their shapes and dtypes."""
+    """Select the checkpoint tensors that belong to the model, and check their shapes and dtypes.
+
+    If the names cannot be translated tensor by tensor, transformers loads the complete model instead.
+
+    Raises:
+        UserError: If none of the tensors belongs to the model, if a shape or dtype does not match, or if tied
+            tensors are stored with different values.
+    """
     model_tensors = get_state_tensors(model)
     translated = _translate_names(model, tensors)
     if translated is None:
@@ -303,7 +310,7 @@ def _summarize_names(names: list[str]) -> str:
 
 
 def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tensor) -> None:
-    """Raise UserError if ``source`` has another shape than ``target``, or is quantized."""
+    """Raise UserError if the shape of ``source`` does not match ``target``, or if ``source`` is quantized."""
     if tuple(source.shape) != tuple(target.shape):
         raise UserError(
             f"model.name_or_path: {name} has shape {list(source.shape)} in the checkpoint "
@@ -454,7 +461,7 @@ def _load_dequantized(
 
 
 def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise ValueError if a dequantized tensor has another shape or is not a float."""
+    """Raise ValueError if a dequantized tensor is not a float tensor of the shape of ``target``."""
     if source.dtype not in (torch.float32, torch.bfloat16, torch.float16) or source.shape != target.shape:
         raise ValueError(f"{name} is dequantized to {source.dtype} of shape {list(source.shape)}")
 

@@ -131,16 +131,21 @@ class PublishedNames:
 
     @cached_property
     def unloaded_base_names(self) -> list[str]:
-        """Names of base tensors that transformers does not load, such as multi-token prediction layers."""
+        """Names of base tensors that transformers does not load, such as multi-token prediction layers.
+
+        Empty if the base model is not available, or if the run's model has a different class from the base
+        model.
+        """
         if self.base_checkpoint is None or not self._has_base_class:
             return []
         return find_unclaimed_names(self.base_checkpoint.tensors, self.name_rules, self._model_shapes)
 
     @cached_property
     def dropped_base_names(self) -> list[str]:
-        """Names of base tensors that the export lacks, because the run's model is of another class.
+        """Names of base tensors that the export lacks because the run's model has a different class.
 
         Examples are multi-token prediction layers, and a vision tower next to the trained language model.
+        Empty if the base model is not available, or if the classes match.
         """
         if self.base_checkpoint is None or self._has_base_class:
             return []
@@ -218,8 +223,8 @@ class PublishedNames:
 
         Args:
             folder: The checkpoint, which already contains the run's config and tokenizer.
-            tokenizer: Whether to copy tokenizer files, which are valid only if the run uses the base model's
-                tokenizer unchanged.
+            tokenizer: Whether to copy tokenizer files. Set it only if the run uses the base model's tokenizer
+                unchanged.
         """
         for name, path in self._copyable_base_files.items():
             target = folder / name
@@ -230,7 +235,10 @@ class PublishedNames:
 
     @cached_property
     def _copyable_base_files(self) -> dict[str, AnyPath]:
-        """Small files of the base model that are copied into checkpoints, by name."""
+        """Small files of the base model that are copied into checkpoints, by name.
+
+        Empty without a base model.
+        """
         folder = self._base_folder
         if folder is None:
             return {}
@@ -341,7 +349,10 @@ class PublishedNames:
 
     @property
     def unavailable_base_names(self) -> list[str]:
-        """Names of base tensors that the export lacks because the base model is not available."""
+        """Names of base tensors that the export lacks because the base model is not available.
+
+        Empty if the base model is available, or if the checkpoint does not record such names.
+        """
         return (
             self._recorded_rules.not_loaded
             if self.base_checkpoint is None and self._recorded_rules is not None

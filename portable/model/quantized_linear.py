@@ -60,7 +60,11 @@ class QuantizedLinear(nn.Module):
         return self.in_features * self.out_features
 
     def _compute_part_sizes(self) -> list[int]:
-        """Return the number of fp32 scales, followed by the sizes in bytes of the other parts of ``bits``."""
+        """Return the sizes of the parts of ``bits``: first the number of fp32 scales, then sizes in bytes.
+
+        int8 has two parts (scales and codes). The 4-bit kinds have three (scales of scales, scales and
+        codes).
+        """
         if self.kind == "int8":
             return [self.out_features, self.num_elements]
         blocks = -(-self.num_elements // BLOCK_ELEMENTS)
@@ -73,8 +77,12 @@ class QuantizedLinear(nn.Module):
         return first.view(torch.float32), *others
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute the output of the layer, in the compute dtype."""
-        if inputs.is_meta:  # a trial pass, which may have another compute dtype
+        """Compute the output of the layer, in the compute dtype.
+
+        Meta and fake inputs only get the shape of the output: trial passes and the planner do not call
+        bitsandbytes.
+        """
+        if inputs.is_meta:  # a trial pass, whose compute dtype may differ
             return functional.linear(inputs, inputs.new_empty(self.out_features, self.in_features), None)
         inputs = inputs.to(self.bits.dtype)
         if torch_internals.is_fake_tensor(inputs):
@@ -195,8 +203,8 @@ def build_lazy_quantized_weight(source: ReadableTensor, layer: QuantizedLinear) 
 def quantize_linear_layers(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, QuantizedLinear]:
     """Replace the frozen linear layers of a model by quantized layers, except the output head.
 
-    Layers whose weights are tied or trained are not replaced, and neither are layers whose weights do not
-    have ``dtype``, which transformers keeps in fp32.
+    Layers whose weights are tied or trained are not replaced. Layers whose weights do not have ``dtype`` are
+    not replaced either, because transformers keeps them in fp32.
 
     Args:
         model: The model, on the meta device. It is changed in place.

@@ -121,7 +121,7 @@ class ModelSpecialTokens:
             tokenizer: Tokenizer of the run. For a classifier, its end token becomes its padding token if it
                 has none.
             target: Special tokens around a target text. None if there are no targets.
-            end_of_turn: Token at which the answer of a chat model ends. Generation stops there as well.
+            end_of_turn: Token that ends the answer of a chat model. Generation stops there as well.
 
         Returns:
             Descriptions of the changes, for the user.
@@ -160,7 +160,13 @@ class ModelSpecialTokens:
     def _align_decoder_start(
         self, config: Any, generation: Any, tokenizer: Any, target: Frame | None
     ) -> None:
-        """Start generation with the token that training started with."""
+        """Start generation with the token that training started with.
+
+        Modifies ``config`` and ``generation`` in place.
+
+        A decoder start token in the config is kept, unless a multilingual tokenizer ends labels with a
+        language token.
+        """
         prefix, suffix = ((), ()) if target is None else (target.prefix, target.suffix)
         is_multilingual = getattr(tokenizer, "tgt_lang", None) is not None  # a multilingual tokenizer
         start: int | None = self.compute_decoder_start(tokenizer)
@@ -262,7 +268,7 @@ def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: An
 
 
 def _find_shifted_start(config: Any) -> int | None:
-    """Find the token that the label shift of a model puts before the labels.
+    """Find the token that a model's label shift puts before the labels, by shifting two test sequences.
 
     Returns:
         The id, or ``LAST_LABEL``. None if it cannot be derived from the code of the model.
@@ -284,10 +290,10 @@ def _find_shifted_start(config: Any) -> int | None:
 
 
 def _add_stop_token(token: int, generation: Any) -> list[str]:
-    """Make generation stop at an additional token.
+    """Make generation stop at an additional token. Modifies ``generation`` in place.
 
     Returns:
-        A note for the user, or no note if generation already stops at the token.
+        A note for the user, or an empty list if generation already stops at the token.
     """
     before = generation.eos_token_id
     stops = before if isinstance(before, list) else [] if before is None else [before]

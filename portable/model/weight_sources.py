@@ -26,7 +26,7 @@ class ReadableTensor(Protocol):
         """Shape of the complete tensor."""
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """Read the elements in ``index``, whose slices have unit steps. None reads all elements."""
+        """Read the elements at ``index``. Its slices must have unit steps. None reads all elements."""
 
 
 class ComputedTensor:
@@ -49,7 +49,7 @@ class ComputedTensor:
         return cls(tensor.shape, tensor.detach)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """Compute the tensor and return the elements in ``index``; see :class:`ReadableTensor`."""
+        """Compute the tensor and return the elements in ``index``. See :class:`ReadableTensor`."""
         tensor = self._compute()
         return to_numpy(tensor if index is None else tensor[index].contiguous())
 
@@ -69,7 +69,10 @@ class SlicedTensor:
         self.shape, self._compute, self.dtype = tuple(shape), compute, dtype
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """Compute the elements in ``index``; see :class:`ReadableTensor`."""
+        """Compute the elements in ``index``. See :class:`ReadableTensor`.
+
+        Returns zeros without computing anything if a slice is empty.
+        """
         index = tuple(
             slice(*part.indices(size)[:2])
             for part, size in zip(index or [slice(None)] * len(self.shape), self.shape, strict=True)
@@ -88,7 +91,7 @@ def copy_into_tensor(target: torch.Tensor, source: ReadableTensor, index: Index 
     Args:
         target: Tensor that is overwritten, on any device.
         source: Source with the shape of ``target``, after ``index``.
-        index: Part of ``source`` to copy. None for all elements.
+        index: Part of ``source`` to copy. All elements if None.
     """
     if isinstance(source, StoredTensor) and target.device.type == "cpu" and target.is_contiguous():
         buffer = to_numpy(target.detach())

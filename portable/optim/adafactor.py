@@ -34,7 +34,7 @@ class AdafactorRule:
             most ``steps ** -0.5``.
         gradient_epsilon: Constant that is added to each squared gradient.
         min_row_mean: Lower bound of the mean of the row moments, which is a divisor.
-        min_variance: Lower bound of the second moments, whose root is a divisor.
+        min_variance: Lower bound of the second moments, to avoid a division by 0.
     """
 
     scales_learning_rate: bool
@@ -177,7 +177,11 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, in place.
+
+        Gradients are overwritten. If ``found_inf`` is 1, parameters and state do not change. Creates the
+        state of a parameter at its first step.
+        """
         trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not trained:
             return
@@ -193,7 +197,8 @@ class Adafactor(torch.optim.Optimizer):
             # A learning rate of zero is not enough, because zero times a non-finite gradient is NaN.
             for gradient in gradients:
                 gradient.masked_fill_(self.found_inf > 0, 0.0)
-        # Compute one value per parameter for all parameters at once, which needs fewer kernel launches.
+        # Compute one value per parameter for all parameters at once, because this needs fewer kernel
+        # launches.
         steps = torch.stack([state["step"] for state in states]) + applied
         for state, count in zip(states, steps.unbind(), strict=True):
             state["step"].copy_(count)
@@ -276,7 +281,10 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _sum_over_shards(parts: list[Tensor], parameter: Tensor) -> list[Tensor]:
-    """Sum each of ``parts`` over the ranks that shard the parameters, in one all-reduce."""
+    """Sum each of ``parts`` over the ranks that shard the parameters, in one all-reduce.
+
+    Returns ``parts`` unchanged, without a collective, if the parameters are not sharded.
+    """
     group = get_shard_group(parameter)
     if group is None:
         return parts

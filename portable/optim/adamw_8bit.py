@@ -1,7 +1,7 @@
 """AdamW with 8-bit moments (Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization").
 
-Each value is divided by the largest magnitude of its block and rounded to the nearest of 256 levels, which
-are denser near zero. A block never spans rows of a parameter, and parameters are sharded between rows.
+Each value is divided by the largest magnitude of its block and rounded to the nearest of 256 levels. The
+levels are denser near zero. A block never spans rows of a parameter, and parameters are sharded between rows.
 Moments, updates and checkpoints are therefore independent of the world size.
 """
 
@@ -109,8 +109,8 @@ class AdamW8bit(torch.optim.Optimizer):
         lr: Learning rate.
         betas: Decay rates of the moments.
         eps: Term that is added to the denominator of an update.
-        full_precision_parameters: Parameters with 32-bit moments, such as embeddings, whose rows get
-            gradients of very different magnitudes.
+        full_precision_parameters: Parameters with 32-bit moments, such as embeddings, because the gradients
+            of their rows have very different magnitudes.
     """
 
     found_inf: Tensor | None = None

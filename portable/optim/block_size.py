@@ -1,4 +1,4 @@
-"""Block sizes of 8-bit moments; see :mod:`portable.optim.adamw_8bit`."""
+"""Block sizes of 8-bit moments. See :mod:`portable.optim.adamw_8bit`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ bitsandbytes and torchao.
 
 
 def choose_block_size(shape: tuple[int, ...]) -> int | None:
-    """Choose the number of elements per block, which is a divisor of the row size and at most 256.
+    """Choose the number of elements per block: a divisor of the row size, at most 256.
 
     Args:
         shape: Shape of the parameter.

@@ -41,8 +41,8 @@ KEY = "train.optimizer"
 class MakesOptimizer(Protocol):
     """Class such as ``torch.optim.NAdam``, or function that returns an optimizer, for ``train.optimizer``.
 
-    ``step()`` updates in place every parameter with a gradient, with the learning rate ``group["lr"]``, which
-    the trainer sets before each step. State is stored in ``self.state[parameter]`` by name, as tensors of any
+    ``step()`` updates every parameter with a gradient in place. The trainer sets the learning rate
+    ``group["lr"]`` before each step. State is stored in ``self.state[parameter]`` by name, as tensors of any
     shape and numbers. State that is common to a group is a number in the group. Checkpoints contain both, but
     no attributes of the optimizer.
 
@@ -75,7 +75,7 @@ class CustomOptimizer:
     Args:
         settings: The ``train`` section.
         parameters: Parameters by name.
-        groups: Parameter groups; see :func:`portable.optim.optimizers.build_parameter_groups`.
+        groups: Parameter groups. See :func:`portable.optim.optimizers.build_parameter_groups`.
         extra_arguments: Arguments that are passed to the optimizer if it accepts them.
 
     Raises:
@@ -122,9 +122,9 @@ class CustomOptimizer:
             self._check_sharded_steps(_extract_settings(settings), sharded)
 
     def _check_sharded_steps(self, settings: _OptimizerSettings, parameter: DTensor) -> None:
-        """Raise UserError if small shards are updated differently from complete tensors.
+        """Raise UserError if trial steps on shards and on complete tensors give different results.
 
-        All ranks have to call it.
+        A collective call. Copies the results of the trial to the host.
         """
 
         def shard(value: Tensor) -> Tensor:
@@ -303,8 +303,8 @@ class CustomOptimizer:
             Tensors and numbers by name.
 
         Raises:
-            UserError: If the sharding of a state is unknown, because it is created later and has another
-                shape than the parameter.
+            UserError: If the sharding of a state is unknown, because it is created later and its shape
+                differs from the parameter.
         """
         state = self.build_initial_state(parameter)
         for name in values.keys() - state.keys():
@@ -360,7 +360,7 @@ class _FirstValueRecorder(dict[Any, Any]):
 
 
 class _RecordedStates(defaultdict[Any, Any]):
-    """State of all parameters during a trial step, which consists of :class:`_FirstValueRecorder`."""
+    """State of all parameters during a trial step. Its values are :class:`_FirstValueRecorder` objects."""
 
     def __init__(self) -> None:
         super().__init__(lambda: _FirstValueRecorder({}))
@@ -374,7 +374,7 @@ class _RecordedStates(defaultdict[Any, Any]):
 def _list_accepted_arguments(make: Any) -> frozenset[str]:
     """Return the names of the arguments that a callable accepts.
 
-    With ``**kwargs``, ``lr`` and ``weight_decay`` count.
+    With ``**kwargs``, or if the signature cannot be read, ``lr`` and ``weight_decay`` count as accepted.
     """
     try:
         parameters = inspect.signature(make).parameters
@@ -398,7 +398,7 @@ class _OptimizerSettings(NamedTuple):
 
 
 class _PartialReductionMode(TorchFunctionMode):
-    """Mode in which reductions over a sharded dimension are completed immediately.
+    """Dispatch mode that completes reductions over a sharded dimension immediately.
 
     DTensor postpones them. ``item()`` and in-place operations would then take the partial result of one rank
     for the complete result. DTensor also averages the means of shards of different sizes without weights.
@@ -458,7 +458,7 @@ def check_custom_optimizer(config: RunConfig) -> None:
 
 
 def _build_trial_values() -> list[Tensor]:
-    """Return the values of two small parameters, which are equal on all ranks."""
+    """Return the values of two small parameters. They are equal on all ranks."""
     draws = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
 
@@ -506,7 +506,11 @@ def is_elementwise(train: TrainConfig) -> bool:
 
 @lru_cache(maxsize=4)
 def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
-    """Compare the updates of two small parameters with the updates of their elements in other shapes."""
+    """Return whether the update of an element depends only on the element, according to a trial.
+
+    The trial updates two small parameters, and their elements regrouped into other shapes. Returns False if
+    the optimizer rejects these shapes.
+    """
     values = _build_trial_values()
     expected = torch.cat([value.flatten() for value in _run_trial_steps(settings, values)])
     flat = torch.cat([value.flatten() for value in values])

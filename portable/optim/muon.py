@@ -1,7 +1,7 @@
 """Muon (Jordan et al., 2024): orthogonalized momentum for matrices, and AdamW for other parameters.
 
-A matrix is never orthogonalized in parts. Each sharded matrix is gathered on one of the ranks that hold it,
-which sends the result back. A step therefore costs the same arithmetic on any number of ranks.
+A matrix is never orthogonalized in parts. Each sharded matrix is gathered on one of the ranks that hold it.
+This rank sends the result back. A step therefore costs the same arithmetic on any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def orthogonalize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> Tens
     The singular values of the result are roughly between 0.7 and 1.2.
 
     Args:
-        matrices: Matrices ``[..., rows, columns]``, which are orthogonalized separately. On XLA at least
-            three dimensions are required, because torch_xla computes ``addmm`` on the host.
+        matrices: Matrices ``[..., rows, columns]``. Each is orthogonalized separately. On XLA at least three
+            dimensions are required, because torch_xla computes ``addmm`` on the host.
         compute_dtype: Dtype of the matrix products.
 
     Returns:
@@ -72,7 +72,7 @@ def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
     """Return the factor of the learning rate for a matrix, as ``adjust_lr_fn`` of ``torch.optim.Muon``.
 
     Args:
-        rule: Rule by which the factor is computed, with the name that torch uses.
+        rule: Rule for the factor, by the name that torch uses.
         shape: Shape of the matrix ``[..., rows, columns]``.
     """
     rows, columns = shape[-2:]
@@ -162,9 +162,9 @@ class _MatrixShard:
 class Muon(torch.optim.Optimizer):
     """Optimizer that applies Muon to the groups with ``matrices`` and AdamW to other groups.
 
-    The state of a matrix is ``momentum_buffer``, which is sharded like the parameter. Other parameters have
-    the state of AdamW. In a tensor with more dimensions, the last two are a matrix. Updates equal the updates
-    of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+    The state of a matrix is ``momentum_buffer``, sharded like the parameter. Other parameters have the state
+    of AdamW. In a tensor with more dimensions, the last two are a matrix. Updates equal the updates of
+    ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
     Args:
         groups: Parameter groups, as for torch's optimizers, with a bool ``matrices``.
@@ -179,7 +179,7 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     """Flag on the device of the parameters, an fp32 scalar. If it is 1, the step does not change anything."""
     device: torch.device | None = None
-    """Device on which matrices are orthogonalized, if the parameters are on another device."""
+    """Device to orthogonalize matrices on, if it is not the device of the parameters."""
     flat_matrices: Mapping[Tensor, Sequence[ShardedMatrix]] | None = None
     """Matrices in each flat parameter, for engines that concatenate shards of several parameters."""
 
@@ -205,7 +205,11 @@ class Muon(torch.optim.Optimizer):
         return self._build_state(parameter, group)
 
     def _build_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the state of a parameter of this group before the first step."""
+        """Return the state of a parameter before the first step.
+
+        A matrix has a momentum buffer. Other parameters have the state of AdamW: a step count and two
+        moments.
+        """
         if group["matrices"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return {
@@ -282,7 +286,10 @@ class Muon(torch.optim.Optimizer):
                 self._apply_update(part, update, group)
 
     def _list_matrices(self, parameter: Tensor, ranks: _ShardRanks) -> Sequence[ShardedMatrix]:
-        """List the matrices of a parameter, with the distribution of their elements over ranks."""
+        """List the matrices of a parameter, with the number of elements that each rank holds.
+
+        The distribution follows flat ZeRO partitions, replicas, or FSDP2 shards of rows.
+        """
         if self.flat_matrices is not None:
             return self.flat_matrices[parameter]
         shape, elements = parameter.shape, parameter.numel()
@@ -305,7 +312,7 @@ class Muon(torch.optim.Optimizer):
         """Update the momentum with the gradient.
 
         Returns:
-            The update before it is orthogonalized, in the dtype and on the device in which it is sent.
+            The update before orthogonalization, in the dtype and on the device that it is sent in.
         """
         momentum = group["momentum"]
         new_gradient_share: Tensor | float = 1 - momentum
@@ -355,7 +362,11 @@ class _ShardRanks:
 
     @classmethod
     def from_parameter(cls, parameter: Tensor, *, flat: bool) -> _ShardRanks:
-        """Find the ranks that share a parameter. ``flat`` parameters of ZeRO are sharded over all ranks."""
+        """Find the ranks that share a parameter: its shard group, all ranks, or only this process.
+
+        Parameters that are not DTensors are replicas, except ``flat`` parameters of ZeRO, which are sharded
+        over all ranks.
+        """
         if isinstance(parameter, DTensor):
             group = get_shard_group(parameter)
             return cls(group, dist.get_world_size(group), dist.get_rank(group), replicated=False)
@@ -368,8 +379,8 @@ class _ShardRanks:
     ) -> Iterator[Tensor]:
         """Orthogonalize one matrix per rank, and yield this rank's elements of each result.
 
-        Rank ``r`` gathers and orthogonalizes the matrix at position ``r``. All ranks have to consume the
-        iterator.
+        Rank ``r`` gathers and orthogonalizes the matrix at position ``r``. A collective call: all ranks have
+        to consume the iterator. Replicated ``updates`` are modified in place.
         """
         matrix = shards[self.rank].matrix if self.rank < len(shards) else None
         if self.replicated:

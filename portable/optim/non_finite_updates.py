@@ -1,9 +1,9 @@
-"""Detection of non-finite updates, which are masked and counted on the device without a host sync.
+"""Detection of non-finite updates. They are masked and counted on the device, without a host sync.
 
-An engine has an fp32 tensor of counters ``[5]`` on its device, which is exact for up to 16 million updates
-per launch. The engine counts every update with device operations. The training loop reads the counters when
-it logs and before it saves. A *streak* is a sequence of skipped updates. When it reaches the limit, the
-engine makes no further updates and the run ends.
+An engine has an fp32 tensor of counters ``[5]`` on its device. It is exact for up to 16 million updates per
+launch. The engine counts every update with device operations. The training loop reads the counters when it
+logs and before it saves. A *streak* is a sequence of skipped updates. When it reaches the limit, the engine
+makes no further updates and the run ends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_STREAK = 10
-"""Length of the streak at which ``train.on_non_finite: skip`` ends the run, because the cause is then not a
-single bad sample.
-"""
+"""Number of consecutive non-finite updates that end a run with ``train.on_non_finite: skip``, because a
+single bad sample cannot cause them."""
 
 INITIAL_COUNTERS = (0.0, 0.0, 0.0, -1.0, 0.0)
 """Initial counters: number of updates; number of skipped updates; length of the current streak; first update
@@ -61,7 +60,7 @@ class UpdateHealth:
 
 
 def get_max_streak(on_non_finite: str) -> int:
-    """Return the length of the streak at which the run ends.
+    """Return how many consecutive non-finite updates end the run. 1 for ``stop``, else :data:`MAX_STREAK`.
 
     Args:
         on_non_finite: Value of ``train.on_non_finite``.

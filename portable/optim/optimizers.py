@@ -46,7 +46,7 @@ class OptimizerGroup(NamedTuple):
     """Properties that the parameters of an optimizer group share. Groups are sorted by the fields.
 
     Attributes:
-        pattern_number: Number of the pattern in ``train.parameter_groups``, counted from 1. 0 if none
+        pattern_number: Position of the pattern in ``train.parameter_groups``, counted from 1. 0 if none
             matches.
         is_undecayed: Whether the parameters are excluded from weight decay.
         learning_rate: Peak learning rate. The schedule scales the rates of all groups by the same factor.
@@ -67,10 +67,10 @@ def build_parameter_groups(
     """Build the parameter groups of an optimizer: by default two, with and without weight decay.
 
     Args:
-        parameters: Parameters by name. Parameters that are not in ``groups`` are left out.
-        groups: Group of each parameter; see :func:`portable.model.parameter_groups.assign_parameter_groups`.
-        learning_rate: Learning rate of the run. A group with another rate has it as ``initial_lr``, which is
-            torch's name for the value that a schedule scales.
+        parameters: Parameters by name. Parameters that are not in ``groups`` are skipped.
+        groups: Group of each parameter. See :func:`portable.model.parameter_groups.assign_parameter_groups`.
+        learning_rate: Learning rate of the run. A group with its own learning rate stores it as
+            ``initial_lr``, torch's name for the value that a schedule scales.
 
     Returns:
         Parameter groups as for torch's optimizers.

@@ -1,4 +1,4 @@
-"""Learning rate schedules, which are pure functions of the step.
+"""Learning rate schedules. They are pure functions of the step.
 
 Schedules with lowercase names equal the schedules of transformers at every step. The others have the names
 and the arithmetic of DeepSpeed (``deepspeed/runtime/lr_schedules.py``). They run on every backend except
@@ -50,7 +50,7 @@ class Schedule:
     total_steps: int
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0."""
+        """Return the learning rate of an optimizer step, counted from 0. Implemented by subclasses."""
         raise NotImplementedError
 
 
@@ -62,7 +62,10 @@ class Constant(Schedule):
     """
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0."""
+        """Return the learning rate of an optimizer step, counted from 0.
+
+        It rises linearly during the warmup.
+        """
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
         # Progress stays below 1 during the run, so no step after the warmup has a learning rate of zero.
@@ -70,7 +73,7 @@ class Constant(Schedule):
         return self.minimum + (self.peak - self.minimum) * self._compute_decay(progress)
 
     def _compute_decay(self, progress: float) -> float:
-        """Return the factor of the decaying part, which falls from 1 to 0 as ``progress`` rises from 0 to 1.
+        """Return the decay factor. It falls from 1 to 0 as ``progress`` rises from 0 to 1.
 
         Here it is 1.
         """
@@ -125,7 +128,7 @@ class WarmupStableDecay(Schedule):
 
 
 def _compute_rising_share(progress: float, shape: str) -> float:
-    """Return a value that rises from 0 to 1 as ``progress`` rises from 0 to 1."""
+    """Return a value that rises from 0 to 1 with ``progress``, in the given shape or else linearly."""
     if shape == "cosine":
         return 0.5 * (1 - math.cos(math.pi * progress))
     return 1 - math.sqrt(1 - progress) if shape == "1-sqrt" else progress
@@ -143,14 +146,17 @@ class InverseSqrt(Schedule):
     """Linear warmup from zero, then the inverse square root of the step, but not below the minimum.
 
     Attributes:
-        timescale: Number of steps after the warmup at which the rate has fallen to the peak divided by the
-            square root of 2. None for the number of warmup steps, or 10 000 without a warmup.
+        timescale: Number of steps after the warmup until the rate is the peak divided by the square root of
+            2. If None, the number of warmup steps, or 10 000 without a warmup.
     """
 
     timescale: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0."""
+        """Return the learning rate of an optimizer step, counted from 0.
+
+        A linear warmup is followed by a decay with the inverse square root of the step.
+        """
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
         scale = self.timescale or self.warmup_steps or 10_000
@@ -175,7 +181,10 @@ class WarmupLR(Schedule):
         )
 
     def _compute_peak_share(self, counted_steps: int) -> float:
-        """Return the position between ``warmup_min_lr`` (0) and the peak (1), by DeepSpeed's step count."""
+        """Return the position between ``warmup_min_lr`` (0) and the peak (1), by DeepSpeed's step count.
+
+        During the warmup it rises. Afterwards subclasses may lower it again.
+        """
         warmup = max(2, self.warmup_steps)
         return (
             _compute_warmup_share(counted_steps, warmup, self.warmup_type)
@@ -203,7 +212,10 @@ class WarmupCosineLR(Schedule):
     warmup_type: Literal["log", "linear"] = "log"
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0."""
+        """Return the learning rate of an optimizer step, counted from 0.
+
+        Step 0 has a rate of 0, as in DeepSpeed. A warmup and a cosine decay follow.
+        """
         counted, warmup = step - 1, max(2, self.warmup_steps)
         if counted < 0:
             return 0.0
@@ -241,7 +253,10 @@ class OneCycle(Schedule):
     decay_mom_rate: Growth = 0.0
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0."""
+        """Return the learning rate of an optimizer step, counted from 0.
+
+        One cycle, then an optional decay.
+        """
         if step - 1 < self._cycle_length:
             return self.cycle_min_lr + (self.peak - self.cycle_min_lr) * self._compute_cycle_height(step)
         if self.decay_step_size == 0 or self.decay_lr_rate == 0:
@@ -282,7 +297,7 @@ class OneCycle(Schedule):
         return self.cycle_first_step_size + self._second_step_size
 
     def _compute_cycle_height(self, step: int) -> float:
-        """Return the position in the cycle, which rises from 0 to 1 and falls back."""
+        """Return the height in the cycle: it rises from 0 to 1 and falls back to 0."""
         first_step_size, length = self.cycle_first_step_size, self._cycle_length
         cycle_position = 1.0 + step / length - math.floor(1 + step / length)
         rising = cycle_position <= first_step_size / length
@@ -325,7 +340,7 @@ class CustomSchedule(Schedule):
     """Schedule that multiplies ``train.learning_rate`` by a custom function ``(step, total_steps)``.
 
     Attributes:
-        code: Name of the function or class; see :mod:`portable.plugins`. It is loaded at the first step.
+        code: Name of the function or class. See :mod:`portable.plugins`. It is loaded at the first step.
     """
 
     code: str = ""
@@ -376,7 +391,7 @@ ZERO_ONLY_SCHEDULES = ("OneCycle", "LRRangeTest")
 
 
 def get_schedule_class(name: str) -> type[Schedule]:
-    """Return the class of the schedule that ``train.schedule`` names."""
+    """Return the schedule class that ``train.schedule`` names. For custom code, :class:`CustomSchedule`."""
     return CustomSchedule if plugins.is_plugin_name(name) else SCHEDULES[name]
 
 
@@ -434,7 +449,7 @@ def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
         settings: The ``train`` section.
 
     Returns:
-        The schedule, or None if the run has another schedule.
+        The schedule. None if the run uses a different schedule.
     """
     schedule = build_schedule(settings, 1)
     return schedule if isinstance(schedule, OneCycle) else None
@@ -468,7 +483,7 @@ def list_schedule_params(schedule_name: str) -> tuple[str, ...]:
         schedule_name: Value of ``train.schedule``.
 
     Returns:
-        Keys in the order in which error messages list them.
+        Keys, in the order of error messages.
     """
     common = Schedule.__dataclass_fields__
     fields = get_schedule_class(schedule_name).__dataclass_fields__

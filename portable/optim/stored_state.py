@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 Number = bool | int | float
 KEYS_FROM_SETTINGS = ("params", "param_names", "lr", "initial_lr", "weight_decay")
-"""Entries of a parameter group that come from the settings of the run. Checkpoints contain only the other
-entries.
+"""Entries of a parameter group that the run's settings define, not the checkpoint.
+
+Checkpoints contain only the other entries.
 """
 
 
@@ -30,7 +31,7 @@ def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
         name: Name of the entry, used in error messages.
 
     Raises:
-        CheckpointError: If the entry is missing or has another shape.
+        CheckpointError: If the entry is missing or its shape does not match.
     """
     stored = tuple(getattr(value, "shape", ()))
     if value is None or (stored != tuple(shape) and (len(shape) > 0 or math.prod(stored) != 1)):

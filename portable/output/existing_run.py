@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN_CHANGES = 3
 """Maximum number of changed settings that an error message lists."""
 DATA_SAMPLES_FILE = "data_samples.json"
-"""File with samples of the training data, which the HTML report shows."""
+"""File with samples of the training data for the HTML report."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,11 @@ def check_config_unchanged(folder: AnyPath, existing: ExistingRun) -> None:
 
 
 def _compute_config_digest(path: AnyPath) -> str | None:
-    """Compute the digest of a config file. Returns None if the file does not exist."""
+    """Compute the digest of a config file. Returns None if the file does not exist.
+
+    Raises:
+        UserError: If the file is a link or cannot be read.
+    """
     with convert_storage_errors("output_dir"):
         if not path_exists(path):  # an invalid name does not exist either
             return None
@@ -135,7 +139,7 @@ def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunCo
 
 
 def _format_changes(changes: list[SettingChange]) -> str:
-    """Format the first changed settings and the number of the others."""
+    """Format the first changed settings, and the number of further changes."""
     # List changes of the length last, because they need no permission and do not cause an error.
     ordered = sorted(changes, key=lambda change: change.setting in LENGTH_SETTINGS)
     others = len(changes) - _MAX_SHOWN_CHANGES

@@ -1,6 +1,6 @@
 """Export of the model to ``final/`` at the end of a run.
 
-Only files of an earlier export are replaced. A marker in the folder lists the files of the export with their
+Only files of a previous export are replaced. A marker in the folder lists the files of the export with their
 sizes and modification times. If ``final`` contains anything else, or is not a folder, it is moved to another
 name before the new export replaces it.
 
@@ -56,8 +56,8 @@ def export_model(
 ) -> None:
     """Write a checkpoint of a run as safetensors, with its config and tokenizer.
 
-    An earlier export in the folder is replaced. Other files in the folder are moved to another name, with a
-    warning. If writing fails, the earlier export remains.
+    A previous export in the folder is replaced. Other files in the folder are moved to another name, with a
+    warning. If writing fails, the previous export remains.
 
     Args:
         checkpoint: Folder or URL of the checkpoint.
@@ -188,7 +188,10 @@ def _replace_export(new: Path, folder: Path) -> None:
 
 
 def _move_foreign_objects(folder: RemotePath) -> None:
-    """Move the objects that no export wrote to another folder, with a warning."""
+    """Move the objects that no export wrote to another folder, with a warning.
+
+    Does nothing if there are none.
+    """
     from portable.converters.writers.store_output import list_content_objects, read_written_objects
 
     folder.clear_listings()
@@ -209,7 +212,10 @@ def _move_foreign_objects(folder: RemotePath) -> None:
 
 
 def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
-    """Delete an old export. Any other folder or file is moved to another name, with a warning."""
+    """Delete an old export. Other folders and files are moved to another name, with a warning.
+
+    Does nothing if ``old_folder`` does not exist.
+    """
     if not os.path.lexists(old_folder):
         return
     reason = _find_foreign_content(old_folder)
@@ -245,7 +251,7 @@ def _find_version_difference(name: str, version: object, written: Mapping[str, o
 
 
 class _FileVersion(NamedTuple):
-    """Size and modification time of a file, from which a later change is recognized."""
+    """Size and modification time of a file, to detect later changes."""
 
     size_bytes: int
     mtime_ns: int

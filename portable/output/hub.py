@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 RETRY_WAIT_SECONDS = (10.0, 60.0)
-"""Seconds between the attempts of an upload. In each attempt, huggingface_hub also repeats most requests."""
+"""Seconds between the attempts of an upload. In each attempt, huggingface_hub also retries most requests."""
 _UPLOAD_TIMEOUT_SECONDS = 300.0  # seconds until a request fails, because huggingface_hub has no limit
 _START_TIMEOUT_SECONDS = 30.0
 _RETRIED_STATUS_CODES = (408, 409, 425, 429)
@@ -84,7 +84,7 @@ class HubRepository:
         self._find_connection_error(self._create_repository_once)
 
     def push_export(self, folder: Path, message: str) -> str:
-        """Upload an export as a commit. Failed attempts are repeated after :data:`RETRY_WAIT_SECONDS`.
+        """Upload an export as a commit. Failed attempts are retried after :data:`RETRY_WAIT_SECONDS`.
 
         Args:
             folder: Folder of the export.
@@ -94,7 +94,7 @@ class HubRepository:
             The URL of the repository.
 
         Raises:
-            RunError: If the last attempt failed, or if repeating the upload cannot help.
+            RunError: If the last attempt failed, or if a retry cannot help.
         """
         from huggingface_hub import HfApi
 
@@ -186,7 +186,7 @@ class HubRepository:
         self._created = True
 
     def _build_user_error(self, error: Exception) -> UserError | None:
-        """Build the error for a mistake of the user. Returns None if repeating the request may help."""
+        """Build the error for a mistake of the user. Returns None if a retry may help."""
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
         if isinstance(error, UserError):

@@ -45,7 +45,7 @@ class _StoredLease(NamedTuple):
 
     Attributes:
         holder: JSON object that identifies the run that holds the lease. Empty if there is no lease.
-        tag: Version of the object, which a conditional write must match. ``""`` if there is no object.
+        tag: Version of the object. A conditional write must match it. ``""`` if there is no object.
     """
 
     holder: dict[str, Any]
@@ -198,7 +198,7 @@ def _is_dead_process(holder: dict[str, Any]) -> bool:
     pid, machine = holder.get("pid"), _read_machine_identity()
     if machine is None or holder.get("machine") != machine or not isinstance(pid, int):
         return False
-    if pid == os.getpid():  # an earlier run in this process could not delete its lease
+    if pid == os.getpid():  # a previous run in this process could not delete its lease
         return True
     try:
         os.kill(pid, 0)
@@ -210,10 +210,10 @@ def _is_dead_process(holder: dict[str, Any]) -> bool:
 
 
 def _read_machine_identity() -> str | None:
-    """Return an id of the running system and the container, in which process ids are unique.
+    """Return an id of the running system and the container. Process ids are unique within it.
 
     Returns:
-        The id. None on systems other than Linux.
+        The id. None if the system is not Linux.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

@@ -66,9 +66,9 @@ class RunOutput:
     Attributes:
         work_folder: Local folder for the files of this process. They appear at ``place`` under the same
             names.
-        scratch_folder: Local folder for temporary files, which are not published. It may not exist.
+        scratch_folder: Local folder for temporary files. They are not published. It may not exist.
         agreed_location: Part of ``output_dir`` that must be equal on all ranks. Empty for a local folder,
-            because a shared folder may have another path on each rank.
+            because the path of a shared folder may differ between ranks.
     """
 
     def __init__(self, place: AnyPath, rank: int, publisher: Publisher | None = None) -> None:
@@ -107,7 +107,10 @@ class RunOutput:
 
     @contextmanager
     def _lock_and_recover_folder(self) -> Iterator[None]:
-        """Lock the local folder within this context, and restore an export that was killed."""
+        """Lock the local folder within this context, and restore the previous export if an export was killed.
+
+        A new folder is removed if the run is refused with a UserError before it starts.
+        """
         is_new = not self.work_folder.exists()
         with lock_run_folder(self.work_folder):
             recover_replaced_folder(self.work_folder / FINAL_FOLDER)
@@ -120,7 +123,7 @@ class RunOutput:
                 raise
 
     def prepare_work_folder(self, estimate_shard_bytes: Callable[[], int]) -> None:
-        """Create the local folders of a URL, and download the logs of earlier launches.
+        """Create the local folders of a URL, and download the logs of previous launches.
 
         Call this method on all ranks while rank 0 holds the lock.
 
@@ -135,7 +138,7 @@ class RunOutput:
             self._publisher.prepare_local_folders(estimate_shard_bytes)
 
     def open_checkpoints(self, *, keep: int | None) -> CheckpointStore[Any]:
-        """Return the checkpoints of the run, to which this rank can add new ones.
+        """Return the checkpoint store of the run, for reading and for saving on this rank.
 
         Args:
             keep: Number of recent checkpoints to keep. None to keep all checkpoints.
@@ -174,12 +177,12 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder within this context.
+    """Lock a folder within this context, and record the process id and host in the lock file.
 
     The operating system releases the lock when the process ends, even if the process is killed.
 
     Args:
-        folder: Output folder, which is created if it does not exist.
+        folder: Output folder. Created if it does not exist.
 
     Raises:
         UserError: If another process has the lock, or the folder is not writable.

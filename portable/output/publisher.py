@@ -2,7 +2,7 @@
 
 Each rank of the run writes to a local folder. Its :class:`Publisher` uploads the checkpoints once they are
 written, and the other files of the run when they have changed. A checkpoint is complete once rank 0 has
-uploaded its marker, which is the last upload.
+uploaded its marker. The marker is uploaded last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.object_store import RemotePath
 
 NUM_PARALLEL_UPLOADS = 8  # files that a rank uploads in parallel
-RETRY_SECONDS = 30.0  # seconds for which a request is repeated; the next save repeats a failed upload
+RETRY_SECONDS = 30.0  # seconds of retries per request; the next save retries a failed upload
 MIN_PAUSE_SECONDS = 30.0  # minimum seconds between background uploads of the changed files
 # Background uploads take at most 1/20 of the time, because a growing file is uploaded again completely.
 PAUSE_TO_UPLOAD_RATIO = 20
@@ -48,15 +48,15 @@ class Publisher:
     Args:
         place: URL of the run.
         rank: Rank of this process.
-        staging: Local folder for files that are not uploaded yet. None for the system's temporary folder.
-        outage_seconds: Time in seconds for which the object store may be unavailable before a failed save
-            stops the run.
+        staging: Local folder for files that are not uploaded yet. If None, the system's temporary folder is
+            used.
+        outage_seconds: Seconds that the object store may be unavailable before a failed save stops the run.
 
     Attributes:
-        store: URL of the run. Requests to it are repeated for `RETRY_SECONDS` seconds.
+        store: URL of the run. Requests to it are retried for `RETRY_SECONDS` seconds.
         work_folder: Local folder for the files of the run, which appear under the same names at ``store``.
         shards_folder: Local folder for checkpoints that are being written.
-        scratch_folder: Local folder for temporary files, which are not uploaded. It may not exist.
+        scratch_folder: Local folder for temporary files. They are not uploaded. It may not exist.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Publisher:
         While another run holds the lease, uploads of this publisher fail.
 
         Returns:
-            The lease, which the caller enters as a context.
+            The lease. The caller enters it as a context.
         """
         self._lease = Lease(self.store)
         return self._lease
 
     def prepare_local_folders(self, estimate_shard_bytes: Callable[[], int]) -> None:
-        """Create the local folders, and download the log files of earlier launches on rank 0.
+        """Create the local folders, and download the log files of previous launches on rank 0.
 
         Call this method on all ranks while rank 0 has the lease. Local folders of killed launches are
         deleted.
@@ -176,7 +176,7 @@ class Publisher:
 
         Args:
             final: URL of the checkpoint.
-            step: Step of the checkpoint, which the marker records.
+            step: Step of the checkpoint. The marker records it.
 
         Raises:
             RunError: If another run has taken the lease.

@@ -175,7 +175,10 @@ def _compute_loss(
 
 
 class _OriginalLayer(nn.Module):
-    """Module with the original forward method of a layer, whose `forward` is replaced afterward."""
+    """Module that keeps the original forward method of a layer.
+
+    The layer's own `forward` is replaced afterward.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -217,14 +220,14 @@ def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Non
 
 
 def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
-    """Build a micro-batch with the shapes of the real data, see :class:`portable.batch.Batch`."""
+    """Build a micro-batch with the shapes of the real data. See :class:`portable.batch.Batch`."""
     shape = (request.micro_batch, request.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     targets = torch.zeros(request.micro_batch, request.target_seq_len, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": targets}
     if not request.packed:
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
-    # On a CPU, attention runs for one document at a time, which is at most a complete sample. On other
+    # On a CPU, attention runs on one document at a time. The largest document is a complete sample. On other
     # devices, the documents are separated by a mask.
     if request.packed == "documents" and (request.on_gpu or request.compiler):
         batch["position_ids"] = torch.zeros(shape, dtype=torch.int64)
@@ -326,7 +329,7 @@ _GROUPED, _TO_COPY = (
 
 
 def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Compute a grouped matrix product of fake tensors with a dtype other than bfloat16.
+    """Compute a grouped matrix product of fake tensors whose dtype is not bfloat16.
 
     torch has a fake implementation only for bfloat16.
     """
@@ -389,7 +392,7 @@ def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Mode in which the CPU computes in fp32 the same operations as autocast on CUDA."""
+    """Dispatch mode that makes the CPU compute the same operations in fp32 as autocast on CUDA."""
 
     _IN_FP32 = ("layer_norm", "softmax", "log_softmax", "group_norm", "softplus", "cumsum", "norm")
 

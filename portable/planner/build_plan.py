@@ -32,7 +32,7 @@ def resolve_target(
         config: Config of the run.
         device: Name of the accelerator, for example ``h100``. None if it is unknown.
         devices: Number of devices.
-        device_memory: Memory of a device, for example ``80GB``. None for the memory of the named device.
+        device_memory: Memory of a device, for example ``80GB``. If None, the memory of the named device.
         host_memory: Memory of a node, for example ``512GB``. None if it is unknown.
         notes: Whether to print notes, for example about a backend that was chosen.
 
@@ -98,7 +98,7 @@ def _find_option_with_adapter(planner: Planner) -> PlanOption | None:
 
 
 def _find_option_with_shared_sequences(planner: Planner) -> PlanOption | None:
-    """Find the smallest ``context_parallel_size`` with which a sequence fits. None if there is none."""
+    """Find the smallest ``context_parallel_size`` that makes a sequence fit. None if there is none."""
     devices = planner.target.cluster.devices
     for size in range(planner.config.context_parallel_size + 1, devices + 1):
         if devices % size == 0:

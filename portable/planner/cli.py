@@ -94,11 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments of the command. By default, these are the arguments of the process.
 
     Returns:
-        One of :data:`portable.converters.commands.EXIT_CODES`.
+        One of :data:`portable.converters.commands.EXIT_CODES`. A UserError is printed, not raised.
     """
     if argv is None:
         argv = sys.argv[1:]
-        # transformers would import torch_xla, which takes seconds and is not needed here.
+        # Prevent transformers from importing torch_xla, because the import takes seconds and is not needed
+        # here.
         os.environ.setdefault("USE_TORCH_XLA", "0")
         gc.disable()  # The process only runs for seconds.
     try:
@@ -136,10 +137,14 @@ _DEVICE_COUNTS = (1, 2, 4, 8)
 
 
 def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[str, float]) -> int:
-    """Print the machines on which the run fits, sorted by the cost of the run. Returns the exit code.
+    """Print the machines that the run fits on, sorted by the cost of the run. Returns the exit code.
 
-    For each kind of device, the smallest number of devices is used on which the run fits without offloading.
-    More devices finish sooner, but cost the same.
+    For each device type, the table shows the smallest number of devices that the run fits on without
+    offloading. More devices finish sooner, but cost the same.
+
+    Raises:
+        UserError: If an option is invalid or has no effect, if prices or the number of tokens are unknown, or
+            if the run fits on none of the machines.
     """
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", options["budget"])
     require(
@@ -251,7 +256,7 @@ def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _Compile
 
 
 def _resolve_target(config: RunConfig, options: dict[str, Any], *, notes: bool = True) -> ConfigAndTarget:
-    """Choose the target that the options describe, see :func:`resolve_target`."""
+    """Choose the target that the options describe. See :func:`resolve_target`."""
     names = ("device", "devices", "device_memory", "host_memory")
     return resolve_target(config, **{name: options[name] for name in names if name in options}, notes=notes)
 

@@ -57,7 +57,7 @@ class CompiledGraph:
     code_bytes: int
     flops: float
     bytes_accessed: float
-    """Memory traffic according to the compiler's cost analysis, which ignores caches."""
+    """Memory traffic according to the compiler's cost analysis. Caches are ignored."""
     compile_seconds: float
     collectives: dict[str, CollectiveStatistics] = field(default_factory=dict)
     large_values: tuple[LargeValue, ...] = ()
@@ -100,7 +100,7 @@ class CompiledRun:
 
     @property
     def state_bytes(self) -> int:
-        """Size of the largest arguments, which are the state and a batch."""
+        """Size of the largest arguments: the state and a batch."""
         return max((graph.argument_bytes for graph in self.graphs), default=0)
 
     @property

@@ -68,7 +68,7 @@ class Comparison:
 
     @property
     def percent(self) -> float | None:
-        """Percentage by which the compiler's figure exceeds the plan's figure.
+        """Excess of the compiler's figure over the plan's figure, in percent.
 
         None if the plan's figure is 0.
         """

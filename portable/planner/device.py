@@ -61,5 +61,5 @@ class Device:
         return self.memory_bytes - free - (self.collective_buffer_bytes if num_devices > 1 else 0)
 
     def with_memory(self, memory_bytes: int) -> Device:
-        """Return this device with another memory size in bytes."""
+        """Return a copy of this device with a different memory size, in bytes."""
         return replace(self, memory_bytes=memory_bytes)

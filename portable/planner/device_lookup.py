@@ -20,7 +20,7 @@ from portable.registry import BACKENDS, DEFAULT_PLANNED_BACKEND, load_backend_pa
 def build_generic_device(backend: str) -> Device:
     """Build a device with unknown properties except for its memory.
 
-    The other properties come from a common device of the backend.
+    The other properties are those of a common device of the backend.
 
     Args:
         backend: Name of the backend, or ``auto``.
@@ -91,7 +91,7 @@ def parse_devices(text: str) -> DeviceAndCount:
     """Parse the value of ``--device``, such as ``h100:8``.
 
     Returns:
-        The device, and the number of devices, which is 1 if the value has no count.
+        The device, and the number of devices. The number is 1 if the value does not contain a count.
 
     Raises:
         UserError: If no device has this name, or if the count is not a positive number.

@@ -2,8 +2,8 @@
 
 A compiler does not store cheap results, but computes them again for each operation that reads them. So these
 results require no memory. First, the operations of the pass are recorded. Then, the memory at each point
-follows from the results that the compiler writes to memory. The backend defines which results are written,
-see :class:`portable.planner.pass_cost.CompilerModel`.
+follows from the results that the compiler writes to memory. The backend defines which results are written.
+See :class:`portable.planner.pass_cost.CompilerModel`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _MAX_RECOMPUTED_SIZES = 5
 """Limit for recomputing a result that several operations read.
 
-The result is written to memory if the number of its readers, plus the ratio between the size of the values
-from which it is computed and its size, exceeds this limit. Otherwise, each reader computes it.
+The result is written to memory if the number of its readers, plus the ratio of its input size to its own
+size, exceeds this limit. Otherwise, each reader recomputes it.
 """
 
 
@@ -40,7 +40,7 @@ class RecordedValue:
 
     bytes: int
     inputs: tuple[int, ...]
-    """Numbers of the values from which this value is computed."""
+    """Indices of the values that this value is computed from."""
     result: ResultKind
 
 
@@ -56,7 +56,7 @@ class OperationTape:
     def __init__(self, model: nn.Module, compiler: CompilerModel) -> None:
         self._compiler = compiler
         self._values: list[RecordedValue] = []
-        # Number of the newest value in each storage. The model's own storages have none.
+        # Index of the newest value in each storage. The model's own storages are not included.
         self._newest_values: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._transient_values: set[int] = set()
@@ -132,7 +132,7 @@ class OperationTape:
             self._transient_values.add(value)
 
     def _mark_saved_tensors(self, layer: nn.Module) -> None:
-        """Mark all values that autograd saves in a layer as written.
+        """Wrap the layer's ``forward`` to mark all values that autograd saves in it as written.
 
         The compiler runs the layers in a loop and passes these values to the backward loop.
         """
@@ -162,7 +162,7 @@ def compute_phase_peaks(
     """Compute the peak memory of each phase in bytes.
 
     Args:
-        values: Values in the order in which they are computed.
+        values: Values, in the order of computation.
         phase_ends: Number of values at the end of each phase.
         transient: Numbers of the values that only require memory while they are computed.
     """

@@ -1,6 +1,6 @@
 """Memory and communication of an engine for a model, computed without the engine.
 
-Each backend package has a module ``footprint`` for its engines, which does not import an accelerator library.
+Each backend package has a module ``footprint`` for its engines. It must not import an accelerator library.
 See :class:`FootprintModule`.
 """
 
@@ -109,7 +109,7 @@ class Footprint:
     compute: ComputeMode
     """Mode in which the compute dtype is reached."""
     compiler: CompilerModel | None = None
-    """Compiler of the step, see :class:`portable.planner.pass_cost.PassRequest`."""
+    """Compiler of the step. See :class:`portable.planner.pass_cost.PassRequest`."""
     gathered: int = 0
     """Size of gathered parameters and communication buffers until the backward pass reaches a layer."""
     in_layers: int = 0
@@ -207,7 +207,7 @@ def compute_muon_update_cost(
         replicated: Whether each rank holds all matrices.
 
     Returns:
-        The cost, which is 0 if the model has no matrices that Muon updates.
+        The cost. 0 if the model does not have matrices that Muon updates.
     """
     matrices = [weight for weight in model.trained_weights if weight.uses_muon]
     sizes = [(math.prod(w.shape[-2:]), min(w.shape[-2:])) for w in matrices]

@@ -47,7 +47,7 @@ class MetaModel:
 
     Args:
         model: Model on the meta device, which is not changed.
-        config: Config of the run, with a backend other than ``auto``.
+        config: Config of the run. Its backend must not be ``auto``.
     """
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
@@ -94,7 +94,7 @@ class MetaModel:
         heads, keys = count_attention_heads(self._model)
         head = getattr(text, "head_dim", None) or text.hidden_size // heads
         query, value = getattr(text, "qk_head_dim", head), getattr(text, "v_head_dim", head)
-        # The heads of the keys are repeated so that each rank has at least one.
+        # Key heads are replicated so that each rank has at least one.
         width = text.num_hidden_layers * (heads + max(keys, parts)) * (query + value)
         assert micro != "auto"
         tokens = micro * data.sequences_per_sample * data.max_sequence_length // parts

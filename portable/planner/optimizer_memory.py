@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
 FP32_BYTES = 4
-"""Element size of a master weight, of its gradient, and of a moment, which are all fp32."""
+"""Element size of a master weight, of its gradient, and of a moment. All are fp32."""
 
 
 class CustomStateBytes(NamedTuple):
@@ -32,7 +32,8 @@ class CustomStateBytes(NamedTuple):
 def compute_custom_state_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> CustomStateBytes:
     """Compute the size of the state that a custom optimizer keeps for a shard of a parameter.
 
-    State with another shape than the parameter counts completely. The optimizer is run on meta tensors.
+    State whose shape differs from the parameter's is counted completely. The optimizer is run on meta
+    tensors.
 
     Args:
         train: Settings with the optimizer.
@@ -87,7 +88,7 @@ def _compute_state_bytes_without_average(
     keeps_fp32_moments: bool,
     uses_muon: bool,
 ) -> int:
-    """Compute the size of the optimizer state without the average, see `compute_optimizer_state_bytes`."""
+    """Compute the size of the optimizer state without the average. See `compute_optimizer_state_bytes`."""
     row, step = math.prod(shape[1:]), FP32_BYTES
     if is_plugin_name(train.optimizer):
         return sum(compute_custom_state_bytes(train, shape, elements))

@@ -87,7 +87,10 @@ class ModelInventory:
         return tuple(w for w in self.weights if w.is_trained)
 
     def shard_for_tensor_parallel(self, ranks: int) -> ModelInventory:
-        """Return the inventory of one of several tensor-parallel ranks."""
+        """Return the inventory of one tensor-parallel rank out of ``ranks``.
+
+        Returns self if ``ranks`` is 1.
+        """
 
         def cut_weight(weight: ParameterEntry) -> ParameterEntry:
             shape = [
@@ -114,7 +117,7 @@ class ModelInventory:
         return list(counts.values())
 
     def compute_checkpoint_bytes(self, train: TrainConfig) -> int:
-        """Compute the size of the tensors of a checkpoint, which are fp32 weights and optimizer state."""
+        """Compute the size of a checkpoint's tensors in bytes: fp32 weights and optimizer state."""
         return self.state_bytes + self.compute_optimizer_state_bytes(train)
 
     def compute_optimizer_state_bytes(self, train: TrainConfig) -> int:

@@ -89,27 +89,31 @@ class CompilerModel:
     memory.
     """
     attention_rows: int | None = None
-    """Number of rows of attention scores that exist at the same time, and are recomputed in the backward
-    pass. None for all rows.
+    """Number of rows of attention scores in memory at the same time, recomputed in the backward pass.
+
+    None means all rows.
     """
     context_parallel_size: int = 1
     """Number of context-parallel devices. Each device computes the attention of complete sequences with its
     share of the heads.
     """
     prepare_model: Callable[[Any], None] | None = None
-    """Function that changes the modules of a model in the same way as the engine, if any."""
+    """Function that modifies a model's modules in place, in the same way as the engine.
+
+    None if the engine does not.
+    """
 
 
 @dataclass(frozen=True)
 class PassRequest:
-    """Pass to run, with all values on which its memory depends."""
+    """Pass to run, with all values that its memory depends on."""
 
     micro_batch: int
     """Number of sequences in a micro-batch."""
     seq_len: int
     """Number of tokens of a sequence on one device."""
     target_seq_len: int
-    """Length of the labels, which is also the length of the decoder's input in an encoder-decoder model."""
+    """Length of the labels and, in an encoder-decoder model, of the decoder's input."""
     task: str
     """Value of ``model.task``."""
     packed: bool | Literal["documents"]
@@ -121,8 +125,9 @@ class PassRequest:
     recompute: str
     """Value of ``memory.activation_checkpointing``."""
     on_gpu: bool
-    """Whether autocast follows the rules of CUDA, which compute more operations in fp32 than the rules of the
-    CPU.
+    """Whether autocast follows the rules of CUDA.
+
+    They compute more operations in fp32 than the rules of the CPU.
     """
     loss_chunk_tokens: int | Literal["auto"]
     """Number of tokens whose loss is computed at a time, or 0 for all tokens. See
@@ -131,7 +136,10 @@ class PassRequest:
     tensor_parallel_size: int = 1
     """Number of tensor-parallel ranks."""
     compiler: CompilerModel | None = None
-    """Compiler of the pass, if any. A compiled pass has no fused attention kernel."""
+    """Compiler of the pass. None if the pass is not compiled.
+
+    A compiled pass has no fused attention kernel.
+    """
     compiled: bool = False
     """Whether inductor compiles each layer, and chooses the tensors that are kept for the backward pass."""
 
@@ -152,7 +160,7 @@ class PassRequest:
             micro_batch: Number of samples in a micro-batch.
             compute: Mode in which the engine reaches the compute dtype.
             on_gpu: Whether autocast follows the rules of CUDA.
-            compiler: Compiler of the pass, if any.
+            compiler: Compiler of the pass. None if the pass is not compiled.
         """
         precision = "fp32" if config.precision == "tf32" else config.precision
         in_parts = not (compiler or config.strategy.startswith("zero"))

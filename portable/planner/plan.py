@@ -1,6 +1,6 @@
 """Plan of the memory of a run under each strategy, before a machine is rented.
 
-The order of the strategies is fixed. Strategies that send fewer bytes in a step come first, see
+The order of the strategies is fixed. Strategies that send fewer bytes per step are preferred. See
 docs/planning.md.
 """
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from portable.planner.meta_model import MetaModel
     from portable.planner.parameter_inventory import ModelInventory
 
-# Strategies with less communication come first. DDP and ZeRO-1 sum gradients once per step, and ZeRO-2 once
-# per micro-batch. Keeping gathered parameters (shard_grad_op) adds one gather of the parameters, and sharding
-# them (full_shard, zero3) adds two. Links inside a node are fast, so hybrid_shard comes before full_shard.
-# Offloading comes last, because copies to the host are slower than collectives, and a disk is slower than the
-# host. Settings with equal numbers cost about the same. Among them, settings of the configured family come
-# first, which is FSDP2 by default.
+# Strategies with less communication are preferred. DDP and ZeRO-1 sum gradients once per step, and ZeRO-2
+# once per micro-batch. Keeping gathered parameters (shard_grad_op) adds one gather of the parameters, and
+# sharding them (full_shard, zero3) adds two. Links inside a node are fast, so hybrid_shard is preferred to
+# full_shard. Offloading is the last resort, because copies to the host are slower than collectives, and a
+# disk is slower than the host. Settings with equal numbers cost about the same. Among equals, the configured
+# family is preferred. FSDP2 is the default.
 _ORDER: dict[StrategySetting, int] = {
     StrategySetting("no_shard"): 0,
     StrategySetting("shard_grad_op"): 1,
@@ -58,7 +58,7 @@ _LAST_POSITION = 11
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """Backend and devices on which the run is planned."""
+    """Backend and devices to plan the run for."""
 
     backend: str
     """Name of the backend: cpu, cuda, or xla."""
@@ -100,7 +100,7 @@ class DeviceBytes:
 
 @dataclass(frozen=True)
 class PlanOption:
-    """Setting under which a config can run, and the resources that it requires."""
+    """Strategy setting for a config, and the resources that it requires."""
 
     setting: StrategySetting
     micro_batch: int
@@ -144,7 +144,7 @@ class Planner:
     """Planner that computes the resources of a run under each setting. Results are cached.
 
     Args:
-        config: Config of the run, with a precision other than ``auto``.
+        config: Config of the run. Its precision must not be ``auto``.
         model: Model on the meta device.
         target: Devices to plan for.
     """
@@ -175,7 +175,7 @@ class Planner:
         return None if device is None else dict(device.peak_flops_by_precision).get(self.config.precision)
 
     def compute_max_tokens_per_second(self) -> float | None:
-        """Compute the training throughput of all devices at their peak FLOP/s, which is an upper bound.
+        """Compute an upper bound of the training throughput: all devices at their peak FLOP/s.
 
         Returns None if the peak is unknown.
         """
@@ -262,7 +262,7 @@ class Planner:
     def build_options(self, *, offloading: bool = True) -> list[PlanOption]:
         """Compute an option for each supported setting. Other settings stay as configured.
 
-        Options that fit come first. Apart from that, the options have the order of the strategies.
+        Options that fit are listed first. Apart from that, the options have the order of the strategies.
 
         Args:
             offloading: Whether to include offloading. If False, the result only contains options without
@@ -301,11 +301,13 @@ class Planner:
         )
 
     def comes_before(self, option: PlanOption, other: PlanOption) -> bool:
-        """Return whether an option comes before another option in the order of strategies."""
+        """Return whether an option precedes another option in the order of strategies."""
         return self._compute_order_key(option.setting) < self._compute_order_key(other.setting)
 
     def describe_next_setting(self, setting: StrategySetting) -> str | None:
-        """Describe the setting that follows a setting in the order of strategies. None for the last setting.
+        """Describe the setting that follows a setting in the order of strategies.
+
+        None if there is no further setting.
 
         The description consists of settings of the config.
         """
@@ -342,7 +344,7 @@ class Planner:
         return None
 
     def _iter_candidates(self, options: list[PlanOption]) -> Iterator[PlanOption]:
-        """Yield options in the order in which `find_best_option` tries them."""
+        """Yield options in the order that `find_best_option` tries them."""
         ordered = sorted(
             (option for option in options if self._has_room_for_state(option.setting)),
             key=lambda option: self._compute_order_key(option.setting),
@@ -394,20 +396,24 @@ class Planner:
     def _iter_largest_fitting(
         self, setting: StrategySetting, sizes: list[int], recompute: str | None
     ) -> Iterator[PlanOption]:
-        """Yield the option with the largest micro-batch size that fits, if there is one.
+        """Yield the option with the largest micro-batch size that fits. Yields nothing if no size fits.
 
         Args:
             setting: Strategy with its offloading.
             sizes: Micro-batch sizes in descending order. If the smallest size does not fit, no other is
                 tried.
-            recompute: Value of ``memory.activation_checkpointing``, or None for the configured value.
+            recompute: Value of ``memory.activation_checkpointing``. If None, the configured value.
         """
         if sizes and self.build_option(setting, micro_batch=sizes[-1], recompute=recompute).fits:
             options = (self.build_option(setting, micro_batch=size, recompute=recompute) for size in sizes)
             yield next(option for option in options if option.fits)
 
     def _list_smaller_micro_batches(self) -> list[int]:
-        """Return at most two smaller micro-batch sizes in descending order. The last one is 1."""
+        """Return at most two smaller micro-batch sizes, in descending order.
+
+        They are the largest divisor up to half of the configured size, and 1. Empty if the configured size is
+        1.
+        """
         if self.micro_batch == 1:
             return []
         half = find_largest_divisor(self.batch_per_group, max(1, self.micro_batch // 2))

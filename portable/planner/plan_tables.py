@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TEXT_COLUMNS = ("strategy", "offload", "recompute")
 _MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
-"""Columns with the parts of the device memory, which only a wide table has."""
+"""Columns with the parts of the device memory. Only a wide table has them."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Plan:
         best: Recommended option. None if no option fits, or if the memory of the devices is unknown.
         adapter: Option that fits with an adapter. None if no such option fits, or if it was not searched
             because the best option fits without offloading.
-        shared: Option that fits with the smallest `context_parallel_size`. None for the same reasons as
+        shared: Option that fits with the smallest `context_parallel_size`. None under the same conditions as
             `adapter`.
-        work: Amount of training, if it is known.
-        price: Price of a device for an hour, if it is known.
+        work: Amount of training. None if it is unknown.
+        price: Price of a device per hour. None if it is unknown.
     """
 
     planner: Planner
@@ -174,7 +174,7 @@ def build_time_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def wrap_text(text: str, width: int) -> str:
-    """Wrap a text into lines of at most ``width`` characters, without breaking words."""
+    """Wrap a string into lines of at most ``width`` characters, without breaking words."""
     return "\n".join(
         part
         for line in text.splitlines()

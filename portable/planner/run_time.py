@@ -93,7 +93,7 @@ def compute_hours(
         devices: Number of devices.
         precision: Precision of the matrix products.
         flops: Number of FLOPs of all tokens in the forward and backward pass, without recomputation.
-        sending_hours: Hours in which a device sends data, at the same time as the computation.
+        sending_hours: Hours that a device spends sending data, overlapped with the computation.
 
     Returns:
         The range, or None if the peak FLOP/s of the device in this precision is unknown.
@@ -110,7 +110,7 @@ def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork)
 
     Args:
         planner: Planner of the run.
-        option: Option under which the run is planned.
+        option: Option of the plan.
         work: Amount of training.
 
     Returns:
@@ -144,7 +144,7 @@ def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
         Price of a device for an hour, keyed by the name of the device.
 
     Raises:
-        UserError: If the text has another form, or if a device has two prices.
+        UserError: If the string cannot be parsed, or if a device has two prices.
     """
     prices: dict[str, float] = {}
     for part in () if text is None else text.split(","):

@@ -1,4 +1,4 @@
-"""Plan of a run for the machine on which it runs."""
+"""Plan of a run for the machine that it runs on."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class GuardedPackage:
             extra: Extra of this distribution that installs the package.
 
         Raises:
-            UserError: If the package is missing or has another version.
+            UserError: If the package is missing or its version does not match.
         """
         from packaging.requirements import Requirement
         from packaging.specifiers import SpecifierSet

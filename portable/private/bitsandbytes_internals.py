@@ -15,9 +15,9 @@ from portable.private.torch_internals import disable_compiler
 def import_bitsandbytes() -> Any:
     """Import bitsandbytes without its use of ``torch.compile``.
 
-    bitsandbytes compiles replacements for kernels that a device lacks. This would import the compiler, which
-    takes two seconds. On a CPU, it would also compile a function for each shape, which takes longer than a
-    small run.
+    bitsandbytes compiles replacements for kernels that a device lacks. This would import the compiler and
+    take two seconds. On a CPU, it would also compile a function for each shape and take longer than a small
+    run.
 
     Returns:
         The package.

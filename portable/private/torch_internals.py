@@ -34,7 +34,7 @@ def build_dtensor_like(
     Args:
         tensor: DTensor whose mesh and placements are used.
         local_shard: Shard of this rank.
-        global_shape: Global shape, or None for the shape of ``tensor``.
+        global_shape: Global shape. If None, the shape of ``tensor``.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -70,7 +70,7 @@ This is a C function, because it is called in every step.
 
 
 class ViewOrigin(NamedTuple):
-    """Tensor that another tensor is a view of, and how to repeat the view."""
+    """Base of a view, and how to recreate the view."""
 
     root: Tensor
     replay: Callable[[Tensor], Tensor] | None
@@ -79,7 +79,7 @@ class ViewOrigin(NamedTuple):
 
 @_torch.explain_missing_names("xla.scan_layers")
 def find_view_origin(tensor: Tensor) -> ViewOrigin:
-    """Find the tensor that ``tensor`` is a view of, and a function that repeats the view."""
+    """Find the tensor that ``tensor`` is a view of, and a function that recreates the view."""
     if not tensor._is_view():
         return ViewOrigin(tensor, None)
     root, replay = tensor._base, tensor._view_func  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def find_view_origin(tensor: Tensor) -> ViewOrigin:
 @contextmanager
 @_torch.explain_missing_names("model.init: scratch")
 def replace_truncated_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace the function behind ``trunc_normal_`` within this context.
+    """Replace the implementation of ``torch.nn.init.trunc_normal_`` within this context.
 
     Args:
         draw: Replacement, called with torch's function followed by the arguments ``tensor, mean, std, a, b,
@@ -115,7 +115,7 @@ def replace_truncated_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
 create_fake_tensor_mode = _torch.wrap_private_function(
     "torch._subclasses.fake_tensor:FakeTensorMode", "portable-plan"
 )
-"""Create a context in which tensors have shapes but no values."""
+"""Create a fake tensor mode: tensors have shapes but no values."""
 is_fake_tensor = _torch.wrap_private_function("torch._subclasses.fake_tensor:is_fake", "portable-plan")
 """Return whether a tensor has no values."""
 _TREES = "nested inputs and outputs of layers"
@@ -130,7 +130,9 @@ tree_unflatten = _torch.wrap_private_function("torch.utils._pytree:tree_unflatte
 @contextmanager
 @_torch.explain_missing_names("portable-plan")
 def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Call ``call(operation, arguments, keywords)`` instead of each operation within this context.
+    """Call ``call(operation, arguments, keywords)`` instead of each torch operation within this context.
+
+    Inside of ``call``, operations are not intercepted.
 
     Args:
         call: Function that returns the result of the operation.
@@ -185,7 +187,7 @@ skips_non_finite_steps = _torch.wrap_private_attribute("_step_supports_amp_scali
 
 
 def wrap_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace ``scaled_dot_product_attention`` by a wrapped version.
+    """Replace ``scaled_dot_product_attention`` of ``torch.nn.functional`` by a wrapped version, globally.
 
     Args:
         wrap: Function that wraps the original function.
@@ -281,7 +283,7 @@ def disable_compiler() -> Iterator[None]:
 get_build_folder = _torch.wrap_private_function(
     "torch.utils.cpp_extension:_get_build_directory", "ops of DeepSpeed"
 )
-"""Return the folder in which torch builds a C++ extension."""
+"""Return torch's build folder of a C++ extension."""
 
 # -- the GPU's memory --------------------------------------------------------------------------------------
 

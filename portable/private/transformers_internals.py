@@ -44,7 +44,7 @@ def ignore_packed_sequences() -> AbstractContextManager[None]:
 
 @contextmanager
 def _replace_masking_functions(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of ``transformers.masking_utils`` by name."""
+    """Replace functions of ``transformers.masking_utils`` by name within this context."""
     module = _import_masking_module()
     before = {name: getattr(module, name) for name in functions}
     for name, function in functions.items():
@@ -93,7 +93,7 @@ def replace_mapping_entry(functions: Any, name: str, function: Callable[..., Any
 def wrap_mask_function(
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str
 ) -> Iterator[None]:
-    """Wrap the function with which transformers builds masks for an attention kernel, within this context.
+    """Wrap transformers' mask function of an attention kernel within this context.
 
     Args:
         wrap: Function that wraps the original function.
@@ -130,7 +130,7 @@ def get_module_namespace(model: Any) -> dict[str, Any]:
 
 
 def enable_sdpa_grouped_queries() -> None:
-    """Let sdpa use grouped key heads with a mask as well, instead of repeating the key heads first."""
+    """Let sdpa use grouped key heads with a mask as well, instead of expanding the key heads first."""
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
@@ -214,7 +214,7 @@ class RotaryEmbedding:
 
     @_transformers.explain_missing_names("model.config.rope_parameters")
     def get_original_length(self, layer_type: str | None) -> int:
-        """Return the length up to which the short factors of LongRoPE apply."""
+        """Return the maximum length for the short factors of LongRoPE."""
         rope = self.module.config.rope_parameters
         length: int = (rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"]
         return length
@@ -376,7 +376,7 @@ get_commit_hash = _transformers.wrap_private_attribute("_commit_hash", "adapter"
 def wrap_activation_checkpointing(
     model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Wrap the function with which layers checkpoint their activations.
+    """Wrap the activation checkpointing function of a model's layers.
 
     Args:
         model: Model whose layers already checkpoint their activations.
@@ -472,7 +472,7 @@ def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Ma
 
 @_transformers.explain_missing_names("checkpoint.export")
 def list_name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """List the rules by which transformers renames tensors when it loads a model's published files.
+    """List transformers' rules for renaming tensors when it loads a model's published files.
 
     Rules that exist only for legacy files are not included.
 
@@ -555,7 +555,10 @@ def _convert_direction(transform: Any) -> dict[str, Any]:
 
 @_transformers.explain_missing_names("model.name_or_path: a quantized checkpoint")
 def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
-    """Return whether a quantization config has the key ``dequantize``, which loads the weights as floats."""
+    """Return whether a quantization config has the key ``dequantize``.
+
+    With it, weights are loaded as floats.
+    """
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     return hasattr(AutoQuantizationConfig.from_dict(dict(quantization)), "dequantize")

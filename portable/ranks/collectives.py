@@ -33,7 +33,7 @@ _MAX_NUMBERS = 2
 _SUMS, _RECEIVED = (torch.zeros(_MAX_NUMBERS, dtype=torch.float64) for _ in range(2))
 _TAG = 72  # separates these messages from other messages between the same ranks
 _MAX_RING_RANKS = 64
-"""Number of ranks up to which gloo's ring all-reduce is faster than a tree of separate messages.
+"""Largest number of ranks for which gloo's ring all-reduce is faster than a tree of separate messages.
 
 A separate message takes about 1.5 ms, and a message of the ring 0.1 ms (``benchmarks/ranks.py``).
 """
@@ -42,9 +42,8 @@ A separate message takes about 1.5 ms, and a message of the ring 0.1 ms (``bench
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
     """Sum a few numbers from each rank's host over all ranks. A collective call and a barrier.
 
-    The all-reduce of gloo is a ring, in which ``2 (ranks - 1)`` messages follow each other. With many ranks,
-    the numbers go to rank 0 and back along a binary tree instead, so a rank waits for ``2 log2(ranks)``
-    messages.
+    The all-reduce of gloo is a ring: ``2 (ranks - 1)`` messages follow each other. With many ranks, the
+    numbers go to rank 0 and back along a binary tree instead, so a rank waits for ``2 log2(ranks)`` messages.
 
     Args:
         numbers: At most two numbers. The same count on all ranks.
@@ -85,10 +84,10 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
     Args:
         text: Text of this rank.
-        group: Process group, or None for the default group.
+        group: Process group. If None, the default group.
 
     Returns:
-        The texts of the ranks in the group. Only ``text`` if there is no process group.
+        The strings of the ranks in the group, by rank. Only ``text`` if there is no process group.
     """
     if not dist.is_initialized():
         return [text]
@@ -125,7 +124,7 @@ def get_or_create_background_group(ranks: list[int] | None = None) -> dist.Proce
     because ranks write files at different speeds. The failure of a rank is detected separately.
 
     Args:
-        ranks: Ranks of a new group that only they can use, or None for the shared group of all ranks.
+        ranks: Ranks of a new group that only they can use. If None, the shared group of all ranks.
 
     Returns:
         The group, or None if there is a single process.
@@ -170,7 +169,8 @@ def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
         facts: JSON values of this rank, keyed by their names in the error message.
 
     Raises:
-        UserError: On all ranks, with the first value in which a rank differs from rank 0.
+        UserError: Raised on all ranks if a value of a rank differs from rank 0. The message names the first
+            such value.
     """
     text = json.dumps(facts)
     if len(set(backend.gather_text(hashlib.blake2b(text.encode()).hexdigest()))) == 1:

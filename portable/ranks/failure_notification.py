@@ -51,7 +51,7 @@ _CLOSE_SECONDS = 60.0
 """Seconds that a rank that has noticed an error itself may take to close its files and connections."""
 _MAX_BYTES, _MAX_TEXT = 1 << 16, 4000  # bytes of a message, characters of an error
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""Seconds and number of probes after which the kernel regards a node as dead that no longer answers."""
+"""TCP keepalive settings: seconds and number of probes until the kernel considers a silent node dead."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PeerFailure:
         return f"rank {self.rank} on {self.host} failed first: {message}"
 
     def to_error(self) -> ReportedElsewhereError:
-        """Return the error to raise on another rank, which is not printed there."""
+        """Return the error to raise on the other ranks. It is not printed there."""
         return ReportedElsewhereError(self.message or self.describe(), self.code)
 
 
@@ -163,8 +163,8 @@ class PeerWatch:
         """Report an error of this rank to the other ranks.
 
         Returns:
-            The failure that rank 0 regards as the first, which may be the failure of another rank. None if
-            there is a single rank or no connection.
+            The first failure according to rank 0. It may be the failure of another rank. None if there is a
+            single rank or no connection.
         """
         self.announce_own_exit()
         if self._connection is None or self._first_failure is not None:
@@ -308,7 +308,11 @@ class _FailureArbiter:
             self._add_failure(PeerFailure(*ended, RUN_ERROR, ""))
 
     def _handle_message(self, connection: socket.socket, line: bytes) -> bool:
-        """Handle a message of a rank, and return False if its connection must be closed."""
+        """Handle a message of a rank: the first message with the token, a failure, or an announced exit.
+
+        Returns:
+            Whether to keep the connection open. False if the message is invalid, or if the rank exits.
+        """
         try:
             message = json.loads(line)
         except ValueError:

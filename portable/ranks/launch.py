@@ -54,7 +54,7 @@ _failed_at: float | None = None
 START_METHOD = "spawn"
 _LOOPBACK, _RENDEZVOUS_TIMEOUT = "127.0.0.1", datetime.timedelta(minutes=10)
 TERMINATE_SECONDS = 30.0  # time for ranks to end after SIGTERM when another rank has failed
-POLL_SECONDS = 0.1  # interval at which a rank checks for the reports of other ranks
+POLL_SECONDS = 0.1  # how often a rank checks for the reports of other ranks
 
 
 def check_rank_variables() -> None:
@@ -74,7 +74,7 @@ def check_rank_variables() -> None:
 
 
 def check_rendezvous_variables() -> None:
-    """Check that the launcher has set the address at which the ranks connect.
+    """Check that the launcher has set the rendezvous address of the ranks.
 
     Raises:
         UserError: If ``MASTER_ADDR`` or ``MASTER_PORT`` is not set, and there are several ranks.
@@ -101,7 +101,7 @@ def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
 def format_train_command(world_size: int, **options: object) -> str:
     """Format a ``portable-train`` command for an error message.
 
-    Ranks on several nodes need their own launcher, for which the text has a placeholder.
+    Ranks on several nodes need their own launcher. The command has a placeholder for it.
 
     Args:
         world_size: Number of ranks that the command starts.
@@ -143,10 +143,11 @@ def launch_ranks(
         arguments: Picklable arguments.
         ranks: Number of ranks.
         memory_advice: Remedy in the error message if a rank is killed because host memory ran out.
-        find_checkpoint: Function that returns the checkpoint from which a stopped run can resume, or None.
+        find_checkpoint: Function that returns the checkpoint that a stopped run can resume from, or None
+            without a checkpoint.
 
     Returns:
-        The exit code, which is the same on all ranks.
+        The exit code. It is the same on all ranks.
 
     Raises:
         UserError: If the first failed rank raised it.
@@ -154,7 +155,7 @@ def launch_ranks(
         StoppedError: If signals ended the run before it could save a checkpoint.
     """
     raise_open_file_limit(ranks)
-    if shows_run_progress_bars():  # every rank loads the libraries, which takes seconds
+    if shows_run_progress_bars():  # every rank loads the libraries, and this takes seconds
         print_status(f"waiting for {format_count(ranks, 'rank')} to load")
     with create_scratch_folder("portable-launch") as folder:
         if sys.platform == "linux":  # otherwise gloo listens on the interface of the host name
@@ -218,7 +219,7 @@ def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    # torchrun sets the same variables, because the store belongs to another process than rank 0.
+    # torchrun sets the same variables, because rank 0 does not host the store.
     torchelastic_variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     return store, {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), **torchelastic_variables}
 
@@ -233,7 +234,7 @@ class RankExit(NamedTuple):
 
     rank: int
     code: int
-    """Exit code. If a signal killed the process, it is the negative number of the signal."""
+    """Exit code. If a signal killed the process, the negative signal number."""
 
 
 def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> RankExit | None:
@@ -245,7 +246,7 @@ def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> Ra
     while True:
         codes = [process.exitcode for process in processes]
         if failed := [(code, rank) for rank, code in enumerate(codes) if code]:
-            code, rank = min(failed)  # prefer a killed rank, whose code is negative
+            code, rank = min(failed)  # prefer a killed rank: its code is negative
             return RankExit(rank, code)
         for rank, ended in enumerate(codes):  # code in the rank may have called os._exit(0)
             if ended == 0 and not _get_exit_code_path(report_folder, rank).exists():
@@ -328,7 +329,11 @@ def _run_rank_process(
     launcher: int,
     environment: Mapping[str, str],
 ) -> None:
-    """Run a rank's process: call ``function``, and report its exit code or error to the launcher."""
+    """Run a rank's process: call ``function``, and report its exit code or error to the launcher.
+
+    The reports are files in ``report_folder``. Sets the environment variables of the rank, and ends the
+    process with the exit code after an error.
+    """
     die_with_parent(launcher)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     # Only the launcher handles Ctrl-C, and forwards it to the ranks.
@@ -407,7 +412,7 @@ def report_hang(message: str) -> None:
 def _write_report(
     report_folder: Path, code: int, message: str, *, hang: bool = False, traceback: str = ""
 ) -> None:
-    """Write this rank's report for the launcher, which never reads an incomplete file."""
+    """Write this rank's report for the launcher atomically."""
     rank = int(os.environ["RANK"])
     report = {"rank": rank, "code": code, "message": message, "hang": hang, "traceback": traceback}
     text = json.dumps({**report, "time": _failed_at or time.time()})
@@ -437,6 +442,9 @@ def _read_rank_pids(report_folder: Path) -> dict[int, int]:
 def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankFailure:
     """Find the first failure, because later failures may be its consequences.
 
+    Hanging ranks are considered first, then a rank that was killed, then user errors, then the earliest
+    error.
+
     Args:
         report_folder: Folder with the reports of the ranks.
         rank: Rank whose process ended first.
@@ -450,7 +458,7 @@ def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankF
     # A killed rank writes no report and is the cause of the errors that other ranks report.
     if exit_code < 0 or not reports:
         return RankFailure(rank, exit_code, None)
-    # A user error is the cause even if a waiting rank failed slightly earlier.
+    # A user error is the cause even if a waiting rank failed slightly before it.
     first = min(reports, key=lambda report: (report["code"] != USER_ERROR, report["time"]))
     return RankFailure(first["rank"], first["code"], first["message"], traceback=first["traceback"])
 

@@ -41,7 +41,7 @@ class NodeWriters:
         """Call a function in every process of the group. A collective call of the group.
 
         Args:
-            function: Function that returns a text.
+            function: Function that returns a string.
 
         Returns:
             The results of all processes, ordered by process.

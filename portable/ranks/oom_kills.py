@@ -30,7 +30,10 @@ def read_oom_kills(root: Path = Path("/")) -> OomKillCounts:
 
 
 def _list_cgroup_counter_files(root: Path) -> list[Path]:
-    """List the files with the counters of this process's memory cgroup and its parents."""
+    """List the files with the counters of this process's memory cgroup and its parents.
+
+    The files may not exist. Empty on systems without ``/proc/self/cgroup``.
+    """
     membership = root / "proc/self/cgroup"
     if not membership.exists():
         return []

@@ -39,7 +39,7 @@ def raise_open_file_limit(world_size: int) -> None:
 
 
 def compute_needed_open_files(world_size: int) -> int:
-    """Compute the number of files and sockets that rank 0 may have open, which is the maximum of all ranks.
+    """Compute the number of files and sockets that rank 0 may have open. No rank has more.
 
     Rank 0 has a connection to each rank in each process group, in the store, and for failure notification.
     """

@@ -27,8 +27,8 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
     """Make the system kill this process when its parent dies.
 
     Args:
-        expected_parent_pid: Expected process id of the parent, or None if any parent is accepted. If the
-            parent is another process by now, it has died, and this process exits at once.
+        expected_parent_pid: Expected process id of the parent. If None, any parent is accepted. If the parent
+            is another process by now, it has died, and this process exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -49,7 +49,8 @@ def _kill_when_parent_ends(parent_pid: int) -> None:
 def kill_spawned_processes_with_parent() -> Iterator[None]:
     """Make processes that ``multiprocessing`` spawns within this context die with this process.
 
-    They also die if this process is killed while they still import their modules.
+    They also die if this process is killed while they still import their modules. Does nothing on systems
+    other than Linux.
     """
     if sys.platform != "linux":
         yield

@@ -12,7 +12,7 @@ _exit_code: int | None = None
 
 
 def set_process_exit_code(code: int) -> int:
-    """Set the code with which this process ends after all exit handlers, without finalizing the interpreter.
+    """Make this process exit with a code after all exit handlers, without finalizing the interpreter.
 
     Threads of gloo free their last tensors at any time. If the interpreter is being finalized at that time,
     torch aborts the process (pytorch/pytorch#190489).

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import datetime
 
 _JOIN_KEY, _START_KEY, _READY_KEY = "portable/join", "portable/start", "portable/ready"
-_POLL_SECONDS = 0.1  # interval at which rank 0 checks which ranks have joined
+_POLL_SECONDS = 0.1  # how often rank 0 checks which ranks have joined
 
 
 class Rendezvous(NamedTuple):
@@ -48,11 +48,11 @@ def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
 
 
 def agree_on_attempt_name(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Agree with the other ranks on a name for this attempt, in a store with keys of earlier attempts.
+    """Agree with the other ranks on a name for this attempt, in a store with keys of previous attempts.
 
     ``TORCHELASTIC_RESTART_COUNT`` cannot be the name, because each node counts its own restarts. Rank 0
     chooses a name and answers each rank that joins. A rank joins with a random number, so that it cannot read
-    the answer to an earlier attempt. Rank 0 continues to answer until all ranks have confirmed.
+    the answer to a previous attempt. Rank 0 continues to answer until all ranks have confirmed.
 
     Args:
         store: Store of torch.distributed that all ranks share.

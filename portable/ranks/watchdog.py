@@ -57,7 +57,7 @@ class _WatchedBatches:
 
     @property
     def time_limit_factor(self) -> float:
-        """Factor on the time limit, which is larger for the first batch."""
+        """Factor on the time limit. It is larger for the first batch."""
         return FIRST_BATCH_FACTOR if self._last_count <= self._first_count + 1 else 1.0
 
     def pause_until_next_batch(self) -> None:
@@ -80,7 +80,7 @@ class Watchdog:
 
     Args:
         rank: Rank of this process.
-        timeout_seconds: Time limit without a new batch. None for no limit.
+        timeout_seconds: Time limit without a new batch. None if there is no limit.
         folder: Folder for the stacks of all threads in ``rank-<r>.txt``. Created when needed.
         report: Function that is called with one line that describes the hang.
         dump_collectives: Function that writes the flight record of the device's collectives into a folder.
@@ -125,7 +125,10 @@ class Watchdog:
 
     @contextmanager
     def watch_batches_temporarily(self, batches: CountedBatches) -> Iterator[None]:
-        """Observe another iterator within this context, such as the batches of an evaluation."""
+        """Observe the batches of ``batches`` within this context, such as the batches of an evaluation.
+
+        Afterwards, the previous iterator is observed again, beginning with its next batch.
+        """
         before = self._watched
         self.watch_batches(batches)
         try:
@@ -137,7 +140,10 @@ class Watchdog:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Suspend the time limit within this context, for slow work such as saving a large checkpoint."""
+        """Suspend the time limit within this context, for slow work such as saving a large checkpoint.
+
+        The time limit begins anew when the context ends.
+        """
         watched, self._watched = self._watched, None
         try:
             yield
@@ -186,7 +192,8 @@ def describe_stack(frame: FrameType | None) -> str:
     """Describe the innermost function of a stack, and the function of this project that has called it.
 
     Returns:
-        A text such as ``function (file:line), called from function (file:line)``.
+        A string such as ``function (file:line), called from function (file:line)``. ``no Python code``
+        without a frame.
     """
     if frame is None:
         return "no Python code"

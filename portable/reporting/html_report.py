@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _Point = TypeVar("_Point", bound=tuple[Any, ...])
 TARGET_NUM_POINTS = 2000
-"""Approximate number of points of a curve, which is a few hundred pixels wide."""
+"""Approximate number of points of a curve. A curve is a few hundred pixels wide."""
 
 
 class CurvePoint(NamedTuple):
@@ -75,7 +75,7 @@ class CurvePoint(NamedTuple):
 
 
 class _LaunchStart(NamedTuple):
-    """Start of a launch in seconds since 1970, and the duration of all earlier launches in seconds."""
+    """Start of a launch in seconds since 1970, and the duration of all previous launches in seconds."""
 
     time: float
     worked_seconds: float
@@ -216,7 +216,7 @@ class ReportedRun:
         """Compute the number of tokens in a number of samples.
 
         Args:
-            samples: Value of ``samples`` in a row, which may be missing or invalid.
+            samples: Value of ``samples`` in a row. It may be missing or invalid.
 
         Returns:
             The number of tokens, including padding. None if it is unknown.
@@ -249,7 +249,7 @@ class ReportedRun:
         """Compute the hours that the run worked until a time, without the time between launches.
 
         Args:
-            unix_time: Time in seconds since 1970, which may be missing or invalid.
+            unix_time: Time in seconds since 1970. It may be missing or invalid.
 
         Returns:
             The hours. None if they are unknown.
@@ -408,7 +408,7 @@ def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> 
         reloads: Whether the page reloads itself in the browser, because it is written again during training.
 
     Returns:
-        The page. Credentials in texts are replaced by ``***``.
+        The page. Credentials in strings are replaced by ``***``.
     """
     names = _list_short_names([run.folder for run in runs])
     all_rows = [row for run in runs for row in run.rows]
@@ -488,7 +488,7 @@ def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> 
 
 
 def _redact_nested(value: Any) -> Any:
-    """Replace credentials in all texts of nested lists and dictionaries."""
+    """Return a copy of nested lists and dicts with credentials in strings replaced."""
     if isinstance(value, dict):
         return {key: _redact_nested(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -499,9 +499,12 @@ def _redact_nested(value: Any) -> Any:
 def _choose_chart_name(name: str, source_names: Container[str]) -> str:
     """Return the name of the chart that shows a metric.
 
+    Most metrics have a chart of their own. Evaluations on several sources share a chart, as do the F1 values
+    of all classes.
+
     Args:
         name: Name of the metric.
-        source_names: Names of the evaluation sources. Evaluations on several sources share a chart.
+        source_names: Names of the evaluation sources.
     """
     value, _, source = name.rpartition("/")
     chart = value if is_evaluation_metric(name) and source in source_names else name
@@ -509,7 +512,7 @@ def _choose_chart_name(name: str, source_names: Container[str]) -> str:
 
 
 def _format_metric_name(name: str) -> str:
-    """Format the name of a metric as words, such as "Evaluation loss, news" for ``eval_loss/news``."""
+    """Format the name of a metric for display, such as "Evaluation loss, news" for ``eval_loss/news``."""
     value, _, source = name.partition("/") if is_evaluation_metric(name) else (name, "", "")
     words = value.replace("eval_", "evaluation ").replace("_", " ").capitalize()
     return f"{words}, {source}" if source else words
@@ -565,10 +568,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-report``.
 
     Args:
-        argv: Command-line arguments. None for the arguments of the process.
+        argv: Command-line arguments. If None, the arguments of the process.
 
     Returns:
-        The exit code, see :data:`portable.converters.commands.EXIT_CODES`.
+        The exit code. See :data:`portable.converters.commands.EXIT_CODES`.
     """
     arguments = build_parser().parse_args(argv)
     try:
@@ -644,7 +647,10 @@ def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
 
 
 def _read_settings(path: AnyPath) -> _RunSettings:
-    """Read the settings in a ``config.yaml``. A missing file has no settings."""
+    """Read the settings in a ``config.yaml``. A missing file has no settings.
+
+    If the file cannot be read, the result has no settings and the reason. Does not raise.
+    """
     try:
         text = read_small_file(path, max_bytes=_MAX_CONFIG_BYTES).decode("utf-8")
         tree = parse_yaml(text, path.name, max_nodes=_MAX_SETTINGS).value
@@ -677,7 +683,10 @@ def _format_setting_value(value: Any) -> str:
 
 
 def _format_devices(launch: dict[str, Any]) -> str:
-    """Format the backend, the strategy, and the number of devices of a launch."""
+    """Format the backend, the strategy, and the number of ranks of a launch.
+
+    The devices per rank are included unless there is one.
+    """
     ranks = launch.get("world_size")
     text = f"{launch.get('backend')}, {launch.get('strategy')}, {ranks} rank{'' if ranks == 1 else 's'}"
     devices = launch.get("devices_per_rank")

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.path_or_url import AnyPath
 
-# Larger integers are not exact in JavaScript, which draws the charts of the report.
+# Larger integers are not exact in JavaScript, the language of the report's charts.
 MAX_SAFE_INTEGER = 1 << 53
 # A log of a million steps is smaller.
 _MAX_LOG_BYTES = 1 << 30
 # Seconds since 1970, up to the year 9999.
 _MAX_UNIX_TIME = 253_402_300_799
 _MAX_TEXT_LENGTH = 1000
-# Size of the blocks in which the end of a log is read. A block contains several thousand rows.
+# Block size for reading the end of a log. A block contains several thousand rows.
 _BLOCK_BYTES = 1 << 20
 
 
@@ -64,7 +64,7 @@ class JsonLinesWriter:
     """Log file that rows are appended to.
 
     Args:
-        path: Path of the file, which is created if it does not exist. A symlink is not followed.
+        path: Path of the file. Created if it does not exist. A symlink is not followed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,7 +197,11 @@ def is_valid_count(value: Any) -> bool:
 
 
 def _sanitize_value(value: Any) -> Any:
-    """Truncate a text, and replace a value that the report cannot show by None."""
+    """Return a value that the report can show. Long strings are truncated.
+
+    Returns None for integers that are not exact in JavaScript, floats that are not finite, and unknown
+    objects.
+    """
     if isinstance(value, str):
         return value[:_MAX_TEXT_LENGTH]
     if isinstance(value, bool):
@@ -215,7 +219,7 @@ def _is_confusion_matrix(classes: Any = None, counts: Any = None, **other_fields
     Args:
         classes: Names of the classes. There may be at most ``MAX_LOGGED_CLASSES``.
         counts: Square matrix of counts, as a list of rows.
-        other_fields: Any other fields, which a confusion matrix does not have.
+        other_fields: Any other fields. A confusion matrix does not have them.
     """
     return (
         not other_fields

@@ -19,9 +19,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile(JsonLinesWriter):
-    """Writer of ``metrics.jsonl``, to which every launch of a run appends.
+    """Writer of ``metrics.jsonl``. Every launch of a run appends to it.
 
-    Opening the file removes the rows after ``from_step``. An earlier launch was killed after it had logged
+    Opening the file removes the rows after ``from_step``. A previous launch was killed after it had logged
     these rows, and the steps will be logged again. Only the end of the file is read, because the file may
     have a million rows.
 
@@ -53,7 +53,7 @@ class MetricsFile(JsonLinesWriter):
         """Return whether the file contains an evaluation of a step.
 
         Args:
-            step: Step, which must not be before ``from_step``.
+            step: Step. It must not be before ``from_step``.
         """
         return step in self._evaluated_steps
 
@@ -65,7 +65,7 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
         folder: Output folder of the run.
 
     Returns:
-        The rows in the order in which they were logged.
+        The rows in log order.
 
     Raises:
         OSError: If the file does not exist or is not a regular file.
@@ -102,7 +102,7 @@ EventKind = Literal["start", "resume", "save", "skip", "stop", "end"]
 
 
 class EventsFile(JsonLinesWriter):
-    """Writer of ``events.jsonl``, to which every launch of a run appends its start, saves, and end.
+    """Writer of ``events.jsonl``. Every launch of a run appends its start, saves, and end.
 
     Unlike the rows of ``metrics.jsonl``, the events of a killed launch remain, because they record that the
     launch happened.

@@ -155,7 +155,7 @@ def _format_front_matter(
     *,
     is_adapter_export: bool,
 ) -> str:
-    """Format the YAML metadata of the card, which the hub evaluates."""
+    """Format the YAML metadata of the card for the hub."""
     from huggingface_hub import ModelCardData
 
     return ModelCardData(
@@ -171,7 +171,7 @@ def _format_front_matter(
 def _describe_origin(
     config: RunConfig, adapter: Adapter | None, architecture: str, *, is_adapter_export: bool
 ) -> str:
-    """Describe the base model and how the export relates to it."""
+    """Describe the base model, and whether the export is an adapter, a merged adapter or trained weights."""
     base = "a model with random weights" if config.model.from_scratch else f"`{config.model.name_or_path}`"
     if adapter is None:
         return f"Architecture: {architecture}. Trained from {base}."
@@ -231,7 +231,7 @@ def _list_hub_datasets(config: RunConfig) -> list[str]:
 
 
 def _format_curve_table(metrics: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    """Format up to ten points of a curve as a table."""
+    """Format up to ten points of a curve as a Markdown table. Empty if no row has numbers for ``key``."""
     points = [(row["step"], row[key]) for row in metrics if isinstance(row.get(key), int | float)]
     if not points:
         return []
@@ -260,7 +260,7 @@ def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _format_user_settings(config: RunConfig) -> str:
-    """Format the settings that the user gave as YAML, without settings and folders of the user's machine."""
+    """Format the user's settings as YAML, without machine-specific settings and folders."""
     settings = {
         key: _strip_parent_folders(value)
         for key, value in config.given().items()
@@ -270,7 +270,7 @@ def _format_user_settings(config: RunConfig) -> str:
 
 
 def _strip_parent_folders(value: Any) -> Any:
-    """Replace each absolute path in a nested value by its last part."""
+    """Replace each absolute path in a nested value by its file name. Other values are returned unchanged."""
     if isinstance(value, str):
         return Path(value).name if value.startswith("/") else value
     if isinstance(value, list | tuple):
@@ -290,7 +290,7 @@ class AutoClass(NamedTuple):
 
     Attributes:
         name: Name of the class.
-        pipeline: Name of the task on the hub, which is also the name of its pipeline.
+        pipeline: Name of the task on the hub, and of its pipeline.
     """
 
     name: str
@@ -347,12 +347,12 @@ def list_usage_commands(
         location: Location of the export, as a path, a URL, or a name on the hub.
         model_type: Model type in the ``config.json`` of the export.
         architecture: Class of the model in transformers.
-        base_text: Text for the base model in the commands. None for its path or name.
+        base_text: Text for the base model in the commands. If None, its path or name is used.
         adapter: Adapter of the run. None if the run did not train an adapter.
         is_chat_model: Whether the model was trained on conversations, so that prompts are lists of messages.
 
     Returns:
-        The commands, in the order in which they are shown.
+        The commands, in display order.
     """
     task, name = config.model.task, str(config.model.name_or_path)
     quoted_base = shlex.quote(base_text or name)
@@ -381,7 +381,7 @@ def list_usage_commands(
     option = ", trust_remote_code=True" if trusts_remote_code else ""
     has_pipeline = task in PIPELINE_PROMPTS
     if task == "causal-lm" and not is_custom_type and find_causal_lm_class(model_type) != architecture:
-        has_pipeline, loader = False, architecture  # a composite model, which the pipeline does not open
+        has_pipeline, loader = False, architecture  # a composite model, because the pipeline cannot open it
     if has_pipeline:
         prompt = _CHAT_PROMPT if is_chat_model and task == "causal-lm" else PIPELINE_PROMPTS[task]
         constructor = f"pipeline('{kind}', {loaded!r}{option})"

@@ -51,7 +51,7 @@ class TrainingProgressBar(Callback):
 
     Args:
         total_steps: Number of steps in the schedule of the run.
-        completed_steps: Number of steps of earlier launches.
+        completed_steps: Number of steps of previous launches.
     """
 
     def __init__(self, total_steps: int, completed_steps: int) -> None:
@@ -93,13 +93,12 @@ class RunReporter(Callback):
     Args:
         run: The run that owns this callback.
         output: Output of the run.
-        restored: The engine with its weights, and the checkpoint that the weights come from.
+        restored: The engine, and the checkpoint that was loaded into it.
         batches: Iterator over the training batches.
 
     Attributes:
         speed: Samples per second, and the time that steps wait for batches.
-        bar: Progress bar, which is a callback of the run as well. None on other ranks, and without a
-            terminal.
+        bar: Progress bar. It is a callback of the run as well. None on other ranks, and without a terminal.
         last_loss: Training loss of the last logged step. None before the first one.
         last_evaluation: Numbers of the last evaluation, keyed by metric name. Empty before the first
             evaluation.
@@ -316,11 +315,11 @@ class RunReporter(Callback):
         """Return whether an evaluation of a step is recorded.
 
         Args:
-            step: Step, which must not be before the first step of this launch.
+            step: Step. It must not be before the first step of this launch.
 
         Returns:
-            Whether ``metrics.jsonl`` contains the evaluation. Always True on ranks other than 0, which have
-            no log.
+            Whether ``metrics.jsonl`` contains the evaluation. Always True on all ranks except rank 0, because
+            they do not have a log.
         """
         return True if self._metrics_file is None else self._metrics_file.has_evaluation(step)
 
@@ -394,8 +393,8 @@ class RunReporter(Callback):
         A failure does not stop the run. It is printed as a warning after the last update.
 
         Args:
-            is_last: Whether this is the last update of the launch, which is always due. The page then no
-                longer reloads itself.
+            is_last: Whether this is the last update of the launch. The last update is always due. The page
+                then no longer reloads itself.
         """
         now = time.perf_counter()
         if not self._is_rank0 or not self._has_logged or (now < self._next_report_time and not is_last):
@@ -411,7 +410,10 @@ class RunReporter(Callback):
         self._output.publish_in_background()
 
     def _append_metrics(self, progress: RunProgress, values: Mapping[str, Any]) -> None:
-        """Append a row to ``metrics.jsonl``, and send its numbers to the trackers."""
+        """Append a row to ``metrics.jsonl``, and send its numbers to the trackers.
+
+        Does nothing on ranks other than 0. An object store gets the row in the background.
+        """
         if self._metrics_file is None:
             return
         row = {"step": progress.step, **values, "samples": progress.samples, "time": round(time.time(), 3)}

@@ -1,6 +1,7 @@
 """Log file of a launch: ``log.txt`` in the folder of the run.
 
-The file contains the printed messages, and the warnings of libraries, which are not shown in the terminal.
+The file contains the printed messages, and the warnings of libraries. The terminal does not show the
+warnings.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ class RunLogHandler(logging.Handler):
             self._write_record(record)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or keep it in memory until the log file is open."""
+        """Write a record, or keep it in memory until the log file is open.
+
+        A record that several handlers pass on is written once. Warnings of libraries are counted.
+        """
         if record is self._latest_record:  # several handlers pass on the same record
             return
         self._latest_record = record
@@ -115,7 +119,7 @@ class RunLogHandler(logging.Handler):
         """Handle a record that a handler of a library would print.
 
         Returns:
-            Whether the library's handler prints the record as well, which is the case for errors.
+            Whether the library's handler also prints the record. True only for errors.
         """
         self.handle(record)
         return record.levelno >= logging.ERROR
@@ -139,7 +143,7 @@ class RunLogHandler(logging.Handler):
 
 
 class _EscapingFormatter(logging.Formatter):
-    """Formatter that escapes control characters, because file names and other logged texts are untrusted."""
+    """Formatter that escapes control characters, because logged strings such as file names are untrusted."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_control_characters(super().format(record))

@@ -61,16 +61,16 @@ class SpeedMeter:
 
     Args:
         samples_per_step: Number of samples in each step, on all ranks.
-        batches: Iterator over the training batches, which counts the seconds that steps wait for it.
+        batches: Iterator over the training batches. It counts the seconds that steps wait for it.
 
     Attributes:
-        start_time: Time at which the launch started, in seconds of ``time.perf_counter``.
+        start_time: Start time of the launch, in seconds of ``time.perf_counter``.
         num_steps: Number of steps of this launch, as of the last measurement.
         excluded_seconds: Duration of the evaluations and saves so far, in seconds.
         samples_per_second: Speed of this launch until the last measurement. The first step is excluded if
             there are later ones.
-        wait_share: Share of the time between the last two measurements in which steps waited for batches,
-            from 0 to 1.
+        wait_share: Share of the time between the last two measurements that steps waited for batches, from 0
+            to 1.
     """
 
     def __init__(self, samples_per_step: int, batches: BatchIterator) -> None:
@@ -86,7 +86,10 @@ class SpeedMeter:
 
     @property
     def first_step_seconds(self) -> float:
-        """Seconds from the start of the launch until the end of its first step, which is always logged."""
+        """Seconds from the start of the launch until the end of its first step.
+
+        The first step is always logged.
+        """
         return self._first_step_end.seconds - self.start_time
 
     def _read_clock(self) -> _Reading:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the steps after which it saves, and the trainer state and model files that it saves.
+"""Checkpoints of a run: when it saves, and which trainer state and model files it saves.
 
 :meth:`portable.callbacks.Run.finish_step` requests a save after a step if ``checkpoint.every_steps`` or
 ``checkpoint.every_epochs`` is due (:attr:`portable.callbacks.Run.is_save_due`), if a callback or an
@@ -49,7 +49,7 @@ def save_checkpoint(
         prepared: The run.
         checkpoints: Checkpoints of the run.
         engine: Engine of this rank.
-        progress: Position of the run, which is saved with the checkpoint.
+        progress: Position of the run. It is saved with the checkpoint.
 
     Raises:
         UserError: If the ranks have read different parts of ``data.stream``.
@@ -98,7 +98,7 @@ class CheckpointCallback(Callback):
 
     Args:
         run: The run that owns this callback.
-        watchdog: Watchdog, which is paused during a save.
+        watchdog: Watchdog. It is paused during a save.
     """
 
     def __init__(self, run: Run, watchdog: Watchdog) -> None:
@@ -127,7 +127,7 @@ class CheckpointCallback(Callback):
         self._last_saved_step = run.step
 
     def on_end(self, run: Run) -> None:
-        """Wait for the last save, and retry it if the object store is unavailable."""
+        """Wait for the last save, and retry it if the object store is unavailable. Waits for all ranks."""
         run.checkpoints.finish_save(is_last_save=True)
         run.backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
 

@@ -24,10 +24,10 @@ HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
 
 
 def list_callback_names(config: RunConfig, *, profile: bool = False) -> list[str]:
-    """List the names of all callbacks of a run, in the order in which they are called.
+    """List the names of all callbacks of a run, in call order.
 
-    Custom callbacks come before the reporter, so that the row of a step includes the values that they log.
-    Evaluations come before saves, because a checkpoint contains the best evaluations.
+    Custom callbacks are called before the reporter, so that the row of a step includes the values they log.
+    Evaluations run before saves, because a checkpoint contains the best evaluations.
 
     Args:
         config: Config of the run.

@@ -79,7 +79,7 @@ class CodeChanges(NamedTuple):
     """Settings whose custom code differs from the code at a checkpoint."""
 
     affecting_training: list[str]
-    """Settings on which the steps depend, such as ``train.loss``."""
+    """Settings that affect the steps, such as ``train.loss``."""
     harmless: list[str]
     """Metrics and callbacks."""
 

@@ -61,7 +61,10 @@ def evaluate_all_sources(
 
 
 def _format_metric_key(metric: str, source: str) -> str:
-    """Format the key of a metric in ``metrics.jsonl``, such as ``eval_loss/books``."""
+    """Format the key of a metric in ``metrics.jsonl``, such as ``eval_loss/books``.
+
+    No suffix if ``source`` is empty.
+    """
     return f"{EVALUATION_PREFIX}{metric}/{source}" if source else f"{EVALUATION_PREFIX}{metric}"
 
 
@@ -111,7 +114,7 @@ class EvaluationCallback(Callback):
     Args:
         run: The run that owns this callback.
         is_recorded: Function that returns whether the evaluation of a step is recorded.
-        watchdog: Watchdog, which also observes the batches of evaluations.
+        watchdog: Watchdog. It also observes the batches of evaluations.
     """
 
     def __init__(self, run: Run, is_recorded: Callable[[int], bool], watchdog: Watchdog) -> None:
@@ -138,7 +141,11 @@ class EvaluationCallback(Callback):
         )
 
     def evaluate_step(self, run: Run) -> None:
-        """Evaluate after the latest step. Must be called on all ranks."""
+        """Evaluate after the latest step. Must be called on all ranks.
+
+        Does nothing without evaluation data. The result may end the run or request a save: sets
+        ``run.progress.has_ended`` and ``run.is_save_requested``.
+        """
         if not self._prepared.data.evals:
             return
         run.health.report_skipped_updates(run)

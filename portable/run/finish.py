@@ -56,9 +56,9 @@ It is in fp32, except if it is written in the base model's layout.
 
 
 LARGE_EXPORT_BYTES = 50e9
-"""Size of a final model from which the table at the start shows the cost of its export, in bytes."""
+"""Minimum size of a final model, in bytes, for which the table at the start shows the cost of its export."""
 _EXPORT_BYTES_PER_SECOND = 1e9
-"""Assumed rate at which a node reads a checkpoint and writes the final model, in bytes per second."""
+"""Assumed throughput, in bytes per second, of a node that reads a checkpoint and writes the final model."""
 
 
 def build_export_cost_rows(
@@ -95,7 +95,7 @@ def format_start_summary(prepared: PreparedRun, restored: RestoredRun) -> str:
 
     Args:
         prepared: The run.
-        restored: The engine, and the position at which the run starts.
+        restored: The engine, and the position of the run at the start.
     """
     backend, config, plan = prepared.backend, prepared.config, prepared.batch_plan
     progress, source = restored.progress, restored.source
@@ -152,7 +152,7 @@ def format_start_summary(prepared: PreparedRun, restored: RestoredRun) -> str:
 
 
 def _count_epoch_samples(prepared: PreparedRun) -> int | None:
-    """Return the number of samples in an epoch, or None for streams, whose length is unknown."""
+    """Return the number of samples in an epoch. None for a stream, because its length is unknown."""
     return None if prepared.data.stream_names else prepared.data.train.epoch_samples
 
 
@@ -185,7 +185,7 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
     Args:
         prepared: The run.
         engine: Engine with the trained weights.
-        reporter: Reporter, which prints on rank 0.
+        reporter: Reporter. It prints only on rank 0.
     """
     config = prepared.config
     try:
@@ -397,7 +397,12 @@ def _agree_on_export_work(run: Run, checkpoint_to_export: AnyPath | None) -> Exp
 
 
 def _write_export_part(run: Run, output: RunOutput, checkpoint: AnyPath, writers: NodeWriters) -> None:
-    """Write this node's part of the final model. Called on the writers except rank 0."""
+    """Write this node's part of the final model. Called on the writers except rank 0.
+
+    Raises:
+        NotExportedError: If the export fails after a writer process was lost.
+        ReportedElsewhereError: If the export fails otherwise. Rank 0 reports the error.
+    """
     try:
         export_with_card(run.prepared, output.work_folder, checkpoint, output.place / FINAL_FOLDER, writers)
     except UserError as error:
@@ -450,7 +455,7 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
 
 
 def _build_export_card(prepared: PreparedRun, metrics_folder: Path, checkpoint: AnyPath) -> str:
-    """Build the text of the model card of an export; see :func:`export_with_card`."""
+    """Build the text of the model card of an export. See :func:`export_with_card`."""
     last = parse_checkpoint_step(checkpoint.name)
     copied, missing = _list_untrained_tensors(prepared)
     dropped = (

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def freeze_existing_objects() -> Iterator[None]:
-    """Collect garbage once, and exclude the remaining objects from later collections within this context."""
+    """Collect garbage once, and exclude the remaining objects from later collections within this context.
+
+    The objects are unfrozen when the context ends.
+    """
     gc.collect()
     gc.freeze()
     try:

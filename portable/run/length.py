@@ -46,7 +46,7 @@ def explain_chosen_seq_len(resolved: ResolvedRun, max_positions: int | None) -> 
         max_positions: Number of positions of the model, or None if the number is not limited.
 
     Returns:
-        The text of a note. None if the value comes from the user, the existing run, or the kind of training.
+        The text of a note. None if the user, the existing run or the kind of training determines the value.
     """
     config = resolved.config
     is_chosen = (
@@ -85,7 +85,7 @@ def format_run_length(config: RunConfig, steps: int, samples: int | None) -> str
 def build_few_steps_warning(config: RunConfig, samples: int | None, world: World) -> str | None:
     """Build a warning if ``train.epochs`` results in fewer than :data:`MIN_USEFUL_STEPS` optimizer steps.
 
-    There is no warning about ``train.steps``, which the user has chosen directly.
+    There is no warning about ``train.steps``, because the user has chosen it directly.
 
     Args:
         config: Config of the run.

@@ -41,9 +41,9 @@ _SETTINGS_THAT_AFFECT_MEMORY = (
     "fsdp",
     "deepspeed",
 )
-"""Sections and settings whose values must be equal to reuse the micro-batch size of an earlier launch."""
+"""Sections and settings that must be unchanged to reuse the micro-batch size of a previous launch."""
 FIRST_GUESS = 4
-"""Micro-batch size at which the search begins if the planner has no estimate.
+"""Micro-batch size to try first if the planner has no estimate.
 
 Also the size that ``auto`` uses on backends that cannot recover from an out-of-memory error.
 """
@@ -125,6 +125,9 @@ def build_micro_batch_search(prepared: PreparedRun) -> MicroBatchSearch:
 def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
     """List the micro-batch sizes that the global batch allows, in ascending order.
 
+    They are divisors of a rank group's share of the global batch or, if the batch cannot be split evenly,
+    divisors of the global batch that do not exceed the share.
+
     Args:
         config: Config of the run.
         world: Ranks and devices of the launch.
@@ -139,7 +142,7 @@ def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
 
 
 def replace_micro_batch_size(config: RunConfig, size: int) -> RunConfig:
-    """Return a copy of ``config`` with another ``train.micro_batch_size``."""
+    """Return a copy of ``config`` with ``train.micro_batch_size`` replaced."""
     return config.replaced({"train.micro_batch_size": size})
 
 
@@ -241,7 +244,10 @@ def _take_trial_steps(engine: Engine, search: MicroBatchSearch, plan: BatchPlan,
 
 
 def _estimate_first_guess(search: MicroBatchSearch, candidates: Sequence[int]) -> int:
-    """Return the largest candidate that fits according to the planner, at which the search begins."""
+    """Return the micro-batch size to try first: the largest candidate that fits according to the planner.
+
+    Returns :data:`FIRST_GUESS` if no candidate fits, or if the planner raises a UserError.
+    """
     try:
         from portable.planner.this_machine import build_planner_for_backend
 

@@ -55,7 +55,8 @@ def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> N
 
     Args:
         config: Config of the run.
-        loss: Training loss, or None for the default loss. Nothing is checked if the loss has no ``once``.
+        loss: Training loss. None if the run uses the default loss. Nothing is checked if the loss has no
+            ``once``.
 
     Raises:
         UserError: If the micro-batch size is ``auto``, or if the data is streamed.
@@ -107,7 +108,7 @@ def attach_precomputed_tables(
 ) -> None:
     """Attach the tables of precomputed values to the samples of ``data``, if the loss has any.
 
-    The tables may not exist yet; see :func:`find_samples_to_precompute`.
+    The tables may not exist yet. See :func:`find_samples_to_precompute`.
 
     Args:
         config: Config of the run.
@@ -213,7 +214,7 @@ def _iter_computed_rows(
         prepared: The run.
         engine: Engine with the weights.
         samples: Samples to compute values of.
-        shapes: Mapping to which the shape of each column is added before the first block is yielded.
+        shapes: Mapping to fill. The shape of each column is added before the first block is yielded.
 
     Yields:
         Values of consecutive samples of all ranks, float64 ``[samples, numbers]``.
@@ -246,7 +247,7 @@ def _iter_computed_rows(
 def write_precomputed_table(
     folder: Path, shapes: dict[str, list[int]], row_blocks: Iterable[npt.NDArray[Any]]
 ) -> None:
-    """Write a table with one row for each sample into an empty folder.
+    """Write a table with one row per sample, and its checksums, into an empty folder.
 
     Args:
         folder: Folder of the table.
@@ -277,14 +278,14 @@ class PrecomputedTable:
     """Table in the cache with the precomputed columns of each sample.
 
     Attributes:
-        folder: Folder of the table, which may not exist yet.
+        folder: Folder of the table. It may not exist yet.
     """
 
     folder: Path
     _contents: TableContents | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a data worker, which opens the file itself."""
+        """Return the state for a data worker. The worker opens the file itself."""
         return {"folder": self.folder, "_contents": None}
 
     def open_contents(self) -> TableContents:

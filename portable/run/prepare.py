@@ -63,7 +63,7 @@ def prepare_run(resolved: ResolvedRun, backend: Backend) -> PreparedRun:
 
     Args:
         resolved: Result of the first stage.
-        backend: Backend of this rank, which is not started yet.
+        backend: Backend of this rank. It is not started yet.
 
     Returns:
         The prepared run.
@@ -174,7 +174,7 @@ def open_run_data(
     Args:
         config: Config of the run.
         model_config: Config of the model.
-        special_tokens: Special tokens of the model, which some tasks need.
+        special_tokens: Special tokens of the model. Some tasks need them.
     """
     classifies = config.model.task == "sequence-classification"
     return build_data(
@@ -212,8 +212,8 @@ def _resolve_micro_batch_size(
 ) -> RunConfig:
     """Replace ``train.micro_batch_size: auto`` by a number.
 
-    The number is the one of an earlier launch if the settings that affect memory are the same. Otherwise, it
-    is the largest size that fits this rank's device.
+    Reuses the number of a previous launch if the settings that affect memory are unchanged. Otherwise, it is
+    the largest size that fits this rank's device.
     """
     config = resolved.config
     if config.train.micro_batch_size != "auto":

@@ -55,8 +55,8 @@ class LaunchMode:
     Attributes:
         eval_only: Whether to evaluate instead of training.
         profile: Whether to write a trace of a few steps into ``profile`` in the run's folder.
-        replay: Number of a step, counted from 1, to repeat with :mod:`portable.run.replay` instead of
-            training. None to train.
+        replay: Step, counted from 1, to replay with :mod:`portable.run.replay` instead of training. None to
+            train.
         json_file: Path of an additional file for the values of ``eval_only``. None for no file.
     """
 
@@ -72,7 +72,7 @@ class LaunchMode:
 
 
 def run_rank(backend_name: str, resolved: ResolvedRun | RunConfig, mode: LaunchMode | None = None) -> int:
-    """Run a launch on this rank: train, resume, evaluate, or repeat a step.
+    """Run a launch on this rank: train, resume, evaluate, or replay a step.
 
     Args:
         backend_name: Name of the backend, such as ``cuda``.
@@ -165,7 +165,8 @@ def _start_and_run(
             if first is error:
                 raise
             raise first from None
-        # The search for a batch that fits takes seconds, and another rank may finish it earlier.
+        # Announce the exit now, because the search for a micro-batch size takes seconds and another rank may
+        # finish it first.
         peers.announce_own_exit()
         step = error.step if isinstance(error, DeviceMemoryError) else None
         from portable.run import micro_batch
@@ -173,7 +174,7 @@ def _start_and_run(
         search = micro_batch.build_micro_batch_search(prepared)
         sequences = prepared.batch_plan.micro_batch_size // prepared.batch_plan.groups_per_rank
         snapshot = _dump_memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
-        del prepared  # frees the model, which references the tensors that filled the memory
+        del prepared  # frees the model, because it references the tensors that filled the memory
         backend.abandon_process_group()
     finally:
         output.close()
@@ -281,7 +282,7 @@ def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError |
     """Build the error for a failed write into the output folder, with a remedy.
 
     Returns:
-        The error to raise. None if ``error`` does not come from a write into the output folder.
+        The error to raise. None if ``error`` was not raised by a write into the output folder.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         latest = open_checkpoints(output.place).find_latest()
@@ -321,7 +322,7 @@ def _build_out_of_memory_error(
     Args:
         search: Search for a micro-batch that fits.
         failed_sequences: Sequences of a micro-batch on each device when memory ran out.
-        step: Step in which memory ran out, or None if it was before the first step.
+        step: Step that ran out of memory. None if it happened before the first step.
         output: Output of the run.
         snapshot_path: Path or URL of the memory snapshot, or None if none was written.
     """

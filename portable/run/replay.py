@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from portable.progress import RunProgress
     from portable.run.stages import PreparedRun
 
-_MAX_SAMPLE_CHARACTERS = 160  # length at which the text of a sample is cut
+_MAX_SAMPLE_CHARACTERS = 160  # length to which the text of a sample is cut
 
 
 @dataclass(frozen=True)
 class ReplayedMicroBatch:
-    """Result of one micro-batch of the repeated step.
+    """Result of one micro-batch of the replayed step.
 
     Attributes:
         rank: Rank that processed the micro-batch.
@@ -75,13 +75,13 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
 
     Args:
         run: The run.
-        step: Number of the step, counted from 1.
+        step: Step, counted from 1.
 
     Returns:
         The exit code 0, regardless of the result.
 
     Raises:
-        UserError: If the run has no such step, or an earlier step is not finite.
+        UserError: If the run has no such step, or if a previous step is not finite.
     """
     backend = run.backend
     if not 1 <= step <= run.steps:
@@ -138,7 +138,11 @@ def _find_checkpoint_before(run: PreparedRun, step: int) -> AnyPath | None:
 def _take_steps_before(
     step: int, run: PreparedRun, engine: Engine, batches: Iterator[Batch], progress: RunProgress
 ) -> None:
-    """Train until the step before ``step``."""
+    """Train until the step before ``step``.
+
+    Raises:
+        UserError: If one of these steps is not finite. The message recommends to replay that step.
+    """
     start = progress.step
     for _ in iter_steps(run, engine, batches, progress, step - 1):
         pass
@@ -219,7 +223,7 @@ class _NonFiniteOutputRecorder:
     """Checks the output of each module for values that are not finite, within a context.
 
     Attributes:
-        names: Names and classes of the modules, in the order in which their forward passes end.
+        names: Names and classes of the modules, in the order of completed forward passes.
         first_bad_rows: For each output, a scalar on the device: the first row (sample) that is not finite, -1
             if an output without a row for each sample is not finite, or ``rows`` if the output is finite.
     """
@@ -286,12 +290,12 @@ def _format_replay_report(
     gradients: set[str],
     norm: float,
 ) -> list[str]:
-    """Format the report of a repeated step.
+    """Format the report of a replayed step.
 
     Args:
         run: The run.
         engine: Engine, whose parameters have the model order.
-        step: Number of the step, counted from 1.
+        step: Step, counted from 1.
         micro_batches: Results of all ranks.
         gradients: Names of the parameters whose gradient is not finite on some rank.
         norm: Global gradient norm.
@@ -336,14 +340,14 @@ def _format_replay_report(
 
 
 def _format_row(batch: ReplayedMicroBatch) -> tuple[str, str]:
-    """Format the result of a micro-batch as a table row with a title and a text."""
+    """Format the result of a micro-batch as a table row: a title and a value."""
     last = batch.first_sample + batch.samples - 1
     text = f"samples {batch.first_sample} to {last}: loss {batch.loss:.6g} over {batch.tokens} tokens"
     return f"rank {batch.rank}, micro-batch {batch.number}", text
 
 
 def _format_sample(run: PreparedRun, position: int) -> str:
-    """Format a sample with its document, source and the beginning of its text.
+    """Format a sample with its documents, its source and the beginning of its text.
 
     Args:
         run: The run.

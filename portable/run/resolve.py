@@ -1,7 +1,7 @@
 """The first stage: resolve and check the user's config before any rank starts.
 
-Every file that a config names is read and checked here once. The launcher sends the result to its ranks,
-which do not resolve the config again. The ranks compare a digest of the result.
+Every file that a config names is read and checked here once. The launcher sends the result to its ranks. They
+do not resolve the config again. The ranks compare a digest of the result.
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ def plan_batches_of_rank_0(config: RunConfig, world: World) -> BatchPlan:
 
 
 def _find_resumed_precision(config: RunConfig, existing: ExistingRun) -> str | None:
-    """Return the precision of the run or checkpoint to resume, which must not change."""
+    """Return the precision of the run or checkpoint to resume, because it must not change.
+
+    Returns None if the run is new, or if the checkpoint was not written by this trainer.
+    """
     if existing.config is not None:
         return existing.config.precision
     if config.checkpoint.resume in ("auto", "never"):

@@ -47,12 +47,12 @@ def restore_run(
 
     Args:
         prepared: The run.
-        source: Checkpoint to resume from, possibly of another program. None for a new run.
+        source: Checkpoint to resume from. Another program may have written it. None for a new run.
         checkpoints: Checkpoints in the output folder. If ``source`` is one of them and damaged, it is set
             aside and an older one is used. None to use only ``source``.
 
     Returns:
-        The engine, and the position at which the run continues.
+        The engine, and the position of the run to continue from.
 
     Raises:
         UserError: If ``source`` does not belong to this run.
@@ -73,7 +73,15 @@ def restore_run(
 def _build_and_load_engine(
     prepared: PreparedRun, source: AnyPath | None, checkpoints: CheckpointStore[Any] | None
 ) -> RestoredRun:
-    """Build the engine, and load the newest checkpoint that all ranks can read; see :func:`restore_run`."""
+    """Build the engine, and load the newest checkpoint that all ranks can read. See :func:`restore_run`.
+
+    If ``source`` is None, the engine starts from the initial weights. If the run's own checkpoint is damaged,
+    the previous ones are tried, and rank 0 renames the damaged folders. Must be called on all ranks.
+
+    Raises:
+        DamagedError: If a checkpoint is damaged and there is no older one to fall back to.
+        RunError: If only other ranks could not read the checkpoint.
+    """
     backend = prepared.backend
     if source is None and prepared.adapter is not None:
         prepared.adapter.check_source_adapter()
@@ -126,7 +134,7 @@ def _build_and_load_engine(
 
 
 def _find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
-    """Find the samples for which the loss needs values that are not computed yet. A collective call."""
+    """Find the samples whose precomputed values are missing and that the loss needs. A collective call."""
     if prepared.config.train.loss is None:
         return []
     from portable.run.precompute import find_samples_to_precompute
@@ -146,9 +154,9 @@ def _start_from_initial_weights(
     Args:
         engine: Engine to fill.
         blueprint: Recorded initialization of the model.
-        pretrained: Pretrained weights, or None for random weights.
+        pretrained: Pretrained weights. If None, the weights are random.
         prepared: The run.
-        samples_to_precompute: Samples whose values are missing; see :mod:`portable.run.precompute`.
+        samples_to_precompute: Samples whose values are missing. See :mod:`portable.run.precompute`.
     """
     _load_start_weights(engine, blueprint, pretrained, prepared)
     if prepared.adapter is not None:
@@ -177,7 +185,10 @@ def _build_engine(prepared: PreparedRun, read_tensors: Callable[[], Mapping[str,
 
 
 def _read_newest_tensors(candidates: Sequence[AnyPath], backend: Backend) -> Mapping[str, Any]:
-    """Return the tensors of the newest readable checkpoint. All checkpoints of a run have the same dtypes."""
+    """Return the tensors of the newest readable checkpoint, or an empty dict if none can be read.
+
+    Only dtypes are used, and all checkpoints of a run have the same dtypes.
+    """
     for candidate in candidates:
         try:
             return _open_own_checkpoint(candidate, backend).tensors
@@ -204,7 +215,7 @@ def _set_damaged_aside(
     Args:
         damaged: Damaged checkpoints, each with the error of this rank. None if only another rank failed.
         checkpoints: Checkpoints of the run.
-        used_checkpoint: Checkpoint from which the run continues.
+        used_checkpoint: Checkpoint that the run continues from.
     """
     for folder, reason in damaged:
         aside = checkpoints.mark_damaged(folder)
@@ -213,7 +224,7 @@ def _set_damaged_aside(
 
 
 def _adopt_external(prepared: PreparedRun, source: AnyPath) -> AdoptedCheckpoint | None:
-    """Open a checkpoint of another program, and match it to the run. A collective call.
+    """Open a checkpoint written by another program, and match it to the run. A collective call.
 
     Returns:
         The matched checkpoint, or None if this program wrote ``source``.
@@ -261,7 +272,7 @@ def load_checkpoint(
             change more settings, and its data.
 
     Returns:
-        The position at which the run continues.
+        The position of the run to continue from.
 
     Raises:
         DamagedError: If a file of the checkpoint is damaged.
@@ -337,7 +348,7 @@ def load_checkpoint(
 def _compute_start_progress(
     source: AnyPath, state: TrainerState, prepared: PreparedRun, *, is_changed: bool, is_same_data: bool
 ) -> RunProgress:
-    """Find the position at which a run in another folder continues.
+    """Compute the position at which a run in a different folder continues.
 
     Args:
         source: Checkpoint of the other run.

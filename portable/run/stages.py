@@ -32,7 +32,7 @@ class ResolvedRun:
     """Resolved config of a run, with the facts that resolving it has found. Result of the first stage.
 
     Attributes:
-        config: Config in which ``backend: auto`` and the values of a DeepSpeed JSON are resolved.
+        config: Config with a resolved ``backend: auto`` and with the values of a DeepSpeed JSON.
             ``precision`` is still ``auto`` if only a rank may open the device to choose it; see
             :func:`portable.run.resolve.resolve_precision`.
         output_place: Folder or URL of ``output_dir``.
@@ -55,7 +55,7 @@ class PreparedRun:
 
     Attributes:
         resolved: Result of the first stage.
-        config: Config of the run, in which ``train.micro_batch_size: auto`` is replaced by a number.
+        config: Config of the run. ``train.micro_batch_size: auto`` is already replaced by a number.
         backend: Backend of this rank.
         model_config: Config of the model, as it is saved with the weights.
         data: Tokenizer, samples, and their order.
@@ -72,7 +72,7 @@ class PreparedRun:
         flops_per_token: FLOPs of the forward and backward pass per token, counted as in the PaLM paper.
         batch_plan: Division of a global batch into the micro-batches of this rank.
         steps: Length of the schedule in optimizer steps.
-        end_step: Step at which this launch ends.
+        end_step: Last step of this launch.
         schedule: Function that returns the learning rate of a step.
         metrics: Metrics of an evaluation.
         best_tracker: Tracker for best checkpoints and early stopping, or None if both are off.
@@ -112,7 +112,7 @@ class RestoredRun:
     Attributes:
         engine: Engine with its weights, and with the optimizer state if the run resumes.
         progress: Position of the run, which the training loop advances.
-        source: Checkpoint from which the run resumes, or None for a new run.
+        source: Checkpoint to resume from. None if the run is new.
         adopted: Contents of ``source`` if another program wrote it, otherwise None.
         setting_changes: Settings that differ from the settings of the checkpoint.
     """

@@ -49,7 +49,7 @@ class DeviceMemoryError(Exception):
     """Raised if a training step runs out of device memory.
 
     Attributes:
-        step: Number of the step, counted from 1.
+        step: Step, counted from 1.
     """
 
     def __init__(self, step: int) -> None:
@@ -203,7 +203,7 @@ def _write_data_preview(prepared: PreparedRun, output: RunOutput) -> None:
 
 
 def _build_watchdog(run: Run, output: RunOutput, peers: PeerWatch) -> Watchdog:
-    """Build the watchdog, which reports a hanging rank to the launcher and in the output folder."""
+    """Build the watchdog. It reports a hanging rank to the launcher and in the output folder."""
 
     def report(line: str) -> None:
         peers.disconnect()  # otherwise the other ranks would end before they write their reports
@@ -241,7 +241,12 @@ def _build_hub_uploads(run: Run, output: RunOutput, hub: HubRepository) -> HubUp
 
 @contextmanager
 def _identify_step_errors(run: Run) -> Iterator[None]:
-    """Convert errors of the steps within this context: out of device memory, and dead data workers."""
+    """Convert errors of the steps within this context. Other errors are raised unchanged.
+
+    Raises:
+        DeviceMemoryError: If the device is out of memory.
+        RunError: If a data worker has died.
+    """
     try:
         yield
     except Exception as error:

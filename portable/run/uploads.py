@@ -126,7 +126,10 @@ class HubUploadCallback(Callback):
         return UploadOutcome(url, problems)
 
     def _upload_waiting(self) -> None:
-        """Upload waiting checkpoints until none is left. Runs in a background thread."""
+        """Upload the waiting checkpoint until none is left. Runs in a background thread.
+
+        A failed upload is recorded, and does not end the thread.
+        """
         while True:
             with self._lock:
                 self._checkpoint_being_read, self._waiting_checkpoint = self._waiting_checkpoint, None
@@ -139,7 +142,10 @@ class HubUploadCallback(Callback):
                 self._record_failure(error)
 
     def _export_and_upload(self, checkpoint: AnyPath, message: str) -> str:
-        """Export a checkpoint, upload the export, and return the URL of the repository."""
+        """Export a checkpoint to the scratch folder, upload it, and return the URL of the repository.
+
+        The scratch folder is deleted afterwards, also if the upload fails.
+        """
         folder = self._scratch / checkpoint.name
         try:
             self._scratch.mkdir(parents=True, exist_ok=True)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import TokenCache
 
 LAST_LABEL = -1
-"""Value of ``decoder_start_token_id`` for models such as mBART, whose first decoder input is the last label
-of the same row.
+"""Value of ``decoder_start_token_id`` for models such as mBART.
+
+Their first decoder input is the last label of the same row.
 """
 HELD_OUT_SHARE, MIN_HELD_OUT = 0.01, 16
 """Share of held-out samples and their minimum number, if ``data.eval_fraction`` is null."""
@@ -113,7 +114,7 @@ class Samples(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state from a checkpoint, see :meth:`state_dict`.
+        """Load the state from a checkpoint. See :meth:`state_dict`.
 
         Raises:
             ValueError: If the state is invalid.
@@ -130,11 +131,17 @@ class Samples(ABC):
         return ""
 
     def close(self) -> None:
-        """Stop background processes that tokenize streams. The samples remain readable."""
+        """Stop background processes that tokenize streams. Does nothing for other samples.
+
+        The samples remain readable.
+        """
         return
 
     def __getitem__(self, index: int) -> Batch:
-        """Return a sample in the first epoch, without a batch dimension."""
+        """Return a sample in the first epoch, without a batch dimension. Negative indices count from the end.
+
+        Raises IndexError if the index is out of range, so that iteration ends.
+        """
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         return {
@@ -168,20 +175,22 @@ class Samples(ABC):
 
 @dataclass(frozen=True)
 class SampleRange:
-    """Range ``[start, start + num_samples)`` of the source's samples, which forms a dataset.
+    """Range ``[start, start + num_samples)`` of the source's samples that forms a dataset.
 
-    Calling it with an index in the dataset returns the number of the sample in the source.
+    Calling it with an index in the dataset returns the index of the sample in the source.
     """
 
     start: int
     num_samples: int
     order: Permutation | KeptOrder | None = None
-    """Order of the source's samples from which the range is taken. It is shuffled if samples are documents,
-    so that the held-out part of a sorted source is not biased. None for the order of the source.
+    """Order of the source's samples. The range is a part of this order.
+
+    It is shuffled if samples are documents, so that the held-out part of a sorted source is not biased. If
+    None, the order of the source.
     """
 
     def __call__(self, index: int) -> int:
-        """Return the number of the sample in the source."""
+        """Return the index of the sample in the source."""
         position = self.start + index
         return position if self.order is None else self.order(position)
 
@@ -225,7 +234,7 @@ def split_packed_blocks(
 
     Args:
         num_blocks: Number of blocks.
-        eval_fraction: Share of held-out blocks, see :func:`_compute_num_held_out`.
+        eval_fraction: Share of held-out blocks. See :func:`_compute_num_held_out`.
         excluded_numbers: Numbers of the blocks that are in neither part, sorted.
     """
     order: KeptOrder | None = None
@@ -246,7 +255,7 @@ def split_documents(
 
     Args:
         num_documents: Number of documents.
-        eval_fraction: Share of held-out documents, see :func:`_compute_num_held_out`.
+        eval_fraction: Share of held-out documents. See :func:`_compute_num_held_out`.
         excluded_numbers: Numbers of the documents that are in neither part, sorted.
     """
     order: Permutation | KeptOrder = Permutation(num_documents, seed=0)
@@ -319,7 +328,7 @@ class PackedCausalSamples(CacheSamples):
 
     Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``. Every token is
     the label of at most one position, and training and evaluation data share no label. If only some tokens
-    are trained, the labels of all other tokens are -100.
+    contribute to the loss, the labels of all other tokens are -100.
     """
 
     def __post_init__(self) -> None:
@@ -353,8 +362,8 @@ class PaddedCausalSamples(CacheSamples):
     Attributes:
         pad_token: Id of the padding token.
         truncation: Part of a long document that is removed, ``data.truncation``.
-        keep_last_input: Whether the inputs include the last token, which has no label. Otherwise, the last
-            token is only a label.
+        keep_last_input: Whether the inputs include the last token, although it does not have a label.
+            Otherwise, the last token is only a label.
         keep_last_input_if_room: Whether the inputs include the last token of a document if the document fits.
             In contrast to ``keep_last_input``, a longer document still has ``seq_len`` labels.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import LabelKind, TokenCache
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""``problem_type`` of transformers, which selects the loss of a classifier."""
+"""``problem_type`` of transformers. It selects the loss of a classifier."""
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = PROBLEM_TYPES = get_args(ProblemType)
 
 
@@ -72,7 +72,7 @@ def map_labels_to_outputs(
         tokens: Token cache with labels.
         declared_names: Class names that the dataset declares. Its labels are indices of these names. None if
             there are none.
-        model_classes: Classes or outputs of the model. None for an untrained head.
+        model_classes: Classes or outputs of the model. None if the head is untrained.
         problem_type: ``problem_type`` of the model's config. None to detect it.
 
     Raises:
@@ -150,9 +150,11 @@ def map_eval_labels_to_outputs(
     Args:
         training_mapping: Outputs of the model.
         training_tokens: Token cache of the training data.
-        training_declared_names: Class names that the training dataset declares, if any.
+        training_declared_names: Class names that the training dataset declares. None if it does not declare
+            them.
         eval_tokens: Token cache of the evaluation data. It may lack some classes.
-        eval_declared_names: Class names that the evaluation dataset declares, if any.
+        eval_declared_names: Class names that the evaluation dataset declares. None if it does not declare
+            them.
 
     Raises:
         UserError: If the evaluation data has a label that the training data does not have.
@@ -188,7 +190,7 @@ def map_eval_labels_to_outputs(
 
 
 def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
-    """Return the name of a label, which may be an index of ``declared``."""
+    """Return the name of a label. An integer in the range of ``declared`` is used as an index."""
     inside = declared is not None and isinstance(label, int) and 0 <= label < len(declared)
     return declared[label] if inside else str(label)  # type: ignore[index]
 
@@ -253,8 +255,10 @@ def map_labels_to_class_ids(
 
     Args:
         labels: Distinct labels, sorted.
-        declared_names: Class names that the dataset declares, if any. Its labels are indices of these names.
-        model_classes: Classes of the model. None for an untrained head, which gets the classes of the data.
+        declared_names: Class names that the dataset declares. None if it does not declare them. Its labels
+            are indices of these names.
+        model_classes: Classes of the model. None if the head is untrained. It then gets the classes of the
+            data.
         is_multi_label: Whether a text may have any number of classes.
 
     Raises:

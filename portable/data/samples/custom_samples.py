@@ -57,7 +57,7 @@ class CustomSamples(Samples):
         return {key: np.stack([sample[key] for sample in samples]) for key in self._expected_layout}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the number of the sample in the object."""
+        """Return the index of the sample in the object."""
         return self._part.get_document_range(index)
 
     def _load_sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
@@ -109,7 +109,7 @@ def _get_shapes_and_dtypes(
 
 
 def _to_sample_array(value: Any) -> npt.NDArray[Any]:
-    """Convert integers and booleans to int64, and floats to float32."""
+    """Convert integers and booleans to int64, and floats to float32. Raises TypeError for other dtypes."""
     array = np.asarray(value)
     if array.dtype.kind in "iub":
         return array.astype(np.int64)
@@ -121,6 +121,6 @@ def _to_sample_array(value: Any) -> npt.NDArray[Any]:
 def _rebuild_samples(
     name: str, part: SampleRange, vocabulary: int, sources: Mapping[str, str]
 ) -> CustomSamples:
-    """Load the object again in a worker process, see :meth:`CustomSamples.__reduce__`."""
+    """Load the object again in a worker process. See :meth:`CustomSamples.__reduce__`."""
     plugins.install_notebook_modules(sources)
     return CustomSamples(name, plugins.load_plugin_value("data.source", name), part, vocabulary)

@@ -30,8 +30,9 @@ from portable.private import torch_internals
 _PRELOAD_MODULE = "portable.ranks.forkserver_preload"
 _PREFETCHED_BATCHES = 4  # prefetched micro-batches
 BatchIndices = list[EpochIndex]
-"""Epochs and indices of the samples of a batch. A row that repeats sample ``i`` without labels has the index
-``~i``.
+"""Epochs and indices of the samples of a batch.
+
+A filler row, a copy of sample ``i`` without labels, has the index ``~i``.
 """
 SequencePart = tuple[int, int]
 """Index of the part of each sequence that this rank computes, and the number of parts, for context
@@ -43,7 +44,8 @@ class RankMicroBatch(NamedTuple):
     """Samples of one micro-batch of a rank.
 
     Attributes:
-        positions: Positions of the samples in the run. Filler rows repeat the rank's last sample of the step.
+        positions: Positions of the samples in the run. Filler rows are copies of the rank's last sample of
+            the step.
         num_trained: Number of rows at the start that belong to the step. The other rows are filler without
             labels.
     """
@@ -142,7 +144,7 @@ class TrainLoader:
         return count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
 
     def _iter_positions(self) -> Iterator[RankMicroBatch]:
-        """Iterate over the positions of this rank's micro-batches, see :func:`iter_rank_positions`."""
+        """Iterate over the positions of this rank's micro-batches. See :func:`iter_rank_positions`."""
         return iter_rank_positions(
             position=self.position,
             global_batch_size=self.global_batch_size,
@@ -171,8 +173,8 @@ class EvalLoader:
 
     All ranks get the same number of batches.
 
-    Batch *b* of rank *r* of *W* starts at sample ``(b*W + r) * batch_size``. Rows after the last sample
-    repeat the first sample with all labels -100, or NaN for numeric labels.
+    Batch *b* of rank *r* of *W* starts at sample ``(b*W + r) * batch_size``. Rows after the last sample are
+    copies of the first sample with all labels -100, or NaN for numeric labels.
 
     Attributes:
         dataset: Samples to evaluate on.
@@ -181,7 +183,7 @@ class EvalLoader:
         world_size: Number of data-parallel ranks.
         sequence_part: Part of each sequence to return.
         pin_memory: Whether tensors are copied to pinned memory.
-        max_samples: Number of samples to stop after. None for all samples.
+        max_samples: Number of samples to stop after. All samples if None.
     """
 
     dataset: Samples
@@ -192,11 +194,11 @@ class EvalLoader:
     sequence_part: SequencePart = (0, 1)
     pin_memory: bool = False
     max_samples: int | None = None
-    """Number of samples to stop after. None for all."""
+    """Number of samples to stop after. All samples if None."""
 
     @property
     def _num_samples(self) -> int:
-        """Number of samples to evaluate on, on all ranks."""
+        """Number of samples to evaluate on over all ranks: all samples, or at most ``max_samples``."""
         return len(self.dataset) if self.max_samples is None else min(self.max_samples, len(self.dataset))
 
     def __len__(self) -> int:
@@ -280,7 +282,7 @@ class BatchIterator(Iterator[Batch]):
 
     Attributes:
         num_batches: Number of batches returned so far.
-        wait_seconds: Time in seconds for which the caller has waited for batches.
+        wait_seconds: Seconds that the caller has waited for batches.
         has_ended: Whether the last batch has been returned.
     """
 
@@ -372,7 +374,7 @@ def _iter_batches_or_raise(
             torch_internals.kill_data_workers(batches)
             raise worker_error from error
         except (EOFError, ConnectionError) as error:  # the worker died while it passed its shared memory
-            if str(error).startswith("Caught "):  # the exception comes from the worker's code
+            if str(error).startswith("Caught "):  # the worker's code raised the exception
                 raise
             torch_internals.kill_data_workers(batches)
             raise _build_worker_killed_error() from error
@@ -389,7 +391,7 @@ def build_worker_death_error(error: BaseException) -> RunError | None:
     torch raises it in a signal handler, so it can interrupt any code of the main thread.
 
     Returns:
-        None if ``error`` has another reason.
+        None if ``error`` was not caused by a dead worker.
     """
     is_worker_death = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
     return _build_worker_killed_error() if is_worker_death else None
@@ -428,7 +430,7 @@ class _SemaphoreNames:
         return self._queues[-1]
 
     def remove_leftovers(self) -> None:
-        """Remove the names whose creators are dead."""
+        """Delete the semaphores in ``/dev/shm`` whose creators are dead. Does nothing without a prefix."""
         if not self._prefix:
             return
         for path in Path("/dev/shm").glob(f"sem.{self._prefix}*"):

@@ -4,7 +4,7 @@ The module maps each position of a run to a source and to a position in that sou
 sources divides the positions. Each node divides its positions between its two halves in the ratio of their
 weights: of the first ``n`` positions, the left half gets ``n * left / total``, rounded to the nearest
 integer. Source and position in the source therefore follow from integers on the path to a leaf, without a
-table and without a loop over earlier positions. In any prefix of the run, the number of samples of a source
+table and without a loop over previous positions. In any prefix of the run, the number of samples of a source
 differs from its exact share by at most half of ``log2(sources)``, rounded up.
 
 The values are part of the checkpoint format, like the values of :mod:`portable.data.samples.order`.
@@ -66,7 +66,7 @@ class WeightedInterleaving:
         return middle, (2 * positions * left_weight + total) // (2 * total) if total else 0
 
     def __call__(self, position: int) -> SourceIndex:
-        """Return the source at ``position``, and the number of earlier positions with the same source."""
+        """Return the source at ``position``, and the number of previous positions with the same source."""
         first, last = 0, len(self)
         while last - first > 1:
             middle, before = self._split_at_middle_source(first, last, position)
@@ -113,7 +113,7 @@ class MixtureSchedule:
             self._before.append([a + b for a, b in zip(self._before[-1], counted, strict=True)])
 
     def __call__(self, position: int) -> SourceIndex:
-        """Return the source at ``position``, and the number of earlier positions with the same source."""
+        """Return the source at ``position``, and the number of previous positions with the same source."""
         phase = bisect_right(self._starts, position) - 1
         source, index = self._phases[phase](position - self._starts[phase])
         return SourceIndex(source, self._before[phase][source] + index)
@@ -141,11 +141,10 @@ class MixtureShare:
 class MixtureSamples(Samples):
     """Samples of several sources.
 
-    The indices of the first source's samples come first, then the indices of the second source's samples, and
-    so on.
+    Samples are numbered consecutively: all samples of the first source, then of the second source, and so on.
 
-    Each source has its own epochs, each in its own order. A source whose weight is larger than its number of
-    samples starts its next epoch earlier. Within an epoch, no sample of a source is repeated.
+    Each source has its own epochs, each in its own order. A source whose weight exceeds its share of the
+    samples starts its next epoch sooner. Within an epoch, each sample of a source occurs at most once.
 
     Args:
         sources: Samples of each source, keyed by name.
@@ -276,7 +275,7 @@ class MixtureSamples(Samples):
         return {name: value for part in self.source_samples for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the states of all sources, see :meth:`Samples.load_state_dict`."""
+        """Load the states of all sources. See :meth:`Samples.load_state_dict`."""
         for part in self.source_samples:
             part.load_state_dict(state)
 
@@ -299,7 +298,7 @@ class MixtureSamples(Samples):
         """Compute metrics of each source about the first ``position`` samples of a run.
 
         Returns:
-            Numbers of samples, epochs and trained tokens, with keys such as ``epoch/NAME``.
+            Numbers of samples, epochs and label tokens, with keys such as ``epoch/NAME``.
         """
         metrics: dict[str, float] = {}
         for name, part, taken in zip(

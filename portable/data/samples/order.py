@@ -28,7 +28,7 @@ class EpochIndex(NamedTuple):
     """Epoch and index of a sample.
 
     Attributes:
-        epoch: Number of the pass over the samples, from 0. It selects the random masks of the sample.
+        epoch: Epoch, counted from 0. It selects the random masks of the sample.
         sample_index: Index of the sample in its dataset.
     """
 
@@ -61,7 +61,7 @@ class Permutation:
     Attributes:
         n: Number of indices.
         seed: Seed of the order.
-        epoch: Number of the epoch. Each epoch has a different order.
+        epoch: Epoch, counted from 0. Each epoch has a different order.
     """
 
     n: int
@@ -82,7 +82,10 @@ class Permutation:
         return self.n
 
     def __call__(self, index: int) -> int:
-        """Map an index in ``range(n)`` to another index in ``range(n)``."""
+        """Map an index in ``range(n)`` to its index in the permutation.
+
+        Raises IndexError if it is out of range.
+        """
         if not 0 <= index < self.n:
             raise IndexError(f"index {index} is outside range({self.n})")
         half, mask = self._half, (1 << self._half) - 1
@@ -95,7 +98,10 @@ class Permutation:
                 return index
 
     def permute_array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Map an array of indices of any shape. Returns int64 of the same shape."""
+        """Map an array of indices of any shape. Returns int64 of the same shape.
+
+        Raises IndexError if an index is out of range.
+        """
         index_array = np.asarray(indices, dtype=np.int64)
         if index_array.size and not (index_array.min() >= 0 and index_array.max() < self.n):
             raise IndexError(f"an index is outside range({self.n})")
@@ -141,7 +147,7 @@ def derive_seed(name: str, seed: int) -> int:
 
 
 def compute_first_sample_of_rank(global_batch_size: int, rank: int, world_size: int) -> int:
-    """Compute the index in the global batch at which the samples of a rank begin.
+    """Compute the index of a rank's first sample in the global batch.
 
     Numbers of samples per rank differ by at most one.
     """
@@ -149,6 +155,6 @@ def compute_first_sample_of_rank(global_batch_size: int, rank: int, world_size: 
 
 
 def count_accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Count the micro-batches per step, which is the same number on all ranks."""
+    """Count the micro-batches per step. The number is the same on all ranks."""
     largest_share = -(-global_batch_size // world_size)
     return -(-largest_share // micro_batch_size)

@@ -215,7 +215,7 @@ def compute_packing_stats(
 def _get_plan_folder(
     tokens: TokenCache, part: SampleRange, seq_len: int, keep_last_input_if_room: bool
 ) -> Path:
-    """Return the folder of a plan, which may not exist yet."""
+    """Return the folder of a plan. It may not exist yet."""
     content = (
         f"{_PLAN_VERSION} {CACHE_FORMAT} {tokens.fingerprint} {seq_len} {part}"
         f"{' with_last' * keep_last_input_if_room}"
@@ -253,6 +253,9 @@ def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
     Args:
         lengths: Lengths of the items, from 1 to ``capacity``, int64 ``[items]``.
         capacity: Size of a bin.
+
+    Returns:
+        The item indices ordered by bin, and the number of items in each bin.
     """
     bin_of = np.empty(len(lengths), np.int64)  # bin of each item, from the longest to the shortest item
     # Ranges of bins, keyed by their remaining room.

@@ -48,8 +48,8 @@ class MaskedLMSamples(CacheSamples):
         suffix: Special tokens after a text.
         seed: Seed of the random masks.
         is_packed: Whether samples are blocks of the concatenated texts.
-        label_shift: Function that computes the decoder's inputs from the labels. None for a model without a
-            decoder.
+        label_shift: Function that computes the decoder's inputs from the labels. None if the model does not
+            have a decoder.
     """
 
     vocabulary: Vocabulary
@@ -74,7 +74,7 @@ class MaskedLMSamples(CacheSamples):
         return arrays
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the documents of a sample."""
+        """Return the indices of a sample's documents: several if samples are packed, otherwise one."""
         return self._find_block_documents(index) if self.is_packed else super().list_document_numbers(index)
 
     def _read_sample_tokens(self, number: int) -> npt.NDArray[np.int64]:
@@ -91,7 +91,7 @@ class MaskedLMSamples(CacheSamples):
 
         Args:
             epoch: Epoch of the sample.
-            number: Number of the document, or of the block if samples are packed.
+            number: Index of the document, or of the block if samples are packed.
         """
         tokens = self._read_sample_tokens(number)
         key = np.array([self.seed & _U64, epoch], dtype=np.uint64)
@@ -235,7 +235,10 @@ class ClassificationSamples(CacheSamples):
         return [np.array(part, dtype=np.int64) for part in parts]
 
     def _build_labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
-        """Build the labels of documents, see the class for their shape and type."""
+        """Build the labels of documents: class ids, multi-hot vectors, or numbers.
+
+        See the class for shapes and dtypes.
+        """
         cache = self.token_cache
         if cache.label_values is not None:
             values: npt.NDArray[np.float32] = cache.label_values[numbers].astype(np.float32)
@@ -262,7 +265,8 @@ class PairLengths(NamedTuple):
 def truncate_longer_text_first(first_length: int, second_length: int, max_total: int) -> PairLengths:
     """Shorten two lengths to a total of ``max_total``, the longer one first.
 
-    The result equals the strategy ``longest_first`` of the tokenizers library.
+    Returns the lengths unchanged if they fit. The result equals the strategy ``longest_first`` of the
+    tokenizers library.
     """
     if first_length + second_length <= max_total:
         return PairLengths(first_length, second_length)

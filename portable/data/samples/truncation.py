@@ -35,7 +35,8 @@ class TruncationStats:
         cut: Number of documents that lose tokens but remain.
         cut_tokens: Number of tokens that these documents lose.
         too_long: Number of documents that are excluded because they are too long, with ``drop``.
-        unanswered: Number of documents that are excluded because none of their remaining tokens is trained.
+        unanswered: Number of documents that are excluded because none of their remaining tokens contributes
+            to the loss.
         left_out: Numbers of all excluded documents, sorted, int64.
     """
 
@@ -79,7 +80,10 @@ def merge_truncation_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
 
 
 def get_kept_slice(mode: Truncation, max_tokens: int) -> slice:
-    """Return the slice of a document's tokens that remains after truncation."""
+    """Return the slice of a document's tokens that remains after truncation.
+
+    ``start`` keeps the last tokens.
+    """
     return slice(-max_tokens, None) if mode == "start" else slice(max_tokens)
 
 
@@ -93,7 +97,7 @@ def compute_truncation_stats(
         mode: Value of ``data.truncation``.
         seq_len: Number of inputs per sample.
         keep_last_input: Whether the inputs include the last token of a document. Otherwise, a document can
-            have one more token, which is only a label.
+            have one more token. It is only a label.
 
     Raises:
         UserError: If a document is too long with ``error``, or no document remains.
@@ -214,7 +218,7 @@ class KeptOrder:
         return f"KeptOrder({len(self)}, {self._digest})"
 
     def __call__(self, index: int) -> int:
-        """Return the number of the document at ``index`` of the order."""
+        """Return the index of the document at position ``index`` of the order."""
         position = index if self._order is None else self._order(index)
         return position + int(np.searchsorted(self._shifted, position, side="right"))
 

@@ -1,1 +1,1 @@
-"""Sources: files, hub datasets, user-defined records and tokens of other programs, as documents or tokens."""
+"""Sources of documents or tokens: files, hub datasets, user-defined records and pretokenized files."""

@@ -26,7 +26,10 @@ larger.
 
 
 def get_file_format(path: AnyPath | str) -> str:
-    """Return the suffix that determines how a file is read, in lower case: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the suffix that determines how a file is read, in lower case: ``.jsonl`` for ``a.jsonl.gz``.
+
+    A compression suffix is returned unchanged if the suffix before it is not a known format.
+    """
     name = PurePosixPath(path if isinstance(path, str) else path.name)
     suffix = name.suffix.lower()
     if suffix in COMPRESSION_SUFFIXES and (inner := PurePosixPath(name.stem).suffix.lower()) in _TEXT_FORMATS:

@@ -61,15 +61,16 @@ _TOOL_ROLES = ("tool", *RARE_ROLES)
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message with the reasoning before an answer. All have the same meaning."""
 _TRAINING_KEY_PATTERN = re.compile(r"train|loss|mask|weight", re.IGNORECASE)
-"""Pattern of message keys that may select trained tokens. Such a key is either one of ``WEIGHT_KEYS`` or an
-error.
+"""Pattern of message keys that may select the tokens that contribute to the loss.
+
+Such a key is either one of ``WEIGHT_KEYS`` or an error.
 """
 _OPTIONAL_KEYS = {"tool_calls", "function_call", *_REASONING_KEYS, "name", "tool_call_id"}
 """Keys that clients write into every message. Without a value they mean the same as a missing key."""
 _SYSTEM_FIELDS = ("system", "system_prompt")
 """Fields of a record with a system prompt, in all formats of conversations."""
 _MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
-"""Fields of a record with media, which are not supported."""
+"""Fields of a record with media. They are not supported."""
 _QUESTION_FIELDS = (
     "question",
     "query",
@@ -100,7 +101,7 @@ _FIELDS_OF_PAIR = 3
 
 @dataclass(frozen=True)
 class PlainCompletion:
-    """Prompt and completion as plain strings, which are concatenated without a template."""
+    """Prompt and completion as plain strings. They are concatenated without a template."""
 
     num_prompt_messages: str
     completion: str
@@ -203,7 +204,7 @@ def _is_list_of_strings(value: Any) -> bool:
 
 
 def _parse_turns(value: Any) -> list[Any]:
-    """Return the turns in a value, which may be JSON. Empty if the value is not a list of turns."""
+    """Return the turns in a value. The value may be JSON. Empty if the value is not a list of turns."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -234,7 +235,7 @@ def parse_documents(
     roles: frozenset[str],
     columns: tuple[float, ...],
 ) -> list[Document]:
-    """Convert a record of a format other than text to documents.
+    """Convert a record of conversations, completions or preferences to documents.
 
     Args:
         row: Values of the record, keyed by field.
@@ -260,7 +261,7 @@ def parse_documents(
 def _build_document(
     conversation: Conversation | PlainCompletion, location: str, columns: tuple[float, ...]
 ) -> Document:
-    """Build the document of a conversation or a completion."""
+    """Build the document of a conversation or a completion. Raises UserError if a completion is empty."""
     if isinstance(conversation, PlainCompletion):
         if not conversation.completion:
             raise _build_record_error(location, "completion is empty; remove the record")
@@ -278,7 +279,7 @@ def parse_conversation(
     location: str,
     roles: frozenset[str] = DEFAULT_TRAINED_ROLES,
 ) -> Conversation | PlainCompletion:
-    """Convert a record of a format other than text to a conversation.
+    """Convert a record of conversations or completions to a conversation.
 
     Args:
         row: Values of the record, keyed by field.
@@ -313,7 +314,7 @@ def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
 
 
 def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversation:
-    """Parse a record with ``conversations`` in ShareGPT's format."""
+    """Parse a record with ``conversations`` in ShareGPT's format. Raises UserError if a turn is invalid."""
     messages: list[Message] = []
     for index, turn in enumerate(_parse_list_field(row, "conversations", "sharegpt", location)):
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
@@ -337,7 +338,14 @@ def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversatio
 
 
 def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Conversation | PlainCompletion:
-    """Parse a record with ``prompt`` and ``completion``, both strings or both lists of messages."""
+    """Parse a record with ``prompt`` and ``completion``, both strings or both lists of messages.
+
+    Returns:
+        A PlainCompletion for strings, otherwise a Conversation.
+
+    Raises:
+        UserError: If a field is missing or invalid, or if ``label`` marks the completion as a bad example.
+    """
     for key in ("prompt", "completion"):
         if key not in row:
             raise _build_missing_field_error("prompt_completion", location, key, row)
@@ -374,7 +382,7 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
 def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversation | PlainCompletion, ...]:
     """Convert a preference record to the chosen and the rejected conversation, both with the prompt.
 
-    If the record has no prompt, the messages with which both conversations begin are the prompt.
+    If the record does not have a prompt, the common first messages of both conversations are the prompt.
 
     Returns:
         The chosen and the rejected conversation.
@@ -391,7 +399,8 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
             raise _build_format_error("preference", location, f"{key} is {describe_type(answer)}")
     are_conversations = isinstance(chosen, list | tuple) and isinstance(rejected, list | tuple)
     if are_conversations and (not prompt or isinstance(prompt, str)):
-        # Both are complete conversations. A string as prompt repeats their first question.
+        # Both are complete conversations. Ignore the prompt, because a string prompt duplicates their first
+        # question.
         chosen_messages, rejected_messages = list(chosen or ()), list(rejected or ())
         most = min(len(chosen_messages), len(rejected_messages)) - 1
         prompt_length = next(
@@ -416,9 +425,9 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
 
 
 def _parse_alpaca_record(row: Mapping[str, Any], location: str) -> Conversation:
-    """Parse a record with ``instruction``, ``input`` and ``output``.
+    """Parse a record with ``instruction``, ``input`` and ``output``. ``input`` may be missing or None.
 
-    An optional ``history`` contains earlier turns.
+    An optional ``history`` contains previous turns as pairs. Raises UserError if a field is invalid.
     """
     texts: dict[str, str] = {}
     for key in ("instruction", "input", "output"):
@@ -485,14 +494,15 @@ def _build_conversation(
 
 
 def _is_unread_training_key(key: Any) -> bool:
-    """Return whether a key of a message seems to select trained tokens but is not supported."""
+    """Return whether an unsupported message key seems to select the tokens of the loss mask."""
     return key not in WEIGHT_KEYS and _TRAINING_KEY_PATTERN.search(str(key)) is not None
 
 
 def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], location: str) -> str | None:
     """Return the system prompt in a separate field.
 
-    Returns None if there is none, or the messages start with it.
+    Returns None if there is no such field, or if the messages already begin with a system message. Raises
+    UserError if system prompts contradict each other.
     """
     prompts = {key: row[key] for key in _SYSTEM_FIELDS if not is_empty(row.get(key))}
     for key, value in prompts.items():
@@ -510,9 +520,9 @@ def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], loc
 
 
 def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
-    """Return the JSON schemas in ``tools``, or in ``functions``, which is OpenAI's former name.
+    """Return the JSON schemas in ``tools`` or in ``functions``, OpenAI's former name. None if there are none.
 
-    None if there are none.
+    Raises UserError if the value is invalid, or if both fields differ.
     """
     tools: dict[str, list[Any]] = {}
     for key in ("tools", "functions"):
@@ -626,7 +636,7 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
 
 
 def _extract_part_text(part: Any, location: str, index: int) -> str:
-    """Return the text of one part of a message's content."""
+    """Return the text of one part of a message's content. Raises UserError for images and other parts."""
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else describe_type(part)
@@ -639,7 +649,10 @@ def _extract_part_text(part: Any, location: str, index: int) -> str:
 
 
 def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[str, Any]]:
-    """Convert tool calls to objects whose arguments are objects, as templates expect."""
+    """Convert tool calls to objects whose arguments are objects, as templates expect.
+
+    Strings are parsed as JSON. Raises UserError if a call does not have a function name.
+    """
     calls = _parse_json(value, f"message {index + 1}: its tool call", location)
     calls = calls if isinstance(calls, list | tuple) else [calls]
     converted: list[dict[str, Any]] = []
@@ -657,7 +670,12 @@ def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[st
 
 
 def _parse_json(value: Any, name: str, location: str) -> Any:
-    """Parse a value that may be a string of JSON. Other values are returned unchanged."""
+    """Parse a value that may be a string of JSON. A blank string becomes None.
+
+    Other types are returned unchanged.
+
+    Raises UserError if the string is not JSON.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -667,7 +685,10 @@ def _parse_json(value: Any, name: str, location: str) -> Any:
 
 
 def _parse_list_field(row: Mapping[str, Any], key: str, kind: RecordFormat, location: str) -> Sequence[Any]:
-    """Return a field that must be a list, or the JSON of a list."""
+    """Return a field that must be a list, or the JSON of a list.
+
+    Raises UserError if it is missing or invalid.
+    """
     value = row.get(key)
     if _is_list_or_json_list(value):
         value = _parse_json(value, key, location)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 NOTE_AFTER_SECONDS = 20.0
-"""Time in seconds after which a note shows the number of records read so far."""
+"""Seconds until a note shows the number of records read so far."""
 
 
 class CustomRecords(DataSource):
@@ -35,10 +35,13 @@ class CustomRecords(DataSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> CustomRecords | None:
-        """Return the records if a name is the name of Python code, such as ``my_module:records``.
+        """Return the records if a name is an import path, such as ``my_module:records``.
 
         Returns:
-            None if no name is.
+            None if no name is an import path.
+
+        Raises:
+            UserError: If there are further names, or if ``data.config_name`` is set.
         """
         code_name = next(filter(plugins.is_plugin_name, names), None)
         if code_name is None:
@@ -124,7 +127,10 @@ class CustomRecords(DataSource):
                 yield LocatedRow(location, row)
 
     def _compute_records_digest(self) -> str:
-        """Compute a digest of all records."""
+        """Compute a digest of all records. Reads them all.
+
+        Raises UserError if a record cannot be converted to JSON.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for location, row in self.iter_rows():
             try:

@@ -1,4 +1,4 @@
-"""Uses of the ``datasets`` library, which is imported only when it is needed."""
+"""Uses of the ``datasets`` library. It is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def import_datasets(purpose: str) -> Any:
 
 
 def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
-    """Stream the rows of a .csv file without caching it.
+    """Stream the rows of a .csv file without caching it. Yields nothing for an empty file.
 
     All cells are strings, because a text may look like a number or a missing value, and a class may be called
     NA. Cells of labels and of ``data.columns`` are :class:`CsvCell`.
@@ -51,7 +51,11 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
     Args:
         path: Path of the local file.
         name: Name of the file, used in locations.
-        fields: Names of the columns to read.
+        fields: Names of the columns to read. If bad records are skipped, lines that cannot be parsed are
+            skipped too.
+
+    Raises:
+        UserError: If the file cannot be read or is not comma-separated.
     """
     datasets = import_datasets(f"reading {name}")
     datasets.logging.set_verbosity(logging.CRITICAL)  # errors that it logs are also raised
@@ -122,7 +126,7 @@ def build_dataset_load_error(names: Iterable[str | None], error: BaseException) 
     """Build the error for a hub dataset that cannot be loaded.
 
     Args:
-        names: Name, configuration and split of the dataset. None and empty values are left out.
+        names: Name, configuration and split of the dataset. None and empty values are ignored.
         error: Exception of the ``datasets`` library.
     """
     parts = ", ".join(str(part) for part in names if part)

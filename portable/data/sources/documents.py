@@ -26,7 +26,7 @@ WEIGHT_KEYS = ("weight", "train", "training", "loss")
 RecordFormat = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
 """Formats of records, which are values of ``data.format``."""
 DEFAULT_TRAINED_ROLES = frozenset({"assistant"})
-"""Roles whose messages are trained, unless ``data.roles_to_train`` names others."""
+"""Roles whose messages contribute to the loss, unless ``data.roles_to_train`` names others."""
 Label = int | float | str | tuple[int | float | str, ...]
 """Label of a text: a class, several classes, a number or several numbers."""
 PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
@@ -56,11 +56,11 @@ class Conversation:
 
     @property
     def trained_message_indices(self) -> list[int]:
-        """Indices of the messages that are trained, see ``trained_roles``."""
+        """Indices of the messages that contribute to the loss. See ``trained_roles``."""
         return [index for index, message in enumerate(self.messages) if self._is_trained(message)]
 
     def _is_trained(self, message: Message) -> bool:
-        """Return whether a message is trained, because of its role or its own keys."""
+        """Return whether a message contributes to the loss, according to its own keys or else its role."""
         is_selected = message["role"] in self.trained_roles or bool(
             message.get("train") or message.get("training")
         )
@@ -68,7 +68,7 @@ class Conversation:
 
     @property
     def trained_roles_text(self) -> str:
-        """Roles whose messages are trained, used in error messages."""
+        """Roles whose messages contribute to the loss, as a string for error messages."""
         return (
             "the assistant"
             if self.trained_roles == DEFAULT_TRAINED_ROLES

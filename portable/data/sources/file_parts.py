@@ -38,7 +38,7 @@ class FileRangeSource(DataSource):
 
     Args:
         path: Path or URL of the file.
-        stored_object: Size and version of a remote file. None for a local file.
+        stored_object: Size and version of a remote file. None if the file is local.
         start: First byte of the range.
         stop: End of the range, exclusive.
         settings: Settings of the source.

@@ -46,7 +46,7 @@ class RecordFiles(DataSource):
 
     Args:
         name: Name of the source in error messages.
-        files: Size and version of each file in an object store. None for a local file.
+        files: Size and version of each file in an object store. None if the file is local.
         settings: Settings of the source.
     """
 
@@ -62,10 +62,14 @@ class RecordFiles(DataSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> RecordFiles | None:
-        """Return the files if all names are URLs, or local files, folders or patterns.
+        """Return the files if all names are URLs, or if all are local files, folders or patterns.
 
         Returns:
-            None if a single name has another form, such as a hub dataset.
+            None if a single name is neither, such as a hub dataset.
+
+        Raises:
+            UserError: If URLs and local files are mixed, or if a setting applies only to hub datasets.
+            MissingDataError: If one of several names does not exist.
         """
         files_by_path: dict[AnyPath, ListedFile | None] = {}
         if any(map(is_url, names)):
@@ -114,9 +118,10 @@ class RecordFiles(DataSource):
         return digest.hexdigest()
 
     def _has_changed(self, old_digest: str) -> bool:
-        """See :meth:`DataSource._has_changed`.
+        """Return whether the files have changed. See :meth:`DataSource._has_changed`.
 
-        Copies have a version and a digest, and no other program writes to them.
+        Always False for downloaded copies, because they have a version and a digest, and no other program
+        writes to them.
         """
         return not self.downloads_to_read and super()._has_changed(old_digest)
 
@@ -141,7 +146,7 @@ class RecordFiles(DataSource):
     def size_bytes(self) -> int | None:
         """Size of the text in bytes.
 
-        None for formats whose files have another size than their text, and with ``data.max_samples``.
+        None if the file size differs from the text size in this format, or if ``data.max_samples`` is set.
         """
         unknown = self.settings.data.max_samples is not None or any(
             map(_has_unknown_text_length, self._files)
@@ -200,7 +205,7 @@ class RecordFiles(DataSource):
         self._verified_copies.clear()
 
     def _get_copy_folder(self, path: AnyPath) -> Path:
-        """Return the folder for the copy of a remote file, whose name depends on URL and version."""
+        """Return the folder for the copy of a remote file. The folder name depends on the URL and version."""
         return (
             self.settings.cache_folder
             / "downloads"

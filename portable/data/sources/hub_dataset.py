@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HubDataset(DataSource):
-    """Dataset of the Hugging Face hub, which the ``datasets`` library downloads into its own cache."""
+    """Dataset of the Hugging Face hub. The ``datasets`` library downloads it into its own cache."""
 
     downloads_to_open = True
     downloads_to_read = True
@@ -47,7 +47,7 @@ class HubDataset(DataSource):
                 except Exception as error:
                     raise build_dataset_load_error(dataset_key, error) from error
 
-            # The other ranks read a pickle of the dataset, which contains the paths of its files. They do not
+            # The other ranks read a pickle of the dataset. It contains the paths of its files. They do not
             # load it offline, because the library would then choose among cached revisions.
             self._datasets_by_key[dataset_key] = compute_once_per_node(f"dataset {dataset_key}", load)
         return self._datasets_by_key[dataset_key]
@@ -61,7 +61,10 @@ class HubDataset(DataSource):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Class names of the label column's ``ClassLabel`` feature. None if the column has another type."""
+        """Class names of the label column's ``ClassLabel`` feature.
+
+        None if the column is not a ``ClassLabel``.
+        """
         features = getattr(self._load_dataset(), "features", None) or {}
         feature = features.get(self.fields.label)
         for part in () if feature is not None else (self.fields.label or "").split("."):

@@ -47,7 +47,7 @@ def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict
 
     Args:
         name: Name of the dataset on the hub.
-        config_name: Configuration of the dataset. None for the default.
+        config_name: Configuration of the dataset. None means the default.
         split: Name of the split.
 
     Returns:
@@ -69,7 +69,12 @@ def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict
 
 
 def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str, dict[str, int]]:
-    """Return the sizes of the files of a split in bytes, keyed by repository and path."""
+    """Return the sizes of the files of a split in bytes, keyed by repository and path.
+
+    Raises:
+        UserError: If the dataset cannot be loaded, does not have the split, or has files that cannot be
+            streamed.
+    """
     check_hub_card(name)
     with convert_storage_errors("data.source"):
         files_by_repository: dict[str, list[str]] = {}
@@ -89,7 +94,10 @@ def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str,
 
 
 def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
-    """Fetch the sizes of files of a repository on the hub, in bytes."""
+    """Fetch the sizes of files of a repository on the hub, in bytes.
+
+    Raises UserError if a file is missing.
+    """
     from huggingface_hub import HfApi
 
     name, _, revision = repository.removeprefix("datasets/").partition("@")
@@ -219,7 +227,10 @@ def _has_split_names(folder: Path) -> bool:
 
 
 def _list_split_files(name: str, config_name: str | None, split: str) -> list[str]:
-    """List the paths or URLs of the files of a split with the ``datasets`` library."""
+    """List the paths or URLs of the files of a split with the ``datasets`` library.
+
+    Raises UserError if the dataset cannot be loaded or does not have the split.
+    """
     datasets = import_datasets(f"the dataset {name!r}")
     try:
         files = datasets.load_dataset_builder(name, config_name).config.data_files or {}

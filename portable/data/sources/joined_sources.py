@@ -1,4 +1,4 @@
-"""Sources of a mixture as one source, from which a tokenizer is trained."""
+"""Sources of a mixture as one source, to train a tokenizer."""
 
 from __future__ import annotations
 

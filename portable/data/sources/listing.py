@@ -65,7 +65,14 @@ def list_local_files(name: str) -> list[Path] | None:
 
 
 def _match_local_files(name: str) -> list[Path] | None:
-    """List files like :func:`list_local_files`, but with the operating system's errors for invalid names."""
+    """List files like :func:`list_local_files`, but with the operating system's errors for invalid names.
+
+    Returns None if the name may be a hub dataset.
+
+    Raises:
+        MissingDataError: If a path does not exist or a pattern does not match.
+        UserError: If a folder has no supported files, or if a file cannot be read.
+    """
     path = Path(name)
     if path.is_dir():
         files = sorted(

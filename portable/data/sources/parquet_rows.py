@@ -82,7 +82,7 @@ def iter_parquet_rows(file: Any, groups: Iterable[int], name: object, fields: Fi
 
 
 def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
-    """Select the columns to read. Returns None for all columns."""
+    """Select the columns to read. Returns None if all columns are needed."""
     if fields.format != "text" or fields.renamed:
         return None
     wanted = [fields.text, fields.target, fields.label, fields.pair, *fields.columns]
@@ -93,7 +93,7 @@ def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
 def _iter_batch_rows(
     batch: Any, num_rows_before: int, name: object, fields: Fields
 ) -> Iterator[dict[str, Any] | None]:
-    """Yield the rows of a batch. Yields None for a row that cannot be converted and is skipped."""
+    """Yield the rows of a batch. Yields None in place of a row that cannot be converted and is skipped."""
     try:
         values = batch.to_pylist()
     except (ValueError, OverflowError):

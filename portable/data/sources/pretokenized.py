@@ -125,7 +125,10 @@ class PretokenizedSource(TokenSource):
         """Return the source if ``portable-data`` has written the folder or URL.
 
         Returns:
-            None if there is no ``tokens.json``.
+            None if no name has a ``tokens.json``.
+
+        Raises:
+            UserError: If ``data.stream`` is not set.
         """
         for name in names:
             if (place := find_folder_with_file(name, INDEX_FILE)) is not None:
@@ -207,13 +210,16 @@ class PretokenizedShard(TokenSource):
         """Do nothing, because the index was read before."""
 
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """Yield nothing. The token cache is used directly, see :meth:`find_pretokenized_folder`."""
+        """Yield nothing. The token cache is used directly. See :meth:`find_pretokenized_folder`."""
         return iter(())
 
     def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path:
-        """Return the folder of the shard, or a local copy of it.
+        """Return the folder of the shard. A shard in an object store is copied to the cache first.
 
         See :meth:`DataSource.find_pretokenized_folder`.
+
+        Raises:
+            UserError: If the shard was tokenized with different settings, is empty, or is missing.
         """
         if job_digest != self.job_digest:
             raise UserError(

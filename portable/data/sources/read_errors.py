@@ -24,9 +24,9 @@ def build_unreadable_error(name: object, error: OSError) -> UserError:
 def convert_read_errors(name: object) -> Iterator[None]:
     """Convert errors that occur while reading the file ``name`` to UserError.
 
-    Parsers raise exceptions of many classes for damaged data, some of which are not documented. Every reader
-    therefore runs in this context, see :meth:`portable.data.sources.source.DataSource.iter_rows`. Exceptions
-    that only a bug can raise are not converted, so that they keep their traceback.
+    Parsers raise many exception types for damaged data, and not all are documented. Every reader therefore
+    runs in this context. See :meth:`portable.data.sources.source.DataSource.iter_rows`. Exceptions that only
+    a bug can raise are not converted, so that they keep their traceback.
     """
     with convert_storage_errors("data.source"):
         try:

@@ -100,7 +100,9 @@ class BadRecords:
         return len(self._seen)
 
     def skip_record(self, error: UserError) -> None:
-        """Count a bad record and print its error. A record that was counted before is ignored.
+        """Count a bad record, and print its error if fewer than :data:`_MAX_PRINTED` were printed.
+
+        A record that was counted before is ignored.
 
         Args:
             error: Error that names the record.
@@ -132,14 +134,14 @@ class BlankRecords:
     num_skipped: int = 0
 
     def describe_skipped(self, name: str, fields: Fields) -> list[str]:
-        """Describe the records that a pass over the source has skipped.
+        """Describe the blank records that a pass over the source has skipped.
 
         Args:
             name: Name of the source.
             fields: Names of the columns to read.
 
         Returns:
-            At most one line.
+            A list with one line. Empty if no record was skipped.
         """
         if not self.num_skipped:
             return []
@@ -152,7 +154,7 @@ class CollectedErrors(BadRecords):
     """Collection of the errors of a source's bad records, so that one message can list them.
 
     Args:
-        seconds: Time after which collecting stops.
+        seconds: Time limit for collecting.
     """
 
     def __init__(self, seconds: float = 20.0) -> None:
@@ -218,7 +220,7 @@ def _describe_error_kind(line: str) -> str:
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the columns to read, and how to read them. None for columns that the task does not use.
+    """Names of the columns to read, and how to read them. None if the task does not use the column.
 
     Its ``repr`` is part of cache keys, so a new name or field would invalidate all token caches.
     """
@@ -333,7 +335,7 @@ def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapp
 def _parse_text_field(
     row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False
 ) -> str:
-    """Read a field that must be a string."""
+    """Read a field that must be a string. Lone surrogates are replaced. Raises UserError for other types."""
     value = _get_required_field(row, key, name, location, pairs=pairs)
     if not isinstance(value, str):
         raise UserError(
@@ -348,7 +350,11 @@ def _parse_text_field(
 
 
 def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> float:
-    """Read a field of ``data.columns``, which must be a finite number."""
+    """Read a field of ``data.columns``. CSV cells are parsed, and booleans become 0 or 1.
+
+    Raises:
+        UserError: If the value is not a finite number.
+    """
     value = _get_required_field(row, "columns", name, location)
     if isinstance(value, CsvCell):
         value = float(value) if _NUMBER.fullmatch(value.strip()) else value.strip() or None
@@ -360,7 +366,10 @@ def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> flo
 
 
 def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Label:
-    """Read the label of a record."""
+    """Read the label of a record: a class, a number, or a tuple for a list.
+
+    Booleans in a list become floats. Floats with whole values become ints.
+    """
     value = _get_required_field(row, "label_field", name, location)
     if isinstance(value, list | tuple):
         # A list of booleans marks the classes of a text, so its items are numbers and not classes.
@@ -433,7 +442,7 @@ def refuse_columns(fields: Fields, subject: str) -> None:
         subject: Description of the source, used in the error message.
 
     Raises:
-        UserError: If the settings name a format other than text or a column.
+        UserError: If the settings name a column, or a format that is not text.
     """
     if fields.format not in (None, "text"):
         raise UserError(

@@ -96,7 +96,7 @@ def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Doc
 
 
 def iter_file_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
-    """Yield the rows of a file in a format other than .txt, with their locations.
+    """Yield the rows of a .jsonl, .json, .parquet or .csv file, with their locations.
 
     Args:
         path: Path of the local file.
@@ -175,6 +175,10 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
     """Yield the objects of a JSON list, or of a file with one object after the other.
 
     The file is read in blocks, so that it does not need to fit into memory.
+
+    Raises:
+        UserError: If the file is not valid JSON, or if an item is not an object and bad records are not
+            skipped.
     """
     decode = json.JSONDecoder().raw_decode
     with (

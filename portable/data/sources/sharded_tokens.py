@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _TOKEN_COLUMNS = ("tokens", "input_ids")
 _RECORD_COLUMNS = ("messages", "conversations", "completion", "output", "chosen")
-"""Columns that show that records have a format other than text."""
+"""Columns of records whose format is not text."""
 _LITDATA_DTYPES = {
     11: "u1",
     12: "i1",
@@ -82,11 +82,11 @@ class ShardLayout(TypedDict, total=False):
     before: int
     """Not read. Kept for the ``repr`` of shards of litdata."""
     compression: str | None
-    """Compression of the file, such as ``zstd:7``. None for an uncompressed file."""
+    """Compression of the file, such as ``zstd:7``. None if the file is not compressed."""
     shaped: bool
     """Whether the index gives the shape of the arrays. Otherwise each array starts with its shape."""
     sizes: list[int | None]
-    """Size of each column in bytes. None for a column whose values have different sizes."""
+    """Size of each column in bytes. None if the values of the column have different sizes."""
     column: int
     """Index of the column of tokens."""
     hashes: dict[str, str]
@@ -158,7 +158,10 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
 
 
 def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
-    """Parse the layout of a shard of Mosaic Streaming."""
+    """Parse the layout of a Mosaic Streaming shard.
+
+    Raises UserError if it does not have a column of tokens, or if its encoding is not supported.
+    """
     names: list[str] = shard["column_names"]
     column = next((candidate for candidate in _TOKEN_COLUMNS if candidate in names), None)
     if shard["format"] != "mds" or column is None:
@@ -283,7 +286,7 @@ class ShardedTokens(TokenSource):
 
     @contextmanager
     def _convert_read_errors(self, piece: ShardLayout) -> Iterator[None]:
-        """Convert all errors of a shard within this context to UserError."""
+        """Convert all errors of a shard within this context to UserErrors that name the shard's file."""
         try:
             yield
         except UserError:
@@ -296,7 +299,14 @@ class ShardedTokens(TokenSource):
 
 
 def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[Any]]:
-    """Parse the tokens of each sample of a shard."""
+    """Parse the tokens of each sample of a shard.
+
+    Returns:
+        One array per sample. The arrays share the memory of ``data``.
+
+    Raises:
+        ValueError: If the offsets or sizes are inconsistent.
+    """
     count = int(np.frombuffer(data, "<u4", 1)[0])
     offsets = np.frombuffer(data, "<u4", count + 1, offset=4).astype(np.int64)
     if (np.diff(offsets) < 0).any() or offsets[-1] > len(data):
@@ -392,6 +402,9 @@ class SavedDataset(HubDataset):
 
         Returns:
             None if the names are not a saved dataset.
+
+        Raises:
+            UserError: If the metadata of the dataset cannot be read.
         """
         if len(names) > 1 or (folder := find_saved_dataset_folder(names[0], settings.split)) is None:
             return None
@@ -444,7 +457,11 @@ class SavedTokenDataset(TokenSource):
     def _open_token_column(self) -> tuple[Any, str]:
         """Open the column of tokens.
 
-        Returns the dataset with only this column, and the name of the column.
+        Returns:
+            The dataset with only this column, and the name of the column.
+
+        Raises:
+            UserError: If there is no such column.
         """
         dataset = _load_saved_dataset(self.name)
         column = next(

@@ -58,7 +58,7 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
 )
 """Tasks of a model, which are the values of ``model.task``."""
 PREFERENCE, CUSTOM_SAMPLES = "preference", "samples"
-"""Values of ``data.format`` for preference pairs and for samples of user-defined code."""
+"""Values of ``data.format`` for preference pairs and for samples provided by user-defined code."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,10 @@ class SourceSettings:
             raise kind(self._replace_config_key(str(error))) from error
 
     def _replace_config_key(self, message: str) -> str:
-        """Replace the settings of ``data`` in a message by the settings of this source."""
+        """Replace ``data.`` in a message by the key of this source.
+
+        Adds the key in front if nothing was replaced.
+        """
         settings = "|".join(SourceConfig.model_fields)
         message = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.config_key}.", message)
         return message if self.config_key in message else f"{self.config_key}: {message}"
@@ -210,7 +213,7 @@ class DataSource(ABC):
             settings: Settings of the source.
 
         Returns:
-            None if the names have another kind.
+            None if a different source class should open the names.
 
         Raises:
             UserError: If the names have this kind, but the source cannot be used.
@@ -385,7 +388,7 @@ class DataSource(ABC):
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the source's files in bytes, which determines the size of a stream's shards."""
+        """Size of the source's files in bytes. It determines the size of a stream's shards."""
         return 0
 
     @property
@@ -442,7 +445,7 @@ class DataSource(ABC):
         return None
 
     def find_tokenizer_folder(self) -> Path | None:
-        """Return the folder of the tokenizer with which the source was tokenized.
+        """Return the folder of the tokenizer that was used to tokenize the source.
 
         Returns:
             None if the source is not tokenized, or its tokenizer is not stored with the tokens.
@@ -471,7 +474,7 @@ class TokenSource(DataSource):
     must_stream_alone = True
 
     def iter_documents(self) -> Iterator[Document]:
-        """Raise UserError, because the source has no text from which a tokenizer could be trained."""
+        """Raise UserError, because a tokenizer cannot be trained without text."""
         raise UserError(
             f"data.tokenizer: {self.name} contains tokens, not text; set data.tokenizer to the tokenizer "
             "that made them"

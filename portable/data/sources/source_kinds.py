@@ -77,7 +77,7 @@ def _open_named_source(names: Sequence[str], settings: SourceSettings) -> DataSo
 
 
 def list_source_classes() -> tuple[type[DataSource], ...]:
-    """List the kinds of sources with a name, in the order in which they are tried."""
+    """List the source classes for named sources, in the order that they are tried."""
     from portable.data.sources.custom_records import CustomRecords
     from portable.data.sources.files import RecordFiles
     from portable.data.sources.hub_dataset import HubDataset
@@ -250,7 +250,10 @@ def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) ->
 
 
 def _detect_source_format(settings: SourceSettings, *, downloads: bool) -> str:
-    """Detect the format of one source."""
+    """Detect the format of one source.
+
+    Returns ``auto`` if the source would have to be downloaded and ``downloads`` is False.
+    """
     data = settings.data
     if settings.fields.format is not None or data.source is None:
         return "text" if data.source is None else str(settings.fields.format)
@@ -299,11 +302,19 @@ class StandardLibrarySource(DataSource):
 
     @property
     def size_bytes(self) -> int | None:
-        """Size of all documents in bytes. Reads them on the first access."""
+        """Size of all documents in bytes. Reads them on the first access.
+
+        None if the source does not have a digest.
+        """
         return self._size_bytes if self.cache_key else None
 
     def iter_documents(self) -> Iterator[Document]:
-        """Yield the files up to a total of about 10 MB. Files that are not UTF-8 are skipped."""
+        """Yield the files up to a total of about 10 MB.
+
+        Files that are not UTF-8, and blank files, are skipped.
+
+        Raises UserError if no file could be read.
+        """
         count = total = 0
         for path in self._list_files():
             try:

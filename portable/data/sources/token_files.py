@@ -1,4 +1,4 @@
-"""Token files of other programs: nanoGPT, llm.c, and .bin files with an .idx file of Megatron-LM.
+"""Token files written by other programs: nanoGPT, llm.c, and Megatron-LM's .bin files with an .idx file.
 
 They are copied into the token cache once, with their document boundaries, so that every token that a run
 reads has a checksum. A .bin file without an index has no boundaries: each end token ends a document.
@@ -104,7 +104,7 @@ class TokenFilesSource(TokenSource):
 
     @property
     def size_bytes(self) -> int:
-        """Number of all tokens, which is the unit of the progress bar."""
+        """Number of all tokens, because the progress bar counts tokens."""
         return sum(_read_layout(path).num_tokens for path in self._files)
 
     @property
@@ -159,12 +159,18 @@ def list_token_files(name: str) -> list[Path]:
 
 
 def _get_index_path(path: Path) -> Path:
-    """Return the path of Megatron-LM's index of a token file, which may not exist."""
+    """Return the path of Megatron-LM's index of a token file. The index may not exist."""
     return path.with_suffix(".idx")
 
 
 def _read_layout(path: Path) -> _TokenFileLayout:
-    """Read the layout of a token file from its header or index."""
+    """Read the layout of a token file from its index or header.
+
+    A file without both contains 16-bit tokens, as in nanoGPT.
+
+    Raises:
+        UserError: If the file cannot be read, or if its size does not match.
+    """
     try:
         size = path.stat().st_size
         if _get_index_path(path).is_file():
@@ -187,7 +193,7 @@ def _read_layout(path: Path) -> _TokenFileLayout:
 
 
 def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
-    """Read the layout of a token file from its index."""
+    """Read the layout of a token file from its Megatron-LM index. Raises UserError if they do not match."""
     index = _get_index_path(path)
     with open_file(index) as file:
         data = file.read()
@@ -214,7 +220,11 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
 
 
 def _iter_file_chunks(path: Path, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-    """Yield the tokens of a file in chunks of limited size."""
+    """Yield the tokens of a file in chunks, each with the lengths of the documents that end in it.
+
+    Documents end as in the index or, without an index, after each ``end`` token. Yields nothing for an empty
+    file.
+    """
     layout = _read_layout(path)
     if not layout.num_tokens:
         return

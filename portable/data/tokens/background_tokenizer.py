@@ -35,7 +35,7 @@ class BackgroundTokenizer:
         self._done = on_shard_done
         self._processes = num_processes
         self._requested: list[SourceShard] = []
-        # Ids of shards, which remain valid because the stream keeps its shards.
+        # Ids of shards. They remain valid because the stream keeps its shards.
         self._started: set[int] = set()
         self._condition = threading.Condition()
         self._closed = False
@@ -45,7 +45,7 @@ class BackgroundTokenizer:
     def request_shards(self, shards: Sequence[SourceShard]) -> None:
         """Tokenize these shards next, in order.
 
-        They replace shards of earlier calls that are not started yet.
+        They replace shards of previous calls that are not started yet.
         """
         with self._condition:
             self._requested = list(shards)

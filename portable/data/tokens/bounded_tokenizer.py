@@ -2,7 +2,7 @@
 
 A pipeline in ``tokenizer.json`` can double a text at every step, and a regular expression in it can backtrack
 for hours. The tokenizers library releases the GIL while it encodes or decodes a batch, so the calling thread
-can watch the call. It cannot stop the call, which ends with the process.
+can watch the call. It cannot stop the call. The call ends with the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOW_SECONDS, SLOW_SECONDS_PER_CHARACTER = 10.0, 1e-4
 dictionary.
 """
 MEMORY = 1 << 30
-"""Number of bytes by which the process may grow during a call, in addition to the memory for its text."""
+"""Allowed growth of the process during a call, in bytes, in addition to the memory for its text."""
 MEMORY_PER_CHARACTER = 512
 """Memory per character in bytes. A token per character, with its text and offsets in Rust and its ID in
 Python, needs less.
@@ -110,7 +110,15 @@ def _build_tokenizer_error(tokenizer: Any, reason: str) -> UserError:
 
 
 def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters: int, action: str) -> Any:
-    """Call ``function`` in a thread and watch its time and memory."""
+    """Call ``function`` in a daemon thread, and limit its time and memory.
+
+    Returns:
+        The result of ``function``.
+
+    Raises:
+        UserError: If the call exceeds a limit, or if it raises. After a limit, the thread keeps running until
+            the process ends.
+    """
     results: list[Any] = []
     errors: list[BaseException] = []
 

@@ -5,7 +5,7 @@ A cache is a folder with these files:
 - ``<field>.bin`` for each field (``text``, and ``target`` for seq2seq or ``pair`` for pairs of texts): the
   concatenated tokens of all documents, little-endian uint16 or uint32.
 - ``<field>.idx``: uint64 offsets. Document *d* spans the tokens ``[idx[d], idx[d + 1])``.
-- ``trained.bin`` if only some tokens of the texts are trained: one bit per token, starting with the highest
+- ``trained.bin`` if only some tokens contribute to the loss: one bit per token, starting with the highest
   bit of each byte.
 - ``labels.bin`` for classification: one int64 per document, or several with ``labels.idx``. Numeric labels
   are in ``values.bin`` instead, as float64.
@@ -16,8 +16,8 @@ A cache is a folder with these files:
 The folder is written under another name and then renamed. One process writes, and other processes wait on a
 file lock. The kernel releases the lock if the writer dies.
 
-Every read is verified. The CRC-32 of a block is checked on the first access, which takes a few microseconds
-in addition to the page fault. Small files are checked completely when the cache is opened.
+Every read is verified. The CRC-32 of a block is checked on the first access. This takes a few microseconds in
+addition to the page fault. Small files are checked completely when the cache is opened.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CACHE_FORMAT = 2
 BLOCK_BYTES = 1 << 16
 """Number of bytes per checksum, about the read-ahead of the operating system."""
 MAX_FULLY_CHECKED_BYTES = 64 << 20
-"""Maximum size in bytes of a file that is checked completely on opening, which takes milliseconds."""
+"""Maximum size in bytes of a file to check completely on opening. The check takes milliseconds."""
 _BLOCKS_FILE = "blocks.crc"
 _META_FILE = "meta.json"
 _PROGRESS_FILE = "progress.json"
@@ -107,7 +107,7 @@ class _BlockChecksums:
 
 
 class ChecksummedFile:
-    """Sequential writer of a file, which computes its checksums.
+    """Sequential file writer that computes checksums.
 
     Args:
         path: Path of the file.
@@ -189,7 +189,7 @@ class TokenCacheWriter:
         fields: Fields of a document. Every document has the first one.
         vocab_size: Number of tokens of the tokenizer, which determines the data type.
         labels: Whether documents have labels.
-        masked: Whether only some tokens of the texts are trained.
+        masked: Whether only some tokens of the texts contribute to the loss.
         columns: Names of the columns in ``data.columns``.
         progress: Progress that :meth:`save_progress` of another process has saved in the folder. The cache is
             continued from there.
@@ -227,7 +227,7 @@ class TokenCacheWriter:
         self._integer_columns = dict.fromkeys(columns, True)
         """Whether all numbers of a column are integers, keyed by column."""
         self.num_documents = self._trained = 0
-        self._bits = np.zeros(0, dtype=bool)  # bits of the last tokens, which do not fill a byte yet
+        self._bits = np.zeros(0, dtype=bool)  # bits of the last tokens, until they fill a byte
         if progress is not None:
             self._counts = dict(progress["tokens"])
             self._integer_columns = dict(progress["whole"])
@@ -242,7 +242,9 @@ class TokenCacheWriter:
             self._streams[name].write(first)
 
     def save_progress(self, **facts: Any) -> None:
-        """Save the progress, so that another process can continue the cache if this one is killed.
+        """Flush the files and save the progress, so that another process can continue if this one is killed.
+
+        The progress file is replaced atomically.
 
         Args:
             facts: JSON values that the caller of the writer needs to continue.
@@ -276,7 +278,7 @@ class TokenCacheWriter:
             tokens: Tokens of all documents, concatenated.
             lengths: Number of tokens of each document. Tokens after the last document belong to a document
                 that continues with the next call.
-            trained: Mask of the trained tokens, bool ``[tokens]``. None if all tokens are trained.
+            trained: Loss mask, bool ``[tokens]``. None if all tokens contribute to the loss.
         """
         values = np.asarray(tokens)
         if TRAINED in self._streams and field == "text":
@@ -438,7 +440,15 @@ class _LabelWriter:
         self._fractions, self._fraction = 0, 0.0  # number of labels with a fraction, and the first
 
     def add_label(self, label: Label, *, write: bool = True) -> None:
-        """Add the label of a document."""
+        """Add the label of a document: a class, a number, or a tuple of them.
+
+        Args:
+            label: The label.
+            write: Whether to write the label. False when a resumed writer only restores its state.
+
+        Raises:
+            UserError: If lists and single labels, or names and numbers, are mixed.
+        """
         lists = isinstance(label, tuple)
         items = label if isinstance(label, tuple) else (label,)
         if self._are_lists not in (None, lists):
@@ -473,11 +483,14 @@ class _LabelWriter:
 
     @property
     def fraction_facts(self) -> dict[str, Any]:
-        """Number of labels that have a fraction, and the first of these labels."""
+        """Number of labels that have a fraction, and the first of these labels. Empty if there are none."""
         return {"fractions": self._fractions, "fraction": self._fraction} if self._fractions else {}
 
     def _resolve_cell_names(self) -> None:
-        """Convert the cells of a .csv file to numbers or strings, now that all of them are known."""
+        """Convert the cells of a .csv file to numbers or strings, now that all of them are known.
+
+        Raises UserError if all cells that are not numbers are names of missing values.
+        """
         assert self._class_numbers is not None
         cells = [name for name in self._class_numbers if isinstance(name, CsvCell)]
         self._names = dict(zip(self._class_numbers, self._class_numbers, strict=True))
@@ -529,7 +542,14 @@ class _LabelWriter:
             stream.path.unlink()
 
     def _renumber_in_sorted_order(self, class_numbers: dict[Any, int]) -> list[int | str]:
-        """Sort the class names and replace the numbers in the file. Returns the sorted names."""
+        """Sort the class names and replace the class numbers in the file, in place.
+
+        Returns:
+            The sorted names.
+
+        Raises:
+            UserError: If some names are numbers and others are strings.
+        """
         if len({isinstance(name, str) for name in self._names.values()}) > 1:
             raise _build_mixed_labels_error()
         names = sorted(
@@ -571,7 +591,7 @@ class CheckedArray:
         path: Path of the file.
         dtype: Data type of the values.
         sums: CRC-32 of each block.
-        width: Number of values per row. None for a 1-d array.
+        width: Number of values per row. None if the array is 1-d.
     """
 
     def __init__(
@@ -622,7 +642,7 @@ class CheckedArray:
         return np.asarray(self[:], dtype=dtype)
 
     def tolist(self) -> list[Any]:
-        """Return all values as a list."""
+        """Return all values as a list, after a check of all blocks."""
         values: list[Any] = self[:].tolist()
         return values
 
@@ -632,7 +652,7 @@ class CheckedArray:
         Blocks that were verified before are skipped.
 
         Returns:
-            Number of the block. None if all blocks are intact.
+            Index of the block. None if all blocks are intact.
         """
         last = len(self._sums) if last is None else last
         while (block := self._checked_blocks.find(b"\0", first, last)) >= 0:
@@ -644,7 +664,10 @@ class CheckedArray:
         return None
 
     def _check_items(self, start: int, stop: int) -> None:
-        """Verify the blocks of the items ``[start, stop)``. Invalidates the cache if a block is damaged.
+        """Verify the blocks of the items ``[start, stop)``.
+
+        If a block is damaged, deletes the metadata file of the cache, so that the next launch rebuilds the
+        cache.
 
         Raises:
             RunError: If a block is damaged.
@@ -758,7 +781,7 @@ class TokenCache:
     def labels(self) -> CheckedArray | None:
         """Class of each document, or all classes of all documents if there are ``label_offsets``.
 
-        None for numeric labels.
+        None if the labels are numeric.
         """
         return self.arrays.get(LABELS)
 
@@ -769,12 +792,15 @@ class TokenCache:
 
     @property
     def label_values(self) -> CheckedArray | None:
-        """Numeric labels ``[documents, width]``. None for classes."""
+        """Numeric labels ``[documents, width]``. None if the labels are classes."""
         return self.arrays.get(VALUES)
 
     @property
     def trained_bits(self) -> CheckedArray | None:
-        """One bit per token of the texts, see :meth:`read_trained_mask`. None if all tokens are trained."""
+        """Loss mask, one bit per token of the texts. See :meth:`read_trained_mask`.
+
+        None if all tokens contribute to the loss.
+        """
         return self.arrays.get(TRAINED)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -828,10 +854,10 @@ class TokenCache:
         return {name: rows[:, index].astype(kind) for index, (name, kind) in enumerate(kinds.items())}
 
     def read_trained_mask(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
-        """Read which tokens of a document are trained.
+        """Read the loss mask of a document.
 
         Returns:
-            Mask of the trained tokens, bool ``[tokens]``. None if all tokens are trained.
+            Loss mask, bool ``[tokens]``. None if all tokens contribute to the loss.
         """
         if self.trained_bits is None or field != "text":
             return None
@@ -839,10 +865,10 @@ class TokenCache:
         return self.read_trained_range(int(offsets[number]), int(offsets[number + 1]))
 
     def read_trained_range(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Read which of the tokens ``[start, stop)`` of all texts are trained.
+        """Read the loss mask of the tokens ``[start, stop)`` of all texts.
 
         Returns:
-            Mask of the trained tokens, bool ``[stop - start]``. None if all tokens are trained.
+            Loss mask, bool ``[stop - start]``. None if all tokens contribute to the loss.
         """
         if self.trained_bits is None:
             return None

@@ -1,4 +1,4 @@
-"""Encoding of conversations with a chat template: tokens, and the mask of the trained tokens.
+"""Encoding of conversations with a chat template: tokens and the loss mask.
 
 The template renders a conversation as one text. The part of the text that the assistant wrote is determined
 in one of two ways:
@@ -6,8 +6,8 @@ in one of two ways:
 - The template marks it with ``{% generation %}``.
 - Otherwise, prefixes determine it. The conversation before an answer, with the generation prompt, ends at the
   start of the answer. The conversation up to and including the answer ends at the end of the answer. Both are
-  rendered and must be prefixes of the complete text. Some templates render earlier turns differently from the
-  last turn. For example, Qwen3 removes their reasoning. Then there are no such prefixes, and each answer
+  rendered and must be prefixes of the complete text. Some templates render previous turns differently from
+  the last turn. For example, Qwen3 removes their reasoning. Then there are no such prefixes, and each answer
   becomes a separate sample, in the context that the model sees at inference.
 
 After the last answer, a template may write tokens that it writes at no other position, such as Phi-3's end of
@@ -62,19 +62,19 @@ class EncodedConversations:
 
     Attributes:
         tokens: Tokens of each sample, int64 ``[tokens]``.
-        trained_masks: Mask of the trained tokens of each sample, bool ``[tokens]``.
-        num_stopping: Number of samples in which the token that ends the last answer is trained.
+        trained_masks: Loss mask of each sample, bool ``[tokens]``.
+        num_stopping: Number of samples whose loss mask includes the token that ends the last answer.
         end_token_counts: Number of last answers that each token ends.
-        unstopped_example: Last trained tokens of a sample without a trained end token, and the tokens after
-            them, as text.
+        unstopped_example: Last tokens in the loss mask of a sample that excludes the end token, and the
+            tokens after them, as text.
         unmatched_prompt: Text that the generation prompt has but the conversations do not have before
             answers. Empty if there is none.
         samples_per_document: Number of samples of each document.
         refused_records: Errors of the records that the template cannot write. They have no samples.
-        counts: Counts by name. ``records``: all records. ``apart``: records for which the template changes
-            earlier turns, and ``turns``: their samples. ``think``: records with reasoning, ``thoughts``:
-            their parts of reasoning, and ``lost``: parts that the template leaves out. ``empty``: answers
-            without words, calls and reasoning.
+        counts: Counts by name. ``records``: all records. ``apart``: records whose previous turns the template
+            changes, and ``turns``: their samples. ``think``: records with reasoning, ``thoughts``: their
+            parts of reasoning, and ``lost``: parts that the template drops. ``empty``: answers without words,
+            calls and reasoning.
     """
 
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
@@ -93,8 +93,8 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 
     Args:
         tokenizer: Tokenizer of transformers.
-        setting: Path of a file, name of one of the tokenizer's templates, or name of a built-in template.
-            None for the template of the tokenizer.
+        setting: Path of a file, name of one of the tokenizer's templates, or name of a built-in template. If
+            None, the template of the tokenizer.
 
     Returns:
         Text of the template. If the tokenizer has several templates, their texts keyed by name. Only
@@ -134,7 +134,7 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 
 
 class _MaskedDrafts(NamedTuple):
-    """Rendered samples of one document, their encodings, and their masks of trained tokens."""
+    """Rendered samples of one document, their encodings, and their loss masks."""
 
     drafts: list[RenderedConversation]
     encodings: Sequence[Any]
@@ -231,7 +231,7 @@ class ConversationEncoder:
 
         Args:
             documents: Conversations and completions. With pairs, two documents per record.
-            collect: Whether records that the template cannot write are left out and collected as errors.
+            collect: Whether to skip records that the template cannot render, and collect their errors.
 
         Raises:
             RecordError: If the template fails for a record, or its mask cannot be determined. The error names
@@ -285,11 +285,14 @@ class ConversationEncoder:
         encodings: Sequence[Any],
         encoded: EncodedConversations,
     ) -> _MaskedDrafts:
-        """Compute the masks of a document's rendered samples.
+        """Compute the loss masks of a document's rendered samples. Updates ``encoded.counts``.
 
         Returns:
             Rendered samples, encodings and masks. If the answers cannot be found in one text, there is one
             sample per answer.
+
+        Raises:
+            AnswerNotFoundError: If an answer cannot be found even then.
         """
         try:
             return _MaskedDrafts(drafts, encodings, self._build_masks(drafts, encodings, encoded))
@@ -357,14 +360,14 @@ class ConversationEncoder:
     def _build_mask(
         self, draft: RenderedConversation, encoding: Any, encoded: EncodedConversations
     ) -> npt.NDArray[np.bool_]:
-        """Build the mask of the trained tokens of a rendered sample, bool ``[tokens]``.
+        """Build the loss mask of a rendered sample, bool ``[tokens]``.
 
         Raises:
             AnswerNotFoundError: If the start or end of an answer cannot be determined.
-            RecordError: If the template leaves out a part of an answer.
+            RecordError: If the template drops a part of an answer.
         """
         if draft.separable_answers and len(set(draft.reasoning_shown)) > 1 and draft.conversation is not None:
-            # The template leaves out the reasoning of earlier answers.
+            # Use one sample per answer, because the template drops the reasoning of previous answers.
             raise build_answer_not_found_error(draft.conversation, draft.separable_answers[0])
         trained = np.zeros(len(encoding.ids), dtype=bool)
         if draft.trains_all:
@@ -403,11 +406,14 @@ class ConversationEncoder:
 
         Args:
             draft: Rendered conversation.
-            conversation: The same conversation, which is not None.
+            conversation: The same conversation. Never None.
             encoding: Tokens of the text.
             index: Index of the message.
             opened: Start of the answer in characters, or the rendered conversation before the answer.
-            encoded: Result, to which the unmatched part of the generation prompt is added.
+            encoded: Result. Modified in place: the unmatched part of the generation prompt is recorded.
+
+        Raises:
+            AnswerNotFoundError: If the start of the answer cannot be determined.
         """
         if isinstance(opened, int):
             return _find_token_at_char(encoding, opened)
@@ -441,7 +447,10 @@ class ConversationEncoder:
         index: int,
         closed: int | str,
     ) -> int:
-        """Return the index of the token after an answer."""
+        """Return the index of the token after an answer.
+
+        Raises AnswerNotFoundError if the text after the answer has more than special tokens.
+        """
         if isinstance(closed, int):
             return _find_token_after_char(encoding, closed, len(draft.text))
         last, rest = self._match_tokens(encoding, closed)
@@ -478,7 +487,7 @@ class ConversationEncoder:
 
     @cached_property
     def _blank_tokens(self) -> dict[int, bool]:
-        """Cache of :meth:`_is_blank`."""
+        """Cache of the results of :meth:`_is_blank`, empty at first."""
         return {}
 
     def _is_blank(self, token: int) -> bool:
@@ -498,7 +507,9 @@ class ConversationEncoder:
         trained: npt.NDArray[np.bool_],
         encoded: EncodedConversations,
     ) -> None:
-        """Find the token that ends the last answer of a sample, and count whether it is trained.
+        """Count the token that ends the last answer, and whether it contributes to the loss.
+
+        Updates ``encoded``.
 
         It is the first of the special tokens after the last words, or an added token after them.
         """
@@ -533,11 +544,11 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
     """Build notes about unexpected effects of a template, one line each.
 
     Args:
-        counts: Counts of all records, see :class:`EncodedConversations`.
+        counts: Counts of all records. See :class:`EncodedConversations`.
         unmatched_prompt: Text that only the generation prompt has.
 
     Raises:
-        UserError: If the template leaves out all reasoning, and most records have some.
+        UserError: If the template drops all reasoning, and most records have some.
     """
     template_notes = []
     if unmatched_prompt:
@@ -570,7 +581,10 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
 
 
 def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_]) -> str:
-    """Join the parts of a text whose tokens are trained."""
+    """Join the parts of a text whose tokens contribute to the loss with line breaks.
+
+    Returns the text itself if all tokens contribute.
+    """
     if trained.all():
         return text
     edges = np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()

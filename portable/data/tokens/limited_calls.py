@@ -1,6 +1,6 @@
 """Calls of untrusted code, such as a template, within limits of time and memory.
 
-The calls run in a separate process, which is started at the first call and kept. A worker process that only
+The calls run in a separate process. It is started at the first call and kept. A worker process that only
 tokenizes (:mod:`portable.data.tokens.parallel_map`) makes the calls itself.
 """
 
@@ -68,7 +68,10 @@ def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...
 
 @contextmanager
 def _limit_time(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in Python code that takes too long. Other code ends with the process."""
+    """Raise TimeoutError in Python code that takes more CPU time than ``seconds`` within this context.
+
+    After twice the time, the process is killed, because native code does not see the exception. Uses SIGPROF.
+    """
 
     def raise_timeout(*_: object) -> None:
         raise TimeoutError(f"takes more than {seconds:g} s")
@@ -87,7 +90,10 @@ def _limit_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _limit_memory() -> Iterator[None]:
-    """Raise MemoryError if this process needs much more memory than before. Only on Linux."""
+    """Raise MemoryError within this context if this process allocates much more memory.
+
+    Does nothing without Linux.
+    """
     status = Path("/proc/self/status")
     if not status.exists():
         yield

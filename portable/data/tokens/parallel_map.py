@@ -1,8 +1,8 @@
 """Map a function over batches in several processes, in order.
 
 Each batch is sent to the first free process. Results are yielded in the order of the batches, so that they do
-not depend on the number of processes. Only a few batches are processed or wait for their turn, which bounds
-the memory.
+not depend on the number of processes. Only a few batches are processed or queued at a time, to bound the
+memory.
 
 The processes are plain child processes that run this file, so the program's main module is not imported
 again, as ``multiprocessing`` would do. Each process ends when its connection closes, even if this process is
@@ -45,8 +45,8 @@ def map_in_order(
             code, this process calls it for all items.
         items: Items to map.
         num_processes: Number of processes to start. With less than two, this process calls the function.
-        num_local_items: Number of items that this process maps before it starts other processes, which takes
-            seconds.
+        num_local_items: Number of items that this process maps before it starts other processes, because
+            starting them takes seconds.
 
     Raises:
         UserError: If ``function`` raises one.
@@ -80,7 +80,7 @@ def map_in_order(
                 try:
                     done[number] = worker.receive_result()
                     free.append(worker)
-                except (UserError, RunError) as error:  # raised after the results of earlier items
+                except (UserError, RunError) as error:  # raised after the results of previous items
                     done[number] = error
             while turn in done:
                 result = done.pop(turn)
@@ -177,7 +177,10 @@ class WorkerProcess:
 
 
 def serve() -> None:
-    """Run the loop of a worker process: receive the function, then receive items and send results."""
+    """Run the loop of a worker process: receive the function, then receive items and send results.
+
+    Exceptions are sent as results. The process exits when the parent closes the connection.
+    """
     global is_worker_process
     is_worker_process = True
     connection = Connection(int(sys.argv[1]))

@@ -1,7 +1,7 @@
 """Rendering of conversations with a template, and the positions of the answers in the text.
 
 A template is untrusted code that runs in Jinja's sandbox. The functions of this module run within limits of
-time and memory, see :mod:`portable.data.tokens.limited_calls`.
+time and memory. See :mod:`portable.data.tokens.limited_calls`.
 """
 
 from __future__ import annotations
@@ -71,20 +71,22 @@ class RenderedConversation:
 
     Attributes:
         text: Rendered text.
-        conversation: The conversation. None for a completion of plain text.
+        conversation: The conversation. None if the text is a plain completion.
         trained_spans: Start and end in characters of each trained part.
         searched_answers: Indices of messages whose positions follow from prefixes of the text.
         answer_starts: Start of each of these messages in characters. If the text does not begin with the
             rendered conversation before the message, this rendered conversation instead.
         answer_ends: End of each of these messages in characters, or the rendered conversation up to and
             including the message.
-        trains_all: Whether all tokens are trained.
+        trains_all: Whether all tokens contribute to the loss.
         prefix: Special tokens before the text, which are not trained unless ``trains_all`` is set.
         suffix: Special tokens after the text, which are trained.
         reasoning_shown: Whether the text contains the reasoning, for each trained answer with reasoning.
-        separable_answers: Indices of the trained answers. Empty if they may not become separate samples.
+        separable_answers: Indices of the answers that contribute to the loss. Empty if they may not become
+            separate samples.
         answer_words: Text of each trained answer. The trained text must contain it.
-        num_empty_answers: Number of trained answers without words, calls and reasoning.
+        num_empty_answers: Number of answers that contribute to the loss but have no words, calls or
+            reasoning.
     """
 
     text: str
@@ -168,7 +170,7 @@ class TemplateRenderer:
         return drafts
 
     def render_question(self, text: str, location: str) -> str:
-        """Render a single message of a user, up to the point at which the assistant begins.
+        """Render a single user message, followed by the generation prompt.
 
         Args:
             text: Content of the message.
@@ -177,7 +179,7 @@ class TemplateRenderer:
         return self.render_prompt([{"role": "user", "content": text}], location)
 
     def render_prompt(self, messages: Sequence[Message], location: str) -> str:
-        """Render a conversation up to the point at which the assistant begins.
+        """Render a conversation, followed by the generation prompt.
 
         Args:
             messages: Messages of the conversation.
@@ -187,7 +189,10 @@ class TemplateRenderer:
         return self._render_messages(conversation, conversation.messages, prompted=True)
 
     def _render_document(self, document: Document) -> list[RenderedConversation]:
-        """Render the samples of one document."""
+        """Render the samples of one document: a completion, a conversation, or one sample per answer.
+
+        A conversation has one sample per answer if ``split_turns`` is set.
+        """
         conversation = document.conversation
         if conversation is None:
             return [self._build_completion_draft(document.text, document.num_prompt_chars or 0)]
@@ -232,12 +237,12 @@ class TemplateRenderer:
         Args:
             conversation: The conversation.
             train_on: Tokens to train. None for the default, see the class.
-            is_single_turn: Whether the conversation is already a part of a record, which must not be split
+            is_single_turn: Whether the conversation is already a part of a record, and must not be split
                 again.
 
         Raises:
-            RecordError: If the template leaves out a part of the conversation, or there is nothing to train
-                on.
+            RecordError: If the template drops a part of the conversation, or if no token contributes to the
+                loss.
         """
         if train_on is None:
             prompted = (
@@ -331,7 +336,10 @@ class TemplateRenderer:
         train_on: TrainOn,
         shown: tuple[bool, ...],
     ) -> RenderedConversation:
-        """Build the sample of a text that is trained from message ``begin`` to its end."""
+        """Build the sample of a text whose tokens contribute to the loss from message ``begin`` to its end.
+
+        If ``train_on`` is ``all``, all tokens contribute.
+        """
         begin = _select_first_trained_message(conversation, begin, train_on)
         if train_on == "all":
             return RenderedConversation(text, conversation, trains_all=True, reasoning_shown=shown)
@@ -344,7 +352,7 @@ class TemplateRenderer:
     def _find_answer_start(
         self, conversation: Conversation, text: str, index: int, opened: str
     ) -> int | AnswerContext:
-        """Return the start of an answer in characters, or its context if the text has another beginning."""
+        """Return the start of an answer in characters, or its context if the text begins differently."""
         prefix = _measure_prefix(text, opened)
         if isinstance(prefix, int):
             return prefix
@@ -394,7 +402,7 @@ class TemplateRenderer:
         return text[: text.index(header_start)] + (header if prompted else "")
 
     def _select_template(self, conversation: Conversation) -> str:
-        """Return the text of the template for a conversation.
+        """Return the source of the template for a conversation. Raises UserError if there is no template.
 
         If there are several templates, ``tool_use`` is the template of conversations with tools.
         """
@@ -584,7 +592,7 @@ def _validate_length(conversation: Conversation, text: str) -> str:
 
 
 def _check_messages_shown(conversation: Conversation, text: str) -> None:
-    """Check that a text contains all messages that templates often leave out.
+    """Check that a text contains all messages that templates often drop.
 
     These are tool calls, messages with rare roles, and system messages after the first message.
 
@@ -609,7 +617,7 @@ def _check_messages_shown(conversation: Conversation, text: str) -> None:
 
 
 def _select_first_trained_message(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
-    """Return the index of the message from which a complete text is trained.
+    """Return the index of the first message that contributes to the loss if the text is used completely.
 
     Raises:
         RecordError: If the record has no prompt, or a later message is excluded from training.
@@ -747,7 +755,7 @@ def _to_text_parts(message: Message) -> Message:
 
 
 def _to_text_arguments(message: Message) -> Message:
-    """Replace the arguments of a message's calls by JSON strings."""
+    """Return a message whose tool call arguments are JSON strings. Without tool calls, the message itself."""
     if "tool_calls" not in message:
         return message
     calls = []

@@ -59,9 +59,9 @@ _LOCAL_CHAT_BATCHES = 16  # batches of conversations that this process encodes b
 _LOCAL_TEXT_BATCHES = 64
 _MAX_PROCESSES = 32  # with more processes, reading the documents would be the bottleneck
 _SAVE_SECONDS = 30.0
-"""Interval in seconds between saves of the progress, which limits the work that a killed process loses."""
+"""Interval in seconds between saves of the progress. A killed process loses at most this much work."""
 _LARGE_BYTES = 4 << 30
-"""Size in bytes from which a note suggests faster ways to tokenize a source."""
+"""Minimum size in bytes of a source for which a note suggests faster ways to tokenize."""
 
 
 class DocumentBatch(NamedTuple):
@@ -100,7 +100,7 @@ class TokenizeJob:
         vocabulary: Special tokens and size of the tokenizer.
         frame: Special tokens around each text.
         cache: Folder of the cache.
-        conversation_encoder: Encoder of conversations and completions. None for plain text.
+        conversation_encoder: Encoder of conversations and completions. None if the documents are plain text.
     """
 
     settings: SourceSettings
@@ -122,7 +122,7 @@ class TokenizeJob:
         return compute_text_digest(content)
 
     def get_cache_folder(self, source: DataSource) -> Path:
-        """Return the folder of the token cache of ``source``, which may not exist yet."""
+        """Return the folder of the token cache of ``source``. It may not exist yet."""
         # Older versions added a second prefix to texts that begin with it.
         version = " one prefix" if self.frame.prefix else ""
         return self.cache / TOKENS_FOLDER / compute_text_digest(f"{source.cache_key} {self.digest}{version}")
@@ -133,9 +133,12 @@ class TokenizeJob:
         return self.tokenize_shard(shard).folder
 
     def tokenize_shard(self, shard: SourceShard) -> TokenCache:
-        """Tokenize a shard, or open its tokens in the cache.
+        """Tokenize a shard, or open its tokens in the cache. Removes the local copy of its file afterwards.
 
-        Removes the local copy of its file afterwards.
+        A pretokenized shard is only opened.
+
+        Raises:
+            UserError: If a pretokenized shard is damaged.
         """
         source = shard.open_source(self.settings)
         if (folder := source.find_pretokenized_folder(self.cache / TOKENS_FOLDER, self.digest)) is None:
@@ -167,7 +170,11 @@ class TokenizeJob:
         )
 
     def _write_cache(self, source: DataSource, folder: Path, progress: bool) -> None:
-        """Write the token cache of ``source`` into ``folder``, or continue the cache of a killed process."""
+        """Write the token cache of ``source`` into ``folder``, or continue the cache of a killed process.
+
+        Raises:
+            UserError: If the source does not have text, or if another program has changed it.
+        """
         fields = source.fields
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
@@ -257,7 +264,7 @@ class _TokenizeProgress:
 
     Args:
         writer: Writer of the tokens.
-        facts: Facts that the interrupted launch has saved, see :func:`open_or_resume_writer`.
+        facts: Facts that the interrupted launch has saved. See :func:`open_or_resume_writer`.
         bar: Progress bar in bytes of text.
     """
 
@@ -318,7 +325,15 @@ def _count_processes() -> int:
 def _write_conversations(
     source: DataSource, chat: ConversationEncoder, progress: _TokenizeProgress
 ) -> dict[str, Any]:
-    """Write all conversations of a source. Returns metadata about the ends of answers, and notes."""
+    """Write all conversations of a source to the token cache.
+
+    Returns:
+        Metadata about the ends of answers, and notes.
+
+    Raises:
+        UserError: If records cannot be encoded and are not skipped, or if no answer of the first batch ends
+            with a token that contributes to the loss.
+    """
     from portable.data.tokens.chat_template import build_template_notes
 
     writer, saved = progress.writer, progress.facts
@@ -390,7 +405,7 @@ def _find_most_frequent_token(ends: Counter[int]) -> int | None:
 
 
 def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserError:
-    """Build the error for conversations in which the end of an answer is never trained."""
+    """Build the error for conversations whose loss mask never includes the end of an answer."""
     remedy = (
         "end the turn with a special token of the tokenizer, inside {% generation %} if the template has it"
     )

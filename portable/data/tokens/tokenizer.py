@@ -174,7 +174,7 @@ def resolve_trained_vocab_size(vocab_size: int | None, *, mask: bool = False) ->
     """Return the vocabulary size of a trained tokenizer.
 
     Args:
-        vocab_size: Requested size. None for the default.
+        vocab_size: Requested size. None means the default.
         mask: Whether the tokenizer has a mask token.
 
     Raises:
@@ -204,7 +204,7 @@ def get_trained_tokenizer_folder(
     ends: bool = False,
     chat: bool = False,
 ) -> Path:
-    """Return the folder of the tokenizer trained on ``source``, which may not exist yet."""
+    """Return the folder of the tokenizer trained on ``source``. It may not exist yet."""
     content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.cache_key}{' ends' if ends else ''}"
     content += f" {CHATML}" if chat else ""
     return cache / "tokenizers" / compute_text_digest(content)
@@ -234,7 +234,7 @@ def train_tokenizer(
 
     Args:
         source: Source of the training text.
-        vocab_size: Size including the special tokens. A small source may yield fewer tokens. None for the
+        vocab_size: Size including the special tokens. A small source may yield fewer tokens. None means the
             default.
         cache: Folder of the cache.
         mask: Whether to add a mask token.
@@ -297,7 +297,10 @@ def _train_bpe(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat
 
 
 def _iter_training_texts(source: DataSource) -> Iterator[str]:
-    """Yield the texts of the source up to a total number of characters."""
+    """Yield the texts of the source up to a total number of characters. The last text may be truncated.
+
+    Raises UserError if the source does not have documents.
+    """
     remaining = _TRAIN_CHARS
     has_documents = False
     for document in source.iter_documents():
@@ -319,7 +322,8 @@ _parallelism_is_ours = False
 def enable_tokenizer_threads() -> Iterator[None]:
     """Enable the threads of the tokenizers library within this context, and disable them afterwards.
 
-    Otherwise, the library would print a warning in every process that is forked later.
+    Otherwise, the library would print a warning in every process that is forked later. Sets
+    ``TOKENIZERS_PARALLELISM``. Does nothing if the user has set it.
     """
     global _parallelism_is_ours
     if "TOKENIZERS_PARALLELISM" in os.environ and not _parallelism_is_ours:

@@ -188,7 +188,7 @@ class TorchEngine:
         )
         set_learning_rates(self._optimizer, learning_rate, self._settings)
         # A fused optimizer leaves everything unchanged if found_inf is 1. It reads found_inf on the
-        # parameters' device, so this copy only syncs the host with offloading, which syncs for the gradients
+        # parameters' device. This copy syncs the host only with offloading, which syncs for the gradients
         # anyway.
         parameter_device = next(iter(self._optimized.values())).device
         self._optimizer.found_inf = (is_skipped | ~is_finite).float().to(parameter_device)
@@ -201,7 +201,11 @@ class TorchEngine:
         return norm
 
     def read_update_health(self) -> UpdateHealth:
-        """Read the skipped-update counters from the device. Triggers a host-device sync."""
+        """Read the skipped-update counters from the device. Triggers a host-device sync.
+
+        Raises:
+            RunError: If updates were skipped because fp16 gradients overflow even at the lowest loss scale.
+        """
         health = UpdateHealth.from_counters(self._nonfinite_counters.tolist(), self._max_streak)
         if health.skipped_updates and self._loss_scale is not None:
             raise self._loss_scale.build_exhausted_error()

@@ -36,14 +36,15 @@ def restore_optimizer_state(
         trained_parameters: Parameters of the optimizer, keyed by name. They already have the values of the
             checkpoint.
         stored: State of the checkpoint, matched to the parameters.
-        checkpoint_state: Optimizer state of the checkpoint, with its parameter groups; None if it has none.
+        checkpoint_state: Optimizer state of the checkpoint, with its parameter groups. None if the checkpoint
+            has no optimizer state.
 
     Raises:
-        CheckpointError: If state is missing or has another shape.
+        CheckpointError: If state is missing or its shape does not match.
     """
     custom_optimizer = optimizer if isinstance(optimizer, CustomOptimizer) else None
     if custom_optimizer is None:
-        optimizer.state.clear()  # an earlier attempt may have loaded a part of a damaged checkpoint
+        optimizer.state.clear()  # a previous attempt may have loaded part of a damaged checkpoint
     else:
         custom_optimizer.reset_state(checkpoint_state)
     for name, values in stored.optimizer.items():
@@ -67,7 +68,8 @@ def build_optimizer_state_dict(optimizer: Any, trained_parameters: Mapping[str, 
         trained_parameters: Parameters of the optimizer, keyed by name.
 
     Returns:
-        Mapping with ``state`` by parameter name and ``param_groups``. The tensors are not copied.
+        Mapping with ``state`` by parameter name and ``param_groups``. The tensors are not copied. The groups
+        of a custom optimizer are reduced to values that a checkpoint can store.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters.items()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
@@ -84,7 +86,7 @@ def _fill_state_entry(target: Any, value: Any, entry_name: str) -> Any:
     """Fill one state tensor of a parameter in place, or convert a stored number.
 
     Returns:
-        The filled tensor ``target``, or the number with the type of ``target``.
+        The filled tensor ``target``. For a scalar, the stored number with the type of ``target``.
     """
     shape = getattr(target, "shape", ())
     check_state_entry(value, shape, entry_name)

@@ -1,6 +1,6 @@
 """Write checkpoints in the format of torch.distributed.checkpoint (DCP), in the foreground or background.
 
-DCP's function ``save`` gathers the plans and the results of all ranks on rank 0, whose work grows with the
+DCP's function ``save`` gathers the plans and the results of all ranks on rank 0. Its work grows with the
 number of ranks times the number of tensors. Here each rank decides by itself which items it writes, and
 describes them in a table (:mod:`portable.converters.writers.dcp_tables`). Rank 0 receives one small record of
 each table. It then receives the bytes of the tables from one rank after the other, and assembles
@@ -43,7 +43,7 @@ T = TypeVar("T")
 silence_checkpoint_warnings()
 
 MIN_PROCESS_BYTES = 256 << 20
-"""Size from which a background save writes a shard file in a separate process, in bytes."""
+"""Minimum size, in bytes, of a shard file that a background save writes in a separate process."""
 _MAX_COPIED_BYTES = 1024
 """Every rank writes replicated tensors up to this size, so that a resume finds them in the rank's own file.
 """
@@ -66,7 +66,13 @@ class DcpSaver:
         return get_or_create_background_group()
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
-        """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save_shards`."""
+        """Write ``state`` into ``folder``. See :meth:`portable.backend.Engine.save_shards`.
+
+        A background save of tensors and DTensors copies the state to host memory first.
+
+        Returns:
+            Handle of the write. It is already complete unless ``background`` is True.
+        """
         group = self._process_group  # a collective: create it before a thread needs it
         if background and self._planner is None:
             state = copy_state_to_host(state)
@@ -101,9 +107,9 @@ def write_dcp_checkpoint(
         state: Nested state dict.
         folder: Existing folder on this rank's host. Other ranks may use other folders.
         planner: DCP's planner.
-        group: Process group of all ranks; None in a single process.
-        writer_process: Process that writes large shard files; None to write all in this process.
-        items_by_digest: Items of earlier saves of the same engine, keyed by digest of the state dict's keys.
+        group: Process group of all ranks. None in a single process.
+        writer_process: Process that writes large shard files. None to write all in this process.
+        items_by_digest: Items of previous saves of the same engine, keyed by digest of the state dict's keys.
         Updated.
 
     Raises:
@@ -174,7 +180,7 @@ class _SaveCollectives:
     """Collectives of a save.
 
     Args:
-        group: Process group of all ranks; None in a single process.
+        group: Process group of all ranks. None in a single process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -207,7 +213,7 @@ class _SaveCollectives:
         return None if results is None else [result for _, result in results]
 
     def _gather_to_rank_0(self, value: Any) -> list[Any] | None:
-        """Gather a value of a fixed size on rank 0; returns None on the other ranks."""
+        """Gather a value of a fixed size on rank 0. Returns None on the other ranks."""
         if self._group is None:
             return [value]
         values = [None] * self.world_size if self.rank == 0 else None
@@ -242,7 +248,7 @@ class _SaveCollectives:
 
 
 def _build_key_entries(planner: DefaultSavePlanner) -> list[KeyEntry]:
-    """Describe every key of the flattened state dict."""
+    """Describe every key of the flattened state dict. Raises OSError if a dtype cannot be saved."""
     keys = []
     for key, value in planner.state_dict.items():
         dtype = getattr(value, "dtype", None)

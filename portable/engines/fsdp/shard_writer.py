@@ -1,10 +1,10 @@
 """Write the shard file and the table of a rank, in the training process or in a separate process.
 
 Serializing a large state runs Python code for each tensor. In a thread, this code and the training loop take
-turns with Python's global lock. A separate process needs only the bytes of the tensors, which a thread of the
-training process sends without holding the lock. The process requests a few megabytes at a time, so the state
-is never in memory twice, and the thread rarely takes the lock. The process also builds the table, for which
-the thread would hold the lock for 35 us per tensor.
+turns with Python's global lock. A separate process needs only the bytes of the tensors. A thread of the
+training process sends them without holding the lock. The process requests a few megabytes at a time, so the
+state is never in memory twice, and the thread rarely takes the lock. The process also builds the table,
+because the thread would have to hold the lock for 35 us per tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _READ, _DONE, _FAILED = "read", "done", "failed"
 _BATCH_BYTES, _BATCH_ITEMS = 4 << 20, 64
-"""Sizes from which the bytes of items are sent without waiting for more items."""
+"""A batch of items is sent as soon as it has this many bytes or this many items."""
 
 
 class PlannedItem(NamedTuple):
@@ -71,7 +71,7 @@ def write_shards(
         rank: The rank, for the names of the files.
         items: Items to write.
         keys: All keys of the state dict.
-        planner: DCP's planner, which resolves the items.
+        planner: DCP's planner. It resolves the items.
 
     Returns:
         The table.
@@ -120,7 +120,7 @@ class WriterProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._sent_items: Sequence[PlannedItem] | None = None
-        """Items of the previous file, which the process still has."""
+        """Items of the previous file. The process still has them."""
         self.connection: Connection | None = None
 
     def write_shards(
@@ -131,7 +131,7 @@ class WriterProcess:
         keys: Sequence[KeyEntry],
         planner: SavePlanner,
     ) -> RankTable:
-        """Write the shard file and the table of a rank; see :func:`write_shards`.
+        """Write the shard file and the table of a rank. See :func:`write_shards`.
 
         If ``items`` is the same object as for the previous file, neither ``items`` nor ``keys`` is sent
         again.
@@ -222,7 +222,11 @@ class _RemotePlanner:
         self._received: dict[int, bytearray] = {}
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Receive the bytes of an item, and of the items after it."""
+        """Return the data of an item: a tensor, or a BytesIO for an item of type BYTE_IO.
+
+        If the item has not been received, ask the training process for it. The reply may contain the next
+        items too; these are kept until they are requested.
+        """
         number = self._numbers[item.index]
         if number not in self._received:
             self._connection.send((_READ, number))

@@ -60,13 +60,13 @@ class ShardedModel:
     average_gradients: Callable[[], None] = lambda: None
 
     def get_autocast_context(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of a forward pass, which may do nothing."""
+        """Return the autocast context of a forward pass. It does nothing if ``autocast_dtype`` is None."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
 
     def get_sync_context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro-batch, in which DDP reduces gradients only for the last one.
+        """Return the context of a micro-batch. It delays DDP's gradient reduction until the last micro-batch.
 
         FSDP reduces gradients after each micro-batch, so that it accumulates shards and a rank never has all
         gradients.
@@ -157,7 +157,8 @@ def shard_model(
     if not dist.is_initialized():  # FSDP needs a process group even for one rank
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(get_dist_backend(device), store=store, rank=0, world_size=1)
-    # FSDP would assign the data of the buffers, which fails between different kinds of devices.
+    # Move the buffers first, because FSDP would assign their data, which fails between different device
+    # types.
     replace_tensors(model, lambda _, parameter: parameter, lambda _, buffer: buffer.to(device))
     units = find_fsdp_units(model, config)  # before the model is changed, because it runs a trial pass
     mesh = _build_mesh(config, rank_info, group_size)
@@ -179,7 +180,7 @@ def is_unsharded(rank_info: RankInfo, *, offload: bool) -> bool:
 
 
 def uses_ddp(config: RunConfig, rank_info: RankInfo) -> bool:
-    """Return whether each of several ranks has a replica of the model, which DDP wraps."""
+    """Return whether DDP wraps the model: there are several ranks, and each has a replica."""
     needs_no_sharding = is_unsharded(rank_info, offload=config.memory.offload_params == "cpu")
     return config.strategy == "no_shard" and not needs_no_sharding
 
@@ -197,8 +198,8 @@ def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -
     )
     axes |= {"shard": shard_group_size} | ({"tensor": size} if size > 1 else {})
     # DTensor caches by mesh and never clears its caches, and meshes with the same shape and names are equal.
-    # Use a new name, otherwise it would find the mesh of an earlier engine, whose process group has been
-    # destroyed.
+    # Use a new name, otherwise DTensor would find the mesh of a previous engine and its destroyed process
+    # group.
     number = next(_mesh_numbers)
     names = tuple(f"{name}{number}" for name in axes)
     return init_device_mesh(rank_info.device.type, tuple(axes.values()), mesh_dim_names=names)
@@ -237,15 +238,18 @@ def _shard_units(
 def _expose_output_tensors(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
     """Return the output with its dicts as lists, so that FSDP finds every tensor that a model returns.
 
-    FSDP gathers parameters before the backward pass in hooks on the tensors that it finds in the output. In a
-    dataclass, which models return, torch 2.15 finds the fields, but not keys that were added later. A forward
-    hook, which :func:`_restore_output` undoes.
+    FSDP gathers parameters before the backward pass in hooks on the tensors that it finds in the output.
+    Models return dataclasses, and torch 2.15 finds their fields but not the keys that were added later. A
+    forward hook. :func:`_restore_output` undoes it.
     """
     return _replace_dicts_by_lists(output), lambda: output
 
 
 def _replace_dicts_by_lists(output: Any) -> Any:
-    """Replace the dicts in the output of a model by lists of their values."""
+    """Replace a dict, and the dicts inside of its values, by lists of the values.
+
+    Returns other objects unchanged.
+    """
     return (
         [_replace_dicts_by_lists(value) for value in output.values()] if isinstance(output, dict) else output
     )

@@ -31,7 +31,7 @@ def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], N
     """Shard the layers of a model on the meta device over the ranks of a mesh with one axis.
 
     Args:
-        model: The transformers model, which is changed.
+        model: The transformers model. Modified in place.
         mesh: Mesh of the tensor-parallel group.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Modules that FSDP2 shards as units, and the order in which it gathers them."""
+"""Modules that FSDP2 shards as units, and the order of their all-gathers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find_fsdp_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     """Find the modules of a model that ``fsdp.auto_wrap_policy`` selects as units, in the order of the model.
 
     A module that shares a parameter with another part of the model does not become a unit. Its parameters
-    belong to the enclosing unit, which gathers the shared parameter for both modules.
+    belong to the enclosing unit. That unit gathers the shared parameter for both modules.
 
     Args:
         model: The model. It is not modified.
@@ -115,9 +115,8 @@ def _has_shared_parameters(module: nn.Module, total_uses: Counter[nn.Parameter])
 def configure_prefetching(units: Sequence[FSDPModule], config: RunConfig) -> None:
     """Apply ``fsdp.forward_prefetch`` and ``fsdp.backward_prefetch``.
 
-    By default, FSDP2 gathers a unit in the forward pass when the host reaches the unit, which is ahead of the
-    device. In the backward pass it gathers the next unit before it computes the current gradients, which is
-    ``backward_pre``.
+    By default, FSDP2 gathers a unit in the forward pass when the host reaches the unit, ahead of the device.
+    In the backward pass it gathers the next unit before it computes the current gradients (``backward_pre``).
 
     Args:
         units: Units in the order of the forward pass.
@@ -127,7 +126,6 @@ def configure_prefetching(units: Sequence[FSDPModule], config: RunConfig) -> Non
         for unit, following in pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
     if config.fsdp.backward_prefetch in ("backward_post", "no_prefetch"):
-        # Prefetch the unit itself instead of the next one, which is then gathered after this unit's
-        # gradients.
+        # Prefetch the unit itself. The next unit is then gathered only after this unit's gradients.
         for unit in units:
             unit.set_modules_to_backward_prefetch([unit])
