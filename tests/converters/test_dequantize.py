@@ -333,13 +333,13 @@ nested_nf4 = partial(bitsandbytes, "nf4", nested=True)
 # Tensors and settings that differ from the case, and the expected error.
 BAD: list[tuple[Callable[[], Case], dict[str, Tensor | None], dict[str, Any], str]] = [
     (fp8_blocks, {SCALE: None}, {}, "a.weight does not belong to a known weight"),
-    (fp8_blocks, {"a.weight": None}, {}, f"{SCALE} belongs to no weight"),
+    (fp8_blocks, {"a.weight": None}, {}, f"{SCALE} does not belong to a known weight"),
     (fp8_blocks, {SCALE: torch.ones(5, 3)}, {}, f"{SCALE}: F32 of shape [5, 3] does not belong to a weight"),
     (fp8_blocks, {SCALE: torch.full((5, 4), torch.nan)}, {}, f"{SCALE}: a scale is infinite or NaN"),
     (fp8_blocks, {SCALE: torch.zeros(5, 4)}, {}, f"{SCALE}: the scale of values other than 0"),
     (fp8_blocks, {"b.weight": eight(9)}, {}, "b.weight does not belong to a known weight"),
     (fp8_blocks, {}, {"rotate": True}, "rotate is an unknown setting"),
-    (fp8_blocks, {}, {"expert_dtype": "fp4"}, "expert_dtype is not known"),
+    (fp8_blocks, {}, {"expert_dtype": "fp4"}, "expert_dtype is an unknown setting"),
     (fp8_blocks, {}, {"quant_method": "hqq"}, "quant_method 'hqq' is not one of"),
     (fp8_blocks, {}, {"weight_block_size": "x"}, "weight_block_size 'x' is not a pair of sizes"),
     # Tables that are too small.
