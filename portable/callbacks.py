@@ -233,7 +233,7 @@ class Run:
             seed: Sampling seed.
 
         Returns:
-            The decoded continuation without the prompt, the same on all ranks.
+            The decoded continuation without the prompt.
         """
         ids: list[int] = encode_text(self.tokenizer, prompt)["input_ids"]
         tokens = torch.tensor([ids], dtype=torch.int64)

@@ -355,7 +355,7 @@ class TokenizedSource:
     def truncation_stats(self) -> TruncationStats | None:
         """Effect of ``data.truncation`` on the documents of a causal language model.
 
-        None if the task does not truncate documents, or for plain texts that are concatenated or only cut off
+        None if the task is not causal language modeling, or if plain texts are concatenated or only cut off
         at the end.
         """
         tokens, data = self.tokens, self.settings.data

@@ -76,7 +76,7 @@ def _build_and_load_engine(
     """Build the engine, and load the newest checkpoint that all ranks can read. See :func:`restore_run`.
 
     If ``source`` is None, the engine starts from the initial weights. If the run's own checkpoint is damaged,
-    the previous ones are tried, and rank 0 renames the damaged folders. Must be called on all ranks.
+    the previous ones are tried, and rank 0 marks the damaged ones. Must be called on all ranks.
 
     Raises:
         DamagedError: If a checkpoint is damaged and there is no older one to fall back to.

@@ -60,7 +60,10 @@ class Conversation:
         return [index for index, message in enumerate(self.messages) if self._is_trained(message)]
 
     def _is_trained(self, message: Message) -> bool:
-        """Return whether a message contributes to the loss, according to its own keys or else its role."""
+        """Return whether a message contributes to the loss.
+
+        Its role or its own keys must select it, and no key may exclude it.
+        """
         is_selected = message["role"] in self.trained_roles or bool(
             message.get("train") or message.get("training")
         )

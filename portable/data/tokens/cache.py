@@ -444,7 +444,7 @@ class _LabelWriter:
 
         Args:
             label: The label.
-            write: Whether to write the label. False when a resumed writer only restores its state.
+            write: Whether to write the label. False if another process has written it.
 
         Raises:
             UserError: If lists and single labels, or names and numbers, are mixed.

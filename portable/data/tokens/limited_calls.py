@@ -92,7 +92,7 @@ def _limit_time(seconds: float) -> Iterator[None]:
 def _limit_memory() -> Iterator[None]:
     """Raise MemoryError within this context if this process allocates much more memory.
 
-    Does nothing without Linux.
+    Does nothing unless on Linux.
     """
     status = Path("/proc/self/status")
     if not status.exists():
