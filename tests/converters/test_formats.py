@@ -427,7 +427,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (args(num_experts=8), "num_experts=8 is not supported"),
             (args(rotary_interleaved=True), "rotary_interleaved=True"),
             (args(window_size=(4, 0)), "window_size=5, and there is no config.json to confirm it"),
-            (args(use_rope_scaling=True), "use_rope_scaling='llama3 of factor 8.0', no config"),
+            (args(use_rope_scaling=True), "use_rope_scaling='llama3 of factor 8.0', and there is no config"),
             (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
             (args(position_embedding_type="none"), "neither Llama- nor GPT-2-shaped"),
             (args(num_layers=5), "layer 4 are missing"),

@@ -263,7 +263,7 @@ def test_remote_convert_errors_name_cause(
     assert "no such file or folder" in refused(capsys, s3.url("nothing"), out)
     assert "no checkpoint of a known format" in refused(capsys, s3.url(), out)
     assert "is the checkpoint itself" in refused(capsys, s3.url("src"), s3.url("src"))
-    assert "lies inside" in refused(capsys, s3.url("src"), s3.url("src/out"))
+    assert "is inside" in refused(capsys, s3.url("src"), s3.url("src/out"))
     assert "contains" in refused(capsys, s3.url("src"), s3.url())
     s3.fail(status=403, method="POST")
     assert "access denied" in refused(capsys, s3.url("src"), s3.url("out"))

@@ -155,7 +155,7 @@ def test_safetensors_index_must_match_shards(tmp_path: Path) -> None:
         ({"weight_map": {k: v for k, v in good["weight_map"].items() if k != first}}, "holds"),
         ({"weight_map": {**good["weight_map"], "more": last}}, "'more'"),
         ({"weight_map": 1}, "weight_map"),
-        ([], "no table"),
+        ([], "not an object"),
     ]
     for document, what in cases:
         index.write_text(json.dumps(document))
