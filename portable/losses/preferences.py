@@ -127,10 +127,10 @@ class DPO(_PreferenceLoss):
         """
         ratios = log_probs - batch[REFERENCE_COLUMN].to(log_probs.dtype)
         rewards = self.beta * ratios
-        losses = self.of_ratios(ratios, lengths)
+        losses = self.compute_losses(ratios, lengths)
         return losses - self.sft * log_probs[:, 0] / lengths[:, 0] if self.sft else losses, rewards
 
-    def of_ratios(self, ratios: Tensor, lengths: Tensor) -> Tensor:
+    def compute_losses(self, ratios: Tensor, lengths: Tensor) -> Tensor:
         """Compute the loss of each pair from the log-ratios to the reference model.
 
         A custom loss can override this method.
