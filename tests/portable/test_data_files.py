@@ -186,7 +186,7 @@ def test_source_reads_dataset_saved_to_disk(tmp_path: Path) -> None:
     assert texts(source(str(tmp_path / "splits"))) == TEXTS[:5]
     test = source(str(tmp_path / "splits"), task="sequence-classification", split="test")
     assert [(found.text, found.label) for found in test.iter_documents()] == [(TEXTS[7], 1)]
-    with pytest.raises(UserError, match=r"data.split: .* has no split 'dev'; it has test, train"):
+    with pytest.raises(UserError, match=r"data.split: .* has no split 'dev'; use one of test, train"):
         source(str(tmp_path / "splits"), split="dev")
     with pytest.raises(
         UserError, match=r"data.stream: .* was saved with save_to_disk; set data.stream to false"
