@@ -73,7 +73,7 @@ examples:
   portable-convert out/ fp8/ --quantize fp8-block  back; or --quantize-like BASE
   portable-convert lora/ out/                      an adapter, as peft loads it
   portable-convert lora/ out/ --merge-into base/   base and adapter as one model
-  portable-convert ckpt/ out/ --dry-run            print the files, write nothing
+  portable-convert ckpt/ out/ --dry-run            only print the plan
   portable-convert ckpt/ out/ --verify             compare OUT with SRC
   portable-convert inspect ckpt/ --stats           its contents; --json
   portable-convert diff ckpt/ out/                 which tensors differ

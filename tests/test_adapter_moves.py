@@ -177,7 +177,7 @@ def test_adapter_run_continues_published_adapters(
     first = next(name for name in tensors if "lora_" in name)
     for value, message in (
         (tensors[first] * float("nan"), "holds NaN or infinity"),
-        (tensors[first].to(torch.float8_e4m3fn), "has shape .* and dtype F8_E4M3, the model"),
+        (tensors[first].to(torch.float8_e4m3fn), "has shape .* and dtype F8_E4M3, but the model"),
         (torch.ones(5, 5), "its factors have shapes"),
     ):
         save_file({**tensors, first: value}, weights)

@@ -27,9 +27,9 @@ usage: portable-data --config FILE.yaml --out PLACE [--processes N]
                      [--part I/N] [--KEY VALUE ...]
 
 Tokenize the sources of a config, so that a run starts without tokenizing.
-PLACE is a folder or a URL (s3://, gs://). A run reads PLACE as data.source, with
-data.stream true. Each source of a mixture is a separate folder in PLACE. The
-same command continues after an interruption. No accelerator is needed.
+PLACE is a folder or a URL (s3://, gs://). A run reads PLACE as data.source,
+with data.stream true. Each source of a mixture is a separate folder in PLACE.
+The same command continues after an interruption. No accelerator is needed.
 
 examples:
   portable-data --config run.yaml --out tokens/

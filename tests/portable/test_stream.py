@@ -451,7 +451,9 @@ def test_cache_key_depends_on_document_settings(tmp_path: Path) -> None:
 
         def key(task: str = "causal-lm", parts: bool | None = parts, **data: Any) -> str:
             opened = source(str(path), task, stream=parts is not None, cache_dir=tmp_path, **data)
-            return opened.parts[0].open(opened.settings).key if parts else opened.cache_key  # type: ignore[attr-defined]
+            if parts:
+                return opened.shards[0].open_source(opened.settings).cache_key  # type: ignore[attr-defined]
+            return opened.cache_key
 
         keys = {key(task.get(name, "causal-lm"), **{name: value}) for name, value in changes}
         assert len({*keys, key()}) == len(changes) + 1
