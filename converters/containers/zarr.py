@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import product
+from itertools import product, starmap
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -283,9 +283,8 @@ class _ShardIndex:
             raise CheckpointError(
                 f"{self._location}: damaged, the checksum of a shard's index does not match"
             )
-        return list(
-            map(_IndexEntry._make, struct.iter_unpack("<QQ", memoryview(raw)[: 16 * self._num_chunks]))
-        )
+        pairs = struct.iter_unpack("<QQ", memoryview(raw)[: 16 * self._num_chunks])
+        return list(starmap(_IndexEntry, pairs))
 
 
 @lru_cache(1024)  # The arrays of a model have few different headers.
