@@ -452,7 +452,8 @@ def test_cache_key_depends_on_document_settings(tmp_path: Path) -> None:
         def key(task: str = "causal-lm", parts: bool | None = parts, **data: Any) -> str:
             opened = source(str(path), task, stream=parts is not None, cache_dir=tmp_path, **data)
             if parts:
-                return opened.shards[0].open_source(opened.settings).cache_key  # type: ignore[attr-defined]
+                first_shard: Any = opened
+                opened = first_shard.shards[0].open_source(opened.settings)
             return opened.cache_key
 
         keys = {key(task.get(name, "causal-lm"), **{name: value}) for name, value in changes}
