@@ -45,7 +45,7 @@ HALF_DTYPES = ("BF16", "F16")
 
 @dataclass(frozen=True)
 class SourcedCount:
-    """Count of steps or samples, with a description of where it was read."""
+    """Count of steps or samples, with a description of its origin."""
 
     count: int
     source: str
@@ -190,7 +190,7 @@ class ExternalCheckpoint:
     def _describe_optimizer(self) -> str:
         """Describe the optimizer state for ``--resume-info``: its tensors, dtypes and step counts.
 
-        If there is no state, or if it cannot be read without the model, the description says so.
+        If there is no state, or if it cannot be read without the model, the description contains the reason.
         """
         try:
             optimizer = self.optimizer

@@ -99,7 +99,7 @@ class ChatModel:
         return bool(self.tokenizer.chat_template)
 
     def render_prompt(self, messages: Sequence[dict[str, str]]) -> str:
-        """Render a conversation up to the point where the assistant begins.
+        """Render a conversation up to the beginning of the assistant's answer.
 
         Without a chat template, the text is the last message.
         """

@@ -372,8 +372,8 @@ class TokenizedSource:
     def split_samples(self) -> TrainEvalSplit:
         """Split the samples into samples to train on and held-out samples. A stream has no held-out samples.
 
-        The ranges are of preference pairs, of documents if samples are padded or packed from whole documents,
-        otherwise of blocks.
+        The ranges are of preference pairs, of documents if samples are padded or packed from complete
+        documents, otherwise of blocks.
         """
         data, packing = self.settings.data, self.settings.packing
         share = 0.0 if data.stream else data.eval_fraction
@@ -388,7 +388,7 @@ class TokenizedSource:
     def count_samples(self) -> SampleCounts:
         """Count the samples to train on and the held-out samples. Writes nothing.
 
-        The share of padding is computed only if whole documents are packed.
+        The share of padding is computed only if complete documents are packed.
         """
         train, held_out = self.split_samples()
         if self.settings.packing != "documents":

@@ -703,7 +703,7 @@ _PIP_ADVICE = re.compile(r"`pip install ([\w.\[\]-]+)`")
 def _explain_build_error(config: PretrainedConfig, key: str, error: Exception) -> str:
     """Return the message for the user about an error while the model was built.
 
-    The message of a UserError is returned unchanged. For an import error, the message says which package to
+    The message of a UserError is returned unchanged. For an import error, the message names the package to
     install.
     """
     if isinstance(error, UserError):

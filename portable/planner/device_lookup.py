@@ -20,7 +20,7 @@ from portable.registry import BACKENDS, DEFAULT_PLANNED_BACKEND, load_backend_pa
 def build_generic_device(backend: str) -> Device:
     """Build a device with unknown properties except for its memory.
 
-    The other properties are those of a common device of the backend.
+    The other properties are copied from a common device of the backend.
 
     Args:
         backend: Name of the backend, or ``auto``.

@@ -226,7 +226,7 @@ def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], locatio
 def _build_flat_optimizer(
     saved: dict[str, Any], layouts: list[Stage12GroupLayout], groups: list[list[str]], location: str
 ) -> OptimizerState:
-    """Build the optimizer of flat masters. Their layout is that of a ZeRO run with one rank.
+    """Build the optimizer of flat masters. Their layout equals a ZeRO run with one rank.
 
     Raises:
         CheckpointError: If the optimizer has no state.

@@ -76,7 +76,7 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     DTensors and ShardedTensors become records.
 
     Raises:
-        TypeError: If the arguments are not those of a sharded tensor.
+        TypeError: If the arguments do not describe a sharded tensor.
     """
     if not isinstance(function, PickledGlobal) or function.key != _WRAPPER:
         plain = TORCH_STANDINS["torch._tensor._rebuild_from_type_v2"]

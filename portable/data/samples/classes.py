@@ -124,7 +124,7 @@ def _check_no_accidental_regression(tokens: TokenCache) -> None:
     """Check that a few labels with a fraction do not turn a classification into a regression.
 
     Raises:
-        UserError: If nearly all labels are whole numbers and a few have a fraction.
+        UserError: If nearly all labels are integers and a few have a fraction.
     """
     fractions, documents = int(tokens.meta.get("fractions", 0)), tokens.num_documents
     if tokens.label_kind == "values" and 0 < fractions < _FEW_FRACTIONS * documents:

@@ -64,8 +64,8 @@ class CsvCell(str):
         """Parse the cell as a number.
 
         Returns:
-            An integer for a whole number. None if the cell is not a finite number, or is a code with leading
-            zeros such as 007.
+            An int if the value has no fraction. None if the cell is not a finite number, or is a code with
+            leading zeros such as 007.
         """
         text = self.strip()
         if not _NUMBER.fullmatch(text) or _LEADING_ZERO.match(text):
@@ -368,7 +368,7 @@ def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> flo
 def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Label:
     """Read the label of a record: a class, a number, or a tuple for a list.
 
-    Booleans in a list become floats. Floats with whole values become ints.
+    Booleans in a list become floats. Floats without a fraction become ints.
     """
     value = _get_required_field(row, "label_field", name, location)
     if isinstance(value, list | tuple):
@@ -377,7 +377,7 @@ def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Labe
             float(item) if isinstance(item, bool) else _validate_label(item, name, location) for item in value
         )
     label = _validate_label(value, name, location)
-    # pandas stores whole numbers as floats if a label is missing.
+    # pandas stores integers as floats if a label is missing.
     return int(label) if isinstance(label, float) and is_whole(label) else label
 
 
