@@ -13,6 +13,7 @@ from portable.converters import CheckpointError
 from portable.converters.storage import folder as folder_module
 from portable.converters.storage import output_file as outfile
 from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.listed_file import ListedFile
 from portable.converters.storage.output_file import OutputFile
 
 DATA = random.Random(0).randbytes(3 << 20)
@@ -70,3 +71,8 @@ def test_kernel_copy_falls_back_if_interrupted(
     piece.write(b"tail")
     piece.finish()
     assert (tmp_path / "file").read_bytes() == b"head" + DATA[1000:901_000] + b"tail"
+
+
+def test_listed_file_keeps_text_that_digests_contain() -> None:
+    """Digests of remote data and names of downloaded files contain this text. A change would lose them."""
+    assert repr(ListedFile(10, "v1")) == "Object(size=10, version='v1')"
