@@ -151,7 +151,9 @@ class RankPool:
                 try:
                     ok, answers[rank], threads = connection.recv()
                 except EOFError:
-                    ok, answers[rank], threads = False, "it died", 0
+                    process = self._ranks[rank][1]
+                    process.join(GRACE)
+                    ok, answers[rank], threads = False, f"ended with exit code {process.exitcode}", 0
                 worn = worn or threads > MOST_THREADS
                 if not ok and not failure:
                     failure = f"rank {rank} of {world_size}:\n{answers[rank]}"
