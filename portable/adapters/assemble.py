@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.adapters.settings import resolve_adapter_config
 from portable.data.dataset import inspect_data_sizes
-from portable.data.sources.source_kinds import detect_run_format
+from portable.data.sources.source_kinds import detect_run_format, resolve_images
 from portable.errors import MissingDataError
 from portable.model import build as models
 from portable.model.auxiliary_losses import needs_last_token_as_input
@@ -154,7 +154,8 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
         kind = detect_run_format(config.data, config.model.task, downloads=False)
     except MissingDataError:  # the code that reads the data raises the error again
         kind = config.data.format
-    return apply_default_packing(models.apply_default_seq_len(config.replaced({"data.format": kind})))
+    config = resolve_images(config.replaced({"data.format": kind}), downloads=False)
+    return apply_default_packing(models.apply_default_seq_len(config))
 
 
 class PlanInputs(NamedTuple):

@@ -40,6 +40,7 @@ TASK_BY_SETTING = {
     "data.roles_to_train": "causal-lm",
     "data.split_turns": "causal-lm",
     "data.truncation": "causal-lm",
+    "data.images": "causal-lm",
 }
 """Settings that only apply to one ``model.task``, with this task."""
 
@@ -73,6 +74,8 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
                 "it",
             )
     yield from _check_format(config)
+    if data.images:
+        yield from _check_images(config)
     if data.source is None and not data.sources and task in PADDED_TASKS:
         yield SettingProblem(
             ("data.source", "model.task"),
@@ -137,6 +140,42 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
             ("data.train_on", "data.format"),
             f"data.train_on completion does not work with data.format {data.format}; set data.train_on to "
             "assistant",
+        )
+
+
+def _check_images(config: RunConfig) -> Iterator[SettingProblem]:
+    """Yield the settings that do not work with images in conversations."""
+    data = config.data
+    if data.packing:
+        yield SettingProblem(
+            ("data.images", "data.packing"),
+            f"data.packing {format_value(data.packing)} does not work with images; set data.packing to false",
+        )
+    if data.truncation == "start":
+        yield SettingProblem(
+            ("data.images", "data.truncation"),
+            "data.truncation start does not work with images; set data.truncation to end or drop",
+        )
+    if data.format in ("text", "preference", "samples"):
+        yield SettingProblem(
+            ("data.images", "data.format"),
+            f"data.images true is for conversations, not for data.format {data.format}; remove data.images",
+        )
+    for key, has_problem in {
+        "data.stream": any(source.stream for source in get_training_sources(data).values()),
+        "context_parallel_size": config.context_parallel_size > 1,
+        "tensor_parallel_size": config.tensor_parallel_size > 1,
+        "train.neftune_noise_alpha": config.train.neftune_noise_alpha > 0,
+    }.items():
+        if has_problem:
+            yield SettingProblem(
+                ("data.images", key), f"{key} does not work with images in conversations; remove {key}"
+            )
+    if config.backend in ("xla", "tpu"):
+        yield SettingProblem(
+            ("data.images", "backend"),
+            f"backend {config.backend} does not support images in conversations, whose numbers of pixels "
+            "differ between batches; use backend cuda or cpu, or remove the images",
         )
 
 

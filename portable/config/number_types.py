@@ -77,6 +77,9 @@ Interval = Annotated[
 Records = Annotated[
     int, Field(ge=1, le=10**12), BoundsReason("The largest datasets have billions of records.")
 ]
+Pixels = Annotated[
+    int, Field(ge=256, le=10**8), BoundsReason("16 x 16 pixels at least; larger images are not decoded.")
+]
 ModuleSize = Annotated[
     int, Field(ge=0, le=10**15), BoundsReason("The largest models have trillions of weights.")
 ]

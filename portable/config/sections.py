@@ -49,6 +49,7 @@ from portable.config.number_types import (
     ModuleSize,
     NoiseScale,
     PartCount,
+    Pixels,
     Processes,
     ProperFraction,
     Ranks,
@@ -259,6 +260,11 @@ class SourceConfig(Section):
     """Make a separate sample of each message of the assistant, with the conversation before it. This always
     happens if the chat template renders earlier turns differently from the last turn, for example without
     their thinking."""
+    image_root: PathText | None = None
+    """Folder of the images that conversations name by a path. An image outside of it is a bad record. Null:
+    the folder of data.source."""
+    image_urls: Flag = False
+    """Download the images that conversations name by a URL. Otherwise, they are bad records."""
     text_field: str = Field(default="text", min_length=1)
     """Field of a record with the text. A dot selects a nested field, such as translation.en; the same is true
     for the fields below."""
@@ -353,6 +359,12 @@ class DataConfig(SourceConfig):
     cache_limit: Gigabytes | None = None
     """Gigabytes of tokens of a stream that are kept on disk. Tokens that are needed again are computed again.
     Null: half of the free space at the start."""
+    images: Flag | None = None
+    """Whether conversations may have images, for a model that accepts images: parts of a message such as
+    {type: image, path: cat.jpg}, or a field images of the record. Null: whether the first record has one."""
+    image_max_pixels: Pixels | None = None
+    """Number of pixels above which an image is scaled down before the model's own processor gets it. A
+    smaller number makes fewer tokens. Null: only the limits of the processor."""
     chat_template: PathText | None = None
     """Template that renders a conversation as text: a .jinja file, the name of one of the templates of the
     tokenizer, or chatml. It is saved with the tokenizer. Null: the default template of the tokenizer."""

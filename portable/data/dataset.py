@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from portable.data.stream import StreamSamples
     from portable.data.tokenization import TokenizedSource
     from portable.data.tokens.cache import TokenCache
+    from portable.data.tokens.image_processing import ImageProcessor
     from portable.data.tokens.special_tokens import Frame
 
 
@@ -397,6 +398,11 @@ def open_sources(
     tokenizer = _load_or_train_tokenizer(sources, settings, hints)
     if tokenizer is None:
         return sources
+    image_processor = None
+    if settings.images:
+        image_processor = _load_image_processor(tokenizer, settings, hints, offline=offline)
+        if image_processor is None:
+            return sources
     context = sources.context = TokenizationContext(
         task,
         tokenizer,
@@ -407,6 +413,7 @@ def open_sources(
         pad_left=hints.get("pad_left", False),
         keep_last_input=hints.get("whole", False),
         keep_last_input_if_room=hints.get("with_last", False),
+        image_processor=image_processor,
     )
     context.check_special_tokens(ends_texts=hints.get("ends_texts", False))
     sources.vocab_size = context.vocabulary.size
@@ -547,6 +554,50 @@ def _load_or_train_tokenizer(run_sources: RunSources, settings: DataConfig, hint
         return None
     add_tokens(tokenizer, settings.added_tokens)
     return tokenizer
+
+
+def _load_image_processor(
+    tokenizer: Any, settings: DataConfig, hints: ModelDataHints, *, offline: bool
+) -> ImageProcessor | None:
+    """Load the processor of the model for images.
+
+    If the tokenizer has no chat template, this function sets the template of the processor.
+
+    Returns:
+        None while offline, if the processor would have to be downloaded.
+
+    Raises:
+        UserError: If the model has no processor for images, or the tokenizer lacks its tokens.
+    """
+    from portable.data.tokens.image_processing import load_image_processor
+
+    name = hints.get("model_tokenizer")
+    if name is None:
+        raise UserError(
+            "data.images: a model that is built from scratch has no image processor; set model.name_or_path "
+            "to a model that accepts images, or remove the images"
+        )
+    try:
+        processor = load_image_processor(
+            name, offline=offline, trust_remote_code=hints.get("trust_remote_code", False)
+        )
+    except UserError:
+        if not offline or Path(name).exists():
+            raise
+        return None
+    if processor is None:
+        raise UserError(
+            f"data.images: {name} has no image processor; set model.name_or_path to a model that accepts "
+            "images, or remove the images"
+        )
+    if missing := processor.list_missing_tokens(tokenizer):
+        raise UserError(
+            f"data.tokenizer: the tokenizer has no {missing[0]!r}, a token of the model's images; remove "
+            "data.tokenizer to use the tokenizer of the model"
+        )
+    if settings.chat_template is None and not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = processor.chat_template
+    return processor
 
 
 def _read_mixture_shares(settings: DataConfig) -> dict[str, MixtureShare]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portable.config.sources import list_number_columns
+from portable.data.images import build_image_reader
 from portable.data.samples.base import (
     PackedCausalSamples,
     PaddedCausalSamples,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from portable.data.sources.source import DataSource, SourceSettings, SourceShard
     from portable.data.stream import StreamSamples
     from portable.data.tokens.chat_template import ConversationEncoder
+    from portable.data.tokens.image_processing import ImageProcessor
 
 
 class SampleCounts(NamedTuple):
@@ -91,6 +93,7 @@ class TokenizationContext:
         keep_last_input: Whether the inputs of a causal model include the last token of a sample.
         keep_last_input_if_room: Whether the inputs of a causal model include the last token of a text if it
             fits.
+        image_processor: Processor of the model for images. None if the run has no images.
     """
 
     task: str
@@ -102,6 +105,7 @@ class TokenizationContext:
     pad_left: bool = False
     keep_last_input: bool = False
     keep_last_input_if_room: bool = False
+    image_processor: ImageProcessor | None = None
 
     def build_frame(self, settings: SourceSettings) -> Frame:
         """Build the special tokens around each text of a source.
@@ -210,6 +214,8 @@ class TokenizationContext:
             split_turns=data.split_turns,
             pairs=data.format == PREFERENCE,
             kwargs=data.chat_template_kwargs,
+            image_reader=None if self.image_processor is None else build_image_reader(data),
+            image_processor=self.image_processor,
         )
 
     def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenizedSource:
@@ -468,6 +474,7 @@ class TokenizedSource:
             data.truncation,
             keep_last_input=context.keep_last_input,
             keep_last_input_if_room=context.keep_last_input_if_room,
+            image_processor=context.image_processor,
         )
 
     def _build_task_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:

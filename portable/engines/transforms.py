@@ -19,6 +19,7 @@ from portable.model.chunked_loss import find_chunked_head, install_chunked_head
 from portable.model.document_attention import install_document_forward
 from portable.model.dynamic_rope import has_length_dependent_rope, install_text_length_forward
 from portable.model.freezing import COMPUTE_DTYPES
+from portable.model.image_forward import install_image_forward
 from portable.model.loss import TrainingObjective, install_loss_forward
 from portable.model.regularization import install_embedding_noise, remove_dropout
 from portable.model.training_loss import build_training_loss
@@ -142,6 +143,11 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform("noise", lambda _, config: config.train.neftune_noise_alpha > 0, _apply_noise),
     Transform("no dropout", _needs_no_dropout, lambda model, _: remove_dropout(model)),
     # The next transforms replace model.forward, so the last one is called first.
+    Transform(
+        "blank images",
+        lambda _, config: bool(config.data.images),
+        lambda model, _: install_image_forward(model),
+    ),
     Transform(
         "document attention", _needs_document_attention, lambda model, _: install_document_forward(model)
     ),

@@ -14,7 +14,7 @@ from portable.adapters.settings import resolve_adapter_config
 from portable.batch_plan import BatchPlan, compute_batch_plan
 from portable.checks import check_config
 from portable.config.changed_settings import find_inherited_values
-from portable.data.sources.source_kinds import detect_run_format
+from portable.data.sources.source_kinds import detect_run_format, resolve_images
 from portable.model.build import apply_default_seq_len
 from portable.model.document_attention import apply_default_packing
 from portable.output.existing_run import ExistingRun, check_may_continue_run, read_config_of_existing_run
@@ -65,10 +65,9 @@ def resolve_run(
             in_rank=False
         )
         resolved_values |= {} if precision is None else {"precision": precision}
-    resolved_values["data.format"] = detect_run_format(
-        config.data, config.model.task, downloads=writes_output if may_download is None else may_download
-    )
-    config = config.replaced(resolved_values)
+    may_download = writes_output if may_download is None else may_download
+    resolved_values["data.format"] = detect_run_format(config.data, config.model.task, downloads=may_download)
+    config = resolve_images(config.replaced(resolved_values), downloads=may_download)
     check_config(config)
     install_and_check_custom_code(config)
     config_as_launched, config = config, apply_default_seq_len(config)

@@ -19,12 +19,13 @@ import torch
 
 from portable.batch import IGNORED_LABEL
 from portable.data.samples.order import EpochIndex, Permutation, locate_sample
-from portable.data.samples.truncation import KeptOrder, Truncation, get_kept_slice
+from portable.data.samples.truncation import KeptOrder, Truncation, find_image_cut, get_kept_slice
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.data.tokens.cache import TokenCache
+    from portable.data.tokens.image_processing import ImageProcessor
 
 LAST_LABEL = -1
 """Value of ``decoder_start_token_id`` for models such as mBART.
@@ -366,30 +367,51 @@ class PaddedCausalSamples(CacheSamples):
             Otherwise, the last token is only a label.
         keep_last_input_if_room: Whether the inputs include the last token of a document if the document fits.
             In contrast to ``keep_last_input``, a longer document still has ``seq_len`` labels.
+        image_processor: Processor of the images of the documents. None if the run has no images.
     """
 
     pad_token: int
     truncation: Truncation = "end"
     keep_last_input: bool = field(default=False, kw_only=True)
     keep_last_input_if_room: bool = field(default=False, kw_only=True)
+    image_processor: ImageProcessor | None = field(default=None, kw_only=True)
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[len(indices), seq_len]``."""
+        """Build ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[len(indices), seq_len]``.
+
+        With images, also build the columns of :meth:`ImageProcessor.build_columns`.
+        """
         return self._build_document_arrays([self.sample_range(index) for _, index in indices])
 
     def _build_document_arrays(self, numbers: Sequence[int]) -> Arrays:
         """Build the arrays of documents with these numbers."""
-        kept_slice = get_kept_slice(self.truncation, self.seq_len + (not self.keep_last_input))
-        documents = [self.token_cache.read_document("text", number)[kept_slice] for number in numbers]
+        max_tokens = self.seq_len + (not self.keep_last_input)
+        kept_slices = [
+            get_kept_slice(self.truncation, find_image_cut(self.token_cache, number, max_tokens))
+            for number in numbers
+        ]
+        documents = [
+            self.token_cache.read_document("text", number)[kept_slice]
+            for number, kept_slice in zip(numbers, kept_slices, strict=True)
+        ]
         has_last_token = self.keep_last_input or self.keep_last_input_if_room
         input_tokens = [tokens[: self.seq_len] if has_last_token else tokens[:-1] for tokens in documents]
         inputs, mask = pad_rows(input_tokens, self.seq_len, self.pad_token)
         labels, _ = pad_rows([tokens[1:] for tokens in documents], self.seq_len, IGNORED_LABEL)
-        for row, number in zip(labels, numbers, strict=True):
+        for row, number, kept_slice in zip(labels, numbers, kept_slices, strict=True):
             if (trained := self.token_cache.read_trained_mask("text", number)) is not None:
                 targets = trained[kept_slice][1:]
                 row[: len(targets)][~targets] = IGNORED_LABEL
-        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        arrays = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+        if self.image_processor is None:
+            return arrays
+        files = [
+            (self.token_cache.read_image_file(image), image.size)
+            for number, document in zip(numbers, documents, strict=True)
+            for image in self.token_cache.list_images(number)
+            if image.first_token < len(document)
+        ]
+        return {**arrays, **self.image_processor.build_columns(files, inputs)}
 
 
 class PairSamples(PaddedCausalSamples):

@@ -87,6 +87,26 @@ def get_kept_slice(mode: Truncation, max_tokens: int) -> slice:
     return slice(-max_tokens, None) if mode == "start" else slice(max_tokens)
 
 
+def find_image_cut(tokens: TokenCache, number: int, max_tokens: int) -> int:
+    """Return the number of tokens of a document that remain if its end is cut, but no image is cut.
+
+    An image that does not fit is removed completely, with all tokens after it.
+
+    Args:
+        tokens: Token cache of the documents.
+        number: Number of the document.
+        max_tokens: Largest number of tokens that may remain.
+    """
+    return next(
+        (
+            image.first_token
+            for image in tokens.list_images(number)
+            if image.first_token < max_tokens < image.first_token + image.num_tokens
+        ),
+        max_tokens,
+    )
+
+
 def compute_truncation_stats(
     tokens: TokenCache, mode: Truncation, seq_len: int, *, keep_last_input: bool = False
 ) -> TruncationStats:
@@ -116,8 +136,11 @@ def compute_truncation_stats(
             )
         is_left_out = is_longer if mode == "drop" else np.zeros(len(lengths), dtype=bool)
         too_long += int(is_left_out.sum())
+        kept_lengths = np.minimum(lengths, longest)
         if tokens.trained_bits is not None:
-            kept_lengths = np.minimum(lengths, longest)
+            if tokens.has_images:
+                for index in np.flatnonzero(is_longer).tolist():
+                    kept_lengths[index] = find_image_cut(tokens, start + index, longest)
             first = offsets[1:] - kept_lengths if mode == "start" else offsets[:-1]
             # The first token of a sample is not a label.
             answered = _mark_ranges_with_trained_tokens(tokens, first + 1, first + kept_lengths)
@@ -125,7 +148,7 @@ def compute_truncation_stats(
             is_left_out |= ~answered
         is_cut = is_longer & ~is_left_out
         cut += int(is_cut.sum())
-        cut_tokens += int((lengths[is_cut] - longest).sum())
+        cut_tokens += int((lengths - kept_lengths)[is_cut].sum())
         left_out.append(start + np.flatnonzero(is_left_out))
     stats = TruncationStats(
         mode, longest, total, cut, cut_tokens, too_long, unanswered, np.concatenate(left_out)

@@ -6,6 +6,8 @@ template or a tokenizer.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,11 +20,14 @@ from portable.data.sources.documents import (
     WEIGHT_KEYS,
     Conversation,
     Document,
+    ImageReference,
     Message,
     RecordError,
+    count_images,
     describe_type,
     format_name_list,
     get_field_value,
+    get_message_text,
     iter_field_names,
     replace_surrogates,
 )
@@ -69,8 +74,15 @@ _OPTIONAL_KEYS = {"tool_calls", "function_call", *_REASONING_KEYS, "name", "tool
 """Keys that clients write into every message. Without a value they mean the same as a missing key."""
 _SYSTEM_FIELDS = ("system", "system_prompt")
 """Fields of a record with a system prompt, in all formats of conversations."""
-_MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
-"""Fields of a record with media. They are not supported."""
+_IMAGE_FIELDS = ("images", "image")
+"""Fields of a record with the images of its messages."""
+_OTHER_MEDIA_FIELDS = ("video", "videos", "audio", "audios")
+"""Fields of a record with media that are not supported."""
+_IMAGE_MARK = "<image>"
+"""Text that marks the place of an image in a message, in the formats of LLaVA and ms-swift."""
+_IMAGE_PART_TYPES = ("image", "image_url", "input_image")
+"""Types of the parts of a message that contain an image."""
+_IMAGE_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _QUESTION_FIELDS = (
     "question",
     "query",
@@ -357,7 +369,7 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
             "label to train on the completion",
         )
     if isinstance(prompt, str) and isinstance(completion, str):
-        for key in (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs"):
+        for key in (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs", *_IMAGE_FIELDS):
             if not is_empty(row.get(key)):
                 raise _build_record_error(
                     location,
@@ -421,7 +433,12 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
     rows = (
         {**row, "prompt": prompt, "completion": answer} for answer in (chosen_messages, rejected_messages)
     )
-    return tuple(parse_conversation(row, "prompt_completion", location) for row in rows)
+    conversations = tuple(parse_conversation(row, "prompt_completion", location) for row in rows)
+    if any(isinstance(conversation, Conversation) and conversation.images for conversation in conversations):
+        raise _build_record_error(
+            location, "a preference has images, but losses on pairs take only text; remove the images"
+        )
+    return conversations
 
 
 def _parse_alpaca_record(row: Mapping[str, Any], location: str) -> Conversation:
@@ -470,11 +487,12 @@ def _build_conversation(
     """
     if not messages:
         raise _build_record_error(location, "the conversation is empty; remove the record")
-    for key in _MEDIA_FIELDS:
+    for key in _OTHER_MEDIA_FIELDS:
         if not is_empty(row.get(key)):
             raise _build_record_error(
-                location, f"{key} is not empty; only text can be trained on: remove the field"
+                location, f"{key} is not empty, but only text and images can be trained on; remove the field"
             )
+    messages, images = _collect_images(messages, row, location)
     if (system := _find_system_prompt(row, messages, location)) is not None:
         messages = [{"role": "system", "content": system}, *messages]
         prompt = None if prompt is None else prompt + 1
@@ -490,7 +508,163 @@ def _build_conversation(
     kwargs = _parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs", location) or {}
     if not isinstance(kwargs, Mapping):
         raise _build_record_error(location, f"chat_template_kwargs is {describe_type(kwargs)}, not a mapping")
-    return Conversation(tuple(messages), location, tuple(tools) if tools else None, prompt, kwargs)
+    return Conversation(
+        tuple(messages), location, tuple(tools) if tools else None, prompt, kwargs, images=images
+    )
+
+
+def _collect_images(
+    messages: list[Message], row: Mapping[str, Any], location: str
+) -> tuple[list[Message], tuple[ImageReference, ...]]:
+    """Collect the images of a record, in the order of the messages.
+
+    A part of a message contains its image, or stands for the next image of the record's field ``images``. If
+    no part of any message is an image, ``<image>`` in a message stands for the next image of the field. If
+    no message has such a mark either, all images precede the text of the first message of a user.
+
+    Args:
+        messages: Messages, whose image parts still contain their references.
+        row: The record.
+        location: Location of the record in its source, used in error messages.
+
+    Returns:
+        The messages, whose image parts are ``{"type": "image"}``, and the references.
+
+    Raises:
+        UserError: If the numbers of images and of their places differ, or an answer has an image.
+    """
+    from_field = _parse_image_fields(row, location)
+    if from_field and not count_images(messages):
+        messages = _insert_image_parts(messages, len(from_field), location)
+    remaining, images = list(from_field), list[ImageReference]()
+    num_places = sum(
+        part["type"] == "image" and "image" not in part
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
+    if num_places != len(from_field):
+        raise _build_record_error(
+            location,
+            f"{num_places} image parts without an image, but images has {len(from_field)}; give one image "
+            "for each such part",
+        )
+    converted = []
+    for index, message in enumerate(messages):
+        if count_images([message]):
+            if message["role"] == "assistant":
+                raise _build_record_error(
+                    location, f"message {index + 1}, an answer, has an image; only text can be an answer"
+                )
+            parts = []
+            for part in message["content"]:
+                if part["type"] == "image":
+                    images.append(part["image"] if "image" in part else remaining.pop(0))
+                    part = {"type": "image"}
+                parts.append(part)
+            message = {**message, "content": parts}
+        converted.append(message)
+    return converted, tuple(images)
+
+
+def _parse_image_fields(row: Mapping[str, Any], location: str) -> list[ImageReference]:
+    """Return the references in the fields ``images`` and ``image`` of a record. Empty if there are none."""
+    fields = {key: row[key] for key in _IMAGE_FIELDS if not is_empty(row.get(key))}
+    if len(fields) > 1:
+        raise _build_record_error(location, f"fields {' and '.join(fields)}; remove one")
+    for key, value in fields.items():
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            value = _parse_json(value, key, location)
+        values = value if isinstance(value, list | tuple) else [value]
+        return [_parse_image_reference(item, key, location) for item in values]
+    return []
+
+
+def _insert_image_parts(messages: list[Message], num_images: int, location: str) -> list[Message]:
+    """Insert the places of images into the text of messages. See :func:`_collect_images`."""
+    texts = [get_message_text(message) for message in messages]
+    marks = [
+        text.count(_IMAGE_MARK) if message["role"] != "assistant" else 0
+        for message, text in zip(messages, texts, strict=True)
+    ]
+    if not any(marks):
+        first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise _build_record_error(location, "images, but no message of a user; add one")
+        parts = [{"type": "image"}] * num_images + [{"type": "text", "text": texts[first]}]
+        return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
+    if sum(marks) != num_images:
+        raise _build_record_error(
+            location,
+            f"{sum(marks)} times {_IMAGE_MARK} in its messages, but {num_images} images; write "
+            f"{_IMAGE_MARK} once for each image",
+        )
+    return [
+        {**message, "content": _split_at_image_marks(text)} if count else message
+        for message, text, count in zip(messages, texts, marks, strict=True)
+    ]
+
+
+def _split_at_image_marks(text: str) -> list[dict[str, Any]]:
+    """Split a text at ``<image>`` into text parts and image parts."""
+    parts: list[dict[str, Any]] = []
+    for index, piece in enumerate(text.split(_IMAGE_MARK)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+def _parse_image_reference(value: Any, name: str, location: str) -> ImageReference:
+    """Parse the reference to an image: a path, a URL, bytes, or a mapping with one of them.
+
+    Args:
+        value: Value in a record.
+        name: Name of the value, used in error messages.
+        location: Location of the record in its source, used in error messages.
+
+    Raises:
+        UserError: If the value is not a reference to an image.
+    """
+    if isinstance(value, Mapping):
+        keys = [
+            key
+            for key in ("bytes", "data", "path", "url", "image", "image_url", "source")
+            if not is_empty(value.get(key))
+        ]
+        if keys:  # an Image feature of the datasets library has bytes and the name of their file
+            return _parse_image_reference(_decode_base64(value, keys[0]), f"{name}.{keys[0]}", location)
+    if isinstance(value, bytes | bytearray):
+        return ImageReference(data=bytes(value))
+    if isinstance(value, str) and value.strip():
+        if _IMAGE_DATA_URL.match(value):
+            return ImageReference(data=_parse_base64(value.partition(",")[2], name, location))
+        if re.match(r"https?://", value, re.IGNORECASE):
+            return ImageReference(url=value)
+        if re.match(r"file://", value, re.IGNORECASE):
+            value = value[len("file://") :]
+        return ImageReference(path=value)
+    if callable(getattr(value, "save", None)):  # an image of Pillow, as custom code yields
+        buffer = io.BytesIO()
+        value.save(buffer, format="PNG")
+        return ImageReference(data=buffer.getvalue())
+    raise _build_record_error(
+        location, f"{name} is {describe_type(value)}, not an image; give a path, a URL or the bytes of a file"
+    )
+
+
+def _decode_base64(value: Mapping[str, Any], key: str) -> Any:
+    """Return an item of a mapping. ``data`` with ``type: base64``, as in Anthropic's format, is decoded."""
+    if key == "data" and isinstance(value[key], str):
+        return f"data:image/any;base64,{value[key]}"
+    return value[key]
+
+
+def _parse_base64(text: str, name: str, location: str) -> bytes:
+    """Decode base64. Raises UserError if the text is not base64."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise _build_record_error(location, f"{name} is not base64 ({to_one_line(error)})") from error
 
 
 def _is_unread_training_key(key: Any) -> bool:
@@ -510,7 +684,7 @@ def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], loc
             raise _build_record_error(location, f"{key} is {describe_type(value)}; make it a string")
     if messages[0]["role"] in SYSTEM_ROLES:
         for key, value in prompts.items():
-            if value.strip() != messages[0].get("content", "").strip():
+            if value.strip() != get_message_text(messages[0]).strip():
                 description = f"a field {key} and a message from {messages[0]['role']}"
                 raise _build_record_error(location, f"{description}; remove one")
         return None
@@ -614,10 +788,8 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
             )
         converted["tool_calls"] = converted.pop("function_call")
     if isinstance(content, list | tuple):
-        content = converted["content"] = "".join(
-            _extract_part_text(part, location, index) for part in content
-        )
-    if not isinstance(content, str) and (content is not None or "tool_calls" not in converted):
+        content = converted["content"] = _normalize_parts(content, location, index)
+    if not isinstance(content, str | list) and (content is not None or "tool_calls" not in converted):
         raise _build_record_error(
             location, f"message {index + 1}: content is {describe_type(content)}; make it a string"
         )
@@ -635,15 +807,58 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
     return converted
 
 
+def _normalize_parts(parts: Sequence[Any], location: str, index: int) -> str | list[dict[str, Any]]:
+    """Convert the parts of a message's content.
+
+    Args:
+        parts: Parts of the content.
+        location: Location of the record in its source, used in error messages.
+        index: Index of the message, from 0.
+
+    Returns:
+        The joined text if no part is an image. Otherwise, a list of text parts and image parts. The
+        key ``image`` of an image part is its :class:`ImageReference`, if the part contains one.
+
+    Raises:
+        UserError: If a part is neither text nor an image.
+    """
+    converted: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PART_TYPES:
+            keys = [
+                key
+                for key in ("image", "path", "url", "image_url", "bytes", "data", "source", "base64")
+                if not is_empty(part.get(key))
+            ]
+            image: dict[str, Any] = {"type": "image"}
+            if keys:
+                value = (
+                    _decode_base64({"data": part[keys[0]]}, "data") if keys[0] == "base64" else part[keys[0]]
+                )
+                image["image"] = _parse_image_reference(value, f"message {index + 1}: {keys[0]}", location)
+            converted.append(image)
+        else:
+            text = _extract_part_text(part, location, index)
+            if converted and converted[-1]["type"] == "text":
+                converted[-1] = {"type": "text", "text": converted[-1]["text"] + text}
+            else:
+                converted.append({"type": "text", "text": text})
+    if all(part["type"] == "text" for part in converted):
+        return "".join(part["text"] for part in converted)
+    return converted
+
+
 def _extract_part_text(part: Any, location: str, index: int) -> str:
-    """Return the text of one part of a message's content. Raises UserError for images and other parts."""
+    """Return the text of one part of a message's content. Raises UserError for other media."""
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else describe_type(part)
     text = part.get("text") if isinstance(part, Mapping) else None
-    if kind != "text" or not isinstance(text, str):
+    if kind not in ("text", "input_text") or not isinstance(text, str):
         raise _build_record_error(
-            location, f"message {index + 1} has a part of type {kind}; only text can be trained on"
+            location,
+            f"message {index + 1} has a part of type {kind}, but only text and images can be trained on; "
+            "remove the part",
         )
     return text
 

@@ -33,18 +33,35 @@ PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit 
 
 
 @dataclass(frozen=True)
+class ImageReference:
+    """Reference of a record to an image. Exactly one attribute has a value.
+
+    Attributes:
+        path: Path of a file. A relative path is relative to the folder of the images.
+        url: URL of a file.
+        data: Content of a file, such as a JPEG, in bytes.
+    """
+
+    path: str | None = None
+    url: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
 class Conversation:
     """Conversation of one record.
 
     Attributes:
-        messages: Messages with ``role`` and ``content``, a string. A message with tool calls may have no
-            content. Templates can also read other keys.
+        messages: Messages with ``role`` and ``content``. The content is a string, or a list of parts if it
+            has images: ``{"type": "text", "text": ...}`` and ``{"type": "image"}``. A message with tool calls
+            may have no content. Templates can also read other keys.
         location: Location of the record in the source, used in error messages.
         tools: JSON schemas of the tools that the assistant may call.
         num_prompt_messages: Number of messages at the start that are the prompt. None if the record does not
             mark a prompt.
         template_kwargs: Additional variables of the template.
         trained_roles: Roles whose messages are trained. Keys of single messages can add or exclude messages.
+        images: Images of the conversation, in the order of the image parts of its messages.
     """
 
     messages: tuple[Message, ...]
@@ -53,6 +70,7 @@ class Conversation:
     num_prompt_messages: int | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     trained_roles: frozenset[str] = DEFAULT_TRAINED_ROLES
+    images: tuple[ImageReference, ...] = ()
 
     @property
     def trained_message_indices(self) -> list[int]:
@@ -81,7 +99,21 @@ class Conversation:
     @property
     def joined_text(self) -> str:
         """Content of all messages, one line each."""
-        return replace_surrogates("\n".join(str(message.get("content", "")) for message in self.messages))
+        return replace_surrogates("\n".join(map(get_message_text, self.messages)))
+
+
+def get_message_text(message: Message) -> str:
+    """Return the text of a message. The text parts of a list are joined, and image parts are left out."""
+    content = message.get("content", "")
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part["type"] == "text")
+    return str(content)
+
+
+def count_images(messages: Iterable[Message]) -> int:
+    """Count the image parts of messages."""
+    contents = (message.get("content") for message in messages)
+    return sum(part["type"] == "image" for parts in contents if isinstance(parts, list) for part in parts)
 
 
 def is_excluded_from_training(message: Message) -> bool:

@@ -6,11 +6,14 @@ import hashlib
 import os
 import re
 import sysconfig
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from portable.config.derived_defaults import CONVERSATION_FORMATS
 from portable.config.sources import (
     format_eval_source_key,
     format_training_source_key,
@@ -19,13 +22,15 @@ from portable.config.sources import (
 )
 from portable.converters.storage.path_or_url import strip_file_scheme
 from portable.data.sources.documents import Document, RecordFormat, compute_text_digest
-from portable.data.sources.source import CUSTOM_SAMPLES, PREFERENCE, TASKS, DataSource, SourceSettings
+from portable.data.sources.records import CollectedErrors, EnoughErrors
+from portable.data.sources.source import CAUSAL, CUSTOM_SAMPLES, PREFERENCE, TASKS, DataSource, SourceSettings
 from portable.errors import UserError
 from portable.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from portable.config import RunConfig
     from portable.config.sections import DataConfig
     from portable.data.sources.records import LocatedRow
 
@@ -264,6 +269,51 @@ def _detect_source_format(settings: SourceSettings, *, downloads: bool) -> str:
     if kind == "text" and any((data.chat_template, data.train_on, data.roles_to_train, data.split_turns)):
         source.check_readable()  # report invalid records before settings that have no effect on texts
     return kind
+
+
+def resolve_images(config: RunConfig, *, downloads: bool) -> RunConfig:
+    """Replace ``data.images: null`` by whether the first record of a source has images.
+
+    Args:
+        config: Config of the run, with the format of its records.
+        downloads: Whether a source may be downloaded.
+    """
+    if config.data.images is not None or config.data.format not in CONVERSATION_FORMATS:
+        return config
+    return config.replaced(
+        {"data.images": _detect_images(config.data, config.model.task, downloads=downloads)}
+    )
+
+
+def _detect_images(data: DataConfig, task: str, *, downloads: bool) -> bool:
+    """Return whether the first record of a training source is a conversation with images.
+
+    Args:
+        data: The ``data`` section of the config.
+        task: Task of the model, one of ``TASKS``.
+        downloads: Whether a source may be downloaded. Sources that need a download then count as texts.
+
+    Raises:
+        UserError: If the record cannot be read.
+    """
+    if task != CAUSAL:
+        return False
+    for settings in build_training_settings(data, task, offline=True).values():
+        # Bad records are skipped without a message, because the code that reads all records reports them.
+        settings = replace(settings, bad_records=CollectedErrors())
+        with settings.convert_errors(), suppress(EnoughErrors):
+            if settings.data.source is None:
+                continue
+            source = open_source(settings)
+            if source.downloads_to_read and not downloads:
+                continue
+            source.detect_and_set_format()
+            if not source.settings.has_conversations:
+                continue
+            first = next(source.iter_documents(), None)
+            if first is not None and first.conversation is not None and first.conversation.images:
+                return True
+    return False
 
 
 _STDLIB_BYTES = 10_000_000

@@ -10,6 +10,8 @@ A cache is a folder with these files:
 - ``labels.bin`` for classification: one int64 per document, or several with ``labels.idx``. Numeric labels
   are in ``values.bin`` instead, as float64.
 - ``columns.bin`` for ``data.columns``: float64 ``[documents, columns]``.
+- ``images.bin`` for conversations with images: the image files, each one once. ``image_rows.bin`` has a row
+  of :data:`IMAGE_FIELDS` for each image of each document, and ``images.idx`` the first row of each document.
 - ``blocks.crc``: a CRC-32 of each block of 64 KiB of these files.
 - ``meta.json``: sizes, names and fingerprint, with its own digest.
 
@@ -38,14 +40,16 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
+from portable.data.images import ImageSize
 from portable.data.sources.records import CsvCell
 from portable.errors import RunError, UserError, to_one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from portable.data.sources.documents import Label
+    from portable.data.tokens.chat_template import PlacedImage
 
 CACHE_FORMAT = 2
 BLOCK_BYTES = 1 << 16
@@ -64,12 +68,22 @@ _OFFSET = np.dtype("<u8")
 _CRC = np.dtype("<u4")
 LABELS, LABEL_ENDS, VALUES = "labels.bin", "labels.idx", "values.bin"
 TRAINED, COLUMNS = "trained.bin", "columns.bin"
+IMAGES, IMAGE_ROWS, IMAGE_ENDS = "images.bin", "image_rows.bin", "images.idx"
+IMAGE_FIELDS = ("start", "num_bytes", "width", "height", "first_token", "num_tokens", "digest", "digest_end")
+"""Fields of an image in ``image_rows.bin``, int64 each.
+
+They are the position and the size of its file in ``images.bin``, its width and height in pixels, the index of
+its first token in its document, the number of its tokens, and the two halves of the digest of its file.
+"""
 _FILE_DTYPES: dict[str, np.dtype[Any]] = {
     LABELS: np.dtype("<i8"),
     LABEL_ENDS: _OFFSET,
     VALUES: np.dtype("<f8"),
     TRAINED: np.dtype("u1"),
     COLUMNS: np.dtype("<f8"),
+    IMAGES: np.dtype("u1"),
+    IMAGE_ROWS: np.dtype("<i8"),
+    IMAGE_ENDS: _OFFSET,
 }
 LabelKind = Literal["classes", "sets", "values"]
 """Kind of labels: one class per document, any number of classes, or a fixed number of numeric values."""
@@ -190,6 +204,7 @@ class TokenCacheWriter:
         vocab_size: Number of tokens of the tokenizer, which determines the data type.
         labels: Whether documents have labels.
         masked: Whether only some tokens of the texts contribute to the loss.
+        images: Whether documents may have images.
         columns: Names of the columns in ``data.columns``.
         progress: Progress that :meth:`save_progress` of another process has saved in the folder. The cache is
             continued from there.
@@ -206,6 +221,7 @@ class TokenCacheWriter:
         *,
         labels: bool = False,
         masked: bool = False,
+        images: bool = False,
         columns: Sequence[str] = (),
         progress: Mapping[str, Any] | None = None,
     ) -> None:
@@ -223,6 +239,7 @@ class TokenCacheWriter:
             self._open_file(LABEL_ENDS, _OFFSET, first=[0])
         if columns:
             self._open_file(COLUMNS, _FILE_DTYPES[COLUMNS])
+        self._images = _ImageWriter(folder, self._open_file, self._streams) if images else None
         self._labels = _LabelWriter(self._streams) if labels else None
         self._integer_columns = dict.fromkeys(columns, True)
         """Whether all numbers of a column are integers, keyed by column."""
@@ -322,6 +339,15 @@ class TokenCacheWriter:
             for index, name in enumerate(self._integer_columns):
                 self._integer_columns[name] &= all(isinstance(row[index], int) for row in rows)
 
+    def add_images(self, images: Sequence[Sequence[PlacedImage]]) -> None:
+        """Add the images of documents. Does nothing if documents have no images.
+
+        Args:
+            images: Images of each document.
+        """
+        if self._images is not None:
+            self._images.add_images(images)
+
     def write_metadata(self, **extra: Any) -> None:
         """Finish the files, renumber the classes in sorted order, and write ``meta.json``.
 
@@ -338,6 +364,8 @@ class TokenCacheWriter:
         if TRAINED in self._streams:
             self._streams[TRAINED].write(np.packbits(self._bits))
             extra["trained_tokens"] = self._trained
+        if self._images is not None:
+            extra["images"] = self._images.num_images
         if self._integer_columns:
             extra["columns"] = {
                 name: "int64" if is_integer else "float32"
@@ -365,6 +393,43 @@ class TokenCacheWriter:
         """Close all files."""
         for stream in self._streams.values():
             stream.close()
+
+
+class _ImageWriter:
+    """Writer of the images of documents. A file that several documents use is written once.
+
+    Args:
+        folder: Folder of the cache.
+        open_file: Function that opens a file of the cache, or continues it.
+        streams: Files of the cache by name.
+    """
+
+    def __init__(
+        self, folder: Path, open_file: Callable[..., None], streams: Mapping[str, ChecksummedFile]
+    ) -> None:
+        open_file(IMAGES, _FILE_DTYPES[IMAGES])
+        open_file(IMAGE_ROWS, _FILE_DTYPES[IMAGE_ROWS])
+        open_file(IMAGE_ENDS, _OFFSET, first=[0])
+        self._streams = streams
+        rows = np.fromfile(folder / IMAGE_ROWS, dtype=_FILE_DTYPES[IMAGE_ROWS])
+        rows = rows.reshape(-1, len(IMAGE_FIELDS))
+        self.num_images = len(rows)
+        self._start_by_digest = {row[-2:].tobytes(): int(row[0]) for row in rows}
+        self._num_bytes = int((rows[:, 0] + rows[:, 1]).max()) if len(rows) else 0
+
+    def add_images(self, images: Sequence[Sequence[PlacedImage]]) -> None:
+        """Add the images of each document."""
+        for document_images in images:
+            for image in document_images:
+                if (start := self._start_by_digest.get(image.digest)) is None:
+                    start = self._start_by_digest[image.digest] = self._num_bytes
+                    self._streams[IMAGES].write(np.frombuffer(image.data, dtype=np.uint8))
+                    self._num_bytes += len(image.data)
+                digest = np.frombuffer(image.digest, dtype=_FILE_DTYPES[IMAGE_ROWS])
+                tokens = image.first_token, image.num_tokens
+                self._streams[IMAGE_ROWS].write([start, len(image.data), *image.size, *tokens, *digest])
+            self.num_images += len(document_images)
+            self._streams[IMAGE_ENDS].write([self.num_images])
 
 
 class OpenedWriter(NamedTuple):
@@ -702,6 +767,24 @@ def _open_checksums(path: Path, digest: str) -> npt.NDArray[Any]:
     return np.frombuffer(blocks, dtype=_CRC)
 
 
+class CachedImage(NamedTuple):
+    """Image of a document.
+
+    Attributes:
+        start: Position of its file in ``images.bin``, in bytes.
+        num_bytes: Size of its file in bytes.
+        size: Size as the processor of the model receives the image.
+        first_token: Index of its first token in the document.
+        num_tokens: Number of its tokens.
+    """
+
+    start: int
+    num_bytes: int
+    size: ImageSize
+    first_token: int
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class TokenCache:
     """An open token cache. Its pickle contains only the path.
@@ -736,7 +819,11 @@ class TokenCache:
             dtypes = dict(_FILE_DTYPES)
             for name in meta["tokens"]:
                 dtypes |= {f"{name}.bin": _DTYPES[meta["dtype"]], f"{name}.idx": _OFFSET}
-            widths = {VALUES: meta.get("label_width"), COLUMNS: len(meta.get("columns", ()))}
+            widths = {
+                VALUES: meta.get("label_width"),
+                COLUMNS: len(meta.get("columns", ())),
+                IMAGE_ROWS: len(IMAGE_FIELDS),
+            }
             arrays: dict[str, CheckedArray] = {}
             for name, file_meta in sorted(meta["files"].items()):
                 count = -(-file_meta["bytes"] // BLOCK_BYTES)
@@ -852,6 +939,33 @@ class TokenCache:
         rows = self.arrays[COLUMNS][list(numbers)]
         kinds: dict[str, str] = self.meta["columns"]
         return {name: rows[:, index].astype(kind) for index, (name, kind) in enumerate(kinds.items())}
+
+    @property
+    def has_images(self) -> bool:
+        """Whether documents may have images."""
+        return IMAGE_ROWS in self.arrays
+
+    @property
+    def num_images(self) -> int:
+        """Number of images of all documents."""
+        return int(self.meta.get("images", 0))
+
+    def list_images(self, number: int) -> list[CachedImage]:
+        """List the images of a document, in the order of its tokens, without reading their files."""
+        if not self.has_images:
+            return []
+        first, last = (int(self.arrays[IMAGE_ENDS][index]) for index in (number, number + 1))
+        return [
+            CachedImage(start, num_bytes, ImageSize(width, height), first_token, num_tokens)
+            for start, num_bytes, width, height, first_token, num_tokens, *_ in self.arrays[IMAGE_ROWS][
+                first:last
+            ].tolist()
+        ]
+
+    def read_image_file(self, image: CachedImage) -> bytes:
+        """Read the file of an image."""
+        data: bytes = self.arrays[IMAGES][image.start : image.start + image.num_bytes].tobytes()
+        return data
 
     def read_trained_mask(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
         """Read the loss mask of a document.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from portable.data.sources.documents import RecordError, format_name_list
 from portable.data.tokens import bounded_tokenizer, limited_calls
+from portable.data.tokens.image_text import expand_placeholders
 from portable.data.tokens.rendering import (
     TEMPLATE_DATE,
     AnswerContext,
@@ -43,17 +44,37 @@ from portable.data.tokens.rendering import (
     check_answer_words,
 )
 from portable.data.tokens.tokenizer import CHATML, starts_with_prefix
-from portable.errors import UserError
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from portable.data.images import ImageReader, ImageSize, LoadedImage
     from portable.data.sources.documents import Conversation, Document
+    from portable.data.tokens.image_processing import ImageProcessor
     from portable.data.tokens.special_tokens import Frame
 
 BUILT_IN_TEMPLATES = {"chatml": CHATML}
 CONVERSION_VERSION = 4  # version of the conversion to tokens and masks; a change rebuilds the caches
 _SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^\s<>|'\"]+\|>")
+
+
+class PlacedImage(NamedTuple):
+    """Image of a sample.
+
+    Attributes:
+        data: Content of the file.
+        digest: BLAKE2b digest of the file, 16 bytes.
+        size: Size as the processor of the model receives the image.
+        first_token: Index of its first token in the sample.
+        num_tokens: Number of its tokens, including tokens around its rows and crops.
+    """
+
+    data: bytes
+    digest: bytes
+    size: ImageSize
+    first_token: int
+    num_tokens: int
 
 
 @dataclass
@@ -63,6 +84,7 @@ class EncodedConversations:
     Attributes:
         tokens: Tokens of each sample, int64 ``[tokens]``.
         trained_masks: Loss mask of each sample, bool ``[tokens]``.
+        images: Images of each sample.
         num_stopping: Number of samples whose loss mask includes the token that ends the last answer.
         end_token_counts: Number of last answers that each token ends.
         unstopped_example: Last tokens in the loss mask of a sample that excludes the end token, and the
@@ -79,6 +101,7 @@ class EncodedConversations:
 
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
     trained_masks: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+    images: list[list[PlacedImage]] = field(default_factory=list)
     num_stopping: int = 0
     end_token_counts: Counter[int] = field(default_factory=Counter)
     unstopped_example: str = ""
@@ -139,6 +162,7 @@ class _MaskedDrafts(NamedTuple):
     drafts: list[RenderedConversation]
     encodings: Sequence[Any]
     masks: list[npt.NDArray[np.bool_]]
+    images: list[LoadedImage]
 
 
 class _TokenMatch(NamedTuple):
@@ -167,6 +191,8 @@ class ConversationEncoder:
         pairs: Whether documents are pairs of completions of one prompt. Both are then trained from the same
             token on.
         kwargs: Additional variables of the template.
+        image_reader: Reader of the images of records. None if the records may not have images.
+        image_processor: Processor of the model for images. None if the records may not have images.
 
     Raises:
         UserError: If the template or the tokenizer cannot be used.
@@ -182,6 +208,8 @@ class ConversationEncoder:
         split_turns: bool = False,
         pairs: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        image_reader: ImageReader | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
@@ -190,6 +218,8 @@ class ConversationEncoder:
             )
         self._tokenizer = tokenizer
         self._pairs = pairs
+        self._image_reader = image_reader
+        self._image_processor = image_processor
         self._renderer = TemplateRenderer(
             templates,
             {**tokenizer.special_tokens_map, **(kwargs or {})},
@@ -213,7 +243,14 @@ class ConversationEncoder:
             renderer.variables,
             TEMPLATE_DATE,
         ]
+        if self._image_reader is not None and self._image_processor is not None:
+            content += [self._image_processor.cache_key, self._image_reader.max_pixels]
         return json.dumps(content, sort_keys=True, default=str)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether records may have images."""
+        return self._image_reader is not None
 
     @property
     def missing_tokens(self) -> list[str]:
@@ -238,8 +275,19 @@ class ConversationEncoder:
                 the record.
         """
         drafts: list[list[RenderedConversation] | RecordError] = limited_calls.call_within_limits(
-            partial(self._renderer.render_documents, collect=collect), documents
+            partial(self._renderer.render_documents, collect=collect), [*map(_remove_images, documents)]
         )
+        images: list[list[LoadedImage]] = []
+        for index, document in enumerate(documents):
+            images.append([])
+            try:
+                if not isinstance(document_drafts := drafts[index], RecordError):
+                    images[index] = self._load_images(document)
+                    drafts[index] = self._expand_images(document_drafts, images[index])
+            except RecordError as error:
+                if not collect:
+                    raise
+                drafts[index] = error
         rendered = [
             document_drafts for document_drafts in drafts if not isinstance(document_drafts, RecordError)
         ]
@@ -251,15 +299,22 @@ class ConversationEncoder:
         for first in range(0, len(documents), size):
             samples: list[_MaskedDrafts] = []
             refusal: RecordError | None = None
-            for document, document_drafts in zip(
-                documents[first : first + size], drafts[first : first + size], strict=True
+            for document, document_drafts, document_images in zip(
+                documents[first : first + size],
+                drafts[first : first + size],
+                images[first : first + size],
+                strict=True,
             ):
                 if isinstance(document_drafts, RecordError):
                     refusal = refusal or document_drafts
                     continue
                 draft_encodings = [next(encodings) for _ in document_drafts]
                 try:
-                    samples.append(self._compute_masks(document, document_drafts, draft_encodings, encoded))
+                    samples.append(
+                        self._compute_masks(
+                            document, document_drafts, draft_encodings, document_images, encoded
+                        )
+                    )
                 except RecordError as error:
                     if not collect:
                         raise
@@ -283,6 +338,7 @@ class ConversationEncoder:
         document: Document,
         drafts: list[RenderedConversation],
         encodings: Sequence[Any],
+        images: list[LoadedImage],
         encoded: EncodedConversations,
     ) -> _MaskedDrafts:
         """Compute the loss masks of a document's rendered samples. Updates ``encoded.counts``.
@@ -295,23 +351,68 @@ class ConversationEncoder:
             AnswerNotFoundError: If an answer cannot be found even then.
         """
         try:
-            return _MaskedDrafts(drafts, encodings, self._build_masks(drafts, encodings, encoded))
+            return _MaskedDrafts(drafts, encodings, self._build_masks(drafts, encodings, encoded), images)
         except AnswerNotFoundError:
             if document.conversation is None or not drafts[0].separable_answers:
                 raise
         drafts = limited_calls.call_within_limits(
             self._renderer.render_turns, document.conversation, drafts[0].separable_answers
         )
+        drafts = self._expand_images(drafts, images)
         encodings = self._encode_texts([draft.text for draft in drafts])
         masks = self._build_masks(drafts, encodings, encoded)
         encoded.counts.update(apart=1, turns=len(drafts))
-        return _MaskedDrafts(drafts, encodings, masks)
+        return _MaskedDrafts(drafts, encodings, masks, images)
+
+    def _load_images(self, document: Document) -> list[LoadedImage]:
+        """Read the images of a document. Raises RecordError if one cannot be read."""
+        conversation = document.conversation
+        if conversation is None or not conversation.images:
+            return []
+        if self._image_reader is None:
+            raise RecordError(
+                f"data.images: {conversation.location}: the record has an image, but data.images "
+                "is false; set data.images: true, with a model for images, or remove the images"
+            )
+        return [
+            self._image_reader.load_image(reference, conversation.location)
+            for reference in conversation.images
+        ]
+
+    def _expand_images(
+        self, drafts: list[RenderedConversation], images: list[LoadedImage]
+    ) -> list[RenderedConversation]:
+        """Replace the placeholders of images in rendered samples of one document.
+
+        Args:
+            drafts: Rendered samples.
+            images: Images of the document.
+
+        Raises:
+            RecordError: If the processor does not support the size of an image, or the numbers of
+                placeholders and images differ.
+        """
+        processor = self._image_processor
+        if processor is None or drafts[0].conversation is None:
+            return drafts
+        replacements = []
+        for image in images:
+            try:
+                replacements.append(processor.compute_replacement(image.size))
+            except Exception as error:  # processors raise several types
+                size = f"{image.size.width} x {image.size.height} pixels"
+                raise RecordError(
+                    f"data.source: {drafts[0].conversation.location}: the processor of the model refuses an "
+                    f"image of {size} ({to_one_line(error)[:200]}); remove or resize it"
+                ) from error
+        return [expand_placeholders(draft, processor.placeholder, replacements) for draft in drafts]
 
     def _append_samples(
         self,
         drafts: Sequence[RenderedConversation],
         encodings: Sequence[Any],
         masks: Sequence[npt.NDArray[np.bool_]],
+        images: Sequence[LoadedImage],
         encoded: EncodedConversations,
     ) -> None:
         """Append the samples of a document to ``encoded``, with special tokens of completions."""
@@ -321,6 +422,14 @@ class ConversationEncoder:
             ends = np.full(len(prefix), draft.trains_all), within, np.ones(len(draft.suffix), dtype=bool)
             encoded.tokens.append(tokens)
             encoded.trained_masks.append(np.concatenate(ends))
+            encoded.images.append(
+                [
+                    PlacedImage(image.data, image.digest, image.size, len(prefix) + first, last - first)
+                    for image, (first, last) in zip(
+                        images, self._find_image_tokens(draft, encoding), strict=False
+                    )
+                ]
+            )
             self._count_end_token(draft, tokens, encoded.trained_masks[-1], encoded)
         shown = [shown for draft in drafts for shown in draft.reasoning_shown]
         encoded.samples_per_document.append(len(drafts))
@@ -331,6 +440,33 @@ class ConversationEncoder:
             lost=shown.count(False),
             empty=sum(draft.num_empty_answers for draft in drafts),
         )
+
+    def _find_image_tokens(self, draft: RenderedConversation, encoding: Any) -> list[tuple[int, int]]:
+        """Find the tokens of each image of a rendered sample.
+
+        Returns:
+            First token and end of each image.
+
+        Raises:
+            RecordError: If there are image tokens outside of the images, because the text of the record
+                contains one. The model would take it for a part of an image.
+        """
+        if self._image_processor is None:
+            return []
+        ranges = [
+            (_find_token_at_char(encoding, start), _find_token_after_char(encoding, end, len(draft.text)))
+            for start, end in draft.image_spans
+        ]
+        stray = np.isin(encoding.ids, self._image_processor.image_token_ids)
+        for first, last in ranges:
+            stray[first:last] = False
+        if stray.any() and draft.conversation is not None:
+            token = bounded_tokenizer.decode(self._tokenizer, [encoding.ids[int(stray.argmax())]])
+            raise build_template_error(
+                draft.conversation,
+                f"a message contains {token!r}, a token of images; remove it from the text",
+            )
+        return ranges
 
     # -- masks ----------------------------------------------------------------------------------------------
 
@@ -387,6 +523,8 @@ class ConversationEncoder:
                     draft.conversation, f"the template writes nothing for message {index + 1}, an answer"
                 )
             trained[first:last] = True
+        for first, last in self._find_image_tokens(draft, encoding):
+            trained[first:last] = False
         if draft.answer_words and draft.conversation is not None:
             check_answer_words(
                 draft.conversation, draft.answer_words, _join_trained_text(draft.text, encoding, trained)
@@ -538,6 +676,13 @@ class ConversationEncoder:
                 decode(tokens[last + 1 : last + 9].tolist()),
             )
             encoded.unstopped_example = f"{trained_end!r}" + (f", and then comes {rest!r}" if rest else "")
+
+
+def _remove_images(document: Document) -> Document:
+    """Return a document without the contents of its images, which its template does not need."""
+    if document.conversation is None or not document.conversation.images:
+        return document
+    return replace(document, conversation=replace(document.conversation, images=()))
 
 
 def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[str]:

@@ -20,6 +20,7 @@ from portable.data.sources.documents import (
     DEFAULT_TRAINED_ROLES,
     Conversation,
     RecordError,
+    get_message_text,
     is_excluded_from_training,
     replace_surrogates,
 )
@@ -87,6 +88,7 @@ class RenderedConversation:
         answer_words: Text of each trained answer. The trained text must contain it.
         num_empty_answers: Number of answers that contribute to the loss but have no words, calls or
             reasoning.
+        image_spans: Start and end of the text of each image, in characters.
     """
 
     text: str
@@ -102,6 +104,7 @@ class RenderedConversation:
     separable_answers: tuple[int, ...] = ()
     answer_words: tuple[AnswerWords, ...] = ()
     num_empty_answers: int = 0
+    image_spans: tuple[_Span, ...] = ()
 
 
 class AnswerNotFoundError(RecordError):
@@ -493,7 +496,8 @@ class TemplateRenderer:
         the content is null.
         """
         wordless = [
-            "tool_calls" in message and not message["content"].strip() for message in conversation.messages
+            "tool_calls" in message and not get_message_text(message).strip()
+            for message in conversation.messages
         ]
         try:
             prepared = self._convert_call_arguments(self._convert_to_text_parts(conversation))
@@ -607,7 +611,7 @@ def _check_messages_shown(conversation: Conversation, text: str) -> None:
                 f"message {index + 1}, from {message['role']}; use a template that writes it, or move the "
                 "message"
             )
-            parts.append((description, str(message.get("content", "")).strip()))
+            parts.append((description, get_message_text(message).strip()))
         for description, content in parts:
             if (
                 replace_surrogates(content) not in text
@@ -669,13 +673,13 @@ def _measure_prefix(text: str, part: str) -> int | str:
 
 def _extract_reasoning(message: Message) -> str:
     """Return the reasoning before an answer. Empty if there is none."""
-    inline = str(message.get("content", "")).rpartition("</think>")[0].rpartition("<think>")[2]
+    inline = get_message_text(message).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(message.get("reasoning_content") or inline).strip()
 
 
 def strip_reasoning(message: Message) -> str:
     """Return the content of a message without reasoning and without whitespace around it."""
-    content = str(message.get("content", ""))
+    content = get_message_text(message)
     return replace_surrogates(
         content[max((match.end() for match in _THOUGHT_END.finditer(content)), default=0) :].strip()
     )

@@ -54,6 +54,7 @@ TOKENS_FOLDER = "tokens"
 """Folder of the token caches in the cache folder."""
 _BATCH_CHARS = 1 << 18  # small enough to keep all processes busy
 _BATCH_DOCUMENTS = 4096
+_CHARS_PER_IMAGE = 1 << 13  # characters that an image counts for, so that a batch has at most 32 images
 _LOCAL_CHAT_BATCHES = 16  # batches of conversations that this process encodes before it starts others
 # Batches of texts that the tokenizer's threads encode before other processes are started.
 _LOCAL_TEXT_BATCHES = 64
@@ -185,6 +186,7 @@ class TokenizeJob:
             self.vocabulary.size,
             labels=fields.label is not None,
             masked=self.conversation_encoder is not None,
+            images=self.conversation_encoder is not None and self.conversation_encoder.reads_images,
             columns=fields.columns,
         )
         self._report_start(source, writer)
@@ -375,6 +377,7 @@ def _write_conversations(
             writer.add_documents(
                 "text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained_masks)
             )
+            writer.add_images(encoded.images)
             pairs = zip(progress.pending[0], encoded.samples_per_document, strict=True)
             writer.add_columns(
                 [document.extra_columns for document, samples in pairs for _ in range(samples)]
@@ -527,6 +530,8 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
     for document in documents if keep_whole else _iter_pieces(documents):
         batch.append(document)
         num_chars += len(document.text) + len(document.target or "") + len(document.pair_text or "")
+        if document.conversation is not None:
+            num_chars += _CHARS_PER_IMAGE * len(document.conversation.images)
         # Both documents of a preference stay in one batch.
         if (num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS) and not (
             keep_whole and len(batch) % 2

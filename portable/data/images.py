@@ -1,0 +1,219 @@
+"""Images of conversations: reading the files that records refer to, and decoding them.
+
+The files are not trusted. Only a few formats are decoded, the sizes of a file and of its image are limited, a
+path may not leave the folder of the images, and URLs are read only if the settings allow them. The images are
+decoded as transformers decodes them: the first frame, rotated as its EXIF data says, in RGB.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import io
+import re
+import urllib.error
+import urllib.request
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portable.data.sources.documents import RecordError
+from portable.errors import to_one_line
+
+if TYPE_CHECKING:
+    from portable.config.sections import DataConfig
+    from portable.data.sources.documents import ImageReference
+
+MAX_FILE_BYTES = 64 << 20
+"""Maximum size of an image file in bytes."""
+MAX_PIXELS = 100_000_000
+"""Maximum number of pixels of an image. Decoding one takes 3 bytes per pixel."""
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that Pillow may decode."""
+_URL_SECONDS = 30.0
+
+
+class ImageSize(NamedTuple):
+    """Width and height of an image in pixels."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class LoadedImage:
+    """Image file of a record that was read and decoded once.
+
+    Attributes:
+        data: Content of the file.
+        size: Size of the image as the processor of the model receives it.
+    """
+
+    data: bytes
+    size: ImageSize
+
+    @property
+    def digest(self) -> bytes:
+        """BLAKE2b digest of the file, 16 bytes."""
+        return hashlib.blake2b(self.data, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads the images that records refer to.
+
+    Attributes:
+        root: Folder that contains all image files. None if the source has no local folder.
+        allow_urls: Whether URLs are read.
+        max_pixels: Largest number of pixels of an image. Larger images are scaled down. None for no limit.
+    """
+
+    root: Path | None
+    allow_urls: bool = False
+    max_pixels: int | None = None
+
+    def load_image(self, reference: ImageReference, location: str) -> LoadedImage:
+        """Read an image, and decode it to find out whether it is damaged.
+
+        Args:
+            reference: Reference of a record.
+            location: Location of the record in its source, used in error messages.
+
+        Raises:
+            RecordError: If the image cannot be read or decoded.
+        """
+        name = _describe_reference(reference)
+        try:
+            data = self._read_reference(reference, location)
+            if len(data) > MAX_FILE_BYTES:
+                raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
+            width, height = decode_image(data).size
+        except RecordError:
+            raise
+        except Exception as error:  # a damaged file can raise any exception in Pillow
+            raise RecordError(
+                f"data.source: {location}: cannot read the image {name} ({_describe_error(error)}); correct "
+                "or remove it"
+            ) from error
+        return LoadedImage(data, self._scale_down(width, height))
+
+    def _scale_down(self, width: int, height: int) -> ImageSize:
+        """Return the size of an image after it was scaled down to ``max_pixels``."""
+        if self.max_pixels is None or width * height <= self.max_pixels:
+            return ImageSize(width, height)
+        scale = (self.max_pixels / (width * height)) ** 0.5
+        return ImageSize(max(1, int(width * scale)), max(1, int(height * scale)))
+
+    def _read_reference(self, reference: ImageReference, location: str) -> bytes:
+        """Read the file of a reference, at most one byte more than :data:`MAX_FILE_BYTES`."""
+        if reference.data is not None:
+            return reference.data
+        if reference.url is not None:
+            return self._read_url(reference.url, location)
+        assert reference.path is not None
+        name = _describe_reference(reference)
+        if self.root is None or re.match(r"[a-z][a-z0-9+.-]+://", reference.path):
+            raise RecordError(
+                f"data.image_root: {location}: the image {name} has a path, but the source has no local "
+                "folder; set data.image_root to the local folder of the images"
+            )
+        root = self.root.resolve()
+        path = (root / reference.path).resolve()
+        if not path.is_relative_to(root):
+            raise RecordError(
+                f"data.image_root: {location}: the image {name} is outside of {root}; move it there, or set "
+                "data.image_root to the folder of the images"
+            )
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path}")
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES + 1)
+
+    def _read_url(self, url: str, location: str) -> bytes:
+        """Read the file at an ``http`` or ``https`` URL."""
+        if not self.allow_urls:
+            raise RecordError(
+                f"data.image_urls: {location}: the image {_quote_reference(url)} is a URL; set "
+                "data.image_urls: true to download images"
+            )
+        opener = urllib.request.OpenerDirector()  # without handlers of files and other protocols
+        for handler in (
+            urllib.request.ProxyHandler,
+            urllib.request.HTTPHandler,
+            urllib.request.HTTPSHandler,
+            urllib.request.HTTPDefaultErrorHandler,
+            urllib.request.HTTPRedirectHandler,
+            urllib.request.HTTPErrorProcessor,
+        ):
+            opener.add_handler(handler())
+        request = urllib.request.Request(url, headers={"User-Agent": "portable-trainer"})
+        with opener.open(request, timeout=_URL_SECONDS) as response:
+            data: bytes = response.read(MAX_FILE_BYTES + 1)
+        return data
+
+
+def _describe_reference(reference: ImageReference) -> str:
+    """Describe a reference to an image in an error message."""
+    if reference.data is not None:
+        return f"of {len(reference.data):,} bytes"
+    return _quote_reference(reference.path or reference.url or "")
+
+
+def _quote_reference(text: str) -> str:
+    """Quote a path or a URL, shortened to 200 characters."""
+    return repr(to_one_line(text) if len(text) <= 200 else to_one_line(text[:197]) + "...")
+
+
+def _describe_error(error: BaseException) -> str:
+    """Describe an exception in at most 200 characters."""
+    if isinstance(error, urllib.error.URLError) and not isinstance(error, urllib.error.HTTPError):
+        error = error.reason if isinstance(error.reason, BaseException) else error
+    text = getattr(error, "strerror", None) or to_one_line(error) or type(error).__name__
+    text = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>", "", text)
+    return text[:200]
+
+
+def decode_image(data: bytes, size: ImageSize | None = None) -> Any:
+    """Decode an image file to an RGB image of Pillow.
+
+    Args:
+        data: Content of the file.
+        size: Size to scale the image to. None for its own size.
+
+    Raises:
+        Exception: Pillow raises many types of exceptions for damaged files.
+    """
+    from PIL import Image, ImageOps
+
+    Image.init()  # registers the formats, at the first call
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Pillow about large images, whose size is checked below
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(
+                    f"{image.width} x {image.height} pixels, more than {MAX_PIXELS // 1_000_000} million"
+                )
+            image.load()
+            decoded = ImageOps.exif_transpose(image).convert("RGB")
+    return decoded if size is None or decoded.size == size else decoded.resize((size.width, size.height))
+
+
+def build_image_reader(data: DataConfig) -> ImageReader:
+    """Build the reader of the images of a source.
+
+    Args:
+        data: The ``data`` section of the config, with the values of the source.
+    """
+    root = None if data.image_root is None else Path(data.image_root)
+    if root is None and isinstance(data.source, str | tuple):
+        root = _find_source_folder(data.source if isinstance(data.source, str) else data.source[0])
+    return ImageReader(root, data.image_urls, data.image_max_pixels)
+
+
+def _find_source_folder(name: str) -> Path | None:
+    """Return the local folder of the files of a source. None if the source is not local."""
+    path = Path(name)
+    parts = [index for index, part in enumerate(path.parts) if glob.has_magic(part)]
+    folder = Path(*path.parts[: parts[0]]) if parts else path if path.is_dir() else path.parent
+    return folder if folder.is_dir() and (parts or path.exists()) else None

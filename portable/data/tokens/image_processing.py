@@ -1,0 +1,185 @@
+"""Images as tokens and tensors, by the processor that transformers publishes with a model.
+
+A chat template writes one placeholder per image. The processor replaces it by a text whose number of image
+tokens depends only on the size of the image. The tensors of an image, such as its patches, are made when a
+batch is built. No code here depends on a family of models: :class:`ImageProcessor` only calls the processor.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from portable.data.images import ImageSize, decode_image
+from portable.errors import UserError, to_one_line
+from portable.hub_requests import read_hub_once_per_node
+from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_downloaded_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from PIL.Image import Image
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Files whose keys ``AutoProcessor.from_pretrained`` passes to the classes of a processor."""
+BLANK_PREFIX = "blank_"
+"""Prefix of the columns of a blank image.
+
+A batch without images has these columns, so that the image tower runs in every forward pass.
+"""
+_BLANK_SIZE = ImageSize(64, 64)
+_TEXT_COLUMNS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_TYPE_COLUMNS = ("mm_token_type_ids", "token_type_ids")
+"""Columns that mark the image tokens in ``input_ids`` with 1, in order of preference."""
+
+
+class ImageProcessor:
+    """Processor of a model, for images in conversations.
+
+    Args:
+        processor: Processor of transformers, which has an image processor and a tokenizer.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._compute_replacement = lru_cache(maxsize=1 << 14)(self._compute_uncached_replacement)
+        blank = self._run([_make_blank_image(_BLANK_SIZE)])
+        self._type_column = next(
+            (name for name in _TYPE_COLUMNS if name in blank and np.asarray(blank[name]).any()), None
+        )
+        self._blank_columns = {
+            f"{BLANK_PREFIX}{name}": values for name, values in self._select_image_columns(blank).items()
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImageProcessor, (self._processor,)
+
+    @property
+    def cache_key(self) -> str:
+        """Text that contains all settings of the processor."""
+        return str(self._processor.to_json_string())
+
+    @property
+    def placeholder(self) -> str:
+        """Text that a chat template writes for an image."""
+        return str(self._processor.image_token)
+
+    @property
+    def image_token_ids(self) -> list[int]:
+        """Ids of the tokens that an image consists of."""
+        return [int(token) for token in self._processor.image_token_ids if token is not None]
+
+    @property
+    def chat_template(self) -> Any:
+        """Chat template of the processor. None if it has none."""
+        return getattr(self._processor, "chat_template", None)
+
+    def list_missing_tokens(self, tokenizer: Any) -> list[str]:
+        """List the tokens of images that another tokenizer lacks, or that have other ids there."""
+        texts = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_ids)
+        ids = tokenizer.convert_tokens_to_ids(texts)
+        return [
+            text
+            for text, token, expected in zip(texts, ids, self.image_token_ids, strict=True)
+            if token != expected
+        ]
+
+    def compute_replacement(self, size: ImageSize) -> str:
+        """Return the text that replaces the placeholder of an image with this size.
+
+        Raises:
+            Exception: The processors raise several types of exceptions for sizes that they do not support.
+        """
+        return self._compute_replacement(size)
+
+    def _compute_uncached_replacement(self, size: ImageSize) -> str:
+        outputs = self._run([_make_blank_image(size)], return_text_replacement_offsets=True)
+        ((replacement,),) = outputs["text_replacement_offsets"]
+        return str(replacement["replacement"])
+
+    def build_columns(
+        self, files: Sequence[tuple[bytes, ImageSize]], input_ids: npt.NDArray[np.int64]
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Build the columns of a batch that the images of its rows add.
+
+        Args:
+            files: Content and size of each image file, in the order of the rows and of their image tokens.
+            input_ids: Tokens of the batch, int64 ``[batch, tokens]``.
+
+        Returns:
+            Arguments of the model, keyed by name: the tensors of the images, whose first dimension is not the
+            batch, and the column that marks image tokens, int64 ``[batch, tokens]``, if the model has one.
+            If the batch has no images, the tensors of a blank image, whose names begin with
+            :data:`BLANK_PREFIX`.
+        """
+        columns: dict[str, npt.NDArray[Any]] = {}
+        if self._type_column is not None:
+            columns[self._type_column] = np.isin(input_ids, self.image_token_ids).astype(np.int64)
+        if not files:
+            return {**columns, **self._blank_columns}
+        outputs = self._run([decode_image(data, size) for data, size in files])
+        return {**columns, **self._select_image_columns(outputs)}
+
+    def _run(self, images: list[Image], **options: Any) -> Mapping[str, Any]:
+        """Run the processor on a text that only contains the placeholders of some images."""
+        outputs: Mapping[str, Any] = self._processor(
+            text=[self.placeholder * len(images)], images=[images], return_tensors="np", **options
+        )
+        return outputs
+
+    def _select_image_columns(self, outputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+        """Return the outputs of the processor that belong to the images."""
+        return {
+            name: np.asarray(values)
+            for name, values in outputs.items()
+            if name not in (*_TEXT_COLUMNS, "text_replacement_offsets")
+        }
+
+
+def _make_blank_image(size: ImageSize) -> Image:
+    from PIL import Image
+
+    return Image.new("RGB", (size.width, size.height))
+
+
+def load_image_processor(
+    name_or_path: str, *, offline: bool = False, trust_remote_code: bool = False
+) -> ImageProcessor | None:
+    """Load the processor of a model.
+
+    Args:
+        name_or_path: Hub id or folder of the model.
+        offline: Whether to use only local files.
+        trust_remote_code: Whether Python code of the processor may run.
+
+    Returns:
+        None if the model has no processor for images.
+
+    Raises:
+        UserError: If the processor cannot be loaded, or needs a package that is not installed.
+    """
+    from transformers import AutoProcessor
+
+    def load() -> Any:
+        files = (*TOKENIZER_FILES, CONFIG_FILE, *PROCESSOR_FILES)
+        check_downloaded_settings("model.name_or_path", name_or_path, files, offline=offline)
+        return AutoProcessor.from_pretrained(
+            name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code)
+        )
+
+    try:
+        processor = load() if offline else read_hub_once_per_node(name_or_path, "processor", load)
+        if not hasattr(processor, "image_processor") or getattr(processor, "image_token", None) is None:
+            return None
+        return ImageProcessor(processor)
+    except UserError:
+        raise
+    except Exception as error:  # damaged files and missing packages raise many classes
+        reason = to_one_line(error)[:200] or type(error).__name__
+        raise UserError(
+            f"model.name_or_path: cannot load the image processor of {name_or_path!r} ({reason}); install "
+            "the packages for images: pip install 'portable-trainer[images]', or use another model"
+        ) from error

@@ -1,0 +1,84 @@
+"""Replacement of the placeholders of images in a rendered conversation."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portable.data.sources.documents import count_images
+from portable.data.tokens.rendering import AnswerContext, build_template_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.data.tokens.rendering import RenderedConversation
+
+
+def expand_placeholders(
+    draft: RenderedConversation, placeholder: str, replacements: Sequence[str]
+) -> RenderedConversation:
+    """Replace the placeholder of each image by the text of the image, and move the trained parts.
+
+    Args:
+        draft: Rendered conversation, or a rendered part of it.
+        placeholder: Text that a template writes for an image.
+        replacements: Text of each image of the complete conversation.
+
+    Raises:
+        RecordError: If the text does not have exactly one placeholder for each image, because the template
+            drops images, or the record contains the placeholder as text.
+    """
+    conversation = draft.conversation
+    num_images = 0 if conversation is None else count_images(conversation.messages)
+    starts = _find_all(draft.text, placeholder)
+    if conversation is not None and len(starts) != num_images:
+        raise build_template_error(
+            conversation,
+            f"the text has {len(starts)} times {placeholder!r}, the placeholder of an image, but the record "
+            f"has {num_images} images; use the template of the model, and remove the placeholder from texts",
+        )
+    if not starts:
+        return draft
+    growths = [len(text) - len(placeholder) for text in replacements[:num_images]]
+    moved_by = [0]
+    for growth in growths:
+        moved_by.append(moved_by[-1] + growth)
+
+    def move(position: int) -> int:
+        """Return the position of a character that is not within a placeholder."""
+        return position + moved_by[bisect_right(starts, position - 1)]
+
+    def expand(text: str) -> str:
+        """Expand the text of the first messages of the conversation."""
+        pieces = text.split(placeholder)
+        count = min(len(pieces) - 1, num_images)
+        head = "".join(piece + image for piece, image in zip(pieces, replacements[:count], strict=False))
+        return head + placeholder.join(pieces[count:])
+
+    return replace(
+        draft,
+        text=expand(draft.text),
+        trained_spans=tuple((move(start), move(end)) for start, end in draft.trained_spans),
+        answer_starts=tuple(
+            move(start)
+            if isinstance(start, int)
+            else AnswerContext(
+                expand(start.prompted), None if start.unprompted is None else expand(start.unprompted)
+            )
+            for start in draft.answer_starts
+        ),
+        answer_ends=tuple(move(end) if isinstance(end, int) else expand(end) for end in draft.answer_ends),
+        image_spans=tuple(
+            (move(start), move(start) + len(text)) for start, text in zip(starts, replacements, strict=False)
+        ),
+    )
+
+
+def _find_all(text: str, part: str) -> list[int]:
+    """Return the positions of a part in a text."""
+    positions, start = list[int](), text.find(part)
+    while start >= 0:
+        positions.append(start)
+        start = text.find(part, start + len(part))
+    return positions

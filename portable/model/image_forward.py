@@ -1,0 +1,103 @@
+"""Forward pass of a model on batches with images.
+
+A micro-batch without images still runs the image tower of the model, on a blank image whose features are
+multiplied by 0. Otherwise, engines that gather the parameters of the tower on all ranks would wait for the
+ranks without images.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.data.tokens.image_processing import BLANK_PREFIX
+from portable.errors import UserError
+from portable.model.forward import ForwardWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from portable.model.forward import Model
+
+
+class ImageForward(ForwardWrapper):
+    """Forward method that accepts the columns of a blank image.
+
+    Args:
+        model: A transformers model that accepts images, not wrapped.
+
+    Raises:
+        UserError: If the model does not accept images.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._model: Any = model
+        get_image_features: Any = getattr(model, "get_image_features", None)
+        if not callable(get_image_features):
+            raise UserError(
+                f"data.images: {type(model).__name__} does not accept images; set model.name_or_path to a "
+                "model that accepts images, or remove the images"
+            )
+        self._feature_inputs = inspect.signature(get_image_features).parameters.keys()
+
+    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
+        """Run the forward pass.
+
+        Args:
+            arguments: Positional arguments of the model.
+            inputs: Keyword arguments of the model, and the columns of a blank image.
+        """
+        blank = {
+            name.removeprefix(BLANK_PREFIX): inputs.pop(name)
+            for name in list(inputs)
+            if name.startswith(BLANK_PREFIX)
+        }
+        if not blank:
+            return self.__wrapped__(*arguments, **inputs)
+        features = {name: tensor for name, tensor in blank.items() if name in self._feature_inputs}
+
+        def add_blank_features(module: nn.Module, _: Any, embeddings: Tensor) -> Tensor:
+            # Models run the tower after they have looked up the embeddings of the tokens. All ranks must run
+            # the modules in the same order, because the engines gather their parameters in this order.
+            output = self._model.get_image_features(**features)
+            zero = sum(tensor.float().sum() * 0 for tensor in _iter_tensors(output))
+            return embeddings + torch.as_tensor(zero, dtype=embeddings.dtype, device=embeddings.device)
+
+        hook = self._model.get_input_embeddings().register_forward_hook(add_blank_features)
+        try:
+            return self.__wrapped__(*arguments, **inputs)
+        finally:
+            hook.remove()
+
+
+def _iter_tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in the output of a module."""
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _iter_tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _iter_tensors(value)
+
+
+def install_image_forward(model: Model) -> Model:
+    """Make the model's forward method accept the columns of a blank image.
+
+    Args:
+        model: A transformers model that accepts images, not wrapped.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: If the model does not accept images.
+    """
+    return ImageForward.install(model)
