@@ -68,7 +68,9 @@ class PickledPersistentId:
 
 
 PickleMemo = dict["Hashable", bytes]
-"""Opcodes that fetch memoized values, keyed by string, by `PickledGlobal`, or by another key."""
+"""Opcodes that push a memoized value on the stack. A string or `PickledGlobal` is its own key, and
+`append_memo_put` stores other values under keys that its caller chooses.
+"""
 
 
 def encode_pickle(value: Any) -> bytes:
@@ -191,9 +193,9 @@ class _TensorMember(NamedTuple):
 def plan_torch_file(value: Any) -> list[FilePart]:
     """Plan a torch.save file.
 
-    If there are several tensors, the zip directory at the end is written last, and the data of each tensor is
-    aligned to 64 bytes, as in the files of torch. With a single tensor, neither is done, so that the parts
-    can also be embedded in a larger file.
+    If there are several tensors, the file has the layout of torch: the zip directory at the end is written
+    last, and the data of each tensor is aligned to 64 bytes. A file with a single tensor has neither
+    property, because the DCP writer concatenates such files into a larger file.
 
     Args:
         value: Plain containers, instances of the classes above, and an `OutputTensor` for each tensor. An
@@ -267,11 +269,12 @@ def _record_crc_and_build_descriptor(crcs: list[int], number: int, nbytes: int, 
 
 
 def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) -> Any:
-    """Replace each tensor of a nested value by the call that rebuilds it.
+    """Return a copy of a nested value in which each tensor is replaced by the call that rebuilds it.
 
     Args:
-        value: Nested value.
-        entries: Dict that collects each tensor and its number, keyed by `id`.
+        value: Nested dicts, lists, and tuples that may contain `OutputTensor` objects.
+        entries: Dict to which each tensor and the index of its storage are added, keyed by the `id` of the
+            `OutputTensor`.
     """
     if isinstance(value, OutputTensor):
         number, _ = entries.setdefault(id(value), _NumberedEntry(len(entries), value))
