@@ -128,9 +128,10 @@ class TorchZip:
             raise CheckpointError(f"{self.location}: written on a big-endian machine, which is not supported")
 
     def check_not_renamed(self) -> None:
-        """Raise an error if the file was saved with a different name than it has now.
+        """Check that the file still has the name under which it was saved.
 
-        A renamed file may belong to another rank or parameter.
+        A renamed file may belong to another rank or parameter. A file that torch wrote to a stream does not
+        contain its name and passes the check.
 
         Raises:
             CheckpointError: If the names differ.
@@ -459,10 +460,13 @@ def _rebuild_tensor_v3(
 
 
 def _check_math_bits(bits: Any) -> None:
-    """Check that a tensor is not lazily conjugated or negated, because its stored data would differ.
+    """Check that a tensor is not lazily conjugated or negated, because its values would differ from its data.
+
+    Args:
+        bits: Last argument of the pickled call: a dict with the flags `conj` and `neg`, or None.
 
     Raises:
-        PickleRefusedError: If it is.
+        PickleRefusedError: If a flag is set, or if the argument is not a dict.
     """
     if bits and (not isinstance(bits, dict) or any(bits.values())):
         raise PickleRefusedError(
