@@ -84,7 +84,10 @@ class _QuantizedWeights:
                     yield _NameAndStem(name, name.removesuffix(end))
 
     def pop_tensor(self, name: str) -> Tensor | None:
-        """Remove a tensor from the remaining tensors and return it. None if there is no such tensor."""
+        """Remove a tensor from the remaining tensors, and return it.
+
+        Returns None if the tensor is missing.
+        """
         return self.remaining.pop(name, None)
 
     def pop_required_tensor(self, name: str, required_by: str) -> Tensor:
@@ -106,6 +109,9 @@ class _QuantizedWeights:
 
     def dequantize_scaled_bytes(self, *scale_suffixes: str, block: BlockShape | None = None) -> None:
         """Dequantize all weights with 8-bit codes for which there is a tensor of scales.
+
+        The codes, scales, and zero points are removed from `remaining`. Weights without scales stay in
+        `remaining`.
 
         Args:
             scale_suffixes: Possible suffixes of the scales. They follow the name of the weight.
@@ -191,7 +197,10 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
 
 @cache
 def _read_defaults() -> dict[str, dict[str, Any]]:
-    """Read the defaults that the libraries write for each `quant_method`."""
+    """Read the default values of settings, keyed by `quant_method` and setting.
+
+    The libraries also write settings that have their default values. Such settings need not be supported.
+    """
     table: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_bytes())
     return table
 
@@ -200,7 +209,8 @@ def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None
     """Read the quantization settings in the `config.json` or `hf_quant_config.json` of a checkpoint.
 
     Returns:
-        The settings, or None if the checkpoint is not quantized.
+        The settings. None if the checkpoint is not quantized, or if `checkpoint.config` replaces the
+        settings, as in a checkpoint that has been quantized or dequantized in memory.
     """
     if CONFIG_KEY in checkpoint.config:
         return None
@@ -234,9 +244,10 @@ def can_dequantize(settings: Mapping[str, Any]) -> bool:
 
 
 def _get_quant_method(settings: Mapping[str, Any]) -> str:
-    """Return the `quant_method` as a string. It may be an enumeration of transformers.
+    """Return the `quant_method` of quantization settings as a string, or `""` if they do not contain it.
 
-    Settings of bitsandbytes need not contain it.
+    transformers may represent the method by an enumeration, whose value is returned. Settings of bitsandbytes
+    may lack the method and are recognized by `load_in_8bit` or `load_in_4bit`.
     """
     has_bitsandbytes_setting = settings.get("load_in_8bit") or settings.get("load_in_4bit")
     method = settings.get("quant_method") or ("bitsandbytes" if has_bitsandbytes_setting else "")
