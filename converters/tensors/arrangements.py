@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Shape
 
 ZEROS = ""
-"""Source of a tile that is filled with zeros."""
+"""Value of `Tile.source` for a tile that is filled with zeros instead of a region of a tensor."""
 _MAX_TILES = 1 << 20
 
 
@@ -59,13 +59,14 @@ class Arrangement:
     tiles: tuple[Tile, ...]
 
     def find_identical_source(self, get_shape: Callable[[str], Shape]) -> str | None:
-        """Find the source tensor that is identical to the result.
+        """Return the name of the source tensor if the result equals one complete source tensor.
 
         Args:
             get_shape: Function that returns the shape of a source tensor.
 
         Returns:
-            Name of the source tensor, or None if the result differs from its sources.
+            Name of the source tensor. None if the result is only a part of a tensor, reorders its elements,
+            or combines several regions.
         """
         if len(self.tiles) != 1 or self.tiles[0].source == ZEROS:
             return None
@@ -80,7 +81,7 @@ class Arrangement:
 
 
 def arrange_source(name: str, shape: Sequence[int]) -> Arrangement:
-    """Return the arrangement of an unchanged source tensor.
+    """Create an arrangement that consists of a complete source tensor.
 
     Args:
         name: Name of the source tensor.

@@ -28,7 +28,7 @@ _BLOCK = 1 << 17
 
 
 class RowEdit(Protocol):
-    """Change of the rows of a tensor."""
+    """Edit that changes rows of a tensor in place, one block of rows at a time."""
 
     def apply(self, block: Array, first_row: int) -> None:
         """Change rows in place.
@@ -124,7 +124,7 @@ def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
 
 
 def apply_edits(tensor: Tensor, dtype: str, num_row_dims: int, edits: Sequence[RowEdit]) -> Tensor:
-    """Apply edits to a tensor when it is read.
+    """Return a lazy tensor that applies edits to the rows of another tensor when it is read.
 
     Args:
         tensor: Tensor with a floating-point dtype.
