@@ -115,6 +115,9 @@ def find_plain_name(name: str, names: Container[str]) -> str:
     Args:
         name: Name in the optimizer's state.
         names: Names of the model's parameters.
+
+    Returns:
+        The first spelling that is the name of a parameter. If there is none, the name without wrapper parts.
     """
     plain = remove_wrapper_parts(name)
     outer = plain.removeprefix(_DDP_PREFIX)
