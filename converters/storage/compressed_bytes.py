@@ -94,7 +94,10 @@ class DecompressedSource:
         _memory_budget.release_bytes(self._reserved_bytes)
 
     def _decompress(self, unverified_spans: UnverifiedSpans) -> memoryview:
-        """Decompress into memory, or into a temporary file if the memory budget is used up.
+        """Decompress the content into memory or into a temporary file.
+
+        Content that is larger than `MEMORY_BYTES` is decompressed into a temporary file if the memory budget
+        is used up.
 
         Raises:
             CheckpointError: If the data is damaged, has the wrong size, or if the disk is full.

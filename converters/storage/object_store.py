@@ -366,7 +366,10 @@ class RemotePath:
         return replace(self, key=self.key.rpartition("/")[0])
 
     def call_store(self, operation: str, function: Callable[[Any, Any], T]) -> T:
-        """Return `function(obstore, store)`, with errors of one line and support for Ctrl-C.
+        """Call a function that sends requests to the store, and return its result.
+
+        Exceptions of obstore are converted to errors with a message of one line. In the main thread, Ctrl-C
+        interrupts the call.
 
         Args:
             operation: Operation as a verb, used in error messages, such as `"read"`.
@@ -519,7 +522,7 @@ class RemotePath:
         """Iterate over the objects and folders directly in this folder.
 
         Raises:
-            FileNotFoundError: If there are none.
+            FileNotFoundError: If the folder contains neither objects nor folders, so that it does not exist.
         """
         names = self._get_listing()
         if not names:
@@ -782,7 +785,7 @@ def find_matching_objects(path: RemotePath) -> dict[RemotePath, ListedFile]:
 
 
 def _matches_pattern(parts: list[str], pattern: list[str]) -> bool:
-    """Return whether the parts of a name match the parts of a pattern."""
+    """Return whether the parts of a name match the parts of a pattern. `**` matches any number of parts."""
     if not pattern:
         return not parts
     if pattern[0] == "**" and _matches_pattern(parts, pattern[1:]):
@@ -833,7 +836,7 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def _run_interruptibly(call: Callable[[], T]) -> T:
-    """Return `call()`. In the main thread, Ctrl-C interrupts the wait for it.
+    """Call a function, and return its result. In the main thread, Ctrl-C interrupts the call.
 
     obstore does not handle signals. Therefore, the main thread runs the function in another thread and waits.
     """

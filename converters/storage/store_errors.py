@@ -31,7 +31,7 @@ class RemoteError(CheckpointError):
 
 
 class AccessDeniedError(RemoteError):
-    """Error if the store denies access with these credentials. It does not show whether the object exists."""
+    """Error if the store denies access with these credentials. The object may or may not exist."""
 
 
 class RetriesExhaustedError(RemoteError):
