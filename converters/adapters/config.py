@@ -357,9 +357,9 @@ class _ConfigReader:
         return tuple(value)
 
     def read_token_indices(self, key: str) -> dict[str, tuple[int, ...]]:
-        """Return the trained token ids, keyed by module. The key `""` means the input embedding.
+        """Return the IDs of the trained tokens, keyed by module. The key `""` means the input embedding.
 
-        Empty if not set.
+        Returns an empty dict if the setting is not set.
         """
         value = self.values.get(key)
         if value is None:
