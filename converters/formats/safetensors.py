@@ -66,7 +66,11 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a folder has several .safetensors files without an index. None for other paths."""
+    """Explain that a folder has several .safetensors files without an index.
+
+    Returns:
+        The explanation as one line. None for any other path.
+    """
     if (
         source.path.is_dir()
         and sum(name.endswith(".safetensors") for name in list_entry_names(source.path)) > 1

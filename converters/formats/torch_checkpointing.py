@@ -530,9 +530,9 @@ def _is_merged_tensor(leaf: Any) -> bool:
 
 
 def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
-    """Return the first nonempty stored part of a sharded tensor, used to find tied tensors.
+    """Return the first nonempty part of a sharded tensor that is stored in a torch.save file.
 
-    Otherwise None.
+    The part is used to find tied tensors. Returns None for an unsharded tensor, or if there is no such part.
     """
     return (
         leaf.first_part if isinstance(leaf, RankParts) and isinstance(leaf.first_part, StoredTensor) else None

@@ -71,11 +71,11 @@ class ShardChecksums:
     Attributes:
         path: Path of the file.
         metadata_checksums: CRC32 of each metadata file, keyed by name.
-        items: CRC32 of each item, keyed by shard file and then by the offset of the item. None if the
-            metadata files contain these CRC32s.
-        metadata_sizes: Size of each metadata file in bytes. Empty without tables.
-        boxes: Region of the pieces, keyed by table and then by the shape of the tensors. Empty without
-            tables.
+        items: CRC32 of each item, keyed by shard file and then by the offset of the item. None in version 2,
+            in which the metadata files contain these CRC32s.
+        metadata_sizes: Size of each metadata file in bytes. Empty in version 1.
+        boxes: Smallest region that contains all pieces of a table, keyed by table and then by the shape of
+            the tensors. Empty in version 1.
     """
 
     path: AnyPath
@@ -228,10 +228,11 @@ _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 
 def list_metadata_files(folder: AnyPath) -> list[str]:
-    """List the names of the metadata files in a folder: `.metadata`, or the tables of ranks without it.
+    """List the metadata files in a DCP folder.
 
     Returns:
-        The names. Empty if the folder is not a complete DCP folder.
+        The name `.metadata`, or the names of the ranks' tables if there is no `.metadata`. Empty if the
+        folder is not a complete DCP folder.
     """
     names = [name for name in list_entry_names(folder) if _METADATA.fullmatch(name)]
     return [".metadata"] if ".metadata" in names else names

@@ -240,11 +240,15 @@ def _parse_item_locations(
 ) -> dict[str, dict[str, ItemLocation]]:
     """Parse the location of each chunk and value, and check that no two items share bytes.
 
-    Only tied tensors may have the same item under two keys, and only in a file whose bytes all belong to an
-    item. A damaged position would leave bytes without an item.
+    As an exception, two keys may refer to the same item, as for tied tensors. This is only accepted if every
+    byte of the file belongs to an item. Otherwise, one of the positions is damaged, because its correct
+    position would be a gap.
 
     Returns:
         Locations, keyed by key and then by `format_chunk_key`.
+
+    Raises:
+        CheckpointError: If a location is damaged, a file is missing or too short, or items overlap.
     """
     items: dict[str, dict[str, ItemLocation]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}

@@ -59,7 +59,8 @@ class PieceIndex:
         path: Path of the index.
 
     Attributes:
-        entries: All keys of the state dict. The tensors have no pieces. Call `get_entry_for_region` for them.
+        entries: Entries of all keys of the state dict. The entries of tensors do not list any pieces, because
+            `get_entry_for_region` looks up the pieces of a region.
     """
 
     def __init__(self, folder: CheckpointFolder, path: Path) -> None:
@@ -165,14 +166,14 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
 
 
 def open_piece_index(folder: CheckpointFolder, build_once: BuildOnce) -> PieceIndex | None:
-    """Open the index of a DCP folder. One process of each node reads `.metadata` and builds the index.
+    """Open the index of a DCP folder. One process of each node reads the metadata and builds the index.
 
     Args:
         folder: Folder of the checkpoint.
         build_once: Function that writes a file in one process of each node.
 
     Returns:
-        The index, or None if the processes of this node cannot share files.
+        The index. None if the processes of this node cannot share files, or if the index cannot be opened.
 
     Raises:
         CheckpointError: If the metadata is damaged.

@@ -79,9 +79,10 @@ def is_megatron_folder(folder: AnyPath) -> bool:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a path is one file of a checkpoint, or a folder of an unfinished save.
+    """Explain why a path cannot be opened: it is a single file of a checkpoint, or its save was not finished.
 
-    None for other paths.
+    Returns:
+        The reason as one line. None if the path does not look like a part of a DCP checkpoint.
     """
     path = source.path
     if path.is_file() and (path.name.endswith(".distcp") or has_metadata_name(path)):

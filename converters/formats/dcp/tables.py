@@ -35,12 +35,12 @@ _COMPLETE_TABLE = ".metadata"
 
 
 class ShardTables:
-    """The tables of one checkpoint. As few tables as possible are read.
+    """The tables of one checkpoint. A table is only read if a requested slice needs it.
 
     Args:
         folder: Folder of the checkpoint.
         checksums: The `shard_checksums.json` that lists the tables, or None if the folder has none.
-        first_table: Name of the table to begin with, and the table.
+        first_table: Name and content of the table that has already been read.
         build_once: Function that writes a file in one process of each node, for the index of `.metadata`.
 
     Attributes:
@@ -200,16 +200,21 @@ class TableBackedTensor(Tensor):
 def open_shard_tables(
     folder: CheckpointFolder, rank: tuple[int, int] | None, build_once: BuildOnce | None
 ) -> ShardTables | None:
-    """Open the tables of a checkpoint for one rank, or the index that one rank of each node writes.
+    """Open the metadata of a checkpoint so that only the required part of it is read.
+
+    If the checkpoint has tables and the reader is one of several ranks, the table of a rank at a similar
+    position in the previous job is read first. Otherwise, one process of each node writes an index of
+    `.metadata`, which is memory-mapped.
 
     Args:
         folder: Folder of the checkpoint.
         rank: Rank and world size of the reader. None if the reader needs all pieces.
-        build_once: Function that writes a file in one process of each node.
+        build_once: Function that writes a file in one process of each node. None if the processes of a node
+            cannot share files.
 
     Returns:
-        The tables, or None if the checkpoint has none and the processes of this node cannot share files, or
-        if one process reads all pieces.
+        The tables. None if neither tables nor an index can be used, so that the caller has to read the
+        complete metadata.
 
     Raises:
         CheckpointError: If the first table, or `.metadata`, is missing or damaged.

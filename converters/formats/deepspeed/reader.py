@@ -88,7 +88,7 @@ def _has_rank_files(path: AnyPath) -> bool:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that `latest` names a folder without DeepSpeed files. None if there is no `latest`."""
+    """Explain that `latest` names a folder without DeepSpeed files. Returns None if there is no `latest`."""
     tag = read_tag_file(source.path / LATEST)
     if tag is not None:
         return f"{source.path / LATEST}: names {format_untrusted_value(tag)}, which holds no DeepSpeed files"
@@ -179,8 +179,14 @@ def _find_own_rank(source: CheckpointPath, names: RankFileNames) -> int | None:
 def _read_own_model(folder: CheckpointFolder, names: Mapping[int, str], rank: int) -> ModelFile:
     """Read the model states of a rank, or the first file if the rank has none.
 
-    Only the first file records tied parameters. Tied parameters are in `module` without being described, so a
-    file in which all parameters are described needs no ties.
+    Only the first file records which parameters are tied. The first file is therefore read as well if the
+    rank's file contains a tensor that is neither a buffer nor a parameter with a recorded shape, because such
+    a tensor is tied to a parameter.
+
+    Args:
+        folder: Checkpoint folder.
+        names: Name of the file of each data-parallel rank.
+        rank: Data-parallel rank of the reader.
     """
     first = next(iter(names.values()))
     model = read_model_file(folder, names.get(rank, first))

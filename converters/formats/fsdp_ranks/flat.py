@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 
 
 class RankCopies:
-    """A tensor that is not sharded, with a copy of each rank that has one.
+    """Tensors with the same name in the files of several ranks that are not DTensors or ShardedTensors.
 
-    The ranges of FSDP1's flat parameters are also stored in this class, because their pickles look the same.
+    They are usually copies of one unsharded tensor. In an optimizer of FSDP1, they may instead be the ranges
+    of a flat parameter, which look the same in a pickle.
 
     Args:
         location: Name of the tensor, used in error messages.
 
     Attributes:
-        copies: Tensor of each rank.
+        copies: Tensor of each rank, keyed by rank. Ranks without the tensor are missing.
     """
 
     def __init__(self, location: str) -> None:
@@ -257,7 +258,16 @@ def _find_wrapped_modules(
 
 
 def _list_module_ends(names_and_sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
-    """List the end of each module that begins with parameter `first`, except the root module."""
+    """List the ends of the modules whose first parameter is the parameter with the index `first`.
+
+    Args:
+        names_and_sizes: Name and number of elements of each parameter, in module order.
+        first: Index of a parameter.
+
+    Returns:
+        The index after the last parameter of each module, in ascending order. The root module is not
+        included.
+    """
     parts = names_and_sizes[first][0].split(".")
     ends = set()
     for depth in range(1, len(parts)):

@@ -97,7 +97,12 @@ class MegatronShape:
 
 
 def get_megatron_args(content: dict[str, Any]) -> Any:
-    """Return the pickled `args` of a checkpoint. The result is a dict if the checkpoint has any."""
+    """Return the `args` of a checkpoint as a dict of settings.
+
+    Returns:
+        The settings. None, or another value that is not a dict, if the checkpoint does not contain valid
+        `args`.
+    """
     args = content.get("args")
     return args.state if isinstance(args, PickledInstance) else args
 
@@ -156,7 +161,8 @@ def _read_vocabulary_size(config: AnyPath | None) -> int | None:
 def to_local_module_key(key: str) -> str:
     """Convert a key of Transformer Engine's fused modules to the key of the separate module.
 
-    Other keys are unchanged.
+    For example, `self_attention.linear_qkv.layer_norm_weight` becomes `input_layernorm.weight`. Other keys
+    are returned unchanged.
     """
     for fused, separate in _FUSED.items():
         if key.endswith(fused):

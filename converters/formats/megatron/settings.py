@@ -161,7 +161,16 @@ class _SettingPair(NamedTuple):
 
 
 def _pair_with_config(args: Mapping[str, Any], config: Mapping[str, Any]) -> list[_SettingPair]:
-    """Pair the settings that both files record, with comparable values."""
+    """Pair each setting of Megatron with the key of `config.json` that has the same meaning.
+
+    The values are converted so that they are equal if both files describe the same model. Except for the
+    scaling of the rotary embedding and the attention window, which are always paired, settings that only one
+    of the files contains are omitted.
+
+    Args:
+        args: Settings of Megatron.
+        config: Content of the `config.json`. Empty if it is not known.
+    """
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     ropes = ropes if isinstance(ropes, dict) else {}
     kind = ropes.get("rope_type", ropes.get("type", "default"))

@@ -57,7 +57,11 @@ def is_orbax_tree(folder: AnyPath) -> bool:
 
 
 def explain_foreign_tree(folder: AnyPath) -> str | None:
-    """Explain how to export arrays written by an unsupported program. None for other folders."""
+    """Explain how to export a checkpoint whose arrays were written by an unsupported program.
+
+    Returns:
+        The explanation as one line. None if the folder does not belong to such a program.
+    """
     for name, content, program, export in _OTHER_PROGRAMS:
         if header_contains(folder / name, content):
             return f"{folder}: holds {program}'s own arrays; export the model there with {export}"

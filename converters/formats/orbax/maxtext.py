@@ -142,9 +142,12 @@ class MaxTextLayout:
     destinations: dict[Path, ParameterDestination] = field(default_factory=dict)
 
     def convert_weight(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
-        """Convert one parameter of MaxText to transformers' parameters, keyed by name.
+        """Convert one parameter of MaxText to transformers' parameters, without reading data.
 
-        Stacked layers are split. Lazy.
+        A parameter with stacked layers is split into one parameter per layer.
+
+        Returns:
+            The parameters, keyed by transformers' names.
         """
         target = self.destinations[path]
         edit = AffineEdit(target.factor, target.divisor, target.term)
@@ -186,7 +189,11 @@ class MaxTextLayout:
 
 
 def _move_outputs_first(tensor: Tensor, target: ParameterDestination, name: str) -> Tensor:
-    """Convert a kernel to [out, in], with the heads and their elements in one dimension. Lazy."""
+    """Convert a kernel to the layout of transformers, [out, in], without reading data.
+
+    The heads and the elements of each head, which are two dimensions of the kernel, are merged into one
+    dimension.
+    """
     shape = tensor.shape
     if len(shape) == 2:
         return permute_dims(tensor, (1, 0))

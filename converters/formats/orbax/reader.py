@@ -87,9 +87,10 @@ def _list_item_trees(folder: AnyPath) -> list[str]:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a checkpoint is unfinished, damaged or not supported, or that there are several.
+    """Explain why an Orbax checkpoint cannot be opened, for example because its save was not finished.
 
-    Otherwise None.
+    Returns:
+        The reason as one line. None if the path does not look like an Orbax checkpoint.
     """
     path = source.path
     if _TEMPORARY in path.name:
@@ -113,6 +114,8 @@ def _open_orbax_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
 
 class _OrbaxTree:
     """The arrays of a tree, keyed by path.
+
+    The constructor opens all arrays. It logs a warning if chunks are missing, because they are read as zeros.
 
     Args:
         folder: Folder of the tree.

@@ -222,9 +222,9 @@ def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None
 
 
 def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
-    """Return the shape of the first non-scalar state except `step`, or None.
+    """Return the shape of the first non-scalar state except `step`, or None if there is no such state.
 
-    Assumes that all states of the optimizer have the shape of the parameter.
+    The function assumes that all states of the optimizer have the shape of the parameter.
     """
     shapes = (
         value.shape

@@ -96,9 +96,10 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a path contains only parts of single ranks, or several candidates.
+    """Explain that a path contains only parts of single ranks, or several files that could be the model.
 
-    None for other paths.
+    Returns:
+        The reason as one line. None if there is nothing to explain.
     """
     path = source.path
     names = [path.name] if path.is_file() else list_entry_names(path)

@@ -120,10 +120,16 @@ def _get_metadata_table(metadata: Metadata, name: str, location: str) -> dict[An
 
 
 def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -> dict[Any, Any]:
-    """Return the description of one shard.
+    """Return the description of one shard in `shard_metadata`.
+
+    Args:
+        metadata: The `shard_metadata` of a rank.
+        head: Name of the module that contains the shard.
+        suffix: Name of the shard in the module.
+        location: File of the rank, used in error messages.
 
     Raises:
-        CheckpointError: If it is missing.
+        CheckpointError: If the description is missing.
     """
     tables = _get_metadata_table(metadata, "shard_info", location)
     info = require_mapping(tables.get(head, {}), "an entry of shard_info", location).get(suffix)
