@@ -1,4 +1,4 @@
-"""Functions of all commands: exit codes, `--version`, and errors without a traceback."""
+"""Functions that all commands share: exit codes, `--version`, and errors without a traceback."""
 
 from __future__ import annotations
 

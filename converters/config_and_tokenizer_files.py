@@ -108,13 +108,18 @@ def find_companions(root: AnyPath) -> dict[str, AnyPath]:
 
     Searches the checkpoint's folder, its subfolders `model`, `hf`, `huggingface`, and `tokenizer`, the parent
     folder, and the run folder if the checkpoint is in `<run>/checkpoints`. The file in the nearest folder
-    takes precedence. A symlink that points outside its folder is skipped with a warning.
+    takes precedence. A symlink that points outside its folder is skipped with a warning. If the checkpoint
+    has a manifest that lists companions, all other files are skipped with a warning, because they were not
+    saved with the checkpoint.
 
     Args:
         root: Folder or file of the checkpoint.
 
     Returns:
         Paths of the files, keyed by file name.
+
+    Raises:
+        CheckpointError: If a file differs from the manifest.
     """
     folder, *parents = _list_searched_folders(root)
     # From a checkpoint of this project, copy only files that were saved with the checkpoint.

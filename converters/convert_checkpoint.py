@@ -230,7 +230,8 @@ class _AdapterOutcome(NamedTuple):
     Attributes:
         checkpoint: Checkpoint to write.
         adapter: Adapter, if it is written without a base model. None if a complete model is written.
-        stored: Checkpoint with the stored values of the experts. See `find_model_problems`.
+        stored: Checkpoint whose experts `find_model_problems` compares. After merging, this is the base
+            model, because its experts can be read without computing merged weights.
     """
 
     checkpoint: Checkpoint
@@ -495,16 +496,20 @@ def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
 
 
 def _list_uncopied_files(checkpoint: Checkpoint, models: Sequence[AnyPath]) -> dict[str, str]:
-    """Return the exclusion reasons of files next to the models, keyed by file name.
+    """Return the reasons why files next to the models are not copied, keyed by file name.
 
-    Copied companions are omitted.
+    Files that are copied as companions of the checkpoint are omitted.
     """
     excluded = {name: reason for model in models for name, reason in find_excluded_files(model).items()}
     return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
 
 
 def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
-    """Return a note about the values that a cast changed to infinity or zero. Empty if there are none."""
+    """Return a note about the values that a cast changed to infinity or zero.
+
+    Returns:
+        A list with the note, or an empty list if no value was changed.
+    """
     losses = plan.losses
     if not losses.first_tensor_name:
         return []
@@ -514,9 +519,10 @@ def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
 
 
 def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
-    """Return a note about files that are not copied.
+    """Return a note about the files that are not copied, as a list of at most one string.
 
-    Empty if only weights, training state, logs, and hidden files are.
+    The list is empty if only weights, training state, logs, and hidden files are not copied, or if the output
+    is a GGUF file.
     """
     reported = {name: reason for name, reason in excluded.items() if reason not in _EXPECTED_REASONS}
     if not reported or to == "gguf":
@@ -538,9 +544,10 @@ def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
 
 
 def _describe_missing_config(plan: ConversionPlan, source: AnyPath, out: str | AnyPath, to: str) -> list[str]:
-    """Return a note that `from_pretrained` cannot load a safetensors output without a config.
+    """Return a note if `from_pretrained` cannot load a safetensors output because the config is missing.
 
-    Otherwise empty.
+    Returns:
+        A list with the note, or an empty list.
     """
     if to != "safetensors" or plan.names & {"config.json", ADAPTER_CONFIG}:
         return []

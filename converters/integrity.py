@@ -374,9 +374,11 @@ class _TensorNames:
     def has_non_expert_siblings(self, name_pattern: str) -> bool:
         """Return whether the parent module of a tensor has tensors outside of experts.
 
-        True outside of layers.
+        Otherwise, the tensor is not required, because a mixture of experts may have no layer with an MLP.
+        Returns True for a tensor outside of layers.
 
-        Without such tensors, the module is not required: a mixture of experts may have no layer with an MLP.
+        Args:
+            name_pattern: Name of the tensor, with the layer index replaced by an asterisk.
         """
         parent = name_pattern.rpartition(".")[0].rpartition(".")[0]
         siblings = {name for name in self.masks if name.startswith(f"{parent}.")}
@@ -557,7 +559,14 @@ def _may_distinguish_layers(config: Mapping[str, Any], layers: set[int], depth: 
 def _has_replacement_module(
     rest: str, always: Iterable[str], rests: Iterable[str], contains: Callable[[str], bool]
 ) -> bool:
-    """Return whether a layer has other tensors instead of a module, such as experts instead of an MLP."""
+    """Return whether a layer has other tensors instead of a module, such as experts instead of an MLP.
+
+    Args:
+        rest: Name inside the layer of a tensor that is missing.
+        always: Names inside the layer of the tensors that every layer of the class has.
+        rests: Names inside the layer of the tensors that the checkpoint contains.
+        contains: Function that returns whether the layer contains a tensor.
+    """
     parent = rest.rpartition(".")[0].rpartition(".")[0]
     if not parent or any(contains(other) for other in always if other.startswith(f"{parent}.")):
         return False
@@ -570,11 +579,11 @@ def _find_wrong_shapes(
     config: Mapping[str, Any],
     expected: ExpectedTensors,
 ) -> list[CheckpointProblem]:
-    """Compare the shapes with the config.
+    """Find tensors whose shapes contradict the sizes in the config.
 
-    Empty if the weights are quantized, because their shapes are packed.
-
-    At most one problem is returned. It lists all tensors with the wrong shape.
+    Returns:
+        At most one problem, which lists all tensors with a wrong shape. Empty if the weights are quantized,
+        because their codes are packed and have other shapes.
     """
     if _is_quantized(checkpoint.tensors, config):
         return []
