@@ -486,7 +486,7 @@ def _dequantize_checkpoint(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
     """Return the step or tag that was chosen below the source.
 
-    None if the source itself is the checkpoint.
+    Returns None if the source itself is the checkpoint.
     """
     tag = checkpoint.metadata.get("tag")
     if isinstance(tag, str):

@@ -176,7 +176,10 @@ class BaseChanges:
         return self.base_checkpoint.tensors[self.ties.get(name, name)].shape
 
     def get_new_row_count(self, name: str) -> int | None:
-        """Return the new number of rows of a tensor. None if the adapter does not change the number."""
+        """Return the new number of rows of a tensor.
+
+        Returns None if the adapter does not change the number.
+        """
         source = self.changes.get(name, TensorChange()).source
         rows = None if source is None else source.shape[0]
         return rows if rows != self.get_base_shape(name)[0] else None

@@ -318,7 +318,10 @@ class _ConfigReader:
         return tuple(value)
 
     def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
-        """Return a tuple of names, or a regular expression as a string. None if the setting is not set."""
+        """Return a tuple of names, or a regular expression as a string.
+
+        Returns None if the setting is not set.
+        """
         value = self.values.get(key)
         if value is None:
             return None
@@ -333,7 +336,7 @@ class _ConfigReader:
         return text
 
     def read_patterns(self, key: str, *, integer_only: bool = False) -> dict[str, float]:
-        """Return numbers, keyed by regular expressions. Empty if the setting is not set."""
+        """Return numbers, keyed by regular expressions. Returns an empty dict if the setting is not set."""
         value = self.values.get(key)
         if value is None:
             return {}

@@ -193,7 +193,7 @@ def _check_base_model(changes: BaseChanges) -> None:
 def _read_merge_records(base: Checkpoint) -> list[dict[str, Any]]:
     """Read the records of adapters that were previously merged into the base model.
 
-    Empty if there are none.
+    Returns an empty list if there are none.
     """
     records = read_json_object_or_empty(base.companions.get(MERGED_ADAPTERS_FILE)).get("merged")
     return [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []

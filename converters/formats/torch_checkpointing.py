@@ -129,7 +129,10 @@ class _Metadata(NamedTuple):
 
 
 def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
-    """Find the folder of a checkpoint for a path to the folder or to a file in it. None if there is none."""
+    """Find the folder of a checkpoint for a path to the folder or to a file in it.
+
+    Returns None if there is none.
+    """
     path = source.path if source.path.is_dir() else source.path.parent
     if _METADATA not in list_file_names(path) or not any(
         header_contains(path / _METADATA, mark) for mark in _MARKS
@@ -540,7 +543,7 @@ def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
 
 
 def _to_optimizer_state(leaf: Any) -> Tensor | Scalar | None:
-    """Convert a merged value to an optimizer state: a tensor or a number. None if it is neither."""
+    """Convert a merged value to an optimizer state: a tensor or a number. Returns None if it is neither."""
     if isinstance(leaf, (RankParts, RankCopies)):
         return leaf.to_tensor()
     return leaf if isinstance(leaf, (int, float)) else None
@@ -552,7 +555,10 @@ def _to_plain_value(leaf: Any) -> Any:
 
 
 def _read_step(folder: CheckpointFolder) -> dict[str, int]:
-    """Read the step from the file of the item `step`, as `{"step": step}`. Empty if it is not recorded."""
+    """Read the step from the file of the item `step`, as `{"step": step}`.
+
+    Returns an empty dict if it is not recorded.
+    """
     name = next((name for name in list_file_names(folder.path) if _STEP.fullmatch(name)), None)
     step = None
     if name is not None and name.endswith(".json"):

@@ -161,7 +161,10 @@ def has_contradicted_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str
 
 
 def find_tensors_of_class(config: Mapping[str, Any]) -> ExpectedTensors | None:
-    """Return the parameters of the model class in a config. None if there is no class or if it is unknown."""
+    """Return the parameters of the model class in a config.
+
+    Returns None if there is no class or if it is unknown.
+    """
     model_type, architecture = config.get("model_type"), get_architecture(config)
     if not isinstance(model_type, str) or architecture is None:
         return None

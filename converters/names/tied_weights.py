@@ -187,7 +187,7 @@ def ends_with_name(name: str, endings: Sequence[str]) -> bool:
 
 
 def _read_tie_setting(config: AnyPath | None) -> bool | None:
-    """Read `tie_word_embeddings` from a config or its text config. None if neither contains it."""
+    """Read `tie_word_embeddings` from a config or its text config. Returns None if neither contains it."""
     values = read_json_object_or_empty(config)
     for source in (values, values.get("text_config")):
         if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):

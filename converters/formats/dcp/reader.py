@@ -197,7 +197,7 @@ def _open_folder_entries(
 
 
 def _build_world_size_metadata(folders: Sequence[AnyPath]) -> dict[str, Any]:
-    """Return `{"world_size": n}` from the shard file names. Empty if there are no shards."""
+    """Return `{"world_size": n}` from the shard file names. Returns an empty dict if there are no shards."""
     names = [name for folder in folders for name in list_entry_names(folder)]
     ranks = {match[1] for name in names if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     return {"world_size": len(ranks)} if ranks else {}
@@ -308,7 +308,7 @@ def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], T
 def _read_optimizer_state(
     entry: Entry, name: str, build_tensor: Callable[[TensorEntry, str], Tensor]
 ) -> Tensor | Scalar | None:
-    """Read one optimizer state: a lazy tensor or a number. None if the value is neither."""
+    """Read one optimizer state: a lazy tensor or a number. Returns None if the value is neither."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, name)
     value = _read_entry_value(entry, build_tensor)

@@ -230,12 +230,12 @@ def open_shard_tables(
 
 
 def _get_dtype_and_shape(entry: Entry) -> tuple[str, Dims] | None:
-    """Return the dtype and shape of a tensor's entry. None if the entry is a pickled value."""
+    """Return the dtype and shape of a tensor's entry. Returns None if the entry is a pickled value."""
     return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
 
 
 def _intersect_regions(box: Region, region: Region) -> Region | None:
-    """Return the intersection of a box and a region, relative to the region. None if it is empty."""
+    """Return the intersection of a box and a region, relative to the region. Returns None if it is empty."""
     if len(box.offsets) != len(region.offsets):
         return None
     lows, sizes = [], []

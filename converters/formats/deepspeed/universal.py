@@ -473,7 +473,10 @@ def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
 
 
 def _choose_sample_starts(count: int) -> list[int]:
-    """Choose sample positions at the start, in the middle and at the end. Empty if `count` is 0."""
+    """Choose sample positions at the start, in the middle and at the end.
+
+    Returns an empty list if `count` is 0.
+    """
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
 
 

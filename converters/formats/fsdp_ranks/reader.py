@@ -248,7 +248,10 @@ class _FsdpRankFiles:
         )
 
     def _read_counters(self) -> dict[str, Scalar]:
-        """Read `lr_scheduler.last_epoch` from rank 0's extra state. Empty if it is not recorded."""
+        """Read `lr_scheduler.last_epoch` from rank 0's extra state.
+
+        Returns an empty dict if it is not recorded.
+        """
         name = self.names_by_kind.get("extra_state", {}).get(0)
         extra = load_rank_file(self.folder.get_file(name)) if name is not None else None
         schedule = extra.get("lr_scheduler") if isinstance(extra, dict) else None

@@ -153,7 +153,7 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
 
 
 def _read_vocabulary_size(config: AnyPath | None) -> int | None:
-    """Read the vocabulary size from `config.json`. None if it is not recorded."""
+    """Read the vocabulary size from `config.json`. Returns None if it is not recorded."""
     count = read_json_object_or_empty(config).get("vocab_size")
     return count if type(count) is int and count > 0 else None
 

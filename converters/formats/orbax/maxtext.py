@@ -305,7 +305,7 @@ class _MaxTextModel:
         return layout
 
     def _find_destination(self, path: Path, shape: Shape) -> ParameterDestination | None:
-        """Find the destination of a parameter. None if the model has no such parameter.
+        """Find the destination of a parameter. Returns None if the model has no such parameter.
 
         Raises:
             CheckpointError: If the shape does not fit `config.json`.

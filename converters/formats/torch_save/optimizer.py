@@ -211,7 +211,7 @@ def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, Te
 def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None:
     """Return the shape of a state that always has the shape of its parameter.
 
-    None if there is no such state.
+    Returns None if there is no such state.
     """
     shapes = [
         value.shape

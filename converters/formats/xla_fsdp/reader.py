@@ -64,7 +64,7 @@ class XlaRankFile:
 
 
 def _match_rank_file_name(name: str) -> re.Match[str] | None:
-    """Match a file name that contains the rank and the world size. None if it does not."""
+    """Match a file name that contains the rank and the world size. Returns None if it does not."""
     return _RANK_FILE.fullmatch(name) if name.endswith(_SUFFIXES) else None
 
 
@@ -92,7 +92,7 @@ def _list_candidate_files(path: AnyPath) -> list[str]:
 def _get_folder_of_rank_files(source: CheckpointPath) -> CheckpointFolder | None:
     """Find the folder of rank files for a path to the folder or to one of the files.
 
-    None if there are none.
+    Returns None if there are none.
     """
     path = source.path
     folder = CheckpointFolder(path.parent if path.is_file() else path)
@@ -170,7 +170,7 @@ def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
 
 
 def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[XlaRankFile]:
-    """Sort the files that contain `kind` by rank. Empty if there are none.
+    """Sort the files that contain `kind` by rank. Returns an empty list if there are none.
 
     Raises:
         CheckpointError: If a rank has no file or several, or if world sizes differ.
