@@ -434,7 +434,10 @@ def _validate_and_plan_output(
     is_single_file: bool,
     options: Options,
 ) -> _CheckedPlan:
-    """Check that the output may be written, and plan its files.
+    """Check that the output may be written, plan its files, and check that they are not unexpectedly large.
+
+    Returns:
+        The absolute path of the output, and the plan.
 
     Raises:
         CheckpointError: If the output could destroy files, or would be much larger than the source.

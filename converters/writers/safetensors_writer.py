@@ -149,7 +149,15 @@ def _build_plan_with_optimizer(
     *,
     includes_optimizer: bool,
 ) -> ConversionPlan:
-    """Build the plan of model files, and add the optimizer state if it is requested."""
+    """Build a plan from model files and, if requested, the optimizer state of the checkpoint.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        files: Planned model files. The file of the optimizer state is appended to the list.
+        documents: Contents of other small files. The file of the parameter groups is added.
+        companions: Paths of the companion files to copy, keyed by file name.
+        includes_optimizer: Whether to write the optimizer state.
+    """
     if includes_optimizer:
         optimizer = require_optimizer_state(checkpoint)
         files.append(

@@ -263,7 +263,16 @@ def reopen_tensors(values: Mapping[str, Any], folder: AnyPath) -> dict[str, Tens
 
 
 def _record_crc_and_build_descriptor(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
-    """Store the CRC32 of a tensor in `crcs`, and build the data descriptor after the tensor."""
+    """Store the CRC32 of a tensor, and build the data descriptor that follows the tensor.
+
+    The zip directory at the end of the file repeats the CRC32.
+
+    Args:
+        crcs: CRC32 of each tensor. Updated in place.
+        number: Index of the tensor.
+        nbytes: Size of the tensor in bytes.
+        crc: CRC32 of the tensor's data.
+    """
     crcs[number] = crc
     return _build_descriptor(crc, nbytes)
 
@@ -287,7 +296,12 @@ def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) ->
 
 
 def _build_tensor_call(entry: OutputTensor, number: int) -> PickledCall:
-    """Build the call of torch that creates a tensor on a storage of the archive."""
+    """Build the pickled call by which torch rebuilds a tensor from a storage of the archive.
+
+    Args:
+        entry: Tensor to write.
+        number: Index of its storage in the archive.
+    """
     width = get_itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
     kind = PickledGlobal("torch", storage) if storage else PickledGlobal("torch.storage", "UntypedStorage")

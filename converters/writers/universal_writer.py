@@ -145,9 +145,14 @@ def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
 def _build_optimizer_common_state(
     groups: list[dict[str, Any]], group_names: list[list[str]], step: Any
 ) -> dict[str, Any]:
-    """Build `optimizer_state.pt`.
+    """Build the content of `optimizer_state.pt`.
 
     Stages 1 and 2 read its top level, and stage 3 reads `optimizer_state_dict`.
+
+    Args:
+        groups: Parameter groups of the optimizer.
+        group_names: Names of the parameters in each group.
+        step: Number of steps, as a number or an `OutputTensor`.
     """
     indexed_groups = [{**group, "params": [i]} for i, group in enumerate(groups)]
     return {
