@@ -52,9 +52,10 @@ def compute_crc32c(data: bytes | memoryview) -> int:
 
 @cache
 def _build_zero_bytes_matrix(count: int) -> tuple[int, ...]:
-    """Return the effect of `count` zero bytes on a CRC as a matrix over GF(2).
+    """Return the matrix over GF(2) by which `count` zero bytes transform the CRC register.
 
-    Element i is the result for a CRC in which only bit i is set.
+    The matrix is used to combine the CRCs of adjacent parts. Element i of the result is the transformed
+    register for a register in which only bit i is set.
     """
     power = tuple(int(_build_byte_table()[bit & 0xFF]) ^ (bit >> 8) for bit in (1 << i for i in range(32)))
     result = tuple(1 << i for i in range(32))

@@ -242,7 +242,13 @@ def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName
 def _read_node_locations(
     fields: _FieldReader, names: Sequence[_DataFileName], count: int
 ) -> list[_NodeLocation]:
-    """Read the locations of `count` child nodes."""
+    """Read the locations of `count` nodes.
+
+    Args:
+        fields: Fields of the node or the manifest that refers to the nodes.
+        names: Table of data files of the node or the manifest.
+        count: Number of locations.
+    """
     files, offsets, lengths = (fields.read_varints(count) for _ in range(3))
     return [
         _NodeLocation(*fields.select_data_file(names, file), offset, length)
@@ -344,7 +350,7 @@ class _FieldReader:
         return CheckpointError(f"{self.location}: damaged, {reason}")
 
     def reserve_memory(self, nbytes: int) -> None:
-        """Add to the memory cost of the tree.
+        """Add `nbytes` to the estimated memory of the tree.
 
         Raises:
             CheckpointError: If the tree requires too much memory for its stored size.

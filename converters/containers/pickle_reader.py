@@ -51,7 +51,10 @@ class PickledGlobal:
         self.standin = standin
 
     def __call__(self, *args: Any) -> Any:
-        """Call the stand-in, or create a `PickledInstance` if there is none."""
+        """Call the stand-in with the pickled arguments.
+
+        If there is no stand-in, a `PickledInstance` is returned.
+        """
         return PickledInstance(self.key, args) if self.standin is None else self.standin(*args)
 
 
@@ -187,10 +190,13 @@ class _PickleMachine:
         return replacement(*args)
 
     def validate_key(self, key: Any) -> Any:
-        """Return a dict key or set item if it is a plain value that can be hashed and compared quickly.
+        """Return a dict key or set item unchanged if it can be hashed and compared quickly.
+
+        Strings, numbers, None, instances, globals, and tuples of scalars are accepted.
 
         Raises:
-            PickleRefusedError: If it is any other value, too large a number, or if there are too many tuples.
+            PickleRefusedError: If the key is any other value or too large a number, or if there are too many
+                tuples.
         """
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:

@@ -231,7 +231,14 @@ class TorchZip:
         return _Directory(members, start, isal_zlib.crc32(raw))
 
     def _parse_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> _MemberSizes:
-        """Replace sizes and an offset that exceed 32 bits by the values in the zip64 extra field."""
+        """Return the sizes and the header offset of a member, using its zip64 extra field if it has one.
+
+        Args:
+            extra: Extra field of the member in the directory.
+            packed: Compressed size, or 0xFFFFFFFF if the size is in the zip64 field.
+            nbytes: Uncompressed size, or 0xFFFFFFFF.
+            header: Offset of the local header, or 0xFFFFFFFF.
+        """
         values = [nbytes, packed, header]
         position = 0
         while position + 4 <= len(extra):
@@ -427,7 +434,7 @@ class StoredTensor:
 def _rebuild_tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> StoredTensor:
-    """Rebuild a tensor whose dtype is the dtype of its storage."""
+    """Stand in for the function of torch that rebuilds a tensor with the dtype of its storage."""
     _check_math_bits(bits)
     return StoredTensor(storage, offset, size, stride)
 
@@ -442,7 +449,9 @@ def _rebuild_tensor_v3(
     dtype: Any,
     bits: Any = None,
 ) -> Any:
-    """Rebuild a tensor with an untyped storage and an explicit dtype.
+    """Stand in for the function of torch that rebuilds a tensor with an explicit dtype.
+
+    The storage of such a tensor is untyped.
 
     Raises:
         PickleRefusedError: If the dtype is not supported.
@@ -475,10 +484,13 @@ def _check_math_bits(bits: Any) -> None:
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
-    """Return the CPU copy of a tensor on a device without storages.
+    """Stand in for the function of torch that moves a CPU copy to a device without storages, such as XLA.
+
+    Returns:
+        The CPU copy.
 
     Raises:
-        ValueError: If the dtype of the copy differs.
+        ValueError: If the dtype of the copy differs from the recorded dtype.
     """
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, PickledGlobal) else None
     if not isinstance(data, StoredTensor) or name != data.dtype:
@@ -487,12 +499,21 @@ def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
 
 
 def _return_first(value: Any, *rest: Any) -> Any:
-    """Return the tensor of a parameter, without its other attributes."""
+    """Stand in for functions and classes of torch that wrap a tensor, such as `Parameter`.
+
+    Returns the tensor.
+    """
     return value
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Rebuild a tensor of a subclass as a plain tensor.
+    """Stand in for the function of torch that rebuilds a tensor subclass. Returns a plain tensor.
+
+    Args:
+        function: Function that rebuilds the plain tensor.
+        kind: Class of the tensor. Ignored.
+        args: Arguments of `function`.
+        state: State of the tensor. Ignored.
 
     Raises:
         TypeError: If the function does not rebuild a tensor.
@@ -531,7 +552,10 @@ def _rebuild_list(items: Any = ()) -> list[Any]:
 
 
 def _rebuild_instance(*args: Any) -> PickledInstance:
-    """Return an instance of the class that a call to `copyreg._reconstructor` would create."""
+    """Stand in for `copyreg._reconstructor`.
+
+    Returns a `PickledInstance` of the class that it would create.
+    """
     kind = args[0] if args and isinstance(args[0], PickledGlobal) else None
     return PickledInstance(kind.key if kind else "object", args)
 

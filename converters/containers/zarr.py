@@ -413,10 +413,14 @@ def _validate_header(header: Any, version: int) -> dict[str, Any]:
 
 
 def _get_extension_settings(value: Any, name: str) -> dict[str, Any]:
-    """Return the settings of a named extension of version 3.
+    """Return the `configuration` of an extension in a header of version 3, such as a codec or the chunk grid.
+
+    Args:
+        value: Record of the extension in the header.
+        name: Name of the only supported extension.
 
     Raises:
-        CheckpointError: If the name of the extension differs and is therefore not supported.
+        CheckpointError: If the record has a different name, because the extension is not supported.
     """
     if not isinstance(value, dict) or value.get("name") != name:
         raise CheckpointError(
