@@ -324,7 +324,7 @@ def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], l
 def _dequantize_compressed_tensors(
     weights: _QuantizedWeights, settings: Mapping[str, Any], location: str
 ) -> None:
-    """Dequantize weights of compressed-tensors. They are packed or have one code per byte.
+    """Dequantize weights of compressed-tensors, whose codes are packed or stored with one code per byte.
 
     Raises:
         CheckpointError: If a setting or a layout is not supported.
