@@ -281,7 +281,7 @@ def stack_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
 
 
 def transpose_arrangement(arrangement: Arrangement, first: int, second: int) -> Arrangement:
-    """Swap two dimensions, as `torch.transpose` does."""
+    """Swap two dimensions of an arrangement, as `torch.transpose` does."""
     order = list(range(len(arrangement.shape)))
     order[first], order[second] = order[second], order[first]
 
@@ -413,7 +413,13 @@ def _build_deferred_tile_view(box: Box, index: Shape, tile: Tile) -> Callable[[]
 
 
 def _build_tile_view(view: View, index: Shape, tile: Tile) -> View:
-    """Return the view of a tile whose first element has the given index in a box."""
+    """Build the view of a tile's elements in one box of its source tensor.
+
+    Args:
+        view: View of the box.
+        index: Index in the box of the tile's first element.
+        tile: Tile, which determines the order and the steps of the dimensions.
+    """
     begin = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
     strides = tuple(
         view.strides[dim] * step if dim >= 0 else 0

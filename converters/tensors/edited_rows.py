@@ -92,9 +92,12 @@ class _EditedRows:
         return block
 
     def _get_scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        """Return an uninitialized array that this thread reuses.
+        """Return an uninitialized array that this thread reuses, because mapping new memory is slow.
 
-        New memory would be slow, because the kernel maps it page by page.
+        Args:
+            name: Name of the buffer, because each thread needs several buffers.
+            shape: Shape of the array.
+            dtype: Dtype of the array.
         """
         nbytes = prod(shape) * dtype.itemsize
         buffer: Array | None = getattr(self._memory, name, None)

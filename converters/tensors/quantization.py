@@ -203,7 +203,10 @@ class _BlockQuantizer:
         return self._compute_column_block_maxima(magnitude)
 
     def _compute_column_block_maxima(self, magnitude: Array) -> Array:
-        """Compute the largest magnitude of each row in each block of columns.
+        """Reduce each block of columns to its largest magnitude.
+
+        Args:
+            magnitude: Magnitudes of shape `[rows, columns]`.
 
         Returns:
             Array of shape `[rows, column blocks]`.
@@ -272,7 +275,10 @@ class _BlockQuantizer:
         return 8 if self.scheme.code_dtype == "I8" else int(self.scheme.code_dtype.removeprefix("INT"))
 
     def _round_to_arithmetic_dtype(self, values: Array) -> Array:
-        """Round values to the dtype in which the format computes."""
+        """Round float32 values to the dtype in which the format's own program computes.
+
+        The rounded values are returned as float32.
+        """
         return round_to_dtype(values, self._arithmetic_dtype).astype(np.float32)
 
     def quantize_rows(
