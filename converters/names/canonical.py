@@ -269,7 +269,16 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
 
 
 def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateDictPath]:
-    """Find the paths of containers with the content of an optimizer."""
+    """Find the containers in a nested state dict that have the content of an optimizer.
+
+    Such a container has parameter groups, or its name and its states are those of an optimizer.
+
+    Args:
+        paths: Path of each key in the nested state dict.
+
+    Returns:
+        Paths of the containers.
+    """
     containers: set[StateDictPath] = set()
     for path in paths.values():
         for i, part in enumerate(path):
@@ -290,7 +299,11 @@ def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateD
 
 
 def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -> _OptimizerPath | None:
-    """Split the path of a key of an optimizer into its container, table, and rest.
+    """Split the path of a key in an optimizer into the path of the optimizer, the table, and the rest.
+
+    Args:
+        path: Path of the key in the nested state dict.
+        containers: Paths of all optimizers.
 
     Returns:
         The parts, or None if the key does not belong to an optimizer.

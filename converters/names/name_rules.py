@@ -118,7 +118,7 @@ def parse_rule(value: Mapping[str, Any]) -> NameRule:
 
 
 def serialize_rule(rule: NameRule) -> dict[str, Any]:
-    """Return the JSON form of a rule."""
+    """Return the JSON form of a rule, which `parse_rule` reads."""
     value: dict[str, Any] = {
         "kind": rule.kind,
         "read": _serialize_direction(rule.read),
@@ -183,7 +183,7 @@ class _RuleTable:
         self._unscoped = frozenset(self.rules)
 
     def get_rules(self, key: str) -> list[NameRule]:
-        """Return the rules of a model type or class."""
+        """Return the rules of a model type or class, or an empty list if there are none."""
         return [self.rules[i] for i in self.by_key.get(key, ())]
 
     def contains_rule(self, rule: NameRule) -> bool:

@@ -242,15 +242,15 @@ def are_memory_names(names: Collection[str], rules: NameRules) -> bool:
 
 
 def _mask_numbers(name: str) -> str:
-    """Replace all numbers by 0, because the conversion of a stack names only expert 0."""
+    """Replace all numbers in a name by 0, so that names of different layers and experts become equal."""
     return re.sub(r"\d+", "0", name)
 
 
 class _TensorGroup:
-    """Tensors that one rule converts together.
+    """Tensors that one rule converts together, such as the experts of a layer.
 
     Args:
-        converter: Index of the rule and source pattern, or None if the tensor is only renamed.
+        converter: Rule of the kind `convert` that the names match, or None if the tensor is only renamed.
     """
 
     def __init__(self, converter: MatchedRule | None) -> None:
@@ -258,7 +258,13 @@ class _TensorGroup:
         self.arrays: Arrays = {}
 
     def add_tensor(self, name: str, converter: MatchedRule | None, shape: Shape) -> None:
-        """Add a tensor under the source pattern that its name matches."""
+        """Add a tensor to the group.
+
+        Args:
+            name: Name of the tensor before the conversion.
+            converter: Rule and source pattern that the name matches, or None if the tensor is only renamed.
+            shape: Shape of the tensor.
+        """
         pattern = "" if converter is None else converter.source
         self.arrays.setdefault(pattern, []).append(arrange_source(name, shape))
 
@@ -302,7 +308,7 @@ class _TensorGroup:
 
 
 def _get_single_arrangement(arrays: Arrays) -> Arrangement:
-    """Return the only tensor.
+    """Return the only tensor among the operands of an operation.
 
     Raises:
         CheckpointError: If there are several tensors.
@@ -541,7 +547,12 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
 
 
 def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Remove the padding rows of the output head, or restore them as zeros.
+    """Remove the padding rows of the output head for the published file.
+
+    The inverse operation adds zeros instead.
+
+    The config key `unpadded_vocab_size` determines the number of rows without padding, and `vocab_size` the
+    number with padding.
 
     Raises:
         CheckpointError: If the config does not contain the number of rows.
