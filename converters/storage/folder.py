@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder. Their names cannot leave the folder."""
+"""Files of a checkpoint folder, whose names and links cannot leave the folder."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def list_entry_names(folder: AnyPath) -> list[str]:
 
 
 def list_subfolder_names(folder: AnyPath) -> list[str]:
-    """List the names of the folders directly in a folder, without links to other locations."""
+    """List the names of the folders directly in a folder. Links that leave the folder are omitted."""
     names = []
     for name in list_entry_names(folder):
         with suppress(LinkError):

@@ -481,7 +481,12 @@ class RemotePath:
         )
 
     def _get_listing(self) -> dict[str, int]:
-        """Return the sizes of the entries directly in this folder by name. Listings are cached."""
+        """Return the size of each object directly in this folder, keyed by name.
+
+        Folders have the size `FOLDER_SIZE`.
+
+        The listing is cached until `clear_listings` is called or a path of the same bucket is written.
+        """
         sizes = self.bucket.listings.get(self.key)
         if sizes is None:
             objects, folders = self._list_folder()
@@ -557,7 +562,10 @@ class RemotePath:
         return self.read_versioned().data
 
     def read_versioned(self) -> VersionedContent:
-        """Read a small object completely, with the version for a conditional write."""
+        """Read a small object completely, and return its content and version.
+
+        The version can be passed to `write_bytes`, which then fails if the object has changed.
+        """
 
         def read(obs: Any, store: Any) -> VersionedContent:
             response = obs.get(store, self.key)
@@ -706,14 +714,14 @@ class RemotePath:
 
 
 def parse_object_metadata(meta: Any) -> ListedFile:
-    """Convert the metadata of an object from obstore."""
+    """Convert the metadata that obstore returns for an object to a `ListedFile`."""
     return ListedFile(
         int(meta["size"]), str(meta.get("e_tag") or meta.get("version") or meta["last_modified"]).strip('"')
     )
 
 
 def _get_version(meta: Any) -> dict[str, str]:
-    """Return the values that identify the content of an object in a conditional write."""
+    """Return the ETag and version in obstore's metadata, by which a conditional write compares contents."""
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
 
 
