@@ -172,7 +172,7 @@ class BaseChanges:
         return match
 
     def get_base_shape(self, name: str) -> Shape:
-        """Return the shape of a tensor in the base model."""
+        """Return the shape of a tensor in the base model. `name` may be the alias of a tied tensor."""
         return self.base_checkpoint.tensors[self.ties.get(name, name)].shape
 
     def get_new_row_count(self, name: str) -> int | None:
@@ -185,7 +185,7 @@ class BaseChanges:
         return rows if rows != self.get_base_shape(name)[0] else None
 
     def is_replaced(self, name: str) -> bool:
-        """Return whether the adapter contains the complete tensor as a replacement."""
+        """Return whether the adapter contains a complete tensor that replaces a tensor of the base model."""
         source = self.changes.get(name, TensorChange()).source
         return source is not None and any(source is tensor for tensor in self.adapter.replacements.values())
 
@@ -227,7 +227,15 @@ class BaseChanges:
         return self.adapter_config.fan_in_fan_out
 
     def build_tensor_after_edits(self, name: str, num_edits: int) -> Tensor:
-        """Build a tensor after the first `num_edits` edits of its change."""
+        """Build the tensor that results from the first `num_edits` edits of a base model's tensor.
+
+        Args:
+            name: Name of the tensor in the files. It must have a change.
+            num_edits: Number of edits to apply.
+
+        Returns:
+            A lazy tensor in float32, or in float64 if the tensor is float64.
+        """
         change = self.changes[name]
         tensor = (
             self.base_checkpoint.tensors[self.ties.get(name, name)]

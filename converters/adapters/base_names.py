@@ -184,7 +184,12 @@ class BaseNameLookup:
         )
 
     def _iter_tile_regions(self, live_name: str, shape: Shape, tile: Tile) -> Iterator[RowRegion]:
-        """Yield the regions of a tile.
+        """Yield the rows of a parameter that a tile fills, with their location in the files.
+
+        Args:
+            live_name: Name of the parameter in memory, used in error messages.
+            shape: Shape of the parameter in memory.
+            tile: Tile of the parameter's arrangement.
 
         Raises:
             CheckpointError: If the files store the elements of a row in a different order.

@@ -119,7 +119,7 @@ def check_mergeable_into(adapter: StoredAdapter, base: Checkpoint) -> None:
 
 
 def _collect_changes(changes: BaseChanges) -> None:
-    """Add all changes of the adapter to `changes`, in place."""
+    """Compute the changes of the adapter to all tensors of the base model, and add them to `changes`."""
     if changes.adapter_config.type == "IA3":
         for module in changes.adapter.modules:
             _add_ia3_edits(changes, module)
@@ -439,7 +439,7 @@ class _LoraEditBuilder:
         self._load_cached_factors = lru_cache(MAX_CACHED_FACTORS)(self._load_factors)
 
     def add_all_edits(self) -> None:
-        """Add the edits of all modules."""
+        """Add the LoRA edits of all modules of the adapter to the changes."""
         changes = self.changes
         nested: dict[str, list[tuple[AdapterModule, LoraPair]]] = {}
         for module in changes.adapter.modules:
@@ -455,6 +455,12 @@ class _LoraEditBuilder:
 
     def _add_module_edits(self, module: AdapterModule, pair: LoraPair) -> None:
         """Add the edits of one linear layer, embedding or convolution.
+
+        They include the scaling to DoRA's magnitudes and the LoRA bias, if the adapter has them.
+
+        Args:
+            module: Tensors of the adapter for the module.
+            pair: LoRA factors of the module.
 
         Raises:
             CheckpointError: If the factors do not fit the weight.
@@ -497,7 +503,14 @@ class _LoraEditBuilder:
             )
 
     def _list_target_parameters(self, path: str) -> list[str]:
-        """List the parameters of a module in `target_parameters`, in the order in which peft wraps them."""
+        """List the parameters of a module that the setting `target_parameters` names.
+
+        Args:
+            path: Name of the module in the live model.
+
+        Returns:
+            Names of the parameters in the module, in the order in which peft wraps them.
+        """
         parameters = []
         for target in self.changes.adapter_config.target_parameters:
             leaf = target.rpartition(".")[2]
@@ -595,7 +608,16 @@ class _LoraEditBuilder:
     def _add_stack_edits(
         self, live_name: str, parameter: ParameterLocation, pair: LoraPair, *, transposed: bool
     ) -> None:
-        """Add the edits of a stack of experts, one for each expert and region."""
+        """Add the edits of a parameter that is a stack of experts, or a matrix.
+
+        There is one edit per expert and region.
+
+        Args:
+            live_name: Name of the parameter in the live model.
+            parameter: Location of the parameter in the files.
+            pair: LoRA factors of all experts.
+            transposed: Whether the parameter has inputs as rows.
+        """
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
         height = parameter.shape[-2]

@@ -121,7 +121,7 @@ class _WrappedModule(NamedTuple):
 
 
 def _strip_wrappers(path: list[str]) -> _WrappedModule:
-    """Remove peft's wrappers from the end of a module's path."""
+    """Remove the names of peft's wrappers from the end of a module's path, and count the base layers."""
     wraps = 0
     while path and path[-1] in (BASE_LAYER, _TOKEN_ADAPTER):
         wraps += path[-1] == BASE_LAYER
