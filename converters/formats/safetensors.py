@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 
 def _find_model_file(source: CheckpointPath) -> str | None:
-    """Find the index, `model.safetensors`, or the only .safetensors file, in this order.
+    """Find the index, `model.safetensors`, or the only .safetensors file in a folder, in this order.
 
     Returns:
-        The file name, or None if there is no such file or no unique one.
+        The file name. None if there is no such file, or if several files have no index.
     """
     path = source.path
     if path.is_file():

@@ -351,7 +351,12 @@ def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
 
 
 def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> dict[KeyPath, Any]:
-    """Merge the files of all ranks.
+    """Read the files of one item from all ranks, and merge their values.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the item, such as `model`.
+        item: Files and layouts of the item in `metadata.pkl`.
 
     Returns:
         The values of the item, keyed by path, with `RankParts` and `RankCopies` for tensors.
@@ -404,8 +409,17 @@ def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) ->
 def _check_recorded_layout(path: KeyPath, value: Any, item: _SavedItem, rank: int, location: str) -> None:
     """Check the dtype and shape of a value in a rank's file against `metadata.pkl`.
 
+    Values that are not sharded tensors may be missing in `metadata.pkl`.
+
+    Args:
+        path: Path of the value in the item.
+        value: Value in the rank's file.
+        item: Layouts of the item in `metadata.pkl`.
+        rank: Rank of the file.
+        location: Path of the file, used in error messages.
+
     Raises:
-        CheckpointError: If they differ, or if a sharded tensor is not listed. Other values may be unlisted.
+        CheckpointError: If the dtype or shape differs, or if a sharded tensor is not listed.
     """
     layout = _get_layout(item, path, rank)
     if layout is None and isinstance(value, ShardedRecord):
@@ -528,7 +542,7 @@ def _add_rank_value_to(
 
 
 def _is_merged_tensor(leaf: Any) -> bool:
-    """Return whether a merged value is a tensor."""
+    """Return whether a value in the result of `_merge_rank_files` is a tensor."""
     return isinstance(leaf, (RankParts, RankCopies))
 
 
@@ -555,9 +569,10 @@ def _to_plain_value(leaf: Any) -> Any:
 
 
 def _read_step(folder: CheckpointFolder) -> dict[str, int]:
-    """Read the step from the file of the item `step`, as `{"step": step}`.
+    """Read the step from the file of the item `step`.
 
-    Returns an empty dict if it is not recorded.
+    Returns:
+        `{"step": step}`, or an empty dict if the step is not recorded.
     """
     name = next((name for name in list_file_names(folder.path) if _STEP.fullmatch(name)), None)
     step = None

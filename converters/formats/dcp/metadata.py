@@ -112,7 +112,7 @@ Entry = TensorEntry | ValueEntry
 
 
 def format_chunk_key(offsets: Dims | None) -> str:
-    """Return the dict key of a chunk with these offsets, or of a pickled value if they are None.
+    """Format the offsets of a chunk as a dict key. For a pickled value, pass None.
 
     The key is a string, because a file could contain numbers whose hashes collide (`pickle_reader.MAX_KEY`).
     """
@@ -201,9 +201,9 @@ def read_metadata_file(
 
 
 def _merge_entries(first: Entry, second: Entry) -> Entry:
-    """Merge the entries of one key from two ranks.
+    """Merge the entries of one key in the metadata files of two ranks.
 
-    If both ranks stored a chunk or value, it is read from the first rank.
+    If both ranks stored a chunk or value, the location on the first rank is kept.
 
     Raises:
         CheckpointError: If the entries differ in kind, path, dtype, or shape.
@@ -309,6 +309,11 @@ class _TensorProperties(NamedTuple):
 
 def _parse_tensor_properties(description: PickledInstance, key: str, location: str) -> _TensorProperties:
     """Parse the dtype, the shape and the chunks of one tensor.
+
+    Args:
+        description: Pickled `TensorStorageMetadata`.
+        key: Key of the tensor, used in error messages.
+        location: Path of the metadata file, used in error messages.
 
     Raises:
         CheckpointError: If the description is damaged, or if the dtype is not supported.

@@ -111,7 +111,11 @@ class PieceIndex:
         return replace(entry, chunks=tuple(chunks), items=items)
 
     def _to_item_location(self, facts: list[int]) -> ItemLocation:
-        """Convert the last columns of a row to the location of a piece."""
+        """Convert the last columns of a row to the location of a piece.
+
+        Args:
+            facts: File index, offset, length, and checksum.
+        """
         file, offset, length, checksum = facts
         return ItemLocation(self._files[file], offset, length, None if checksum < 0 else checksum)
 
@@ -205,5 +209,5 @@ def _describe_metadata_files(folder: CheckpointFolder) -> str:
 
 
 def _round_up_to_alignment(position: int) -> int:
-    """Round a position up to a multiple of the alignment."""
+    """Round a position in bytes up to a multiple of `_ALIGNMENT`."""
     return -(-position // _ALIGNMENT) * _ALIGNMENT

@@ -1,8 +1,8 @@
 """Rank files that are opened only when their values are read.
 
-The files of all ranks of a run have the same structure. A rank that resumes reads its own two files, which
-contain the names, dtypes and shapes of the other files as well. Whether another file really has the same
-structure is checked when it is opened. If the world size is unchanged, it is not opened.
+The files of all ranks of a run have the same structure. A rank that resumes reads its own two files, and
+derives the names, dtypes and shapes in the other files from them. When another file is opened, its structure
+is compared with the expected structure. If the world size is unchanged, no other file is opened.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class FlatPiece:
 
 
 def to_flat_piece(stored: StoredTensor) -> FlatPiece:
-    """Convert a flat tensor of a rank file to a piece."""
+    """Convert a contiguous flat tensor of a rank file to a `FlatPiece`."""
     view, numel = stored.to_byte_view(), prod(stored.shape)
     return FlatPiece(
         stored.dtype, numel, SourceSlice(view.source, view.offset, numel * get_itemsize(stored.dtype))

@@ -61,9 +61,16 @@ class LayerFiles:
                 raise CheckpointError(f"{location}: its layer is in another file too")
 
     def build_stage_module(self, model: ModelFile) -> dict[str, Any]:
-        """Build the state dict of one stage from the files of its layers, keyed by the names of the stage.
+        """Build the state dict of one pipeline stage from the files of its layers.
 
-        Tensors without a file are omitted. Copies of a tied buffer must be equal.
+        Args:
+            model: Model states of the stage, which list its parameters and buffers.
+
+        Returns:
+            The tensors, keyed by their names in the stage. Tensors without a file are omitted.
+
+        Raises:
+            CheckpointError: If the copies of a tied buffer differ.
         """
         parameters = [name for group in model.group_shapes or () for name in group]
         module = {name: self.tensors[name] for name in (*parameters, *model.buffers) if name in self.tensors}

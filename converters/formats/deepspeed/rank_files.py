@@ -413,7 +413,7 @@ def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
 
 
 def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
-    """Read one file of optimizer states.
+    """Read one file of optimizer states, without reading the data of its tensors.
 
     Raises:
         CheckpointError: If the file is damaged or from an expert-parallel run.
@@ -643,7 +643,7 @@ def parse_fragment_address(value: Any, location: str) -> Fragment:
 
 
 def _parse_shapes(value: Any, location: str) -> ParameterShapes:
-    """Parse a table of shapes, keyed by parameter."""
+    """Parse a pickled dict of shapes, keyed by parameter name, and check each shape."""
     shapes: ParameterShapes = {}
     for name, shape in require_mapping(value or {}, "a table of shapes", location).items():
         shapes[str(name)] = require_shape(shape, f"the shape of {format_untrusted_value(name)}", location)

@@ -47,7 +47,10 @@ _ACCELERATE_MODEL = "pytorch_model"
 
 
 def _find_rank_file_folder(source: CheckpointPath) -> AnyPath | None:
-    """Find the folder of rank files for a path and tag, or None.
+    """Find the folder of rank files for a path and tag.
+
+    Returns:
+        The folder, or None if there are no rank files.
 
     Raises:
         CheckpointError: If `latest` names a folder without rank files, but other folders have some.
@@ -79,9 +82,9 @@ def _list_tag_folders(path: AnyPath) -> list[str]:
 
 
 def _has_rank_files(path: AnyPath) -> bool:
-    """Return whether a folder contains rank files.
+    """Return whether a folder contains the rank files of a DeepSpeed run.
 
-    A universal checkpoint contains model files too, next to `zero/`.
+    A universal checkpoint is not accepted, although it also contains files of model states.
     """
     names = find_rank_files(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())

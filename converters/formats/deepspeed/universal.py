@@ -215,7 +215,7 @@ class _UniversalFiles:
         return counts[0]
 
     def _list_state_names_by_parameter(self) -> dict[str, list[str]]:
-        """List the state names of each parameter. The names of its files are the names of its states.
+        """List the state names of each parameter, which are the names of the files in its folder.
 
         Raises:
             CheckpointError: If a folder does not belong to a parameter, or if a master is missing.
@@ -445,9 +445,14 @@ class _UniversalFiles:
 
 
 def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
-    """Return the base optimizer's state of rank 0, keyed by sub-group index.
+    """Return the base optimizer's state of rank 0, which stage 3 keeps in `zero/optimizer_state.pt`.
 
-    Stage 3 keeps it in the common file.
+    Args:
+        common: Content of `zero/optimizer_state.pt`.
+        location: Path of the file, used in error messages.
+
+    Returns:
+        The states, keyed by sub-group index.
 
     Raises:
         CheckpointError: If the state is missing.
@@ -460,10 +465,10 @@ def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
 
 
 def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
-    """Return a number unchanged, or a 0-d tensor as a lazy tensor.
+    """Return a number unchanged, or convert a 0-d tensor to a lazy tensor.
 
     Raises:
-        CheckpointError: If the value is neither.
+        CheckpointError: If the value is neither a number nor a 0-d tensor.
     """
     if isinstance(value, StoredTensor) and value.shape == ():
         return to_lazy_tensor(value, name)
@@ -473,7 +478,7 @@ def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
 
 
 def _choose_sample_starts(count: int) -> list[int]:
-    """Choose sample positions at the start, in the middle and at the end.
+    """Choose the start indices of samples at the start, in the middle and at the end of `count` elements.
 
     Returns an empty list if `count` is 0.
     """

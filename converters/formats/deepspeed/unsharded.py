@@ -111,7 +111,16 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
 def _read_masters(
     saved: Any, stored: dict[str, StoredTensor], parameter_names: list[str], model: ModelFile
 ) -> _Fp32Masters:
-    """Read the fp32 masters of the optimizer. Empty if it has none, as in fp32.
+    """Read the fp32 masters of the optimizer.
+
+    Args:
+        saved: Pickled optimizer.
+        stored: Tensors of the model, keyed by name.
+        parameter_names: Names of the parameters in the order of the model.
+        model: The file of model states.
+
+    Returns:
+        The masters. Empty if the model was trained in fp32, because the weights are the masters.
 
     Raises:
         CheckpointError: If the masters cannot be assigned to weights.

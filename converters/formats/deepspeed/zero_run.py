@@ -230,7 +230,12 @@ class SavedRun:
         return slices
 
     def _compute_shares(self, group: int) -> list[GroupOnRanks]:
-        """Compute the sets of ranks that have a group: all ranks, or one set for each set of experts.
+        """Find the sets of ranks over which a flat group is partitioned.
+
+        A group of experts has one set for each set of experts. Any other group is partitioned over all ranks.
+
+        Args:
+            group: Index of the group.
 
         Raises:
             CheckpointError: If the number of partitions contradicts the ranks or the expert files.
@@ -305,7 +310,9 @@ class SavedRun:
             )
 
     def _collect_masters(self) -> list[Flat]:
-        """Collect the fp32 masters, one flat buffer per share. Buffers on NVMe come from the swap files.
+        """Collect the fp32 masters: one flat buffer for each entry of `shares`.
+
+        Buffers that were offloaded to NVMe are read from the swap files.
 
         Raises:
             CheckpointError: If a group is missing, if groups share bytes, or if the ranks have different
@@ -334,7 +341,11 @@ class SavedRun:
         ]
 
     def _replace_empty_with_swap_files(self, by_rank: list[list[FlatPiece]]) -> None:
-        """Replace pieces that were pickled empty by pieces of their swap files, in place."""
+        """Replace pieces that were pickled empty, because they are on NVMe, by pieces of their swap files.
+
+        Args:
+            by_rank: Pieces of each rank and sub-group. Modified in place.
+        """
         layouts = [Stage3GroupLayout(shapes, self.world_size, self.location) for shapes in self.group_shapes]
         for rank, pieces in enumerate(by_rank):
             for group, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):

@@ -81,7 +81,12 @@ class RankCopies:
 
 
 def is_flat_optimizer(saved: Any) -> bool:
-    """Return whether an optimizer's merged state contains ranges of elements and no sharded tensor."""
+    """Return whether an optimizer was written by FSDP1 with flat parameters.
+
+    Args:
+        saved: Merged content of the ranks' files. The optimizer is flat if its states are ranges of elements
+            and none of them is a DTensor or ShardedTensor.
+    """
     if not is_optimizer_state_dict(saved):
         return False
     states = [state for state in saved["state"].values() if isinstance(state, dict)]
@@ -171,7 +176,15 @@ def build_flat_optimizer(
 
 
 def _compute_run_lengths(values: Any, world_size: int, location: str) -> list[int]:
-    """Compute the number of elements of a flat parameter on each rank. Zeros if it has no state.
+    """Compute the number of elements of a flat parameter on each rank.
+
+    Args:
+        values: Merged states of the flat parameter, keyed by state name.
+        world_size: Number of ranks.
+        location: Name of the parameter, used in error messages.
+
+    Returns:
+        One number per rank. All numbers are 0 if the parameter has no state.
 
     Raises:
         CheckpointError: If the states of the parameter differ in length, or a state differs in dtype.

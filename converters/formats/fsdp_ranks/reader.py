@@ -79,7 +79,11 @@ def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
 
 
 def _open_fsdp_ranks_checkpoint(source: CheckpointPath, folders: list[AnyPath]) -> Checkpoint:
-    """Open the rank files in the only folder.
+    """Open the rank files in a folder as a checkpoint.
+
+    Args:
+        source: Path that was opened.
+        folders: Folders with rank files. There must be exactly one folder.
 
     Raises:
         CheckpointError: If there are several models, or if the files are damaged.

@@ -224,9 +224,16 @@ def convert_to_transformers(
 def _convert_llama_tensor(
     module: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert a tensor of a Llama layer to tensors keyed by transformers' name in the layer.
+    """Convert a tensor of a Llama layer to the names of transformers, and split fused matrices.
 
-    Fused matrices are split.
+    Args:
+        module: Name of the module in the layer in Megatron-Core, such as `mlp.linear_fc1`.
+        tensor: Weight or bias of the module.
+        shape: Shape of the model.
+        location: Path of the checkpoint, used in error messages.
+
+    Returns:
+        Tensors, keyed by the name of the module in transformers' layer.
 
     Raises:
         CheckpointError: If a fused matrix cannot be split.
@@ -248,9 +255,19 @@ def _convert_llama_tensor(
 def _convert_gpt2_tensor(
     module: str, kind: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert a tensor of a GPT-2 layer.
+    """Convert a tensor of a GPT-2 layer to the name of transformers.
 
-    Matrices are transposed, because transformers stores inputs as rows.
+    Matrices are transposed, because the GPT-2 of transformers stores inputs as rows.
+
+    Args:
+        module: Name of the module in the layer in Megatron-Core.
+        kind: `weight` or `bias`.
+        tensor: Tensor to convert.
+        shape: Shape of the model.
+        location: Path of the checkpoint, used in error messages.
+
+    Returns:
+        The tensor, keyed by the name of the module in transformers' layer.
     """
     if module == _QKV:
         tensor = concat_tensors(tensor.name, _split_fused_qkv(tensor, shape, location), 0)

@@ -176,7 +176,13 @@ class MaxTextLayout:
     def _iter_converted(
         self, target: ParameterDestination, tensor: Tensor, edit: AffineEdit
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and tensor of each layer of a parameter."""
+        """Convert one parameter or moment of MaxText, and yield the name and tensor for each layer.
+
+        Args:
+            target: Destination of the parameter.
+            tensor: Parameter or moment in MaxText's layout. It may contain several layers.
+            edit: Scaling to apply to the values.
+        """
         for number, name in enumerate(target.names):
             layer = tensor if target.layer_dim is None else select_index(tensor, target.layer_dim, number)
             if target.has_inputs_first:
@@ -229,16 +235,16 @@ def build_maxtext_layout(
 
 
 def build_named_layout(shapes: Mapping[Path, Shape], location: str) -> MaxTextLayout:
-    """Build the layout of any tree: each parameter keeps its values, and its name consists of its keys.
+    """Build a layout that keeps the values of all parameters and names them by their paths in the tree.
 
-    A prefix that wrappers add to all names is removed.
+    The keys of a path are joined with dots, and a prefix that wrappers add to all names is removed.
     """
     plain = strip_common_prefixes({".".join(path): path for path in shapes}, location=location)
     return MaxTextLayout({path: ParameterDestination((name,)) for name, path in plain.items()})
 
 
 class _MaxTextModel:
-    """A MaxText model with the sizes in its `config.json`.
+    """A MaxText model whose type and sizes come from its `config.json`.
 
     Args:
         config: Content of `config.json`.

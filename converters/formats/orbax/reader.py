@@ -64,10 +64,14 @@ _ADAM_STATES = frozenset(_MOMENTS.values())
 
 
 def _find_tree_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder of the tree: the path itself, its parent, or an item of a step folder.
+    """Find the folder of an Orbax tree for a path.
+
+    The path may be the folder itself, its `_METADATA` or manifest, or a step folder that contains the tree as
+    an item.
 
     Returns:
-        The folder, or None if there is no tree, no unique item, or an unfinished save.
+        The folder. None if there is no tree, if several items could be the model, or if the save was not
+        finished.
     """
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
@@ -150,7 +154,13 @@ class _OrbaxTree:
         }
 
     def _open_array(self, path: Path, stored_name: str) -> Tensor:
-        """Open one array. Its chunks are located now and read later. Absent chunks are read as zeros.
+        """Open one array as a lazy tensor.
+
+        Missing chunks are read as zeros and counted in `num_absent_chunks`.
+
+        Args:
+            path: Path of the array in the tree.
+            stored_name: Name of the array in the folder or the database.
 
         Raises:
             CheckpointError: If the header or a chunk is damaged or missing.

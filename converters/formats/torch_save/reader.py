@@ -73,7 +73,7 @@ def _find_model_file(source: CheckpointPath) -> str | None:
     """Find the file with the model, or its index: the given file, a well-known name, or the only candidate.
 
     Returns:
-        Name of the file, or None.
+        Name of the file. None if no file or several files could be the model, or if safetensors files exist.
     """
     path = source.path
     if path.is_file():

@@ -230,9 +230,13 @@ def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str)
 
 
 def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) -> None:
-    """Check that all ranks have the same copy of a replicated value.
+    """Check that all ranks have equal copies of a replicated value.
 
-    Otherwise, their files are of different steps.
+    Copies that differ show that the files are of different steps or runs.
+
+    Args:
+        parts: File and value of each rank.
+        description: Description of the value, used in error messages.
 
     Raises:
         CheckpointError: If the copies differ.
