@@ -316,7 +316,7 @@ def _run_conversion(options: argparse.Namespace) -> int:
 
 
 def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
-    """Format the result of a conversion or of a dry run as one line of JSON."""
+    """Format the result of a conversion or of a dry run as an indented JSON object."""
     from portable.converters.tensors.dtypes import TO_TORCH
 
     checkpoint, plan = conversion.checkpoint, conversion.plan
