@@ -489,7 +489,7 @@ def _find_incomplete_layers(
     config: Mapping[str, Any],
     matcher: _TensorNames,
 ) -> list[str]:
-    """Find the tensors that are missing in layers of which at least one tensor exists.
+    """Find the missing tensors of layers that exist at least partly.
 
     Args:
         stack: Name of the stack, such as `model.layers`.

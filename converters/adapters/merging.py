@@ -153,8 +153,8 @@ def check_mergeable_settings(adapter: StoredAdapter) -> None:
 def _list_companions(adapter: StoredAdapter, base: Checkpoint) -> dict[str, AnyPath]:
     """List the companion files of the merged model, keyed by file name.
 
-    These are the companion files of the base model. If the adapter has tokenizer files or a generation
-    config, its files replace those of the base model.
+    These are the companion files of the base model. If the adapter has tokenizer files, they replace all
+    tokenizer files of the base model. The same applies to the generation config.
     """
     tokenizer_files = {
         name: path for name, path in adapter.checkpoint.companions.items() if TOKENIZER_NAMES.fullmatch(name)

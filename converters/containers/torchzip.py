@@ -434,7 +434,7 @@ class StoredTensor:
 def _rebuild_tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> StoredTensor:
-    """Stand in for the function of torch that rebuilds a tensor with the dtype of its storage."""
+    """Rebuild a tensor with the dtype of its storage, like the function of torch with this name."""
     _check_math_bits(bits)
     return StoredTensor(storage, offset, size, stride)
 
@@ -449,7 +449,7 @@ def _rebuild_tensor_v3(
     dtype: Any,
     bits: Any = None,
 ) -> Any:
-    """Stand in for the function of torch that rebuilds a tensor with an explicit dtype.
+    """Rebuild a tensor with an explicit dtype, like the function of torch with this name.
 
     The storage of such a tensor is untyped.
 
@@ -484,10 +484,11 @@ def _check_math_bits(bits: Any) -> None:
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
-    """Stand in for the function of torch that moves a CPU copy to a device without storages, such as XLA.
+    """Return the CPU copy of a tensor that torch would move to a device without storages, such as XLA.
 
-    Returns:
-        The CPU copy.
+    Args:
+        data: CPU copy of the tensor.
+        dtype: Recorded dtype of the tensor.
 
     Raises:
         ValueError: If the dtype of the copy differs from the recorded dtype.
@@ -499,15 +500,12 @@ def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
 
 
 def _return_first(value: Any, *rest: Any) -> Any:
-    """Stand in for functions and classes of torch that wrap a tensor, such as `Parameter`.
-
-    Returns the tensor.
-    """
+    """Return the tensor that a function or class of torch, such as `Parameter`, would wrap."""
     return value
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Stand in for the function of torch that rebuilds a tensor subclass. Returns a plain tensor.
+    """Rebuild a tensor subclass as a plain tensor, unlike the function of torch with this name.
 
     Args:
         function: Function that rebuilds the plain tensor.
@@ -552,10 +550,7 @@ def _rebuild_list(items: Any = ()) -> list[Any]:
 
 
 def _rebuild_instance(*args: Any) -> PickledInstance:
-    """Stand in for `copyreg._reconstructor`.
-
-    Returns a `PickledInstance` of the class that it would create.
-    """
+    """Create a `PickledInstance` of the class that `copyreg._reconstructor` would instantiate."""
     kind = args[0] if args and isinstance(args[0], PickledGlobal) else None
     return PickledInstance(kind.key if kind else "object", args)
 

@@ -271,7 +271,8 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
 def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateDictPath]:
     """Find the containers in a nested state dict that have the content of an optimizer.
 
-    Such a container has parameter groups, or its name and its states are those of an optimizer.
+    A container is accepted if it has parameter groups, or if both its name and the names of its states are
+    typical of an optimizer.
 
     Args:
         paths: Path of each key in the nested state dict.

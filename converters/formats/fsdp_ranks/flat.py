@@ -102,7 +102,10 @@ def build_flat_optimizer(
     world_size: int,
     location: str,
 ) -> OptimizerState:
-    """Build the optimizer state, keyed by parameter name.
+    """Build the optimizer state of FSDP1, keyed by parameter name, by splitting the flat parameters.
+
+    The files do not record which parameters each flat parameter contains. The function finds the only
+    assignment that fits the lengths of the flat parameters.
 
     Args:
         saved: Merged content of the ranks' files, with `RankCopies` for tensors.
@@ -112,8 +115,7 @@ def build_flat_optimizer(
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If the files are damaged, or if several choices of wrapped modules have these
-            lengths.
+        CheckpointError: If the files are damaged, or if no assignment or several assignments fit the lengths.
     """
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):

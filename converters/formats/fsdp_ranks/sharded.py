@@ -117,12 +117,17 @@ def load_rank_file(file: CheckpointFile) -> Any:
 
 
 def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[PlacedPart]:
-    """Locate each part of a tensor in the file of a rank. A replica has the position of its original.
+    """Compute the positions of the parts of a sharded tensor that a rank's file contains.
+
+    If several ranks have replicas of a part, all replicas have the same position.
 
     Args:
         value: Record of the tensor.
         rank: Rank of the file.
         location: Name of the tensor, used in error messages.
+
+    Returns:
+        The parts with their positions. A DTensor has one part, and a ShardedTensor may have several.
 
     Raises:
         CheckpointError: If the part's shape contradicts its placements, or if the placements are not

@@ -102,11 +102,14 @@ _LLAMA3 = {
 
 
 def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, location: str) -> None:
-    """Check that the model in transformers supports all settings.
+    """Check that transformers computes the same model as Megatron with the settings of a checkpoint.
+
+    A setting is accepted if the conversion handles it, if it has no effect on the model, or if it agrees with
+    `config.json`.
 
     Args:
-        args: The settings.
-        config: The model's `config.json`, or None.
+        args: Settings of Megatron, keyed by name.
+        config: Path of the model's `config.json`, or None.
         location: Path of the checkpoint, used in error messages.
 
     Raises:

@@ -273,7 +273,7 @@ class _MaxTextModel:
             raise CheckpointError(f"{location}: its config.json has an odd head_dim, {self.sizes['D']}")
 
     def _get_rope_type(self) -> str:
-        """Return the type of the rotary embedding as a string. `"None"` if the config does not set it.
+        """Return the type of the rotary embedding as a string, which is `"None"` if the config has no type.
 
         Raises:
             CheckpointError: If the type is not supported.
@@ -412,7 +412,12 @@ class _MaxTextModel:
             )
 
     def _check_vocabulary_shape(self, path: Path, shape: Shape, dim: int) -> None:
-        """Check that a table has at least the rows of the vocabulary along dimension `dim`.
+        """Check the shape of the embedding or the output head. Its rows for tokens may be padded.
+
+        Args:
+            path: Path of the parameter.
+            shape: Shape of the parameter.
+            dim: Dimension of the vocabulary. The other dimension must have the hidden size.
 
         Raises:
             CheckpointError: If the shape does not fit `config.json`.
