@@ -682,8 +682,8 @@ def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
         (usual, count), *_ = kinds.most_common(1)
         for number, rests in layers.items():
             layer_kind = frozenset(_replace_expert_numbers(rests))
-            # Only one layer differs, and layers at both ends do not. Models with layers of different kinds
-            # have more than one layer of a kind.
+            # Report only a single layer that differs and is not at either end, because models with different
+            # kinds of layers have several layers of each kind.
             if (
                 kinds[layer_kind] == 1
                 and len(kinds) == 2
@@ -907,7 +907,8 @@ def _find_zero_or_equal_experts(
     groups = _group_expert_weights(tensors, config)
     samples: dict[_ExpertWeight, Array] = {}
     if is_remote:
-        # Each weight needs a request. Lost or repeated experts differ in all of their weights.
+        # Compare one weight per expert, because each weight needs a request. This suffices, because lost or
+        # repeated experts are zero or equal in all of their weights.
         firsts: dict[str, tuple[str, str]] = {}
         for name, rest in groups:
             firsts.setdefault(name if rest else name.rpartition("experts")[0], (name, rest))

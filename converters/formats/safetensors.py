@@ -109,7 +109,7 @@ def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoin
             return None
         if (folder.path / OPTIMIZER_FILE_NAME).is_file():
             return _read_safetensors_optimizer(folder, plain)
-        # transformers' Trainer and Accelerate save the optimizer to a file of torch.save.
+        # Otherwise, look for a torch.save file, because transformers' Trainer and Accelerate write one.
         ordered_names = [name for name in source.parameter_order if name in plain]
         order = ordered_names or sort_in_module_order(plain, companions.get("config.json"))
         return open_optimizer_file(folder, plain, lambda: order and deduplicate_tied_names(order, aliases))

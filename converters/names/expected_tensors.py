@@ -79,7 +79,8 @@ def compute_formula_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         The sizes, keyed by formula. A formula is missing if the config does not contain its values.
     """
     text = config.get("text_config")
-    # A composite config may have default values that do not apply to its language model.
+    # Ignore the top level of a composite config, because it may have default values that do not apply to the
+    # language model.
     values = text if isinstance(text, dict) and text else config
     sizes: dict[str, int] = {}
     for letter, keys in _KEYS.items():

@@ -405,7 +405,8 @@ def _write_plan_in_group(
             return ""
 
         group.call_everywhere(write_own_files)
-        # Process 0 removes the old objects of a bucket before the first new object appears.
+        # Process 0 goes first, because it removes the old objects of a bucket, which must happen before the
+        # first new object appears.
         group.call_everywhere(lambda: complete_own_files(is_leader))
         group.call_everywhere(lambda: complete_own_files(not is_leader))
         for output in created:

@@ -100,7 +100,7 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
     model_groups = [{name: model[name] for name in group} for group in group_names]
     trained = {name for group in group_names for name in group}
     rest = {name: entry for name, entry in model.items() if name not in trained}
-    # Stage 3 opens the second file, but reads no tensors from it.
+    # The second file contains no tensors, because stage 3 opens it but reads no tensors from it.
     for file, tensors in zip(_MODELS, (rest, {}), strict=True):
         values[f"{tag}/{file}"] = _build_model_states(checkpoint, model_groups, tensors, engine_step)
     files = tuple(PlannedFile(name, tuple(plan_torch_file(value))) for name, value in values.items())

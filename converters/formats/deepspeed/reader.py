@@ -147,7 +147,7 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
             folder,
             names.optim[rank],
             names.model[rank],
-            # Only the first process records the ties.
+            # Use the ties of the first model, because only the first process records them.
             replace(rank_models, tied_names=model.tied_names),
             per_rank_model=names.has_model_per_rank,
             expert_files=ExpertFiles(folder, names.experts) if names.experts else None,

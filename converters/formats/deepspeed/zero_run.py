@@ -256,7 +256,8 @@ class SavedRun:
         if self.world_size % count:
             raise CheckpointError(f"{location}: damaged, a group on {count} of {self.world_size} ranks")
         num_sets = self.world_size // count
-        # In DeepSpeed's two topologies, neighboring ranks have different experts or the same experts.
+        # In one of DeepSpeed's topologies, neighboring ranks have the same experts. In the other topology,
+        # they have different experts.
         is_contiguous = self.optim_files[0].config.get("use_data_before_expert_parallelism") is True
         return [
             GroupOnRanks(

@@ -143,8 +143,8 @@ class MegatronRankFiles:
         if type(rank) is not int or type(world) is not int or self.tp_size * self.pp_size == 1:
             return
         pp, tp = position
-        # Only the first data-parallel rank writes. Data parallelism is within a stage or, with an option, the
-        # outermost dimension of the ranks.
+        # Only the first data-parallel rank writes. Two numbers are accepted, because the data-parallel ranks
+        # are within a stage or, with an option, the outermost dimension of the ranks.
         ranks_per_stage, stage_stride = (
             world // self.pp_size,
             self.tp_size * self._get_parallel_size(args, "context_parallel_size"),

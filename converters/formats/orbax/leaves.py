@@ -119,5 +119,5 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
                 f"{folder.path}: damaged, holds {format_untrusted_value(extra)}, which {METADATA} does not "
                 "list"
             )
-    # Older versions of Orbax do not store chunks of zeros.
+    # If `complete` is missing or False, chunks of zeros are not stored, as in older versions of Orbax.
     return TreeMetadata(stored, header, complete is True, database, frozenset(scalars))

@@ -56,7 +56,7 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _ITEMS = ("items", "default", "pytree", "state", "params", "model_params")
 _OPTIMIZERS = frozenset({"opt_state", "optimizer_state"})
-# Dtypes of arrays that may be a count. A float may be a parameter.
+# Dtypes of arrays that may be a count. Floats are excluded, because a float may be a parameter.
 _COUNTS = ("I32", "I64", "U32")
 _AUXILIARY = frozenset({"nnx_aux"})  # MaxText's random states
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
@@ -240,14 +240,14 @@ class _OrbaxTree:
         if type(step) is not int and is_parameter_index(name):
             step = int(name)
         counters = sorted(self.scalar_paths - optimizer_paths)
-        # Other numbers in the optimizer are settings.
+        # Skip other numbers in the optimizer, because they are settings.
         moments = sorted(
             path
             for path in optimizer_paths - self.scalar_paths
             if self.arrays[path].shape or not _MOMENTS.keys().isdisjoint(path)
         )
 
-        # Both functions keep a reference to this tree.
+        # Both functions keep a reference to this tree, because they read its arrays later.
         def open_optimizer(aliases: Aliases) -> OptimizerState | None:
             return self._build_adam_state(moments, model, layout)
 

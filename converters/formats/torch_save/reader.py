@@ -262,7 +262,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
     counters: dict[str, Any] = {}
     arrays: list[KeyPath] = []
     remaining_values = MAX_VALUES
-    # Use a stack, because a file may nest deeper than the recursion limit.
+    # Use a stack instead of recursion, because a file may nest deeper than the recursion limit.
     pending: list[tuple[KeyPath, Any]] = [((), saved)]
     while pending:
         path, value = pending.pop()
