@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Content up to MEMORY_BYTES is always decompressed into memory. All larger content that is kept in memory has
 # at most CACHE_BYTES in total.
 MEMORY_BYTES, CACHE_BYTES = 1 << 20, 512 << 20
-# Number of bytes to decompress per call, so that a large chunk is never in memory as a whole.
+# Number of bytes to decompress per call. Content for a temporary file needs only this much memory.
 _STEP_BYTES = 4 << 20
 CODECS = ("zstd", "gzip")
 
