@@ -178,9 +178,10 @@ def classify_state_dict_keys(
 ) -> KeyRoles:
     """Find the role of each key of a flattened state dict.
 
-    Containers are recognized by their content and not by their names: an optimizer has `state` and
-    `param_groups`, and the model is the container of the other tensors. A container is a part of the path and
-    never the prefix of a name, because names of a Llama begin with `model.` themselves.
+    The dicts that contain an optimizer or the model are recognized by their content and not by their names:
+    an optimizer has `state` and `param_groups`, and the model is the container of the other tensors. Only
+    complete keys of the nested paths are considered, because the prefix `model.` of a flattened key may also
+    belong to the name of a parameter, as in Llama.
 
     Args:
         paths: Path of each key in the nested state dict before it was flattened.

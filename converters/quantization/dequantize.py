@@ -303,7 +303,10 @@ _COMPRESSED_FORMATS = (
 
 
 def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize FP8 weights of transformers, and FP4 weights in the same checkpoint."""
+    """Dequantize FP8 weights of transformers, and FP4 weights in the same checkpoint.
+
+    See `_Method.dequantize`.
+    """
     block = parse_block_shape(settings, location)
     weights.dequantize_scaled_bytes("_scale_inv", "_scale", block=block)
     for name, stem in weights.iter_by_suffix("_scale_inv"):  # FP4 codes, two per byte, may also be present
@@ -313,7 +316,7 @@ def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
 
 
 def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize MXFP4 weights of GPT-OSS."""
+    """Dequantize MXFP4 weights of GPT-OSS. See `_Method.dequantize`."""
     for name, stem in weights.iter_by_suffix("_blocks"):
         scales = weights.pop_required_tensor(f"{stem}_scales", name)
         weights.dequantized[stem] = dequantization.dequantize_gpt_oss(
@@ -405,7 +408,7 @@ def _dequantize_packed(
 
 
 def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize GPTQ weights."""
+    """Dequantize GPTQ weights of 2, 3, 4 or 8 bits. See `_Method.dequantize`."""
     _check_setting(settings, "pack_dtype", ("int32",), location)
     _check_setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), location)
     _check_setting(settings, "format", ("gptq", "gptq_v2"), location)
@@ -428,7 +431,7 @@ def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], lo
 
 
 def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize AWQ weights."""
+    """Dequantize AWQ weights of 4 bits. See `_Method.dequantize`."""
     _check_setting(settings, "version", ("gemm", "GEMM"), location)
     for key in ("bits", "w_bit"):
         _check_setting(settings, key, (4,), location)
@@ -441,7 +444,7 @@ def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
 
 
 def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize NF4, FP4, and LLM.int8 weights of bitsandbytes."""
+    """Dequantize NF4, FP4, and LLM.int8 weights of bitsandbytes. See `_Method.dequantize`."""
     for name, weight in weights.iter_by_suffix(
         ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"
     ):
@@ -490,7 +493,7 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
 
 
 def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize NVFP4 and FP8 weights of ModelOpt."""
+    """Dequantize NVFP4 and FP8 weights of ModelOpt. See `_Method.dequantize`."""
     _check_setting(settings, "quant_algo", ("FP8", "NVFP4"), location)
     for name, stem in weights.iter_by_suffix(".weight_scale_2"):
         weight = f"{stem}.weight"
@@ -510,7 +513,8 @@ class _Method(NamedTuple):
 
     Attributes:
         dequantize: Function that dequantizes all weights of a checkpoint. Its arguments are the tensors, the
-            settings, and the location to use in error messages.
+            quantization settings, and the location to use in error messages. It removes the tensors that it
+            uses from `_QuantizedWeights.remaining`, and adds the weights to `_QuantizedWeights.dequantized`.
         supported_keys: Keys of `quantization_config` that the function reads, or that do not affect the
             weights.
     """
