@@ -318,7 +318,7 @@ class Checkpoint:
     def _tensors_and_aliases(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Stored tensors without aliases, and the mapping from alias to owner.
 
-        Empty mapping if ties are not resolved.
+        If ties are not resolved, all stored tensors are returned, and the mapping is empty.
         """
         if not self._should_resolve_ties:
             return dict(self._stored_tensors), {}

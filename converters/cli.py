@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
         if argv is None:  # this process runs nothing else, so its settings may change
-            # A checkpoint may have 100,000 tensors, and each collection would visit all of them.
+            # Collect garbage rarely, because each collection would visit all of up to 100,000 tensors.
             gc.set_threshold(1_000_000)
             # The threads of a conversion multiply in parallel, so OpenBLAS's own threads would only compete
             # with them for the cores. Set the variable now, because NumPy reads it when it is imported.
@@ -316,7 +316,7 @@ def _run_conversion(options: argparse.Namespace) -> int:
 
 
 def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
-    """Format the result of a conversion or of a dry run as one line of JSON."""
+    """Format the result of a conversion or of a dry run as an indented JSON object."""
     from portable.converters.tensors.dtypes import TO_TORCH
 
     checkpoint, plan = conversion.checkpoint, conversion.plan

@@ -1,4 +1,4 @@
-"""Functions of all commands: exit codes, `--version`, and errors without a traceback."""
+"""Functions that all commands share: exit codes, `--version`, and errors without a traceback."""
 
 from __future__ import annotations
 
@@ -142,7 +142,10 @@ def _run_main_with_exit_codes(main: MainFunction, argv: Sequence[str] | None) ->
 
 
 def _is_closed_pipe(stream: IO[str]) -> bool:
-    """Return whether a stream is a pipe whose reader has exited. False if the stream is not a file."""
+    """Return whether a stream is a pipe whose reader has exited.
+
+    Returns False if the stream is not a file, or if the system has no `poll`.
+    """
     try:
         watch = select.poll()
         watch.register(stream.fileno(), select.POLLOUT)

@@ -108,13 +108,18 @@ def find_companions(root: AnyPath) -> dict[str, AnyPath]:
 
     Searches the checkpoint's folder, its subfolders `model`, `hf`, `huggingface`, and `tokenizer`, the parent
     folder, and the run folder if the checkpoint is in `<run>/checkpoints`. The file in the nearest folder
-    takes precedence. A symlink that points outside its folder is skipped with a warning.
+    takes precedence. A symlink that points outside its folder is skipped with a warning. If the checkpoint
+    has a manifest that lists companions, all other files are skipped with a warning, because they were not
+    saved with the checkpoint.
 
     Args:
         root: Folder or file of the checkpoint.
 
     Returns:
         Paths of the files, keyed by file name.
+
+    Raises:
+        CheckpointError: If a file differs from the manifest.
     """
     folder, *parents = _list_searched_folders(root)
     # From a checkpoint of this project, copy only files that were saved with the checkpoint.
@@ -312,7 +317,11 @@ def find_companion_file(root: AnyPath, name: str) -> AnyPath | None:
 
 
 def _list_searched_folders(root: AnyPath) -> list[AnyPath]:
-    """Return the folders to search for companions: the checkpoint's folder, then its parents."""
+    """Return the folders to search for companions, the nearest folder first.
+
+    These are the checkpoint's folder, its parent folder, and the run folder if the checkpoint is in
+    `<run>/checkpoints`.
+    """
     folder = make_absolute(_get_checkpoint_folder(root))
     folders = [folder, folder.parent]
     if folder.parent.name == _RUN_CHECKPOINTS:
@@ -482,7 +491,7 @@ def read_trainer_metadata(folder: AnyPath) -> dict[str, Any]:
 
 
 def _is_usable_companion(path: AnyPath, name: str) -> bool:
-    """Return whether a companion is not too large and, if it is a `config.json`, belongs to a model.
+    """Return whether a file exists, is not too large and, if it is a `config.json`, belongs to a model.
 
     Raises:
         CheckpointError: If a `config.json` is damaged.
@@ -605,10 +614,7 @@ def _find_config_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _set_config_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype of a config and of all nested configs that have a dtype.
-
-    The config is modified in place.
-    """
+    """Set the dtype of a config in place, and of all nested configs that have a dtype."""
     present = [key for key in _DTYPE_KEYS if key in config]
     config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], dtype))
     for key, nested_config in config.items():

@@ -144,7 +144,7 @@ def convert(
         progress: Whether to show a progress bar if standard error is a terminal.
 
     Returns:
-        What was written, and notes for the user.
+        The written checkpoint with its plan, and notes for the user.
 
     Raises:
         CheckpointError: If the source is damaged, incomplete, or not supported, or if the output cannot be
@@ -230,7 +230,8 @@ class _AdapterOutcome(NamedTuple):
     Attributes:
         checkpoint: Checkpoint to write.
         adapter: Adapter, if it is written without a base model. None if a complete model is written.
-        stored: Checkpoint with the stored values of the experts. See `find_model_problems`.
+        stored: Checkpoint whose experts `find_model_problems` compares. After merging, this is the base
+            model, because its experts can be read without computing merged weights.
     """
 
     checkpoint: Checkpoint
@@ -333,11 +334,10 @@ class _ConversionRequest:
         return _PlannedConversion(checkpoint, functools.partial(plan_adapter, adapter, choices))
 
     def _merge_or_extract_adapter(self, checkpoint: Checkpoint) -> _AdapterOutcome:
-        """Merge or extract the adapter in the source.
+        """Merge the adapter in the source into the base model, or extract it if no base model is given.
 
-        Without an adapter, the checkpoint is returned unchanged.
-
-        Appends a note if tensors of the base model are dropped.
+        A note is added if tensors of the base model are dropped. If the source has no adapter, the checkpoint
+        is returned unchanged.
 
         Raises:
             CommandError: If an adapter option is given for a source without an adapter, or for another output
@@ -409,9 +409,10 @@ class _ConversionRequest:
         return _MergedModel(merged, stored)
 
     def _read_base_config(self, adapter: StoredAdapter) -> Mapping[str, Any]:
-        """Read the config of the adapter's base model.
+        """Read the `config.json` of the adapter's base model, and download it from the Hub if necessary.
 
-        Downloaded from the Hub if necessary, and empty if unknown.
+        Returns:
+            The config. Empty if the base model is not known.
         """
         from portable.converters.storage.safe_open import read_json_object_or_empty
 
@@ -421,11 +422,11 @@ class _ConversionRequest:
         return read_json_object_or_empty(path if companions is None else companions.get("config.json"))
 
     def _rename_tensors_for_format(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Convert the tensors to the names that `--names` specifies, or to the default of the output format.
+        """Convert the tensors to the names that `--names` specifies, or to the names of the output format.
 
         Returns:
-            A new checkpoint. Without `--names`, `checkpoint` itself for formats that keep the names of the
-            source.
+            A new checkpoint. `checkpoint` itself if `--names` is not given and the format keeps the names of
+            the source.
         """
         from portable.converters.naming import (
             find_name_rules,
@@ -452,8 +453,7 @@ class _ConversionRequest:
         """Quantize the weights with `--quantize` or `--quantize-like`.
 
         Raises:
-            CommandError: If the option is combined with another that excludes it, or if the source is an
-                adapter.
+            CommandError: If the option contradicts another option, or if the source is an adapter.
         """
         from portable.converters.quantization.quantize import quantize_checkpoint, quantize_like_base
 
@@ -483,9 +483,9 @@ def _dequantize_checkpoint(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
-    """Return the step or tag that was chosen below the source.
+    """Return the name of the step or tag that `open_checkpoint` chose below the source.
 
-    None if the source itself is the checkpoint.
+    Returns None if the source itself is the checkpoint.
     """
     tag = checkpoint.metadata.get("tag")
     if isinstance(tag, str):
@@ -495,16 +495,20 @@ def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
 
 
 def _list_uncopied_files(checkpoint: Checkpoint, models: Sequence[AnyPath]) -> dict[str, str]:
-    """Return the exclusion reasons of files next to the models, keyed by file name.
+    """Return the reasons why files next to the models are not copied, keyed by file name.
 
-    Copied companions are omitted.
+    Files that are copied as companions of the checkpoint are omitted.
     """
     excluded = {name: reason for model in models for name, reason in find_excluded_files(model).items()}
     return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
 
 
 def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
-    """Return a note about the values that a cast changed to infinity or zero. Empty if there are none."""
+    """Return a note about the values that a cast changed to infinity or zero.
+
+    Returns:
+        A list with the note, or an empty list if no value was changed.
+    """
     losses = plan.losses
     if not losses.first_tensor_name:
         return []
@@ -514,9 +518,10 @@ def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
 
 
 def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
-    """Return a note about files that are not copied.
+    """Return a note about the files that are not copied, as a list of at most one string.
 
-    Empty if only weights, training state, logs, and hidden files are.
+    The list is empty if only weights, training state, logs, and hidden files are not copied, or if the output
+    is a GGUF file.
     """
     reported = {name: reason for name, reason in excluded.items() if reason not in _EXPECTED_REASONS}
     if not reported or to == "gguf":
@@ -526,9 +531,9 @@ def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
 
 
 def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
-    """Describe the problems of an incomplete model.
+    """Describe the problems of an incomplete model, with one string per problem.
 
-    Names in memory are omitted, because `--names` handles them.
+    The problem that files have the names in memory is omitted, because the conversion renames the tensors.
     """
     return [
         str(problem) if problem.repaired else f"--partial: {problem}"
@@ -538,9 +543,10 @@ def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
 
 
 def _describe_missing_config(plan: ConversionPlan, source: AnyPath, out: str | AnyPath, to: str) -> list[str]:
-    """Return a note that `from_pretrained` cannot load a safetensors output without a config.
+    """Return a note if `from_pretrained` cannot load a safetensors output because the config is missing.
 
-    Otherwise empty.
+    Returns:
+        A list with the note, or an empty list.
     """
     if to != "safetensors" or plan.names & {"config.json", ADAPTER_CONFIG}:
         return []

@@ -38,7 +38,10 @@ def compute_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _build_sample_index(tensor: Tensor) -> tuple[slice, ...]:
-    """Build an index of a few consecutive elements of the last dim in the middle of a tensor."""
+    """Build the index of a sample in the middle of a tensor.
+
+    The sample consists of consecutive elements of the last dimension.
+    """
     sizes = list(tensor.shape)
     index = [slice(size // 2, size // 2 + 1) if size else slice(0, 0) for size in sizes]
     if sizes:

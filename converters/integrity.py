@@ -254,7 +254,13 @@ def _format_count(items: Iterable[object], noun: str) -> str:
 def _compare_with_expected_tensors(
     checkpoint: Checkpoint, shapes: Mapping[str, Shape], config: Mapping[str, Any], expected: ExpectedTensors
 ) -> list[CheckpointProblem] | None:
-    """Compare the tensors with a class of transformers.
+    """Compare the tensors of a checkpoint with the tensors that a class of transformers requires.
+
+    Args:
+        checkpoint: Checkpoint of the model.
+        shapes: Shape of each tensor, including aliases, keyed by name.
+        config: Content of the `config.json`.
+        expected: Tensors of the class.
 
     Returns:
         The problems, or None if the names do not follow the layout of the class.
@@ -290,11 +296,16 @@ def _compare_with_expected_tensors(
 def _rename_shapes_to_live(
     checkpoint: Checkpoint, shapes: Mapping[str, Shape], expected: ExpectedTensors
 ) -> dict[str, Shape] | None:
-    """Return the shapes under the names in memory.
+    """Convert the names and shapes of the tensors to the names and shapes that transformers has in memory.
+
+    Args:
+        checkpoint: Checkpoint of the model.
+        shapes: Shape of each tensor, including aliases, keyed by name.
+        expected: Tensors of the class.
 
     Returns:
-        The shapes, keyed by name. Unknown names are kept. None if the name rules are unknown, if a tensor
-        cannot be rearranged, or if fewer than half of the names belong to the class.
+        The shapes, keyed by name in memory. Unknown names are kept. None if the name rules are unknown, if a
+        tensor cannot be rearranged, or if fewer than half of the names belong to the class.
     """
     rules = find_name_rules(checkpoint)
     if rules is None:
@@ -348,7 +359,11 @@ def _is_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> b
 
 
 class _TensorNames:
-    """Set of tensor names. If the weights are quantized, any tensor of a module counts as its weight."""
+    """Set of tensor names that also accepts the tensors of quantized weights.
+
+    If the weights are quantized, a weight counts as present if its module contains any tensor, because its
+    codes and scales have other names.
+    """
 
     def __init__(self, names: Iterable[str], *, is_quantized: bool) -> None:
         self.names = set(names)
@@ -374,9 +389,11 @@ class _TensorNames:
     def has_non_expert_siblings(self, name_pattern: str) -> bool:
         """Return whether the parent module of a tensor has tensors outside of experts.
 
-        True outside of layers.
+        Otherwise, the tensor is not required, because a mixture of experts may have no layer with an MLP.
+        Returns True for a tensor outside of layers.
 
-        Without such tensors, the module is not required: a mixture of experts may have no layer with an MLP.
+        Args:
+            name_pattern: Name of the tensor, with the layer index replaced by an asterisk.
         """
         parent = name_pattern.rpartition(".")[0].rpartition(".")[0]
         siblings = {name for name in self.masks if name.startswith(f"{parent}.")}
@@ -390,10 +407,18 @@ def _find_missing_layers(
     config: Mapping[str, Any],
     required: Iterable[str],
 ) -> list[CheckpointProblem]:
-    """Find layers that are missing completely, and layers beyond the number in the config.
+    """Find layers that are missing completely, and layers beyond the number of layers in the config.
 
-    Without a number in the config, only gaps between layers are found. Layers beyond the number are accepted
-    if the model has layers for multi-token prediction.
+    If the config does not contain the number of layers, only gaps between layers are found. Layers beyond the
+    number are accepted if the model has layers for multi-token prediction.
+
+    Args:
+        stack: Name of the stack, such as `model.layers`.
+        layers: Tensors that the layers of the class have.
+        present: Existing layers, keyed by layer index.
+        config: Content of the `config.json`.
+        required: Names of the tensors that the class always has, with the layer index replaced by an
+            asterisk.
     """
     key, depth = layers.depth, collect_integer_settings(config).get(layers.depth or "")
     if depth is None:
@@ -464,7 +489,18 @@ def _find_incomplete_layers(
     config: Mapping[str, Any],
     matcher: _TensorNames,
 ) -> list[str]:
-    """Return the names of missing tensors, sorted, for layers that have at least one tensor."""
+    """Find the missing tensors of layers that exist at least partly.
+
+    Args:
+        stack: Name of the stack, such as `model.layers`.
+        layers: Tensors that the layers of the class have.
+        present: Names of the existing tensors, keyed by layer index and then by name in the layer.
+        config: Content of the `config.json`.
+        matcher: Names of all tensors.
+
+    Returns:
+        Names of the missing tensors, sorted.
+    """
     depth = collect_integer_settings(config).get(layers.depth or "", 1 << 60)
     missing = []
     mixtures = _find_mixture_modules(layers)
@@ -500,7 +536,7 @@ def _find_incomplete_layers(
 
 
 def _find_mixture_modules(layers: LayerStack) -> list[str]:
-    """Find the modules that have experts in some layers and other tensors in the other layers."""
+    """Find the modules of a layer that have experts in some layers and no experts in the other layers."""
     groups: dict[str, list[frozenset[str]]] = {}
     for group in layers.groups:
         modules = {rest.partition(".")[0] for rest in group}
@@ -557,7 +593,14 @@ def _may_distinguish_layers(config: Mapping[str, Any], layers: set[int], depth: 
 def _has_replacement_module(
     rest: str, always: Iterable[str], rests: Iterable[str], contains: Callable[[str], bool]
 ) -> bool:
-    """Return whether a layer has other tensors instead of a module, such as experts instead of an MLP."""
+    """Return whether a layer has other tensors instead of a module, such as experts instead of an MLP.
+
+    Args:
+        rest: Name inside the layer of a tensor that is missing.
+        always: Names inside the layer of the tensors that every layer of the class has.
+        rests: Names inside the layer of the tensors that the checkpoint contains.
+        contains: Function that returns whether the layer contains a tensor.
+    """
     parent = rest.rpartition(".")[0].rpartition(".")[0]
     if not parent or any(contains(other) for other in always if other.startswith(f"{parent}.")):
         return False
@@ -570,11 +613,11 @@ def _find_wrong_shapes(
     config: Mapping[str, Any],
     expected: ExpectedTensors,
 ) -> list[CheckpointProblem]:
-    """Compare the shapes with the config.
+    """Find tensors whose shapes contradict the sizes in the config.
 
-    Empty if the weights are quantized, because their shapes are packed.
-
-    At most one problem is returned. It lists all tensors with the wrong shape.
+    Returns:
+        At most one problem, which lists all tensors with a wrong shape. Empty if the weights are quantized,
+        because their codes are packed and have other shapes.
     """
     if _is_quantized(checkpoint.tensors, config):
         return []
@@ -639,8 +682,8 @@ def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
         (usual, count), *_ = kinds.most_common(1)
         for number, rests in layers.items():
             layer_kind = frozenset(_replace_expert_numbers(rests))
-            # Only one layer differs, and layers at both ends do not. Models with layers of different kinds
-            # have more than one layer of a kind.
+            # Report only a single layer that differs and is not at either end, because models with different
+            # kinds of layers have several layers of each kind.
             if (
                 kinds[layer_kind] == 1
                 and len(kinds) == 2
@@ -687,7 +730,11 @@ def _find_deviating_shapes(
 def _find_missing_embeddings(
     shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> list[CheckpointProblem]:
-    """Find a causal language model with one embedding matrix although its config does not tie embeddings."""
+    """Find a causal language model that lacks its input or output embeddings.
+
+    If the config sets `tie_word_embeddings` to false, two tensors must have at least as many rows as the
+    vocabulary. Returns at most one problem.
+    """
     words, architecture = (
         collect_integer_settings(config).get("vocab_size", 0),
         get_architecture(config) or "",
@@ -726,7 +773,13 @@ def _replace_expert_numbers(rests: Iterable[str]) -> set[str]:
 def _find_expert_problems(
     shapes: Mapping[str, Shape], config: Mapping[str, Any], *, is_known: bool
 ) -> list[CheckpointProblem]:
-    """Compare the number of experts with the config, and the experts of a layer with each other."""
+    """Find missing experts, experts with missing tensors, and numbers of experts that contradict the config.
+
+    Args:
+        shapes: Shape of each tensor, keyed by name.
+        config: Content of the `config.json`.
+        is_known: Whether transformers contains the model class.
+    """
     counts = _list_expert_counts(config) or (_list_expert_counts(config, least=0) if is_known else set())
     modules: dict[str, dict[int, set[str]]] = {}
     depth = collect_integer_settings(config).get("num_hidden_layers", 1 << 60)
@@ -854,7 +907,8 @@ def _find_zero_or_equal_experts(
     groups = _group_expert_weights(tensors, config)
     samples: dict[_ExpertWeight, Array] = {}
     if is_remote:
-        # Each weight needs a request. Lost or repeated experts differ in all of their weights.
+        # Compare one weight per expert, because each weight needs a request. This suffices, because lost or
+        # repeated experts are zero or equal in all of their weights.
         firsts: dict[str, tuple[str, str]] = {}
         for name, rest in groups:
             firsts.setdefault(name if rest else name.rpartition("experts")[0], (name, rest))

@@ -38,7 +38,7 @@ def build_lazy_getattr(package: str) -> Callable[[str], Any]:
 
 @cache
 def _find_modules_of_names(package: str) -> dict[str, str]:
-    """Parse the source of a package, and return the module that each name is imported from. Cached."""
+    """Parse the imports in the source of a package, and return the module of each imported name. Cached."""
     import ast  # not at the top, because only the first use of a name needs it
 
     loader: Any = sys.modules[package].__loader__  # also reads the source of a package in a zip archive

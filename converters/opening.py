@@ -172,7 +172,7 @@ def _validate_inside(root: AnyPath, step: AnyPath) -> AnyPath:
 def _is_finished_write(path: AnyPath) -> bool:
     """Return whether a path has no marker of an incomplete write.
 
-    Only object stores and copies of them have markers.
+    Only folders in object stores, and copies of such folders, have markers.
     """
     return not is_incomplete_folder(path.parent if path.is_file() else path)
 

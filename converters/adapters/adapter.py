@@ -68,9 +68,10 @@ class AdapterModule:
     tensors: Mapping[tuple[str, str], Tensor]
 
     def find_tensor(self, kind: str) -> Tensor | None:
-        """Find the tensor of a kind. The module's `weight` precedes a bare parameter.
+        """Find the tensor of a kind, such as `lora_A`.
 
-        None if there is none.
+        If the kind has both a `weight` and a bare parameter, the `weight` is returned. Returns None if there
+        is neither.
         """
         return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
 
@@ -101,7 +102,7 @@ class StoredAdapter:
     Attributes:
         checkpoint: Tensors with the names of peft's file, their optimizer state, and the tokenizer.
         config: Settings of the adapter.
-        names_by_saved_name: Meaning of each tensor, keyed by its name in peft's file.
+        names_by_saved_name: Parsed name of each tensor, keyed by its name in peft's file.
         base_tensors: Tensors of the base model in the same checkpoint, keyed by their names in the plain
             model.
         trained_config: `config.json` of the model that was trained, if the folder of the adapter contains

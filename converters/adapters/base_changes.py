@@ -43,7 +43,8 @@ table is used only for square matrices, because other shapes show the layout.
 MAX_CACHED_FACTORS = 16
 """Number of modules whose factors are cached.
 
-A few threads write these modules, and the factors of the next modules are loaded in advance.
+The number is larger than 1, because several threads write different modules at the same time, and the factors
+of the next modules are loaded in advance.
 """
 
 
@@ -62,7 +63,10 @@ class TensorChange:
     source: Tensor | None = None
 
     def has_same_effect(self, other: TensorChange) -> bool:
-        """Return whether this change and another change turn equal tensors into equal tensors."""
+        """Return whether this change and another change turn equal tensors into equal tensors.
+
+        Reads the data of replaced tensors and of edits if necessary.
+        """
         own_source, other_source = self.source, other.source
         if own_source is None or other_source is None or own_source is other_source:
             sources = own_source is other_source
@@ -122,7 +126,7 @@ class BaseChanges:
         self.load_vector = lru_cache(MAX_CACHED_FACTORS)(_load_scaled_vector)
 
     def _find_implied_ties(self) -> dict[str, str]:
-        """Find names that the files lack because the module shares the weights of the only embedding.
+        """Find parameters that are missing in the files, because they share the weights of the embedding.
 
         Returns:
             Owner of each alias.
@@ -168,17 +172,20 @@ class BaseChanges:
         return match
 
     def get_base_shape(self, name: str) -> Shape:
-        """Return the shape of a tensor in the base model."""
+        """Return the shape of a tensor in the base model. `name` may be the alias of a tied tensor."""
         return self.base_checkpoint.tensors[self.ties.get(name, name)].shape
 
     def get_new_row_count(self, name: str) -> int | None:
-        """Return the new number of rows of a tensor. None if the adapter does not change the number."""
+        """Return the new number of rows of a tensor.
+
+        Returns None if the adapter does not change the number.
+        """
         source = self.changes.get(name, TensorChange()).source
         rows = None if source is None else source.shape[0]
         return rows if rows != self.get_base_shape(name)[0] else None
 
     def is_replaced(self, name: str) -> bool:
-        """Return whether the adapter contains the complete tensor as a replacement."""
+        """Return whether the adapter contains a complete tensor that replaces a tensor of the base model."""
         source = self.changes.get(name, TensorChange()).source
         return source is not None and any(source is tensor for tensor in self.adapter.replacements.values())
 
@@ -193,7 +200,11 @@ class BaseChanges:
         )
 
     def get_or_add_change(self, name: str, num_row_dims: int) -> TensorChange:
-        """Return the change of a tensor, after adding an empty change if there is none.
+        """Return the change of a tensor. If there is none, add an empty change.
+
+        Args:
+            name: Name of the tensor in the files.
+            num_row_dims: Number of leading dimensions that are flattened to rows.
 
         Raises:
             CheckpointError: If a previous change has a different number of row dimensions.
@@ -206,7 +217,8 @@ class BaseChanges:
     def has_inputs_first(self, live_name: str) -> bool:
         """Return whether a square weight has its inputs as rows.
 
-        The model type decides. Without a model type, `fan_in_fan_out` of the adapter decides.
+        The shape of a square weight does not show its layout. Therefore, the layout is looked up by the model
+        type in `INPUTS_FIRST`. If the config has no model type, the adapter's `fan_in_fan_out` is returned.
         """
         kind = self.base_config.get("model_type")
         leaf = live_name.removesuffix(".weight").rpartition(".")[2]
@@ -215,7 +227,15 @@ class BaseChanges:
         return self.adapter_config.fan_in_fan_out
 
     def build_tensor_after_edits(self, name: str, num_edits: int) -> Tensor:
-        """Build a tensor after the first `num_edits` edits of its change."""
+        """Build the tensor that results from the first `num_edits` edits of a base model's tensor.
+
+        Args:
+            name: Name of the tensor in the files. It must have a change.
+            num_edits: Number of edits to apply.
+
+        Returns:
+            A lazy tensor in float32, or in float64 if the tensor is float64.
+        """
         change = self.changes[name]
         tensor = (
             self.base_checkpoint.tensors[self.ties.get(name, name)]
@@ -229,7 +249,10 @@ class BaseChanges:
     def iter_changed_regions(
         self, parameter: ParameterLocation, num_row_dims: int = 0
     ) -> Iterator[ChangedRegion]:
-        """Yield the rows that a parameter changes in each tensor, and add missing changes.
+        """Yield the regions of the base model's tensors that contain the rows of a parameter.
+
+        For each tensor that has no change yet, an empty change is added, so that the caller can append edits
+        to it.
 
         Args:
             parameter: Location of the parameter.
@@ -249,7 +272,8 @@ class BaseChanges:
 
         Does nothing if the base model has no such bias.
 
-        peft's head has no bias if it has trained tokens or is tied to a saved embedding.
+        This reproduces peft, whose output head has no bias if the head has trained tokens or is tied to a
+        saved embedding.
         """
         parameter = self.base_names.find_parameter(f"{module}.bias")
         if parameter is not None and parameter.identical_tensor is not None:
@@ -282,16 +306,18 @@ class BaseChanges:
         self.get_or_add_change(parameter.identical_tensor, 0).edits.append(edit)
 
     def untie_changed_names(self) -> list[str]:
-        """Return the tied names if they need separate tensors, and set `tie_word_embeddings` to false then.
+        """Find out whether the changes require separate tensors for tied names, and return these names.
 
-        An adapter on an embedding does not change the head that shares its weights, nor the reverse, unless
-        the files contain the same change of both.
+        An adapter on an embedding does not change the head that shares its weights, and vice versa. The names
+        only stay tied if the adapter contains the same changes for both. Otherwise, `tie_word_embeddings` is
+        set to false in `config_changes`.
 
         Returns:
             All tied names, or an empty list if they stay tied.
 
         Raises:
-            CheckpointError: If the architecture does not support separate tensors.
+            CheckpointError: If the names must be untied, but the architecture does not support separate
+                tensors.
         """
         untied_alias = next(
             (alias for alias, owner in self.ties.items() if not self._has_same_changes(alias, owner)), ""
@@ -310,7 +336,8 @@ class BaseChanges:
     def _has_same_changes(self, alias: str, owner: str) -> bool:
         """Return whether an alias and its owner change in the same way.
 
-        A resized owner also resizes the alias: an alias without a new source gets the owner's.
+        If the owner's number of rows changes and the alias has no replacement, the owner's replacement is
+        first added to the changes of the alias, because both must have a row for each token.
         """
         owner_change = self.changes.get(owner, TensorChange())
         resized = (
@@ -323,6 +350,13 @@ class BaseChanges:
 
     def build_merged_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """Build the merged tensor of a name in the files. It is computed when it is read.
+
+        Args:
+            name: Name of the tensor in the files.
+            tensor: Tensor of the base model.
+
+        Returns:
+            The merged tensor, or `tensor` itself if the adapter does not change it.
 
         Raises:
             CheckpointError: If the tensor is quantized or its shape differs from its replacement.

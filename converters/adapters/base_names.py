@@ -136,10 +136,10 @@ class BaseNameLookup:
         return shapes | {alias: shapes[owner] for alias, owner in self.aliases.items() if owner in shapes}
 
     def _iter_parameters_by_class(self) -> Iterator[_LiveParameters]:
-        """Yield the parameters for each class with which transformers may load the base.
+        """Yield the parameters for each class with which transformers may load the base model.
 
-        The parameters of a class are only computed if the previous classes do not have the name that is
-        searched.
+        The parameters of a class are computed when the caller requests them, and cached. The caller stops at
+        the first class that has the required name.
         """
         yield from self._parameters_by_class
         for parameters in self._uncomputed_parameters:
@@ -148,7 +148,10 @@ class BaseNameLookup:
 
     @cached_property
     def _uncomputed_parameters(self) -> Iterator[_LiveParameters]:
-        """Generator of the parameters for the classes that were not needed before."""
+        """Generator of the parameters for the classes that have not been requested yet.
+
+        All calls of `_iter_parameters_by_class` share the generator, so that each class is computed once.
+        """
         for rules in iter_possible_rules(self._config):
             # If the base has names in memory, convert them to published names, because the adapter may have
             # published names.
@@ -181,7 +184,12 @@ class BaseNameLookup:
         )
 
     def _iter_tile_regions(self, live_name: str, shape: Shape, tile: Tile) -> Iterator[RowRegion]:
-        """Yield the regions of a tile.
+        """Yield the rows of a parameter that a tile fills, with their location in the files.
+
+        Args:
+            live_name: Name of the parameter in memory, used in error messages.
+            shape: Shape of the parameter in memory.
+            tile: Tile of the parameter's arrangement.
 
         Raises:
             CheckpointError: If the files store the elements of a row in a different order.

@@ -140,11 +140,14 @@ class StoredAdapterConfig:
         return module.rpartition(".")[2] in {str(name).rpartition(".")[2] for name in names}
 
     def get_rank(self, name: str) -> int:
-        """Return the rank of a module or parameter."""
+        """Return the rank of a module or parameter.
+
+        This is the value of the first pattern in `rank_pattern` that matches the name, or the default rank.
+        """
         return self.rank_pattern.get(self._find_pattern_key(self.rank_pattern, name), self.r)
 
     def compute_scaling(self, name: str) -> float:
-        """Compute the factor by which the product of the LoRA factors is multiplied."""
+        """Compute the factor of a module's LoRA update: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         alpha = self.alpha_pattern.get(self._find_pattern_key(self.alpha_pattern, name), self.alpha)
         rank = self.get_rank(name)
         return float(alpha / rank**0.5 if self.rslora else alpha / rank)
@@ -307,9 +310,9 @@ class _ConfigReader:
         return float(value)
 
     def read_names(self, key: str) -> tuple[str, ...]:
-        """Return a list of names as a tuple.
+        """Return a setting that is a list of names as a tuple.
 
-        A single name becomes a tuple of one, and a missing setting is empty.
+        The setting may also be a single name. Returns an empty tuple if it is not set.
         """
         value = self.values.get(key)
         value = [value] if isinstance(value, str) else value if value is not None else []
@@ -318,7 +321,12 @@ class _ConfigReader:
         return tuple(value)
 
     def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
-        """Return a tuple of names, or a regular expression as a string. None if the setting is not set."""
+        """Return a setting that is a list of names or a regular expression.
+
+        Returns:
+            A tuple of names for a list, or the regular expression for a string. None if the setting is not
+            set.
+        """
         value = self.values.get(key)
         if value is None:
             return None
@@ -333,7 +341,15 @@ class _ConfigReader:
         return text
 
     def read_patterns(self, key: str, *, integer_only: bool = False) -> dict[str, float]:
-        """Return numbers, keyed by regular expressions. Empty if the setting is not set."""
+        """Return a setting that maps regular expressions of module names to numbers, such as `rank_pattern`.
+
+        Args:
+            key: Name of the setting.
+            integer_only: Whether the numbers must be positive integers.
+
+        Returns:
+            The numbers, keyed by regular expression. Empty if the setting is not set.
+        """
         value = self.values.get(key)
         if value is None:
             return {}
@@ -347,7 +363,7 @@ class _ConfigReader:
         }
 
     def read_indices(self, key: str, value: Any) -> tuple[int, ...]:
-        """Return distinct token ids as a tuple, after checking them."""
+        """Return a list of token IDs as a tuple, after checking that they are distinct and not negative."""
         if not isinstance(value, list) or not all(
             type(index) is int and 0 <= index < 1 << 40 for index in value
         ):
@@ -357,9 +373,9 @@ class _ConfigReader:
         return tuple(value)
 
     def read_token_indices(self, key: str) -> dict[str, tuple[int, ...]]:
-        """Return the trained token ids, keyed by module. The key `""` means the input embedding.
+        """Return the IDs of the trained tokens, keyed by module. The key `""` means the input embedding.
 
-        Empty if not set.
+        Returns an empty dict if the setting is not set.
         """
         value = self.values.get(key)
         if value is None:

@@ -38,7 +38,7 @@ _products = local()
 def _get_product_buffer(count: int) -> Array:
     """Return this thread's buffer of at least `count` float32 elements, with arbitrary content.
 
-    Grows if needed.
+    The buffer is allocated again if it is too small.
     """
     buffer: Array | None = getattr(_products, "buffer", None)
     if buffer is None or buffer.size < count:
@@ -72,8 +72,8 @@ class LoraFactors(NamedTuple):
     """The factors of a low-rank update, whose product `up @ down` has the rows of the weight.
 
     Attributes:
-        up: Scaled, float32 `[rows, rank]`.
-        down: Float32 `[rank, columns]`.
+        up: First factor, multiplied by the scaling. Float32 array of shape `[rows, rank]`.
+        down: Second factor. Float32 array of shape `[rank, columns]`.
     """
 
     up: Array
@@ -184,7 +184,7 @@ class ScaleEdit:
     Attributes:
         load_vector: Function that returns the vector.
         first_row: First row to change.
-        first_factor: Element of the vector for `first_row`, unless `scales_columns` is set.
+        first_factor: Index in the vector of the factor for `first_row`. Ignored if `scales_columns` is True.
         num_rows: Number of rows.
         scales_columns: Whether the vector has one factor for each column instead of each row.
     """

@@ -119,7 +119,7 @@ def check_mergeable_into(adapter: StoredAdapter, base: Checkpoint) -> None:
 
 
 def _collect_changes(changes: BaseChanges) -> None:
-    """Add all changes of the adapter to `changes`, in place."""
+    """Compute the changes of the adapter to all tensors of the base model, and add them to `changes`."""
     if changes.adapter_config.type == "IA3":
         for module in changes.adapter.modules:
             _add_ia3_edits(changes, module)
@@ -151,7 +151,11 @@ def check_mergeable_settings(adapter: StoredAdapter) -> None:
 
 
 def _list_companions(adapter: StoredAdapter, base: Checkpoint) -> dict[str, AnyPath]:
-    """List the base model's other files, with the tokenizer and generation config of the adapter."""
+    """List the companion files of the merged model, keyed by file name.
+
+    These are the companion files of the base model. If the adapter has tokenizer files, they replace all
+    tokenizer files of the base model. The same applies to the generation config.
+    """
     tokenizer_files = {
         name: path for name, path in adapter.checkpoint.companions.items() if TOKENIZER_NAMES.fullmatch(name)
     }
@@ -189,14 +193,23 @@ def _check_base_model(changes: BaseChanges) -> None:
 def _read_merge_records(base: Checkpoint) -> list[dict[str, Any]]:
     """Read the records of adapters that were previously merged into the base model.
 
-    Empty if there are none.
+    Returns an empty list if there are none.
     """
     records = read_json_object_or_empty(base.companions.get(MERGED_ADAPTERS_FILE)).get("merged")
     return [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
 
 
 def _build_merge_document(changes: BaseChanges, earlier: list[dict[str, Any]], digest: str) -> bytes:
-    """Build the JSON document that records the merged adapters, for the file `MERGED`."""
+    """Build the content of `merged_adapters.json`, the record of all adapters that were merged into a model.
+
+    Args:
+        changes: Changes of the adapter.
+        earlier: Records of previously merged adapters.
+        digest: Digest of the adapter.
+
+    Returns:
+        The document as JSON.
+    """
     about = {
         "adapter": digest,
         "name": changes.adapter.root.name,
@@ -210,7 +223,9 @@ def _build_merge_document(changes: BaseChanges, earlier: list[dict[str, Any]], d
 def _add_token_edits(changes: BaseChanges) -> None:
     """Add the edits of all modules with trained tokens.
 
-    peft gives a tied module the trained rows of its owner.
+    If such a module is tied to another module without trained tokens, the edits are also added to the other
+    module, because peft uses the trained rows in both modules. The biases of all these modules are set to
+    zero. See `BaseChanges.add_zero_bias_edit`.
     """
     token_modules = {
         _add_token_edit_of_module(changes, module): module
@@ -273,7 +288,7 @@ def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> st
 
 
 def _find_token_indices(changes: BaseChanges, path: str) -> tuple[int, ...] | None:
-    """Find the token ids that the settings list for a module, or None."""
+    """Find the IDs of the trained tokens of a module in the settings. Returns None if there are none."""
     token_settings = changes.adapter_config.token_indices.items()
     return next((rows for name, rows in token_settings if not name or f".{path}".endswith(f".{name}")), None)
 
@@ -349,10 +364,13 @@ def _add_replacement(changes: BaseChanges, module: str, leaf: str, tensor: Tenso
 
 
 def _check_resized_tables(changes: BaseChanges) -> None:
-    """Refuse an adapter that contains one of the tables of a resized vocabulary, but not the other.
+    """Check that an adapter that resizes the vocabulary contains all tables with one row per token.
+
+    The tables are the input embedding and the output head. If they are tied, one of them may suffice.
 
     Raises:
-        CheckpointError: If the embedding or the head keeps the number of rows of the base model.
+        CheckpointError: If only some of the tables are resized, so that the others would keep the number of
+            rows of the base model.
     """
     names = [*changes.base_checkpoint.tensors, *(alias for alias in changes.ties if alias != UNNAMED_HEAD)]
     tables = [name for name in names if ends_with_name(name, (*EMBEDDING_NAMES, *HEAD_NAMES))]
@@ -374,7 +392,7 @@ def _check_resized_tables(changes: BaseChanges) -> None:
 
 
 def _is_module_to_save(changes: BaseChanges, module: str) -> bool:
-    """Return whether `modules_to_save` contains a module or a module around it."""
+    """Return whether the setting `modules_to_save` contains a module or one of its parent modules."""
     saved = changes.adapter_config.values.get("modules_to_save")
     names = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
     return any(f".{name}." in f".{module}." for name in names)
@@ -421,7 +439,7 @@ class _LoraEditBuilder:
         self._load_cached_factors = lru_cache(MAX_CACHED_FACTORS)(self._load_factors)
 
     def add_all_edits(self) -> None:
-        """Add the edits of all modules."""
+        """Add the LoRA edits of all modules of the adapter to the changes."""
         changes = self.changes
         nested: dict[str, list[tuple[AdapterModule, LoraPair]]] = {}
         for module in changes.adapter.modules:
@@ -437,6 +455,12 @@ class _LoraEditBuilder:
 
     def _add_module_edits(self, module: AdapterModule, pair: LoraPair) -> None:
         """Add the edits of one linear layer, embedding or convolution.
+
+        They include the scaling to DoRA's magnitudes and the LoRA bias, if the adapter has them.
+
+        Args:
+            module: Tensors of the adapter for the module.
+            pair: LoRA factors of the module.
 
         Raises:
             CheckpointError: If the factors do not fit the weight.
@@ -479,7 +503,14 @@ class _LoraEditBuilder:
             )
 
     def _list_target_parameters(self, path: str) -> list[str]:
-        """List the parameters of a module in `target_parameters`, in the order in which peft wraps them."""
+        """List the parameters of a module that the setting `target_parameters` names.
+
+        Args:
+            path: Name of the module in the live model.
+
+        Returns:
+            Names of the parameters in the module, in the order in which peft wraps them.
+        """
         parameters = []
         for target in self.changes.adapter_config.target_parameters:
             leaf = target.rpartition(".")[2]
@@ -491,11 +522,18 @@ class _LoraEditBuilder:
         return sorted(dict.fromkeys(parameters), key=lambda leaf: ("down" in leaf, leaf))
 
     def _add_parameter_edits(self, path: str, modules: list[tuple[AdapterModule, LoraPair]]) -> None:
-        """Add the edits of LoRA on parameters of one module.
+        """Add the edits of LoRA factors that target parameters of one module.
 
         peft nests one wrapper per parameter, and the innermost wrapper belongs to the first parameter. The
-        names do not show the parameter, so this function chooses the first order of parameters whose shapes
-        fit.
+        names of the factors do not contain the parameter, so this function chooses the first order of
+        parameters whose shapes fit.
+
+        Args:
+            path: Name of the module in the live model.
+            modules: Wrappers of the module with their factors.
+
+        Raises:
+            CheckpointError: If no order fits, or if the number of wrappers does not match the settings.
         """
         pairs = [pair for _, pair in sorted(modules, key=lambda each: -each[0].num_wrappers)]
         leaves = self._list_target_parameters(path)
@@ -522,7 +560,18 @@ class _LoraEditBuilder:
     def _find_stack_orientation(
         self, path: str, leaf: str, parameter: ParameterLocation, pair: LoraPair
     ) -> bool | None:
-        """Return whether the factors have the parameter's inputs as rows. None if they do not fit."""
+        """Find out which dimension of a parameter contains the inputs of its LoRA factors.
+
+        Args:
+            path: Name of the module in the live model.
+            leaf: Name of the parameter in the module.
+            parameter: Location of the parameter.
+            pair: LoRA factors.
+
+        Returns:
+            True if the rows of the parameter are inputs, and False if they are outputs. None if the factors
+            do not fit the parameter.
+        """
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
         if (
@@ -559,7 +608,16 @@ class _LoraEditBuilder:
     def _add_stack_edits(
         self, live_name: str, parameter: ParameterLocation, pair: LoraPair, *, transposed: bool
     ) -> None:
-        """Add the edits of a stack of experts, one for each expert and region."""
+        """Add the edits of a parameter that is a stack of experts, or a matrix.
+
+        There is one edit per expert and region.
+
+        Args:
+            live_name: Name of the parameter in the live model.
+            parameter: Location of the parameter in the files.
+            pair: LoRA factors of all experts.
+            transposed: Whether the parameter has inputs as rows.
+        """
         down, up, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
         height = parameter.shape[-2]

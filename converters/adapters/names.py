@@ -63,7 +63,7 @@ def parse_adapter_name(name: str) -> AdapterTensorName | None:
     """Parse a live or saved name of an adapter's tensor.
 
     Returns:
-        The parsed name, or None if only a model without an adapter has such a name.
+        The parsed name, or None if the name does not belong to a tensor of an adapter.
     """
     if _ADAPTER_MARK.search(name) is None:  # fast path, because a model may have 100,000 names
         return None
@@ -121,7 +121,7 @@ class _WrappedModule(NamedTuple):
 
 
 def _strip_wrappers(path: list[str]) -> _WrappedModule:
-    """Remove peft's wrappers from the end of a module's path."""
+    """Remove the names of peft's wrappers from the end of a module's path, and count the base layers."""
     wraps = 0
     while path and path[-1] in (BASE_LAYER, _TOKEN_ADAPTER):
         wraps += path[-1] == BASE_LAYER
@@ -130,7 +130,7 @@ def _strip_wrappers(path: list[str]) -> _WrappedModule:
 
 
 def parse_replaced_name(name: str) -> AdapterTensorName:
-    """Parse a name in peft's file of a tensor that replaces a tensor of the base model."""
+    """Parse the name, in peft's file, of a tensor that replaces a tensor of the base model."""
     module, _, leaf = name.removeprefix(PEFT_PREFIX).rpartition(".")
     module, wraps = _strip_wrappers(module.split("."))
     return AdapterTensorName(module, wraps, "", leaf, _to_saved_name([name.removeprefix(PEFT_PREFIX)]))
@@ -210,7 +210,7 @@ def split_tensor_names(
 
 
 def strip_adapter_wrappers(name: str) -> str:
-    """Return the name in the plain model of a base tensor in a live model with an adapter."""
+    """Convert the name of a base model's tensor in a `PeftModel` to its name in the plain model."""
     return ".".join(
         part
         for part in name.removeprefix(PEFT_PREFIX).split(".")

@@ -27,7 +27,7 @@ A thousand names and a thousand patterns take 1 s.
 
 
 class PatternError(ValueError):
-    """A pattern is not a regular expression, or takes too long to match."""
+    """Error for a pattern that is not a regular expression, or that takes too long to match."""
 
 
 class PatternMatcher:
@@ -38,7 +38,11 @@ class PatternMatcher:
         self._compiled: dict[str, Any] = {}
 
     def check_pattern(self, pattern: str) -> None:
-        """Raise PatternError if `pattern` is not a regular expression."""
+        """Check that a pattern is a regular expression, and keep it compiled for later matches.
+
+        Raises:
+            PatternError: If the pattern is not a regular expression or is too long.
+        """
         if pattern in self._compiled:
             return
         try:

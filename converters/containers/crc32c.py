@@ -15,7 +15,7 @@ _LANES, _MIN_BYTES_FOR_LANES = 1024, 1 << 16
 
 @cache
 def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Return the CRC of each byte value."""
+    """Build the lookup table of the CRC-32C, with one entry for each byte value."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> np.uint32(1)) ^ np.where(table & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
@@ -24,7 +24,7 @@ def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 @cache
 def _build_byte_table_list() -> list[int]:
-    """Return the CRC of each byte value as a list, because a list is faster to index than an array."""
+    """Return the table of `_build_byte_table` as a list, because a list is faster to index than an array."""
     listed: list[int] = _build_byte_table().tolist()
     return listed
 
@@ -52,9 +52,10 @@ def compute_crc32c(data: bytes | memoryview) -> int:
 
 @cache
 def _build_zero_bytes_matrix(count: int) -> tuple[int, ...]:
-    """Return the effect of `count` zero bytes on a CRC as a matrix over GF(2).
+    """Return the matrix over GF(2) by which `count` zero bytes transform the CRC register.
 
-    Element i is the result for a CRC in which only bit i is set.
+    The matrix is used to combine the CRCs of adjacent parts. Element i of the result is the transformed
+    register for a register in which only bit i is set.
     """
     power = tuple(int(_build_byte_table()[bit & 0xFF]) ^ (bit >> 8) for bit in (1 << i for i in range(32)))
     result = tuple(1 << i for i in range(32))

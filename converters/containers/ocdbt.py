@@ -38,8 +38,8 @@ class _NodeLocation:
     """Location of a node in a data file.
 
     Attributes:
-        base: Start of the names of data files in the node.
-        name: Path of the data file.
+        base: Prefix of the data file names that are stored in the node.
+        name: Path of the data file that contains the node.
         offset: Offset of the node in the data file, in bytes.
         length: Size of the node in bytes.
     """
@@ -62,7 +62,8 @@ class _NodeKeys(NamedTuple):
 
     Attributes:
         keys: Keys without the prefix of the node.
-        shared_lengths: Length of the prefix of each key that all keys of the child share. Empty for a leaf.
+        shared_lengths: For each child, the length in bytes of the prefix of its key that all keys below the
+            child share. Empty for a leaf.
     """
 
     keys: list[bytes]
@@ -73,8 +74,9 @@ class _DataFileName(NamedTuple):
     """Name of a data file.
 
     Attributes:
-        base: Start of `name`. Names in nodes of this file begin with it.
-        name: Path of the file in the folder of the database.
+        base: Leading part of `name`. It is also the prefix of the names that are stored in the nodes of this
+            file.
+        name: Path of the file, relative to the folder of the database.
     """
 
     base: str
@@ -218,7 +220,7 @@ def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName
 
     Args:
         fields: Fields of the node or the manifest.
-        base: Start of all names in the table.
+        base: Prefix that is prepended to all names in the table.
     """
     count = fields.read_entry_count("data files")
     prefixes = [0, *fields.read_varints(count - 1)] if count else []
@@ -240,7 +242,13 @@ def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName
 def _read_node_locations(
     fields: _FieldReader, names: Sequence[_DataFileName], count: int
 ) -> list[_NodeLocation]:
-    """Read the locations of `count` child nodes."""
+    """Read the locations of `count` nodes.
+
+    Args:
+        fields: Fields of the node or the manifest that refers to the nodes.
+        names: Table of data files of the node or the manifest.
+        count: Number of locations.
+    """
     files, offsets, lengths = (fields.read_varints(count) for _ in range(3))
     return [
         _NodeLocation(*fields.select_data_file(names, file), offset, length)
@@ -307,7 +315,10 @@ def _decompress(data: bytes, location: str) -> bytes:
 
 
 class _MemoryCost:
-    """Stored size and required memory of a tree. Compressed zeros may require much memory.
+    """Stored size and required memory of a tree.
+
+    The memory is limited in relation to the stored size, because a small file of compressed zeros could
+    otherwise require much memory.
 
     Attributes:
         stored_bytes: Number of bytes that have been read from the files.
@@ -339,7 +350,7 @@ class _FieldReader:
         return CheckpointError(f"{self.location}: damaged, {reason}")
 
     def reserve_memory(self, nbytes: int) -> None:
-        """Add to the memory cost of the tree.
+        """Add `nbytes` to the estimated memory of the tree.
 
         Raises:
             CheckpointError: If the tree requires too much memory for its stored size.
@@ -421,7 +432,7 @@ class _FieldReader:
         """Check that there are no bytes after the last field.
 
         Raises:
-            CheckpointError: If there are.
+            CheckpointError: If unread bytes remain.
         """
         if self.position != len(self.data):
             raise self.build_damage_error(

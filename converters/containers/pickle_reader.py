@@ -37,7 +37,7 @@ _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class PickledGlobal:
-    """Global to which the pickle refers, as data.
+    """Reference to a class, function, or other global in a pickle. The global itself is never imported.
 
     Args:
         key: Name of the global, `module.qualified.name`.
@@ -51,7 +51,10 @@ class PickledGlobal:
         self.standin = standin
 
     def __call__(self, *args: Any) -> Any:
-        """Call the stand-in, or create a `PickledInstance` if there is none."""
+        """Call the stand-in with the pickled arguments.
+
+        If there is no stand-in, a `PickledInstance` is returned.
+        """
         return PickledInstance(self.key, args) if self.standin is None else self.standin(*args)
 
 
@@ -92,9 +95,10 @@ _TOO_MUCH_WORK = "copies more data than any valid pickle of its length; no code 
 
 
 class PickleRefusedError(Exception):
-    """Error for a pickle that is not accepted. `unpickle_without_code` adds the file to the message.
+    """Error that the opcodes and stand-ins raise for a pickle that is not accepted.
 
-    Stand-ins raise this error, too.
+    The message does not contain the name of the file. `unpickle_without_code` converts the error to a
+    `CheckpointError` that does.
     """
 
 
@@ -163,10 +167,17 @@ class _PickleMachine:
         self.tuple_keys = MAX_TUPLE_KEYS
 
     def call_standin(self, replacement: Any, args: Any) -> Any:
-        """Call a stand-in. The lengths of its arguments count as work, because it may copy them.
+        """Call a global of the pickle, and return the result of its stand-in.
+
+        The lengths of the arguments are subtracted from the remaining work, because the stand-in may copy
+        them.
+
+        Args:
+            replacement: Object that the pickle calls.
+            args: Arguments of the call.
 
         Raises:
-            PickleRefusedError: If the called object is not on the allow-list, or if there is too much work.
+            PickleRefusedError: If the called object is not a global on the allow-list, or if no work remains.
         """
         if type(replacement) is not PickledGlobal or type(args) is not tuple:
             raise PickleRefusedError("calls something that is not a known class")
@@ -179,10 +190,13 @@ class _PickleMachine:
         return replacement(*args)
 
     def validate_key(self, key: Any) -> Any:
-        """Return a dict key or set item if it is a plain value that can be hashed and compared quickly.
+        """Return a dict key or set item unchanged if it can be hashed and compared quickly.
+
+        Strings, numbers, None, instances, globals, and tuples of scalars are accepted.
 
         Raises:
-            PickleRefusedError: If it is any other value, too large a number, or if there are too many tuples.
+            PickleRefusedError: If the key is any other value or too large a number, or if there are too many
+                tuples.
         """
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:
@@ -199,11 +213,14 @@ class _PickleMachine:
         raise PickleRefusedError("a dict key or set item is not a plain value")
 
     def set_dict_items(self, target: Any, flat: list[Any]) -> None:
-        """Set items of a dict or an instance.
+        """Set items of a dict, or of the attribute `items` of a `PickledInstance`.
 
         Args:
             target: Dict or `PickledInstance`.
             flat: Keys and values in alternating order.
+
+        Raises:
+            PickleRefusedError: If `target` has any other type, or if a key is not a plain value.
         """
         if type(target) is PickledInstance:
             target = target.items
@@ -239,7 +256,13 @@ class _PickleMachine:
         return loaded
 
     def run(self) -> Any:  # This is one loop for speed, with the most frequent opcodes first.
-        """Interpret the opcodes, and return the unpickled value."""
+        """Interpret the opcodes, and return the unpickled value.
+
+        Raises:
+            PickleRefusedError: If the pickle is truncated, or if it contains an unsupported opcode or global.
+                Damaged data can also raise the exceptions that `unpickle_without_code` catches, such as
+                `IndexError`.
+        """
         data, end = self.data, len(self.data)
         stack: list[Any] = []
         push, pop = stack.append, stack.pop
@@ -393,7 +416,11 @@ class _PickleMachine:
 
 
 def _extend_list(target: Any, values: list[Any]) -> None:
-    """Append values in place to a list, or to the elements of an instance."""
+    """Append values in place to a list, or to the attribute `elements` of a `PickledInstance`.
+
+    Raises:
+        PickleRefusedError: If `target` has any other type.
+    """
     if type(target) is PickledInstance:
         target = target.elements
     if type(target) is not list:
@@ -402,16 +429,17 @@ def _extend_list(target: Any, values: list[Any]) -> None:
 
 
 def _check_value_size(root: Any, limit: int) -> None:
-    """Raise an error if a value is nested too deeply or is too large.
+    """Check that a value is not nested too deeply and not too large.
 
-    Shared parts are counted at every reference.
-
-    The content of each `PickledInstance` is checked separately, because instances are not compared or
-    formatted by their content.
+    A container is counted at every reference. The content of each `PickledInstance` is checked separately,
+    because instances are not compared or formatted by their content.
 
     Args:
         root: Value to check.
         limit: Maximum number of values.
+
+    Raises:
+        PickleRefusedError: If the value is too large or too deep, or if a container contains itself.
     """
     # Number of values in a container, including the container itself, and its depth, keyed by its ID. IDs are
     # unique because all containers exist until the root is deleted.
@@ -470,13 +498,17 @@ def _check_value_size(root: Any, limit: int) -> None:
 
 
 def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
-    """Build a stand-in for `builtins.getattr` that only looks up its result and does not read attributes.
+    """Build a stand-in for `builtins.getattr` that looks up its result in a table.
 
-    Python pickles a nested class as a call to `getattr`, and early versions of Python 3.11 (such as 3.11.2 in
-    Debian 12) also pickle the members of enumerations this way.
+    It never reads an attribute. Python pickles a nested class as a call to `getattr`, and early versions of
+    Python 3.11 (such as 3.11.2 in Debian 12) also pickle the members of enumerations this way.
 
     Args:
-        members: Result for each pair of a global on the allow-list and the name of an attribute.
+        members: Result of `getattr`, keyed by the name of the object (a global on the allow-list) and the
+            name of the attribute.
+
+    Returns:
+        The stand-in. It raises a `PickleRefusedError` for an attribute that is not in the table.
     """
 
     def look_up_member(*args: Any) -> Any:
@@ -490,10 +522,13 @@ def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
 
 
 def build_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], PickledGlobal]:
-    """Build the members for `build_getattr_standin` as plain data that is only known by name.
+    """Build a table for `build_getattr_standin` whose results are references without a stand-in.
 
     Args:
-        members: Names of the attributes, keyed by the class that contains them.
+        members: Names of the attributes, keyed by the name of the class that contains them.
+
+    Returns:
+        A `PickledGlobal` for each attribute, keyed by the name of the class and the name of the attribute.
     """
     return {
         (owner, name): PickledGlobal(f"{owner}.{name}", None)

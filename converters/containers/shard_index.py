@@ -20,7 +20,12 @@ SINGLE_FILE_NAME, INDEX_FILE_NAME = "model.safetensors", "model.safetensors.inde
 ADAPTER_FILE_NAME = "adapter_model.safetensors"
 OPTIMIZER_FILE_NAME, OPTIMIZER_GROUPS_FILE_NAME = "optimizer.safetensors", "optimizer.json"
 DCP_INFO_KEY, DCP_OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
-"""Key of DCP in the header of a safetensors file, and the key of the offsets of a part in its value."""
+"""Keys that DCP uses in safetensors headers.
+
+The first key is in the metadata of the header, and its value is a JSON object with an entry for each stored
+tensor. The second key is in each of these entries, and its value is the offset of the stored tensor in the
+unsharded tensor.
+"""
 
 
 def read_indexed_shards(
@@ -76,7 +81,8 @@ def check_rank_files_complete(
         description: Noun for the content of the files, used in error messages, such as `"optimizer"`.
 
     Raises:
-        CheckpointError: If the file of a rank is missing, or if there are files of more ranks.
+        CheckpointError: If the file of a rank is missing, or if a file belongs to a rank of `world_size` or
+            higher.
     """
     missing = world_size - sum(rank < world_size for rank in files_by_rank)
     if missing:
@@ -91,9 +97,9 @@ def check_rank_files_complete(
 
 
 def _check_distinct_files(folder: CheckpointFolder, name: str, files: Mapping[str, CheckpointFile]) -> None:
-    """Check that no two names refer to the same file, such as a link or `a//b`.
+    """Check that no two names refer to the same file, because the file would otherwise be read several times.
 
-    Otherwise, the file would be read several times.
+    For example, one of the names may be a symbolic link, or the names may be `a/b` and `a//b`.
 
     Raises:
         CheckpointError: If a file is listed twice.

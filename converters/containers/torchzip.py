@@ -128,9 +128,10 @@ class TorchZip:
             raise CheckpointError(f"{self.location}: written on a big-endian machine, which is not supported")
 
     def check_not_renamed(self) -> None:
-        """Raise an error if the file was saved with a different name than it has now.
+        """Check that the file still has the name under which it was saved.
 
-        A renamed file may belong to another rank or parameter.
+        A renamed file may belong to another rank or parameter. A file that torch wrote to a stream does not
+        contain its name and passes the check.
 
         Raises:
             CheckpointError: If the names differ.
@@ -230,7 +231,14 @@ class TorchZip:
         return _Directory(members, start, isal_zlib.crc32(raw))
 
     def _parse_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> _MemberSizes:
-        """Replace sizes and an offset that exceed 32 bits by the values in the zip64 extra field."""
+        """Return the sizes and the header offset of a member, using its zip64 extra field if it has one.
+
+        Args:
+            extra: Extra field of the member in the directory.
+            packed: Compressed size, or 0xFFFFFFFF if the size is in the zip64 field.
+            nbytes: Uncompressed size, or 0xFFFFFFFF.
+            header: Offset of the local header, or 0xFFFFFFFF.
+        """
         values = [nbytes, packed, header]
         position = 0
         while position + 4 <= len(extra):
@@ -426,7 +434,7 @@ class StoredTensor:
 def _rebuild_tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> StoredTensor:
-    """Rebuild a tensor whose dtype is the dtype of its storage."""
+    """Rebuild a tensor with the dtype of its storage, like the function of torch with this name."""
     _check_math_bits(bits)
     return StoredTensor(storage, offset, size, stride)
 
@@ -441,7 +449,9 @@ def _rebuild_tensor_v3(
     dtype: Any,
     bits: Any = None,
 ) -> Any:
-    """Rebuild a tensor with an untyped storage and an explicit dtype.
+    """Rebuild a tensor with an explicit dtype, like the function of torch with this name.
+
+    The storage of such a tensor is untyped.
 
     Raises:
         PickleRefusedError: If the dtype is not supported.
@@ -459,10 +469,13 @@ def _rebuild_tensor_v3(
 
 
 def _check_math_bits(bits: Any) -> None:
-    """Check that a tensor is not lazily conjugated or negated, because its stored data would differ.
+    """Check that a tensor is not lazily conjugated or negated, because its values would differ from its data.
+
+    Args:
+        bits: Last argument of the pickled call: a dict with the flags `conj` and `neg`, or None.
 
     Raises:
-        PickleRefusedError: If it is.
+        PickleRefusedError: If a flag is set, or if the argument is not a dict.
     """
     if bits and (not isinstance(bits, dict) or any(bits.values())):
         raise PickleRefusedError(
@@ -471,10 +484,14 @@ def _check_math_bits(bits: Any) -> None:
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
-    """Return the CPU copy of a tensor on a device without storages.
+    """Return the CPU copy of a tensor that torch would move to a device without storages, such as XLA.
+
+    Args:
+        data: CPU copy of the tensor.
+        dtype: Recorded dtype of the tensor.
 
     Raises:
-        ValueError: If the dtype of the copy differs.
+        ValueError: If the dtype of the copy differs from the recorded dtype.
     """
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, PickledGlobal) else None
     if not isinstance(data, StoredTensor) or name != data.dtype:
@@ -483,12 +500,18 @@ def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
 
 
 def _return_first(value: Any, *rest: Any) -> Any:
-    """Return the tensor of a parameter, without its other attributes."""
+    """Return the tensor that a function or class of torch, such as `Parameter`, would wrap."""
     return value
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Rebuild a tensor of a subclass as a plain tensor.
+    """Rebuild a tensor subclass as a plain tensor, unlike the function of torch with this name.
+
+    Args:
+        function: Function that rebuilds the plain tensor.
+        kind: Class of the tensor. Ignored.
+        args: Arguments of `function`.
+        state: State of the tensor. Ignored.
 
     Raises:
         TypeError: If the function does not rebuild a tensor.
@@ -527,7 +550,7 @@ def _rebuild_list(items: Any = ()) -> list[Any]:
 
 
 def _rebuild_instance(*args: Any) -> PickledInstance:
-    """Return an instance of the class that a call to `copyreg._reconstructor` would create."""
+    """Create a `PickledInstance` of the class that `copyreg._reconstructor` would instantiate."""
     kind = args[0] if args and isinstance(args[0], PickledGlobal) else None
     return PickledInstance(kind.key if kind else "object", args)
 

@@ -72,7 +72,10 @@ def get_list_or_empty(value: Any) -> list[Any]:
 
 
 def get_attributes_or_empty(value: Any) -> dict[Any, Any]:
-    """Return the attributes of an unpickled instance, else an empty dict."""
+    """Return the attributes of an unpickled instance. Returns an empty dict if `value` is not an instance.
+
+    If the class has slots, the attributes in the slots are returned.
+    """
     state = value.state if isinstance(value, PickledInstance) else None
     if type(state) is tuple and len(state) == 2:  # The class has slots.
         state = state[1]

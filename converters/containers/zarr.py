@@ -80,9 +80,10 @@ class _IndexEntry(NamedTuple):
 
 
 class ChunkBudget:
-    """Limit for the number of chunks of all arrays of a checkpoint that are not stored as separate values.
+    """Limit for the number of chunks that are inside shards or have no stored value.
 
-    Without the limit, a header of a few bytes could describe any number of chunks.
+    The limit applies to all arrays of a checkpoint together. Such chunks are not limited by the number of
+    stored values, so a header of a few bytes could otherwise describe any number of chunks.
 
     Args:
         chunks: Maximum number of chunks.
@@ -92,10 +93,14 @@ class ChunkBudget:
         self._num_remaining = chunks
 
     def reserve_chunks(self, chunks: int, location: str) -> None:
-        """Reserve a number of chunks.
+        """Subtract a number of chunks from the remaining budget.
+
+        Args:
+            chunks: Number of chunks.
+            location: Array and key of the stored value, used in error messages.
 
         Raises:
-            CheckpointError: If the limit is exceeded.
+            CheckpointError: If the budget is exceeded.
         """
         self._num_remaining -= chunks
         if self._num_remaining < 0:
@@ -221,6 +226,9 @@ def _build_chunk_view(
         chunk_number: Index of the chunk in the shard.
         used_bytes: Number of bytes of the chunk that are inside the array.
         location: Array and key of the value, used in error messages.
+
+    Raises:
+        CheckpointError: If the chunk is missing in its shard, or if its size is wrong.
     """
     width = get_itemsize(header.dtype)
     source, nbytes = (
@@ -235,7 +243,9 @@ def _build_chunk_view(
 
 
 class _ShardIndex:
-    """Index at the end of a shard, with the offset and length of each chunk. It is read at the first access.
+    """Index at the end of a shard, with the offset and length of each chunk.
+
+    `get_chunk` reads it when first called.
 
     Args:
         value: Stored value of the shard.
@@ -395,7 +405,7 @@ def _validate_header(header: Any, version: int) -> dict[str, Any]:
     """Return a header if it is a JSON object of the expected zarr version.
 
     Raises:
-        CheckpointError: If it is not.
+        CheckpointError: If the header is not an object, or has another version.
     """
     if not isinstance(header, dict) or header.get("zarr_format") != version:
         raise CheckpointError(f"damaged, no header of zarr version {version}")
@@ -403,10 +413,14 @@ def _validate_header(header: Any, version: int) -> dict[str, Any]:
 
 
 def _get_extension_settings(value: Any, name: str) -> dict[str, Any]:
-    """Return the settings of a named extension of version 3.
+    """Return the `configuration` of an extension in a header of version 3, such as a codec or the chunk grid.
+
+    Args:
+        value: Record of the extension in the header.
+        name: Name of the only supported extension.
 
     Raises:
-        CheckpointError: If the name of the extension differs and is therefore not supported.
+        CheckpointError: If the record has a different name, because the extension is not supported.
     """
     if not isinstance(value, dict) or value.get("name") != name:
         raise CheckpointError(
@@ -427,10 +441,12 @@ def _parse_codecs(value: Any) -> list[_Codec]:
 
 
 def _check_chunk_shape(shape: Shape, chunk: Shape) -> None:
-    """Check that a chunk shape fits the array. Otherwise, a small header could describe any number of chunks.
+    """Check that a chunk has as many dimensions as the array and is not larger than the array.
+
+    Otherwise, a small header could describe any number of chunks.
 
     Raises:
-        CheckpointError: If it does not fit.
+        CheckpointError: If the chunk shape does not fit.
     """
     if len(chunk) != len(shape) or any(
         not 0 < n <= max(1, size) for n, size in zip(chunk, shape, strict=True)

@@ -85,9 +85,9 @@ class Format:
 
 
 def iter_formats() -> Iterator[Format]:
-    """Yield every format in the order in which they are tried.
+    """Yield every format in the order in which the formats are tried.
 
-    The module of a format is imported when it is reached.
+    The module of a format is imported when the caller requests the format.
     """
     entries = (name.partition(":") for name in _MODULES)
     return (getattr(import_module(module), name or "FORMAT") for module, _, name in entries)
@@ -108,9 +108,9 @@ class DetectedFormat(NamedTuple):
 
 
 def detect_format(source: CheckpointPath) -> DetectedFormat | None:
-    """Return the first format that recognizes a path, or None.
+    """Return the first format that recognizes a path, or None if no format does.
 
-    Imports format modules until one recognizes it.
+    The modules of the formats are imported one after the other until a format recognizes the path.
     """
     for format in iter_formats():
         if (found_files := format.find_files(source)) is not None:

@@ -126,7 +126,10 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
 
 
 def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
-    """Check that the shards have all numbers, because an unsharded tensor is in one shard only.
+    """Check that the numbers in the names of the shards have no gaps.
+
+    A missing shard would not be noticed otherwise, because the tensors in it would only be shorter or
+    missing.
 
     Raises:
         CheckpointError: If a shard is missing, or if the shards are from two saves.
@@ -153,6 +156,13 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
 
 def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tuple[int, ...]]:
     """Parse the offsets of each part in a shard from the header of its file.
+
+    Args:
+        text: JSON in the header entry `DCP_SHARDING_INFO`, or None if the header has no such entry.
+        file: The shard, used in error messages.
+
+    Returns:
+        The offsets in the unsharded tensor, keyed by tensor name.
 
     Raises:
         CheckpointError: If the header entry is missing or damaged.

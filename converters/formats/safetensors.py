@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 
 def _find_model_file(source: CheckpointPath) -> str | None:
-    """Find the index, `model.safetensors`, or the only .safetensors file, in this order.
+    """Find the index, `model.safetensors`, or the only .safetensors file in a folder, in this order.
 
     Returns:
-        The file name, or None if there is no such file or no unique one.
+        The file name. None if there is no such file, or if several files have no index.
     """
     path = source.path
     if path.is_file():
@@ -66,7 +66,11 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a folder has several .safetensors files without an index. None for other paths."""
+    """Explain that a folder has several .safetensors files without an index.
+
+    Returns:
+        The explanation as one line. None for any other path.
+    """
     if (
         source.path.is_dir()
         and sum(name.endswith(".safetensors") for name in list_entry_names(source.path)) > 1
@@ -105,7 +109,7 @@ def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoin
             return None
         if (folder.path / OPTIMIZER_FILE_NAME).is_file():
             return _read_safetensors_optimizer(folder, plain)
-        # transformers' Trainer and Accelerate save the optimizer to a file of torch.save.
+        # Otherwise, look for a torch.save file, because transformers' Trainer and Accelerate write one.
         ordered_names = [name for name in source.parameter_order if name in plain]
         order = ordered_names or sort_in_module_order(plain, companions.get("config.json"))
         return open_optimizer_file(folder, plain, lambda: order and deduplicate_tied_names(order, aliases))

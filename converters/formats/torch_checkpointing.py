@@ -129,7 +129,10 @@ class _Metadata(NamedTuple):
 
 
 def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
-    """Find the folder of a checkpoint for a path to the folder or to a file in it. None if there is none."""
+    """Find the folder of a checkpoint for a path to the folder or to a file in it.
+
+    Returns None if there is none.
+    """
     path = source.path if source.path.is_dir() else source.path.parent
     if _METADATA not in list_file_names(path) or not any(
         header_contains(path / _METADATA, mark) for mark in _MARKS
@@ -348,7 +351,12 @@ def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
 
 
 def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> dict[KeyPath, Any]:
-    """Merge the files of all ranks.
+    """Read the files of one item from all ranks, and merge their values.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the item, such as `model`.
+        item: Files and layouts of the item in `metadata.pkl`.
 
     Returns:
         The values of the item, keyed by path, with `RankParts` and `RankCopies` for tensors.
@@ -401,8 +409,17 @@ def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) ->
 def _check_recorded_layout(path: KeyPath, value: Any, item: _SavedItem, rank: int, location: str) -> None:
     """Check the dtype and shape of a value in a rank's file against `metadata.pkl`.
 
+    Values that are not sharded tensors may be missing in `metadata.pkl`.
+
+    Args:
+        path: Path of the value in the item.
+        value: Value in the rank's file.
+        item: Layouts of the item in `metadata.pkl`.
+        rank: Rank of the file.
+        location: Path of the file, used in error messages.
+
     Raises:
-        CheckpointError: If they differ, or if a sharded tensor is not listed. Other values may be unlisted.
+        CheckpointError: If the dtype or shape differs, or if a sharded tensor is not listed.
     """
     layout = _get_layout(item, path, rank)
     if layout is None and isinstance(value, ShardedRecord):
@@ -525,14 +542,14 @@ def _add_rank_value_to(
 
 
 def _is_merged_tensor(leaf: Any) -> bool:
-    """Return whether a merged value is a tensor."""
+    """Return whether a value in the result of `_merge_rank_files` is a tensor."""
     return isinstance(leaf, (RankParts, RankCopies))
 
 
 def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
-    """Return the first nonempty stored part of a sharded tensor, used to find tied tensors.
+    """Return the first nonempty part of a sharded tensor that is stored in a torch.save file.
 
-    Otherwise None.
+    The part is used to find tied tensors. Returns None for an unsharded tensor, or if there is no such part.
     """
     return (
         leaf.first_part if isinstance(leaf, RankParts) and isinstance(leaf.first_part, StoredTensor) else None
@@ -540,7 +557,7 @@ def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
 
 
 def _to_optimizer_state(leaf: Any) -> Tensor | Scalar | None:
-    """Convert a merged value to an optimizer state: a tensor or a number. None if it is neither."""
+    """Convert a merged value to an optimizer state: a tensor or a number. Returns None if it is neither."""
     if isinstance(leaf, (RankParts, RankCopies)):
         return leaf.to_tensor()
     return leaf if isinstance(leaf, (int, float)) else None
@@ -552,7 +569,11 @@ def _to_plain_value(leaf: Any) -> Any:
 
 
 def _read_step(folder: CheckpointFolder) -> dict[str, int]:
-    """Read the step from the file of the item `step`, as `{"step": step}`. Empty if it is not recorded."""
+    """Read the step from the file of the item `step`.
+
+    Returns:
+        `{"step": step}`, or an empty dict if the step is not recorded.
+    """
     name = next((name for name in list_file_names(folder.path) if _STEP.fullmatch(name)), None)
     step = None
     if name is not None and name.endswith(".json"):

@@ -193,7 +193,15 @@ class _TorchtitanConversion:
         return int(match[2]) + (self._get_config_count("num_hidden_layers") if match[1] else 0)
 
     def list_published_names(self, name: str, shape: Shape) -> list[str]:
-        """Return the published names of a tensor. Several for stacked experts, none for rotary frequencies.
+        """List the published names of a tensor.
+
+        Args:
+            name: Name of the tensor in torchtitan.
+            shape: Shape of the tensor.
+
+        Returns:
+            One name for most tensors, one name per expert for stacked experts, and no name for rotary
+            frequencies.
 
         Raises:
             CheckpointError: If there are too many experts.
@@ -210,9 +218,15 @@ class _TorchtitanConversion:
         return [f"{prefix}.{i}.{_EXPERTS[expert[1]]}.weight" for i in range(shape[0])]
 
     def convert_tensor(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Convert one tensor, or an optimizer state of its shape, to the published tensors, keyed by name.
+        """Convert one tensor, or an optimizer state with the shape of the tensor, to the published layout.
 
-        Tensors that are only renamed are not copied. Otherwise, the results are lazy.
+        Args:
+            name: Name of the tensor in torchtitan.
+            tensor: Tensor or optimizer state.
+
+        Returns:
+            The tensors, keyed by published name. A tensor that is only renamed is returned itself, and the
+            other results are lazy.
         """
         new_names = self.list_published_names(name, tensor.shape)
         if not self.is_rearranged(name, tensor.shape):
@@ -287,7 +301,13 @@ def _convert_optimizer(
 
 
 def _permute_rotary_rows(tensor: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head: the first row of every pair, then the second row of every pair.
+    """Reorder the rows of each head from adjacent pairs to two halves.
+
+    The first rows of all pairs come first, followed by the second rows of all pairs.
+
+    Args:
+        tensor: Query or key projection, or an optimizer state of its shape.
+        heads: Number of heads.
 
     Raises:
         CheckpointError: If the rows cannot be divided into heads with an even number of rows.

@@ -115,6 +115,9 @@ def find_plain_name(name: str, names: Container[str]) -> str:
     Args:
         name: Name in the optimizer's state.
         names: Names of the model's parameters.
+
+    Returns:
+        The first spelling that is the name of a parameter. If there is none, the name without wrapper parts.
     """
     plain = remove_wrapper_parts(name)
     outer = plain.removeprefix(_DDP_PREFIX)
@@ -175,9 +178,10 @@ def classify_state_dict_keys(
 ) -> KeyRoles:
     """Find the role of each key of a flattened state dict.
 
-    Containers are recognized by their content and not by their names: an optimizer has `state` and
-    `param_groups`, and the model is the container of the other tensors. A container is a part of the path and
-    never the prefix of a name, because names of a Llama begin with `model.` themselves.
+    The dicts that contain an optimizer or the model are recognized by their content and not by their names:
+    an optimizer has `state` and `param_groups`, and the model is the container of the other tensors. Only
+    complete keys of the nested paths are considered, because the prefix `model.` of a flattened key may also
+    belong to the name of a parameter, as in Llama.
 
     Args:
         paths: Path of each key in the nested state dict before it was flattened.
@@ -266,7 +270,17 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
 
 
 def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateDictPath]:
-    """Find the paths of containers with the content of an optimizer."""
+    """Find the containers in a nested state dict that have the content of an optimizer.
+
+    A container is accepted if it has parameter groups, or if both its name and the names of its states are
+    typical of an optimizer.
+
+    Args:
+        paths: Path of each key in the nested state dict.
+
+    Returns:
+        Paths of the containers.
+    """
     containers: set[StateDictPath] = set()
     for path in paths.values():
         for i, part in enumerate(path):
@@ -287,7 +301,11 @@ def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateD
 
 
 def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -> _OptimizerPath | None:
-    """Split the path of a key of an optimizer into its container, table, and rest.
+    """Split the path of a key in an optimizer into the path of the optimizer, the table, and the rest.
+
+    Args:
+        path: Path of the key in the nested state dict.
+        containers: Paths of all optimizers.
 
     Returns:
         The parts, or None if the key does not belong to an optimizer.

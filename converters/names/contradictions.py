@@ -76,9 +76,16 @@ def describe_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -
 
 
 def _describe_valid_values(key: str, value: Any, is_known: bool, has_experts: bool) -> str | None:
-    """Return a description of the values that a setting may have.
+    """Describe the values that a setting may have if its value is invalid.
 
-    None if the value is valid or not checked.
+    Args:
+        key: Name of the setting.
+        value: Value of the setting.
+        is_known: Whether transformers contains the model class.
+        has_experts: Whether the model has experts. Otherwise, numbers of experts are not checked.
+
+    Returns:
+        The description. None if the value is valid or not checked.
     """
     if key in _TYPES:
         valid, description = _TYPES[key]
@@ -126,7 +133,8 @@ def find_contradicted_tie(tensors: Mapping[str, Tensor], config: Mapping[str, An
         config: Content of the `config.json`.
 
     Returns:
-        Names of the output and input embeddings, or None.
+        Names of the output and input embeddings. None if nothing contradicts the config, or if the model
+        class is unknown.
     """
     expected = find_tensors_of_class(config)
     # Some classes have output embeddings that transformers never ties, regardless of the config.
@@ -153,7 +161,10 @@ def has_contradicted_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str
 
 
 def find_tensors_of_class(config: Mapping[str, Any]) -> ExpectedTensors | None:
-    """Return the parameters of the model class in a config. None if there is no class or if it is unknown."""
+    """Return the parameters of the model class in a config.
+
+    Returns None if there is no class or if it is unknown.
+    """
     model_type, architecture = config.get("model_type"), get_architecture(config)
     if not isinstance(model_type, str) or architecture is None:
         return None

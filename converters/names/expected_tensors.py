@@ -62,7 +62,11 @@ SIZES = (
     "X2",
     "S2",
 )
-"""Formulas: a letter of a config value, products of two, and multiples."""
+"""Formulas for the size of a dimension.
+
+Each letter is a size from the config, as listed in `_KEYS`. Two letters are a product, such as `HD` for the
+number of heads times the head size. A letter and a digit are a multiple, such as `E3`.
+"""
 
 
 def compute_formula_sizes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -75,7 +79,8 @@ def compute_formula_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         The sizes, keyed by formula. A formula is missing if the config does not contain its values.
     """
     text = config.get("text_config")
-    # A composite config may have default values that do not apply to its language model.
+    # Ignore the top level of a composite config, because it may have default values that do not apply to the
+    # language model.
     values = text if isinstance(text, dict) and text else config
     sizes: dict[str, int] = {}
     for letter, keys in _KEYS.items():
@@ -166,13 +171,14 @@ class LayerStack:
 class ExpectedTensors:
     """Parameters of one model class, under the names that transformers uses in memory.
 
-    The layer index is replaced by an asterisk.
+    In all names, the layer index is replaced by an asterisk.
 
     Attributes:
         required: Parameters that the class always has.
         untied: Parameters that the class has if `tie_word_embeddings` is false.
         stacks: Layers, keyed by the name of the stack.
-        shapes: Formulas of `SIZES` for each dimension, or `?`.
+        shapes: Formula of each dimension, keyed by the name of the parameter. The formulas are listed in
+            `SIZES`. `?` means that the size is not determined by the config.
         tied: Value of `tie_word_embeddings` if the config does not contain the key.
     """
 
@@ -190,7 +196,10 @@ def _load_table() -> dict[str, Any]:
 
 @cache
 def find_expected_tensors(model_type: str, architecture: str) -> ExpectedTensors | None:
-    """Return the parameters of a class, or None if the table does not contain the class. Cached."""
+    """Return the parameters of a model class, or None if the table does not contain the class.
+
+    Results are cached, because decoding an entry of the table is slow.
+    """
     table = _load_table()
     index = table["classes"].get(f"{model_type} {architecture}")
     if index is None:

@@ -42,7 +42,7 @@ class RuleDirection:
         targets: Target patterns. `\1` is replaced by the first group inside the match.
         operations: Operations to apply to the tensors, in order. Each operation consists of its name and its
             arguments.
-        offset: Number to add to the layer number.
+        offset: Number that a `shift` rule adds to the layer number.
     """
 
     pattern: str
@@ -83,9 +83,10 @@ class NameRules:
         config: The model's `config.json`, because some operations depend on it.
         recorded: Whether the rules were selected by the names in a base checkpoint. Otherwise, they are the
             defaults of the model type.
-        file_shapes: Shapes in the base checkpoint of the tensors whose layout only their shape determines,
-            keyed by the published name. An example are the experts of Qwen3-VL-MoE: published files contain
-            `[experts, inputs, outputs]`, and `save_pretrained` writes `[experts, outputs, inputs]`.
+        file_shapes: Shapes of tensors in the base checkpoint, keyed by the published name. Only contains
+            tensors whose layout differs between published files and can only be recognized by the shape. For
+            example, published files of Qwen3-VL-MoE contain experts of shape `[experts, inputs, outputs]`,
+            and `save_pretrained` writes `[experts, outputs, inputs]`.
     """
 
     rules: tuple[NameRule, ...]
@@ -117,7 +118,7 @@ def parse_rule(value: Mapping[str, Any]) -> NameRule:
 
 
 def serialize_rule(rule: NameRule) -> dict[str, Any]:
-    """Return the JSON form of a rule."""
+    """Return the JSON form of a rule, which `parse_rule` reads."""
     value: dict[str, Any] = {
         "kind": rule.kind,
         "read": _serialize_direction(rule.read),
@@ -182,7 +183,7 @@ class _RuleTable:
         self._unscoped = frozenset(self.rules)
 
     def get_rules(self, key: str) -> list[NameRule]:
-        """Return the rules of a model type or class."""
+        """Return the rules of a model type or class, or an empty list if there are none."""
         return [self.rules[i] for i in self.by_key.get(key, ())]
 
     def contains_rule(self, rule: NameRule) -> bool:
@@ -268,9 +269,10 @@ def add_legacy_rules(rules: NameRules) -> NameRules:
 
 
 def _resolve_rules_key(submodel: _Submodel, config: Mapping[str, Any]) -> str:
-    """Return the key of a submodel's rules. The model type in the submodel's config determines it.
+    """Return the key of a submodel's rules in the table.
 
-    Without a model type in the config, the default key of the submodel is returned.
+    The key depends on the model type in the submodel's config. If the config has no model type, the
+    submodel's default key is returned.
     """
     table = _load_table()
     value: Any = config
@@ -370,6 +372,9 @@ class Renamer:
     Args:
         rules: Rules in the order in which to apply them.
         write: Whether to convert from memory to files. Otherwise, names are converted from files to memory.
+
+    Attributes:
+        used_rule_indices: Indices of the rules that have changed or matched a name so far.
     """
 
     def __init__(self, rules: Iterable[NameRule], *, write: bool) -> None:
@@ -379,7 +384,7 @@ class Renamer:
         self._active: set[int] = set()
 
     def get_direction(self, index: int) -> RuleDirection:
-        """Return the direction of a rule that is applied."""
+        """Return the direction of a rule in which this renamer applies it: `write` or `read`."""
         rule = self.rules[index]
         return rule.write if self.write else rule.read
 
@@ -411,7 +416,13 @@ class Renamer:
         return key
 
     def _apply_rule(self, index: int, key: str) -> _RenamedKey:
-        """Apply one rule.
+        """Apply one rule to a name, and record the rule as used if it matches.
+
+        A match of the first pattern of a `group` rule also activates the other patterns of the rule.
+
+        Args:
+            index: Index of the rule.
+            key: Name of a tensor.
 
         Returns:
             The new name and the source pattern that matched, or the old name and None.
@@ -460,7 +471,12 @@ _LAYER_OF_TWO = re.compile(r"layers\.(\d{1,9})\.(mixer|attn_alpha|mlp_alpha)(?=\
 
 
 def _join_layer_pairs(key: str) -> str:
-    """Rename an attention block and an MLP block to one layer. Some files number them as two layers."""
+    """Rename a module of a layer so that each pair of layers becomes one layer.
+
+    Some files number the attention block and the MLP block of a layer as two layers. For example,
+    `layers.4.mixer` and `layers.5.mixer` become `layers.2.self_attn` and `layers.2.mlp`. Other names are
+    returned unchanged.
+    """
 
     def rename_layer(match: re.Match[str]) -> str:
         number, module = int(match[1]), match[2]
@@ -498,8 +514,8 @@ def select_used_rules(
     Args:
         rules: Default rules of the model.
         names: Names of the tensors in the published checkpoint.
-        shapes: Shapes of the tensors, if they are known. Required if `rules.depends_on_shapes`; otherwise,
-            the model is written with the shapes in memory.
+        shapes: Shapes of the tensors. Pass them if `rules.depends_on_shapes` is True. Without them, the
+            tensors whose layout depends on the shape are later written with their layout in memory.
 
     Returns:
         The selected rules, including legacy rules.
@@ -558,6 +574,10 @@ Published files and servers have this name. transformers 5 removes it while it r
 
 
 def _is_written(rule: NameRule, config: Mapping[str, Any]) -> bool:
-    """Return whether a default rule also applies if no base checkpoint shows which rules its files need."""
+    """Return whether a default rule is applied for writing if no base checkpoint shows which rules it needs.
+
+    All rules except `prefix` rules are applied. `prefix` rules are only applied inside the vision towers of
+    the model types in `_TYPES_WITH_PREFIXED_TOWERS`.
+    """
     in_tower = rule.scope is not None and rule.scope.endswith("_tower")
     return rule.kind != PREFIX or (in_tower and config.get("model_type") in _TYPES_WITH_PREFIXED_TOWERS)

@@ -45,7 +45,7 @@ _KEEP_NAMES = "use the --names option that keeps the names of the source"
 
 @dataclass(frozen=True)
 class _OperationContext:
-    """Everything on which an operation depends, except its tensors and arguments.
+    """Properties of the model and of the applied rule on which an operation may depend.
 
     Attributes:
         direction: Direction of the rule that is applied.
@@ -185,8 +185,13 @@ def find_unclaimed_names(
 def _match_base_prefix(key: str, base: str, memory_names: Collection[str]) -> str:
     """Add or remove the base model's module at the beginning of a name if this gives a name of the model.
 
+    Args:
+        key: Name of a tensor.
+        base: Name of the base model's module, such as `model`. May be empty.
+        memory_names: Names of the model's tensors in memory.
+
     Returns:
-        The new name, or `key` if neither is a name of the model.
+        The new name. `key` itself if neither adding nor removing the module gives a name of the model.
     """
     if not base:
         return key
@@ -237,15 +242,15 @@ def are_memory_names(names: Collection[str], rules: NameRules) -> bool:
 
 
 def _mask_numbers(name: str) -> str:
-    """Replace all numbers by 0, because the conversion of a stack names only expert 0."""
+    """Replace all numbers in a name by 0, so that names of different layers and experts become equal."""
     return re.sub(r"\d+", "0", name)
 
 
 class _TensorGroup:
-    """Tensors that one rule converts together.
+    """Tensors that one rule converts together, such as the experts of a layer.
 
     Args:
-        converter: Index of the rule and source pattern, or None if the tensor is only renamed.
+        converter: Rule of the kind `convert` that the names match, or None if the tensor is only renamed.
     """
 
     def __init__(self, converter: MatchedRule | None) -> None:
@@ -253,7 +258,13 @@ class _TensorGroup:
         self.arrays: Arrays = {}
 
     def add_tensor(self, name: str, converter: MatchedRule | None, shape: Shape) -> None:
-        """Add a tensor under the source pattern that its name matches."""
+        """Add a tensor to the group.
+
+        Args:
+            name: Name of the tensor before the conversion.
+            converter: Rule and source pattern that the name matches, or None if the tensor is only renamed.
+            shape: Shape of the tensor.
+        """
         pattern = "" if converter is None else converter.source
         self.arrays.setdefault(pattern, []).append(arrange_source(name, shape))
 
@@ -297,7 +308,7 @@ class _TensorGroup:
 
 
 def _get_single_arrangement(arrays: Arrays) -> Arrangement:
-    """Return the only tensor.
+    """Return the only tensor among the operands of an operation.
 
     Raises:
         CheckpointError: If there are several tensors.
@@ -308,7 +319,10 @@ def _get_single_arrangement(arrays: Arrays) -> Arrangement:
 
 
 def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Stack the tensors of each source pattern along a new dimension, such as the experts of a layer."""
+    """Stack the tensors of each source pattern along a new dimension, such as the experts of a layer.
+
+    The argument of the operation is the new dimension.
+    """
     (dim,) = operation[1:]
     if len(arrays) == 1:
         return {context.direction.targets[0]: [stack_arrangements(next(iter(arrays.values())), dim)]}
@@ -316,7 +330,9 @@ def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContex
 
 
 def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Split each stack into its tensors, one name per index.
+    """Split each stacked tensor into one tensor per index, such as one tensor per expert.
+
+    The argument of the operation is the stacked dimension. The index replaces the `*` in the target pattern.
 
     Raises:
         CheckpointError: If there are too many experts.
@@ -336,7 +352,7 @@ def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContex
 
 
 def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Concatenate the tensors of all source patterns."""
+    """Concatenate the tensors of all source patterns along the dimension that the operation names."""
     dim = operation[1]
     parts = [values for pattern in context.direction.sources for values in arrays.get(pattern, ())]
     # Use the order of the arrays if earlier operations have replaced the patterns by other names.
@@ -345,10 +361,13 @@ def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Split a tensor into chunks of equal size.
+    """Split a tensor into chunks of equal size along the dimension that the operation names.
 
-    There is one chunk for each target pattern. If the operation contains a config key, the value of the key
-    is the number of chunks.
+    There is one chunk for each target pattern. If the operation also names a config key, the value of the key
+    is the number of chunks instead.
+
+    Raises:
+        CheckpointError: If the config does not contain a valid number of chunks.
     """
     dim, attribute = operation[1:]
     values = _get_single_arrangement(arrays)
@@ -389,7 +408,12 @@ def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationCo
 def _transpose_weights(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Swap two dimensions of a tensor.
 
-    With a check, this is only done if its shape differs from the expected shape.
+    The arguments of the operation are the dimensions and a flag. If the flag is set, the tensor is only
+    transposed if the sizes of these dimensions differ from the expected shape, because some published files
+    already contain the transposed layout.
+
+    Raises:
+        CheckpointError: If the flag is set and the expected shape is unknown.
     """
     first, second, check = operation[1:]
     values = _get_single_arrangement(arrays)
@@ -410,7 +434,10 @@ def _transpose_weights(arrays: Arrays, operation: Operation, context: _Operation
 
 
 def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Move alternating elements of a dimension to two halves, or interleave two halves again."""
+    """Move the elements with even indices to the first half of a dimension and the others to the second half.
+
+    If the operation is inverse, interleave the two halves instead.
+    """
     dim, inverse = operation[1:]
     values = _get_single_arrangement(arrays)
     groups = 2 if inverse else values.shape[dim] // 2
@@ -418,7 +445,15 @@ def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationCo
 
 
 def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Convert the rows of each head between the two layouts of rotary embeddings. See `_interleave_rows`."""
+    """Convert the rows of each attention head between the two layouts of rotary embeddings.
+
+    One layout stores the two rows of a rotated pair next to each other, and the other layout stores them in
+    the two halves of the head. The arguments of the operation are the config key with the number of heads,
+    the patterns of the tensors to convert (None for all), and the direction.
+
+    Raises:
+        CheckpointError: If the rows cannot be divided into pairs.
+    """
     config_key, names, inverse = operation[1:]
     config: Any = context.config if config_key is None else context.config.get(config_key, context.config)
     heads = config.get("num_attention_heads", 1) if isinstance(config, dict) else 1
@@ -443,7 +478,12 @@ def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Stack text experts and image experts separately, and concatenate their projections."""
+    """Build one tensor of stacked and concatenated experts for each target pattern.
+
+    Each source pattern, such as `gate_proj`, matches the experts of all targets in order: first the text
+    experts, then the image experts. For each target, its experts are stacked, and the stacks of all source
+    patterns are concatenated.
+    """
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
     stacks: dict[str, list[Arrangement]] = {target: [] for target in targets}
@@ -456,7 +496,7 @@ def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationConte
 
 
 def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Undo `_fuse_experts`."""
+    """Undo `_fuse_experts`: split the tensor of each target into tensors of one expert and projection."""
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
     parts = [
@@ -474,7 +514,11 @@ def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationCon
 
 
 def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Merge the queries of each layer that the model runs in a loop, or separate them again."""
+    """Merge two query tensors into one stack with four rows per layer, or separate them again.
+
+    Rows 0 and 3 of each layer in the stack come from the first tensor, and rows 1 and 2 come from the second
+    tensor. Each of the two tensors contains two rows per layer.
+    """
     (inverse,) = operation[1:]
     first, second = (*context.direction.targets, *context.direction.sources)[:2]
     if inverse:
@@ -503,7 +547,12 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
 
 
 def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
-    """Remove the padding rows of the output head, or restore them as zeros.
+    """Remove the padding rows of the output head for the published file.
+
+    The inverse operation adds zeros instead.
+
+    The config key `unpadded_vocab_size` determines the number of rows without padding, and `vocab_size` the
+    number with padding.
 
     Raises:
         CheckpointError: If the config does not contain the number of rows.

@@ -107,10 +107,17 @@ def resolve_ties(
 ) -> ResolvedTies:
     """Split the stored tensors into owners and aliases.
 
+    Two tensors with names that transformers may tie are read and compared, unless the format records that
+    they are tied.
+
     Args:
         stored: All stored tensors, keyed by their canonical names.
-        recorded_aliases: Owner of each alias that the format records. These aliases are not compared.
-        config_path: Path of a `config.json`. If its `tie_word_embeddings` is false, both names are kept.
+        recorded_aliases: Owner of each alias that the format records.
+        config_path: Path of a `config.json`. If its `tie_word_embeddings` is false, the tensors are not
+            compared, and both names are kept even if the format records an alias.
+
+    Returns:
+        The tensors without aliases, and the owner of each alias.
     """
     untied = _read_tie_setting(config_path) is False
     aliases = {
@@ -157,7 +164,7 @@ def select_tie_owner(same: Mapping[str, Tensor]) -> str:
         same: Tensors that are the same parameter, keyed by name.
 
     Returns:
-        The first name that transformers does not tie to another name.
+        The first name that transformers does not tie to another name, or the first name if there is none.
     """
     aliases = {alias for alias, _ in _list_tie_candidates(same)}
     return next((name for name in same if name not in aliases), next(iter(same)))
@@ -175,12 +182,12 @@ def are_tensors_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def ends_with_name(name: str, endings: Sequence[str]) -> bool:
-    """Return whether a dotted name equals one of the names or has it as its last parts."""
+    """Return whether a dotted name equals one of the endings, or ends with a dot and one of the endings."""
     return any(name == end or name.endswith(f".{end}") for end in endings)
 
 
 def _read_tie_setting(config: AnyPath | None) -> bool | None:
-    """Read `tie_word_embeddings` from a config or its text config. None if neither contains it."""
+    """Read `tie_word_embeddings` from a config or its text config. Returns None if neither contains it."""
     values = read_json_object_or_empty(config)
     for source in (values, values.get("text_config")):
         if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):

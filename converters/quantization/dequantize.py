@@ -84,7 +84,10 @@ class _QuantizedWeights:
                     yield _NameAndStem(name, name.removesuffix(end))
 
     def pop_tensor(self, name: str) -> Tensor | None:
-        """Remove a tensor from the remaining tensors and return it. None if there is no such tensor."""
+        """Remove a tensor from the remaining tensors, and return it.
+
+        Returns None if the tensor is missing.
+        """
         return self.remaining.pop(name, None)
 
     def pop_required_tensor(self, name: str, required_by: str) -> Tensor:
@@ -106,6 +109,9 @@ class _QuantizedWeights:
 
     def dequantize_scaled_bytes(self, *scale_suffixes: str, block: BlockShape | None = None) -> None:
         """Dequantize all weights with 8-bit codes for which there is a tensor of scales.
+
+        The codes, scales, and zero points are removed from `remaining`. Weights without scales stay in
+        `remaining`.
 
         Args:
             scale_suffixes: Possible suffixes of the scales. They follow the name of the weight.
@@ -191,7 +197,10 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
 
 @cache
 def _read_defaults() -> dict[str, dict[str, Any]]:
-    """Read the defaults that the libraries write for each `quant_method`."""
+    """Read the default values of settings, keyed by `quant_method` and setting.
+
+    The libraries also write settings that have their default values. Such settings need not be supported.
+    """
     table: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_bytes())
     return table
 
@@ -200,7 +209,8 @@ def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None
     """Read the quantization settings in the `config.json` or `hf_quant_config.json` of a checkpoint.
 
     Returns:
-        The settings, or None if the checkpoint is not quantized.
+        The settings. None if the checkpoint is not quantized, or if `checkpoint.config` replaces the
+        settings, as in a checkpoint that has been quantized or dequantized in memory.
     """
     if CONFIG_KEY in checkpoint.config:
         return None
@@ -234,9 +244,10 @@ def can_dequantize(settings: Mapping[str, Any]) -> bool:
 
 
 def _get_quant_method(settings: Mapping[str, Any]) -> str:
-    """Return the `quant_method` as a string. It may be an enumeration of transformers.
+    """Return the `quant_method` of quantization settings as a string, or `""` if they do not contain it.
 
-    Settings of bitsandbytes need not contain it.
+    transformers may represent the method by an enumeration, whose value is returned. Settings of bitsandbytes
+    may lack the method and are recognized by `load_in_8bit` or `load_in_4bit`.
     """
     has_bitsandbytes_setting = settings.get("load_in_8bit") or settings.get("load_in_4bit")
     method = settings.get("quant_method") or ("bitsandbytes" if has_bitsandbytes_setting else "")
@@ -292,7 +303,10 @@ _COMPRESSED_FORMATS = (
 
 
 def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize FP8 weights of transformers, and FP4 weights in the same checkpoint."""
+    """Dequantize FP8 weights of transformers, and FP4 weights in the same checkpoint.
+
+    See `_Method.dequantize`.
+    """
     block = parse_block_shape(settings, location)
     weights.dequantize_scaled_bytes("_scale_inv", "_scale", block=block)
     for name, stem in weights.iter_by_suffix("_scale_inv"):  # FP4 codes, two per byte, may also be present
@@ -302,7 +316,7 @@ def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
 
 
 def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize MXFP4 weights of GPT-OSS."""
+    """Dequantize MXFP4 weights of GPT-OSS. See `_Method.dequantize`."""
     for name, stem in weights.iter_by_suffix("_blocks"):
         scales = weights.pop_required_tensor(f"{stem}_scales", name)
         weights.dequantized[stem] = dequantization.dequantize_gpt_oss(
@@ -313,7 +327,7 @@ def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], l
 def _dequantize_compressed_tensors(
     weights: _QuantizedWeights, settings: Mapping[str, Any], location: str
 ) -> None:
-    """Dequantize weights of compressed-tensors. They are packed or have one code per byte.
+    """Dequantize weights of compressed-tensors, whose codes are packed or stored with one code per byte.
 
     Raises:
         CheckpointError: If a setting or a layout is not supported.
@@ -394,7 +408,7 @@ def _dequantize_packed(
 
 
 def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize GPTQ weights."""
+    """Dequantize GPTQ weights of 2, 3, 4 or 8 bits. See `_Method.dequantize`."""
     _check_setting(settings, "pack_dtype", ("int32",), location)
     _check_setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), location)
     _check_setting(settings, "format", ("gptq", "gptq_v2"), location)
@@ -417,7 +431,7 @@ def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], lo
 
 
 def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize AWQ weights."""
+    """Dequantize AWQ weights of 4 bits. See `_Method.dequantize`."""
     _check_setting(settings, "version", ("gemm", "GEMM"), location)
     for key in ("bits", "w_bit"):
         _check_setting(settings, key, (4,), location)
@@ -430,7 +444,7 @@ def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
 
 
 def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize NF4, FP4, and LLM.int8 weights of bitsandbytes."""
+    """Dequantize NF4, FP4, and LLM.int8 weights of bitsandbytes. See `_Method.dequantize`."""
     for name, weight in weights.iter_by_suffix(
         ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"
     ):
@@ -479,7 +493,7 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
 
 
 def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    """Dequantize NVFP4 and FP8 weights of ModelOpt."""
+    """Dequantize NVFP4 and FP8 weights of ModelOpt. See `_Method.dequantize`."""
     _check_setting(settings, "quant_algo", ("FP8", "NVFP4"), location)
     for name, stem in weights.iter_by_suffix(".weight_scale_2"):
         weight = f"{stem}.weight"
@@ -499,7 +513,8 @@ class _Method(NamedTuple):
 
     Attributes:
         dequantize: Function that dequantizes all weights of a checkpoint. Its arguments are the tensors, the
-            settings, and the location to use in error messages.
+            quantization settings, and the location to use in error messages. It removes the tensors that it
+            uses from `_QuantizedWeights.remaining`, and adds the weights to `_QuantizedWeights.dequantized`.
         supported_keys: Keys of `quantization_config` that the function reads, or that do not affect the
             weights.
     """

@@ -277,7 +277,22 @@ def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
 def _quantize_weight_like_base(
     name: str, weight: Tensor, base: Mapping[str, Tensor], settings: Mapping[str, Any], location: str
 ) -> dict[str, Tensor]:
-    """Return the tensors that `base` contains for one weight, computed from the weight, keyed by name."""
+    """Quantize a weight in the layout that the same weight has in another checkpoint.
+
+    Args:
+        name: Name of the weight.
+        weight: Floating-point weight.
+        base: Tensors of the quantized checkpoint, keyed by name.
+        settings: Quantization settings of the quantized checkpoint.
+        location: Path and method of the quantized checkpoint, used in error messages.
+
+    Returns:
+        The codes and scales, keyed by their names in the quantized checkpoint. If the weight is not quantized
+        there, only the weight, cast to the dtype that it has there.
+
+    Raises:
+        CheckpointError: If the layout requires calibration data, or if a scale is missing.
+    """
     refused = [f"{name}_{suffix}" for suffix in ("zero_point", "g_idx", "global_scale", "scale_2")]
     if other := next((key for key in refused if key in base), None):
         raise CheckpointError(
@@ -313,7 +328,18 @@ def _quantize_weight_like_base(
 
 
 def _cast_unquantized_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
-    """Cast the tensors of a checkpoint. Raises an error if the checkpoint is quantized."""
+    """Cast the tensors of a checkpoint with floats, lazily.
+
+    Args:
+        checkpoint: Checkpoint whose tensors to cast.
+        dtype: Target dtype for floating-point tensors, or `"keep"`. See `ContentOptions`.
+
+    Returns:
+        The tensors, keyed by name.
+
+    Raises:
+        CheckpointError: If the checkpoint is already quantized.
+    """
     if read_quantization_config(checkpoint) is not None:
         raise CheckpointError(f"{checkpoint.root}: is quantized; add --dequantize")
     target = parse_target_dtype(dtype)

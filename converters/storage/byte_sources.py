@@ -112,7 +112,7 @@ class CheckpointFile:
         raise NotImplementedError
 
     def open_descriptor(self) -> FileDescriptor | None:
-        """Return the open file for `os.copy_file_range`. None if the file is an object in a store."""
+        """Return the open file for `os.copy_file_range`. Returns None if the file is an object in a store."""
         return None
 
     def get_file_identity(self) -> object:

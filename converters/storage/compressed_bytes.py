@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Content up to MEMORY_BYTES is always decompressed into memory. All larger content that is kept in memory has
 # at most CACHE_BYTES in total.
 MEMORY_BYTES, CACHE_BYTES = 1 << 20, 512 << 20
-# Bytes to decompress per call.
+# Number of bytes to decompress per call. Content for a temporary file needs only this much memory.
 _STEP_BYTES = 4 << 20
 CODECS = ("zstd", "gzip")
 
@@ -94,7 +94,10 @@ class DecompressedSource:
         _memory_budget.release_bytes(self._reserved_bytes)
 
     def _decompress(self, unverified_spans: UnverifiedSpans) -> memoryview:
-        """Decompress into memory, or into a temporary file if the memory budget is used up.
+        """Decompress the content into memory or into a temporary file.
+
+        Content that is larger than `MEMORY_BYTES` is decompressed into a temporary file if the memory budget
+        is used up.
 
         Raises:
             CheckpointError: If the data is damaged, has the wrong size, or if the disk is full.

@@ -45,6 +45,9 @@ def _build_s3_options(bucket: str) -> dict[str, Any]:
 
     obstore reads keys and the role of a container from the environment. Otherwise, boto3 is used if it is
     installed, and else the role of the machine. If the region is not set, it is requested from Amazon.
+
+    Raises:
+        RemoteError: If there are no credentials, or if `AWS_PROFILE` is set and boto3 is not installed.
     """
     options: dict[str, Any] = {}
     endpoint = _get_first_env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -236,11 +239,10 @@ def _build_missing_credentials_error(protocol: str, reason: str = "") -> AccessD
 
 
 def _is_metadata_host_reachable(protocol: str) -> bool:
-    """Return whether the metadata server of a cloud machine responds.
+    """Return whether the metadata server of a cloud machine responds within one second.
 
-    This server provides the machine's role.
-
-    Without this check, obstore would retry for minutes on other machines.
+    This server provides the credentials of the machine's role. Without this check, obstore would retry for
+    minutes on machines without such a server.
     """
     try:
         socket.create_connection((_METADATA_HOSTS[protocol], 80), timeout=1).close()

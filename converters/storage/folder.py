@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder. Their names cannot leave the folder."""
+"""Files of a checkpoint folder, whose names and links cannot leave the folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 def _compute_max_open_files() -> int:
-    """Compute a quarter of this process's limit of open files, between 16 and 4096. 64 on Windows.
+    """Compute the number of files of a checkpoint that may be open at the same time.
 
-    The caller needs the remaining files.
+    This is a quarter of the process's limit of open files, because the program needs open files for other
+    purposes. The result is between 16 and 4096. On Windows, it is 64.
     """
     try:
         import resource

@@ -88,7 +88,8 @@ def list_names_below(folder: AnyPath) -> set[str]:
 def list_subfolders(folder: P) -> list[P]:
     """List the folders directly in a folder, including hidden folders.
 
-    Folders in an object store are listed again. Returns an empty list if the folder does not exist.
+    In an object store, cached listings are dropped first, so that the result is up to date. Returns an empty
+    list if the folder does not exist.
     """
     if is_in_store(folder):
         folder.clear_listings()
@@ -106,7 +107,7 @@ def list_entry_names(folder: AnyPath) -> list[str]:
 
 
 def list_subfolder_names(folder: AnyPath) -> list[str]:
-    """List the names of the folders directly in a folder, without links to other locations."""
+    """List the names of the folders directly in a folder. Links that leave the folder are omitted."""
     names = []
     for name in list_entry_names(folder):
         with suppress(LinkError):
@@ -269,7 +270,7 @@ def is_taken(path: AnyPath) -> bool:
 def is_incomplete_folder(folder: AnyPath) -> bool:
     """Return whether a folder has a marker for an incomplete write and no completion marker.
 
-    The folder is in an object store, or was copied from an object store.
+    This is also true for a folder on a disk if an incomplete folder was copied there from an object store.
     """
     return (folder / INCOMPLETE_MARKER).is_file() and not (folder / COMPLETE_MARKER).is_file()
 
@@ -285,12 +286,13 @@ def is_abandoned_folder(folder: AnyPath) -> bool:
 
 
 def quarantine_folder(folder: P) -> P:
-    """Keep a damaged folder, but make sure that it is no longer used.
+    """Keep a damaged folder for inspection, but make sure that it is not read again as a checkpoint.
 
-    On a disk, the folder is renamed. In an object store, a marker is written into the folder.
+    On a disk, the folder is renamed to `<name>.damaged`. In an object store, markers are written into the
+    folder, which then counts as incomplete.
 
     Returns:
-        The new path of the folder, or the path of the marker.
+        The new path of the folder, or the path of the marker `_DAMAGED`.
     """
     if not is_in_store(folder):
         return move_folder(folder, find_unused_path(folder.parent / f"{folder.name}.damaged"))

@@ -366,7 +366,10 @@ class RemotePath:
         return replace(self, key=self.key.rpartition("/")[0])
 
     def call_store(self, operation: str, function: Callable[[Any, Any], T]) -> T:
-        """Return `function(obstore, store)`, with errors of one line and support for Ctrl-C.
+        """Call a function that sends requests to the store, and return its result.
+
+        Exceptions of obstore are converted to errors with a message of one line. In the main thread, Ctrl-C
+        interrupts the call.
 
         Args:
             operation: Operation as a verb, used in error messages, such as `"read"`.
@@ -478,7 +481,12 @@ class RemotePath:
         )
 
     def _get_listing(self) -> dict[str, int]:
-        """Return the sizes of the entries directly in this folder by name. Listings are cached."""
+        """Return the size of each object directly in this folder, keyed by name.
+
+        Folders have the size `FOLDER_SIZE`.
+
+        The listing is cached until `clear_listings` is called or a path of the same bucket is written.
+        """
         sizes = self.bucket.listings.get(self.key)
         if sizes is None:
             objects, folders = self._list_folder()
@@ -519,7 +527,7 @@ class RemotePath:
         """Iterate over the objects and folders directly in this folder.
 
         Raises:
-            FileNotFoundError: If there are none.
+            FileNotFoundError: If the folder contains neither objects nor folders, so that it does not exist.
         """
         names = self._get_listing()
         if not names:
@@ -554,7 +562,10 @@ class RemotePath:
         return self.read_versioned().data
 
     def read_versioned(self) -> VersionedContent:
-        """Read a small object completely, with the version for a conditional write."""
+        """Read a small object completely, and return its content and version.
+
+        The version can be passed to `write_bytes`, which then fails if the object has changed.
+        """
 
         def read(obs: Any, store: Any) -> VersionedContent:
             response = obs.get(store, self.key)
@@ -703,14 +714,14 @@ class RemotePath:
 
 
 def parse_object_metadata(meta: Any) -> ListedFile:
-    """Convert the metadata of an object from obstore."""
+    """Convert the metadata that obstore returns for an object to a `ListedFile`."""
     return ListedFile(
         int(meta["size"]), str(meta.get("e_tag") or meta.get("version") or meta["last_modified"]).strip('"')
     )
 
 
 def _get_version(meta: Any) -> dict[str, str]:
-    """Return the values that identify the content of an object in a conditional write."""
+    """Return the ETag and version in obstore's metadata, by which a conditional write compares contents."""
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
 
 
@@ -782,7 +793,7 @@ def find_matching_objects(path: RemotePath) -> dict[RemotePath, ListedFile]:
 
 
 def _matches_pattern(parts: list[str], pattern: list[str]) -> bool:
-    """Return whether the parts of a name match the parts of a pattern."""
+    """Return whether the parts of a name match the parts of a pattern. `**` matches any number of parts."""
     if not pattern:
         return not parts
     if pattern[0] == "**" and _matches_pattern(parts, pattern[1:]):
@@ -833,7 +844,7 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def _run_interruptibly(call: Callable[[], T]) -> T:
-    """Return `call()`. In the main thread, Ctrl-C interrupts the wait for it.
+    """Call a function, and return its result. In the main thread, Ctrl-C interrupts the call.
 
     obstore does not handle signals. Therefore, the main thread runs the function in another thread and waits.
     """

@@ -56,7 +56,7 @@ class OutputFile:
             os.close(self._fd)
 
     def get_piece(self, index: int) -> OutputPiece:
-        """Return the piece with an index, ready to be written from its start."""
+        """Return the piece with an index. The caller writes the piece from its start."""
         return OutputPiece(self, self._fd, self._piece_offsets[index])
 
     def finish_piece(self) -> None:

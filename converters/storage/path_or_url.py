@@ -80,7 +80,10 @@ def resolve_links(path: AnyPath) -> AnyPath:
 
 
 def is_within(path: AnyPath, folder: AnyPath) -> bool:
-    """Return whether a path is a folder or below the folder, by their names."""
+    """Return whether `path` equals `folder` or is below it.
+
+    Only names are compared, and links are not resolved.
+    """
     if is_in_store(path) and is_in_store(folder):
         is_below = folder.key in ("", path.key) or path.key.startswith(f"{folder.key}/")
         return path.bucket == folder.bucket and is_below

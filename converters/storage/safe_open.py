@@ -173,7 +173,10 @@ def read_small_file(
 
 
 def header_contains(path: AnyPath, content: bytes) -> bool:
-    """Return whether the first 4,096 bytes of a file contain some bytes. False if the file cannot be read."""
+    """Return whether the first 4,096 bytes of a file contain `content`.
+
+    Returns False if the file cannot be read.
+    """
     try:
         return content in read_small_file(path, max_bytes=4096, truncate=True)
     except (OSError, CheckpointError):

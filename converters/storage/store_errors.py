@@ -31,7 +31,7 @@ class RemoteError(CheckpointError):
 
 
 class AccessDeniedError(RemoteError):
-    """Error if the store denies access with these credentials. It does not show whether the object exists."""
+    """Error if the store denies access with these credentials. The object may or may not exist."""
 
 
 class RetriesExhaustedError(RemoteError):
@@ -113,7 +113,10 @@ def translate_store_error(
 
 
 def format_store_error(error: BaseException) -> str:
-    """Format an exception of obstore in one short line. Contains the store's message if there is one."""
+    """Format an exception of obstore as one short line without credentials.
+
+    If the exception contains a response of the store, only its status, error code and message are kept.
+    """
     text = " ".join(str(error).partition("Debug source:")[0].split())
     head, separator, tail = text.partition("Server returned non-2xx status code: ")
     if separator:

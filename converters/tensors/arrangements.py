@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Shape
 
 ZEROS = ""
-"""Source of a tile that is filled with zeros."""
+"""Value of `Tile.source` for a tile that is filled with zeros instead of a region of a tensor."""
 _MAX_TILES = 1 << 20
 
 
@@ -59,13 +59,14 @@ class Arrangement:
     tiles: tuple[Tile, ...]
 
     def find_identical_source(self, get_shape: Callable[[str], Shape]) -> str | None:
-        """Find the source tensor that is identical to the result.
+        """Return the name of the source tensor if the result equals one complete source tensor.
 
         Args:
             get_shape: Function that returns the shape of a source tensor.
 
         Returns:
-            Name of the source tensor, or None if the result differs from its sources.
+            Name of the source tensor. None if the result is only a part of a tensor, reorders its elements,
+            or combines several regions.
         """
         if len(self.tiles) != 1 or self.tiles[0].source == ZEROS:
             return None
@@ -80,7 +81,7 @@ class Arrangement:
 
 
 def arrange_source(name: str, shape: Sequence[int]) -> Arrangement:
-    """Return the arrangement of an unchanged source tensor.
+    """Create an arrangement that consists of a complete source tensor.
 
     Args:
         name: Name of the source tensor.
@@ -280,7 +281,7 @@ def stack_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
 
 
 def transpose_arrangement(arrangement: Arrangement, first: int, second: int) -> Arrangement:
-    """Swap two dimensions, as `torch.transpose` does."""
+    """Swap two dimensions of an arrangement, as `torch.transpose` does."""
     order = list(range(len(arrangement.shape)))
     order[first], order[second] = order[second], order[first]
 
@@ -412,7 +413,13 @@ def _build_deferred_tile_view(box: Box, index: Shape, tile: Tile) -> Callable[[]
 
 
 def _build_tile_view(view: View, index: Shape, tile: Tile) -> View:
-    """Return the view of a tile whose first element has the given index in a box."""
+    """Build the view of a tile's elements in one box of its source tensor.
+
+    Args:
+        view: View of the box.
+        index: Index in the box of the tile's first element.
+        tile: Tile, which determines the order and the steps of the dimensions.
+    """
     begin = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
     strides = tuple(
         view.strides[dim] * step if dim >= 0 else 0

@@ -67,13 +67,15 @@ _last = threading.local()
 class ComputedRowSource:
     """Byte source of a tensor whose rows are computed, in row-major order.
 
-    Each thread caches the last block that it computed. This cache is shared by all sources of the thread.
+    Each thread caches the last block of rows that it computed. This cache is shared by all sources of the
+    thread.
 
     Args:
         shape: Shape of the tensor, with at least two dimensions.
         dtype: Safetensors dtype of the tensor.
         fill: Function that computes rows. `make_fill_function` creates it from a `RowFunction`.
-        row_alignment: Divisor of the index of the first row of each block.
+        row_alignment: Number of rows to which blocks are aligned: the index of the first row of each block is
+            a multiple of it.
         block_elements: Maximum number of elements to compute at once, unless `row_alignment` rows have more.
     """
 
@@ -105,7 +107,16 @@ class ComputedRowSource:
             done += part.size
 
     def _get_block(self, matrix: int, number: int, nbytes: int, unverified_spans: UnverifiedSpans) -> Array:
-        """Return a computed block, and cache it, because the rest of it is usually requested next."""
+        """Return the bytes of a block of rows from the thread's cache, or compute and cache the block.
+
+        The block is cached because the next read usually requests the rest of it.
+
+        Args:
+            matrix: Index of the matrix in the stack.
+            number: Index of the block in the matrix.
+            nbytes: Size of the block in bytes.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+        """
         if getattr(_last, "key", None) != (self, matrix, number):
             # Free the old block first, because otherwise two blocks would be in memory.
             _last.key = _last.block = None

@@ -45,7 +45,9 @@ _WORTH_A_TABLE, _WITH_TABLES, _LOOKED_UP = 1 << 10, 1 << 20, 1 << 16
 
 
 def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
-    """Convert scales to float32, and check that they are finite. Bytes are exponents (E8M0 of the OCP).
+    """Convert scales to float32, and check that they are finite.
+
+    Scales with the dtype uint8 are interpreted as exponents of two (the dtype E8M0 of the OCP).
 
     Args:
         tensor: Tensor that contains the scales, used for the dtype and in error messages.
@@ -67,7 +69,7 @@ def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
 
 
 def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tensor: Tensor) -> Array:
-    """Multiply values by the scales of their blocks, in place if possible.
+    """Multiply values in place by the scales of their blocks, and return them.
 
     Args:
         values: Values of shape `[rows, columns]`.
@@ -133,7 +135,7 @@ class _ScaleGrid:
     def read_scale_rows(
         self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Read the scales of rows of the weight.
+        """Read the scales of rows of the weight. See `RowFunction` for the arguments.
 
         Returns:
             Array of shape `[num_rows, column blocks]` with the stored dtype.
@@ -211,7 +213,7 @@ class _ScaleGrid:
         unverified_spans: UnverifiedSpans,
         extra_factor: np.float32 | None = None,
     ) -> Array:
-        """Multiply rows of the weight by their scales, in place if possible.
+        """Multiply rows of the weight in place by their scales, and return them.
 
         Args:
             values: Values of shape `[rows, columns]`.
@@ -390,14 +392,16 @@ def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) ->
 def unpack_codes(words: Array, bits: int) -> Array:
     """Unpack integer codes from 32-bit words along the first dimension. The lowest bits come first.
 
-    A code may be split across two words. Bits that remain in the last word are ignored.
+    A code may be split across two words.
 
     Args:
         words: Words of shape `[words, n]` with a 32-bit dtype.
         bits: Number of bits per code.
 
     Returns:
-        Codes of shape `[words * 32 // bits, n]` as uint8.
+        Codes of shape `[codes, n]` as uint8. There may be more codes than were packed, because the words are
+        padded with zeros to a number of words that contains only complete codes. The caller has to ignore the
+        codes at the end.
     """
     words = words.view(np.uint32)
     period = 32 // gcd(bits, 32)
@@ -483,7 +487,16 @@ def dequantize_packed_rows(
 
 
 def _read_column_groups(groups: Tensor, count: int, unverified_spans: UnverifiedSpans) -> Array:
-    """Read the group index of each column, and check that it is less than `count`."""
+    """Read the group index of each column.
+
+    Args:
+        groups: Tensor of shape `[columns]` with the group indices.
+        count: Number of groups.
+        unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+
+    Raises:
+        CheckpointError: If an index is negative or not less than `count`.
+    """
     index = read_region(groups, (0,), groups.shape, unverified_spans)
     check_tensor(
         bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups"

@@ -28,7 +28,7 @@ _BLOCK = 1 << 17
 
 
 class RowEdit(Protocol):
-    """Change of the rows of a tensor."""
+    """Edit that changes rows of a tensor in place, one block of rows at a time."""
 
     def apply(self, block: Array, first_row: int) -> None:
         """Change rows in place.
@@ -92,9 +92,12 @@ class _EditedRows:
         return block
 
     def _get_scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        """Return an uninitialized array that this thread reuses.
+        """Return an uninitialized array that this thread reuses, because mapping new memory is slow.
 
-        New memory would be slow, because the kernel maps it page by page.
+        Args:
+            name: Name of the buffer, because each thread needs several buffers.
+            shape: Shape of the array.
+            dtype: Dtype of the array.
         """
         nbytes = prod(shape) * dtype.itemsize
         buffer: Array | None = getattr(self._memory, name, None)
@@ -124,7 +127,7 @@ def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
 
 
 def apply_edits(tensor: Tensor, dtype: str, num_row_dims: int, edits: Sequence[RowEdit]) -> Tensor:
-    """Apply edits to a tensor when it is read.
+    """Return a lazy tensor that applies edits to the rows of another tensor when it is read.
 
     Args:
         tensor: Tensor with a floating-point dtype.

@@ -51,15 +51,15 @@ class QuantizationScheme:
         block_width: Number of columns with a common scale, or 0 for all columns.
         scale_rule: Rule by which a scale is computed from the largest magnitude of a block:
 
-            - ``inverse``: in float32, as the reciprocal of the reciprocal scale. Source: transformers
-              `integrations/finegrained_fp8.py` (`Fp8Quantize`).
+            - ``inverse``: the reciprocal of the scale (largest code / magnitude) is computed in float32, and
+              inverted. Source: transformers `integrations/finegrained_fp8.py` (`Fp8Quantize`).
             - ``range``: the magnitude divided by half of the codes' range. Each operation is rounded to the
               dtype of the scales. Source: compressed-tensors `calculate_qparams`, `quantize`.
             - ``near``: the magnitude rounded to a power of two, divided by 4, because the largest FP4 value
               is 6. Rounding up begins at 1.75 times a power of two. Source: compressed-tensors
               `generate_mx_scales`.
-            - ``floor``: the same, but always rounded down. Source: OCP Microscaling Formats 1.0,
-              section 6.3.
+            - ``floor``: like ``near``, but the magnitude is always rounded down to a power of two.
+              Source: OCP Microscaling Formats 1.0, section 6.3.
         scale_dtype: Safetensors dtype of the scales. Empty for the dtype of the weight.
     """
 
@@ -127,6 +127,9 @@ class _BlockQuantizer:
     ) -> Array:
         """Compute the largest magnitude of each block.
 
+        The magnitudes of blocks with more than `_MAX_RECOMPUTED_HEIGHT` rows are cached, because computing
+        them again would read the complete block.
+
         Args:
             matrix_index: Index of the matrix along the leading dimensions.
             first_block: Index of the first block row.
@@ -160,7 +163,16 @@ class _BlockQuantizer:
     def _compute_high_block_magnitudes(
         self, matrix_index: Shape, row: int, unverified_spans: UnverifiedSpans
     ) -> Array:
-        """Compute the largest magnitudes of one row of tall blocks, reading a few rows at a time."""
+        """Compute the largest magnitudes of the blocks in one block row, reading a few rows at a time.
+
+        Args:
+            matrix_index: Index of the matrix along the leading dimensions.
+            row: Index of the block row.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
+
+        Returns:
+            Array of shape `[1, column blocks]` in float32.
+        """
         end = min((row + 1) * self.block_height, self.rows)
         at_once = max(1, BLOCK_ELEMENTS // max(1, self.columns))
         largest = np.zeros((1, self.scale_shape[-1]), np.float32)
@@ -174,7 +186,15 @@ class _BlockQuantizer:
         return largest
 
     def _compute_block_maxima(self, values: Array) -> Array:
-        """Compute the largest magnitude of each block in rows that begin with a block."""
+        """Compute the largest magnitude of each block of values.
+
+        Args:
+            values: Rows of the weight, of shape `[rows, columns]`. The first row must be the first row of a
+                block. The last block may be incomplete.
+
+        Returns:
+            Array of shape `[block rows, column blocks]`.
+        """
         magnitude = np.abs(values)
         if not len(values) % self.block_height:
             magnitude = magnitude.reshape(-1, self.block_height, self.columns).max(axis=1)
@@ -183,7 +203,10 @@ class _BlockQuantizer:
         return self._compute_column_block_maxima(magnitude)
 
     def _compute_column_block_maxima(self, magnitude: Array) -> Array:
-        """Compute the largest magnitude of each row in each block of columns.
+        """Reduce each block of columns to its largest magnitude.
+
+        Args:
+            magnitude: Magnitudes of shape `[rows, columns]`.
 
         Returns:
             Array of shape `[rows, column blocks]`.
@@ -212,9 +235,10 @@ class _BlockQuantizer:
         )
 
     def _compute_scales_from_magnitudes(self, magnitudes: Array) -> Array:
-        """Compute scales in their stored dtype from the largest block magnitudes.
+        """Compute scales in their stored dtype from the largest magnitudes of the blocks.
 
-        Powers of two are uint8 exponents.
+        With the rules `near` and `floor`, the scales are powers of two and are returned as uint8 exponents
+        (E8M0).
         """
         rule, stored = self.scheme.scale_rule, to_numpy_dtype(self.scale_dtype)
         if rule == "inverse":
@@ -251,7 +275,10 @@ class _BlockQuantizer:
         return 8 if self.scheme.code_dtype == "I8" else int(self.scheme.code_dtype.removeprefix("INT"))
 
     def _round_to_arithmetic_dtype(self, values: Array) -> Array:
-        """Round values to the dtype in which the format computes."""
+        """Round float32 values to the dtype in which the format's own program computes.
+
+        The rounded values are returned as float32.
+        """
         return round_to_dtype(values, self._arithmetic_dtype).astype(np.float32)
 
     def quantize_rows(
@@ -323,7 +350,11 @@ class _BlockQuantizer:
 
     @property
     def row_alignment(self) -> int:
-        """Divisor of the index of the first row of each block of rows that is computed at once."""
+        """Number of rows to which the computed blocks of rows are aligned.
+
+        This is the block height, so that the magnitudes of a block are computed from its own rows. It is 1
+        for tall blocks, whose magnitudes are cached.
+        """
         return self.block_height if self.block_height <= _MAX_RECOMPUTED_HEIGHT else 1
 
 

@@ -406,7 +406,7 @@ class Tensor:
         for span in unverified_spans:
             span.verify_crc()
 
-    # The name in earlier versions.
+    # Alias, because the method had this name in earlier versions.
     iter_verified_blocks = iter_blocks_then_verify
 
     def release(self) -> None:

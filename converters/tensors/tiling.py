@@ -71,11 +71,11 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
 def _has_gap_or_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     """Return whether boxes with the volume of `shape` do not cover each point exactly once.
 
-    Each corner of a box has a sign: - if the box ends at the corner along an odd number of dimensions,
-    otherwise +. The number of boxes that cover a point is the sum of the signs at or before the point along
+    Each corner of a box has a sign: -1 if the box ends at the corner along an odd number of dimensions,
+    otherwise +1. The number of boxes that cover a point is the sum of the signs at or before the point along
     every dimension, and these sums determine the signs. Therefore, the boxes cover `shape` exactly once if
-    and only if the sum of the signs at every corner equals the sign of `shape` itself. This takes O(n) for
-    any arrangement.
+    and only if the sum of the signs at every corner equals the sign of `shape` itself. The check takes time
+    proportional to the number of boxes, for any layout of the boxes.
 
     Raises:
         CheckpointError: If there are too many corners, because the tensor is split along too many dimensions.

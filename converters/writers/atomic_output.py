@@ -40,17 +40,18 @@ def validate_output_path(
 ) -> AnyPath:
     """Check that writing an output cannot destroy the sources or files written by other programs.
 
-    On a disk, leftovers of a killed process are removed first.
+    On a local disk, the function first cleans up after killed conversions to the same output: it restores an
+    output folder that was being replaced, and deletes temporary folders. See `recover_replaced_folder`.
 
     Args:
-        out: Folder or file to write.
+        out: Path or URL of the folder or file to write.
         sources: Folders and files to read. The output must neither contain a source nor be inside a source.
         overwrite: Whether an existing output may be replaced.
         is_single_file: Whether the output is a file.
         replaceable_names: Names of further files in the output folder that may be replaced.
 
     Returns:
-        The absolute path of the output.
+        The absolute path of the output, with symbolic links resolved.
 
     Raises:
         CheckpointError: If writing the output could destroy files.
@@ -87,10 +88,20 @@ def validate_output_path(
 
 
 def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collection[str]) -> None:
-    """Check that an existing output folder may be replaced.
+    """Check that an output folder on a local disk may be replaced.
+
+    A folder that does not exist passes the check.
+
+    Args:
+        out: Path of the output folder.
+        overwrite: Whether an existing folder may be replaced.
+        replaceable_names: Names of files that may be replaced, in addition to the files that the writers
+            create.
 
     Raises:
-        CheckpointError: If it is not a folder, is in use, contains other files, or `overwrite` is False.
+        CheckpointError: If `out` exists and `overwrite` is False, if `out` is a symbolic link or not a
+            folder, if it contains the current or the home folder, or if it contains files that may not be
+            replaced.
     """
     if not os.path.lexists(str(out)):
         return
@@ -146,9 +157,10 @@ class FolderOutput:
         return path
 
     def complete_files(self) -> None:
-        """Do nothing, because the files of a disk are complete once their pieces are written.
+        """Do nothing, because a file on a disk is complete as soon as its pieces are written.
 
-        The method has the same role as `StoreOutput.complete_files`: small files are written after it.
+        The writers call this method before they write small files, because the counterpart
+        `StoreOutput.complete_files` has to make the uploaded files visible at this point.
         """
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
@@ -200,10 +212,11 @@ def open_atomic_output(
     has_other_writers: bool = False,
     iter_copied_spans: Callable[[], Iterable[FileSpan]] = tuple,
 ) -> Iterator[FolderOutput | StoreOutput]:
-    """Open an output that replaces `target` at the end of this context, and is removed after an exception.
+    """Open an output that replaces `target` when the context ends, or is discarded if the context raises.
 
-    On a disk, the output is a temporary folder next to `target`. A killed process leaves `target` in its old
-    or its new state, never in between, and `validate_output_path` removes its leftovers.
+    On a disk, the output is a temporary folder next to `target`. If the process is killed, `target` is either
+    unchanged or completely replaced, and the next call of `validate_output_path` removes the temporary
+    folder.
 
     Args:
         target: Absolute path or URL of the output.
@@ -213,8 +226,9 @@ def open_atomic_output(
         marker_fields: Additional fields of the completion marker in an object store.
         is_single_file: Whether `target` is the only file to write instead of a folder.
         has_other_writers: Whether other processes write to the same output. See `join_atomic_output`.
-        iter_copied_spans: Function that yields the spans of files that are copied unchanged. Spans whose
-            blocks the file system can share need no space.
+        iter_copied_spans: Function that yields the spans of files that are copied unchanged. It is only
+            called if `needed_bytes` exceeds the free space, because spans whose blocks the file system can
+            share need no space.
 
     Yields:
         The output to write to.
@@ -302,9 +316,14 @@ def join_atomic_output(target: AnyPath, temporary_name: str) -> Iterator[FolderO
 
 
 def _count_shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
-    """Return the number of bytes that need no space, because the file system shares their blocks.
+    """Count the bytes of copied spans that need no space, because their blocks are shared with the sources.
 
-    Whether files in `folder` can share blocks with a source file is tried once for each source file.
+    Only full blocks of `BLOCK_BYTES` are counted. Spans in an object store are ignored. For each source file,
+    the function tries once whether the file system of `folder` can share its blocks.
+
+    Args:
+        spans: Spans of source files that are copied unchanged.
+        folder: Existing folder on the file system of the output.
     """
     shares_by_path: dict[object, bool] = {}
     total = 0
@@ -337,10 +356,16 @@ def _create_missing_folders(folder: Path) -> list[Path]:
 
 
 def _move_to_target(temporary: Path, target: Path, *, overwrite: bool) -> None:
-    """Move the complete output to its path, replacing an existing output if `overwrite` is True.
+    """Rename the complete output to its final path, replacing an existing output if `overwrite` is True.
+
+    Args:
+        temporary: Complete output: a file or a folder on the same file system as `target`.
+        target: Final path of the output.
+        overwrite: Whether an existing `target` may be replaced.
 
     Raises:
-        CommandError: If the target has appeared in the meantime and `overwrite` is False.
+        CommandError: If `overwrite` is False and another program has created `target` while the output was
+            being written.
     """
     if not target.exists() or (overwrite and temporary.is_file()):
         temporary.rename(target)

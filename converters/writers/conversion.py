@@ -405,7 +405,8 @@ def _write_plan_in_group(
             return ""
 
         group.call_everywhere(write_own_files)
-        # Process 0 removes the old objects of a bucket before the first new object appears.
+        # Process 0 goes first, because it removes the old objects of a bucket, which must happen before the
+        # first new object appears.
         group.call_everywhere(lambda: complete_own_files(is_leader))
         group.call_everywhere(lambda: complete_own_files(not is_leader))
         for output in created:
@@ -415,7 +416,7 @@ def _write_plan_in_group(
 
 
 class _CheckedPlan(NamedTuple):
-    """Plan whose output may be written.
+    """Conversion plan together with its output path, after `_validate_and_plan_output` has checked both.
 
     Attributes:
         target: Absolute path of the output.
@@ -434,7 +435,10 @@ def _validate_and_plan_output(
     is_single_file: bool,
     options: Options,
 ) -> _CheckedPlan:
-    """Check that the output may be written, and plan its files.
+    """Check that the output may be written, plan its files, and check that they are not unexpectedly large.
+
+    Returns:
+        The absolute path of the output, and the plan.
 
     Raises:
         CheckpointError: If the output could destroy files, or would be much larger than the source.
@@ -500,9 +504,10 @@ def _write_small_files(output: FolderOutput | StoreOutput, plan: ConversionPlan)
 
 @contextmanager
 def _open_progress_bar(total_bytes: int, target: AnyPath, options: Options) -> Iterator[ReportBytes]:
-    """Yield a function that reports a number of written bytes.
+    """Show a progress bar of the written bytes if stderr is a terminal and the option `progress` is True.
 
-    Shows a progress bar if stderr is a terminal.
+    Yields:
+        A function that advances the progress bar by a number of bytes. It does nothing if no bar is shown.
     """
     if not options.get("progress", True) or not sys.stderr.isatty():
         yield int
@@ -515,7 +520,10 @@ def _open_progress_bar(total_bytes: int, target: AnyPath, options: Options) -> I
 
 
 def _iter_copied_spans(plan: ConversionPlan) -> Iterator[FileSpan]:
-    """Yield the file spans that `_write_tensor` copies directly from file to file."""
+    """Yield the file spans that `_write_tensor` can copy from file to file.
+
+    These are the spans of tensors whose dtype does not change and whose CRC32 is not needed for a trailer.
+    """
     for file in plan.files:
         for part, next_part in zip_longest(file.parts, file.parts[1:]):
             if (
@@ -572,10 +580,18 @@ def _count_source_bytes(root: AnyPath) -> int:
 
 
 def _count_data_bytes(path: Path, size_bytes: int) -> int:
-    """Return the size of a file in bytes, not counting holes.
+    """Return the number of bytes of a file that are not in holes of a sparse file.
 
     A file is not sparse if the file system has allocated enough blocks for its size. Otherwise, the file may
     be sparse or compressed by the file system, so its holes are located with `lseek`.
+
+    Args:
+        path: Path of the file.
+        size_bytes: Size of the file in bytes, including holes.
+
+    Returns:
+        The number of bytes. It is `size_bytes` if holes cannot be detected, and 0 if the file cannot be
+        opened.
     """
     data_bytes, position = 0, 0
     try:
@@ -599,7 +615,10 @@ def _count_data_bytes(path: Path, size_bytes: int) -> int:
 
 
 def _build_scalar_tensor(name: str, value: Scalar) -> Tensor:
-    """Create a 0-D tensor: BOOL for a bool, I64 for an integer that fits in 64 bits, otherwise F64."""
+    """Create a 0-D tensor from a number.
+
+    The dtype is BOOL for a bool, I64 for an integer that fits in 64 bits, and F64 for any other number.
+    """
     if isinstance(value, bool):
         return Tensor.from_source(name, "BOOL", (), InMemorySource(bytes([value])))
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
@@ -629,7 +648,8 @@ def _iter_write_jobs(
     """
 
     def iter_file_jobs(file: PlannedFile) -> Iterator[Job]:
-        # In an object store, more threads keep pieces in memory.
+        # Use smaller pieces in an object store, because each of its more numerous threads keeps a piece in
+        # memory.
         pieces = list(
             _group_parts_into_pieces(file.parts, FLUSH_BYTES // 4 if output.num_threads else FLUSH_BYTES)
         )
@@ -683,7 +703,16 @@ def _write_piece(
     losses: CastLosses,
     report_bytes: ReportBytes,
 ) -> None:
-    """Write the parts of a piece to the output file, and finish the piece."""
+    """Write the parts of a piece to the output file, and finish the piece.
+
+    Args:
+        piece: Piece of the output file to write to.
+        parts: Parts of the piece, in file order. A `CrcTrailer` is computed from the CRC32 of the tensor
+            directly before it.
+        unverified_spans: Set of file spans whose CRC could not be verified yet. Updated in place.
+        losses: Counts of the elements that became infinite or zero when they were cast. Updated in place.
+        report_bytes: Function that is called with the number of bytes after each write.
+    """
     crc = 0
     for i, part in enumerate(parts):
         if isinstance(part, OutputTensor):
@@ -705,7 +734,12 @@ def _write_tensor(
     *,
     compute_crc: bool,
 ) -> int:
-    """Write a tensor, if possible by a copy in the file system, and verify CRCs of completely read spans.
+    """Write the data of a tensor to a piece of the output file.
+
+    If the dtype does not change and no CRC32 is needed, the data is copied within the file system if
+    possible. Otherwise, the data is read and cast, and the CRC of each source span is verified as soon as all
+    bytes of the span have been read. Spans that have only been read partially are added to
+    `unverified_spans`.
 
     Returns:
         The CRC32 of the written data, or 0 if `compute_crc` is False.
@@ -736,7 +770,14 @@ def _write_tensor(
 def _iter_output_bytes(
     entry: OutputTensor, unverified_spans: UnverifiedSpans, losses: CastLosses
 ) -> Iterator[memoryview]:
-    """Iterate over the bytes of a tensor in its output dtype."""
+    """Iterate over the bytes of a tensor in its output dtype, block by block.
+
+    Args:
+        entry: Tensor and its output dtype.
+        unverified_spans: Set to which the spans that were read are added, so that the caller can verify their
+            CRCs.
+        losses: Counts of the elements that became infinite or zero when they were cast. Updated in place.
+    """
     if entry.dtype == entry.tensor.dtype:
         yield from entry.tensor.iter_byte_blocks(BLOCK_BYTES, unverified_spans)
     else:

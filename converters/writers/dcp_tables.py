@@ -120,8 +120,8 @@ class TableRecord:
         header_crc32: CRC32 of the header. Must be equal on all ranks.
         pieces_nbytes: Size in bytes of the pieces that are copied to `.metadata`.
         numel: Number of elements in these pieces.
-        boxes: For each shape of a tensor, the smallest box that contains all pieces of tensors with this
-            shape.
+        boxes: Smallest box that contains all pieces of the tensors of one unsharded shape, keyed by
+            `format_shape_key(shape)`.
     """
 
     name: str
@@ -201,7 +201,7 @@ def build_rank_table(
 
 
 def format_shape_key(shape: Dims) -> str:
-    """Return the key of a shape in the boxes of a table."""
+    """Format the shape of a tensor as the key of `TableRecord.boxes`, such as `"4096x512"`."""
     return "x".join(map(str, shape))
 
 
@@ -238,7 +238,13 @@ def _compute_numel(sizes: Dims) -> int:
 
 
 def _extend_box(box: Box | None, offsets: Dims, sizes: Dims) -> Box:
-    """Return the smallest box that contains a box and a piece. If the box is None, the box of the piece."""
+    """Return the smallest box that contains both `box` and a piece. If `box` is None, return the piece's box.
+
+    Args:
+        box: Box to extend, or None.
+        offsets: First index of the piece in each dimension.
+        sizes: Shape of the piece.
+    """
     if box is None:
         return Box(offsets, sizes)
     low = tuple(map(min, box.offsets, offsets))
@@ -248,7 +254,11 @@ def _extend_box(box: Box | None, offsets: Dims, sizes: Dims) -> Box:
 
 
 def _encode_header(keys: Sequence[KeyEntry]) -> tuple[bytes, PickleMemo]:
-    """Encode the first part of a table, and return it with the memo that the pieces refer to."""
+    """Encode the first part of a table.
+
+    Returns:
+        The encoded header, and the memo with the opcodes by which the pieces refer to values of the header.
+    """
     out, memo = bytearray(b"\x80\x02"), dict["Hashable", bytes]()
     for constant in _MEMOIZED_CONSTANTS:
         append_pickled(constant, out, memo)
@@ -300,7 +310,16 @@ def _build_tensor_properties(dtype: str) -> PickledObject:
 
 
 def _encode_pieces(shard_file: str, pieces: Sequence[WrittenPiece], header_memo: PickleMemo) -> bytes:
-    """Encode the opcodes that add pieces to the containers of the header. Empty if there are no pieces."""
+    """Encode the opcodes that add pieces to the lists and dicts that the header has created.
+
+    Args:
+        shard_file: Name of the file that contains the pieces.
+        pieces: Pieces to encode.
+        header_memo: Memo that `_encode_header` returned. It is not changed.
+
+    Returns:
+        The opcodes, or empty bytes if there are no pieces.
+    """
     if not pieces:
         return b""
     memo = dict(header_memo)

@@ -135,8 +135,9 @@ def _build_dcp_metadata(
 
     Args:
         tensors: Tensors, keyed by their keys in the state dict.
-        paths: Nested keys from which each key was flattened, for tensors and other values.
-        positions: Position of each item in the shard files.
+        paths: Path of nested dict keys and list indices from which each key was flattened, keyed by the
+            flattened key. It includes values that are not tensors.
+        positions: Position of each item in the shard files, keyed by the flattened key.
     """
     tensor_metadata: dict[str, PickledObject] = {}
     storage_data: dict[PickledObject, PickledObject] = {}

@@ -86,20 +86,21 @@ class GGUFModelType:
         allowed_values: Values of settings with which both programs compute the same outputs. If a setting is
             missing in the config, it has its value in `defaults`, or else the first allowed value.
         defaults: Default values of transformers for settings that are missing in the config.
-        count_settings: Integer settings to write: their names in the config, keyed by the method
-            `GGUFWriter.add_<key>`.
-        number_settings: Positive numbers to write, in the same form.
+        count_settings: Integer settings to write. Each value lists the names of the setting in the config,
+            and its key is the `<key>` of the method `GGUFWriter.add_<key>` that writes it.
+        number_settings: Settings to write whose values are positive numbers. Same keys and values as
+            `count_settings`.
         rope_scalings: Types of rotary embedding scaling that llama.cpp supports. Empty if the model has no
             rotary embedding.
         allows_partial_rope: Whether the rotary embedding may rotate only a part of each head.
         window_period: Period of the layers with full attention, for example 2 if every second layer has full
             attention and the other layers have a sliding window. 0 if there are no windows.
-        local_rope_base: Base of the rotary embedding in layers with a window, if it differs from the other
-            layers.
+        local_rope_base: Base of the rotary embedding in layers with a sliding window. None if it is the same
+            base as in the other layers.
         no_rope_period: Period of the layers without a rotary embedding. 0 if all layers have one.
-        num_layers_with_hidden_scale: Number of layers of the model size for which llama.cpp scales queries by
-            hidden size / number of heads instead of the head size. None if the model has no
-            `query_pre_attn_scalar`.
+        num_layers_with_hidden_scale: Number of layers by which llama.cpp recognizes one model size, such as
+            46 for Gemma 2 27B. For this size, it scales the queries by `hidden_size / num_heads` instead of
+            the head size. None if the model has no `query_pre_attn_scalar`.
         heads_span_hidden_size: Whether the heads together must be as wide as the hidden size.
         interleaves_rope: Whether the rotary embedding of llama.cpp pairs adjacent rows of the query and key
             projections, so that the rows must be permuted.
@@ -303,9 +304,12 @@ class _ConfigTable:
     `check_all_settings_taken` rejects them.
 
     Args:
-        values: The table. Anything but a dict is an error.
+        values: The table, as parsed from JSON.
         defaults: Default values of settings that the table does not contain.
         location: Prefix of error messages.
+
+    Raises:
+        CheckpointError: If `values` is not a dict.
     """
 
     def __init__(self, values: Any, defaults: Mapping[str, Any], location: str) -> None:
@@ -315,13 +319,14 @@ class _ConfigTable:
         self._untaken_names = set(values)
 
     def take_setting(self, *names: str) -> Any:
-        """Return the value of a setting.
+        """Return the value of a setting, and mark all of its names as used.
 
         Args:
             names: Name of the setting, followed by its other names.
 
         Returns:
-            The value, or the default if none of the names is present. None if the value is null.
+            The value of the first name that is present and not null. If no name is present, the default,
+            which is None for a setting without a default. If the present names are all null, None.
 
         Raises:
             CheckpointError: If two names have different values.
@@ -334,7 +339,7 @@ class _ConfigTable:
         return values[0] if values else None if present_names else self.defaults.get(names[0])
 
     def take_positive_number(self, *names: str, default: float | None = None, is_count: bool = False) -> Any:
-        """Return a setting that is a positive number.
+        """Return a setting that is a positive number, and mark it as used.
 
         Args:
             names: Name of the setting, followed by its other names.
@@ -342,7 +347,8 @@ class _ConfigTable:
             is_count: Whether the number must be an integer.
 
         Raises:
-            CheckpointError: If the value is not such a number.
+            CheckpointError: If the value is not a positive number, is too large, or is not an integer
+                although `is_count` is True. A missing setting without a default is also an error.
         """
         number: Any = self.take_setting(*names)
         number = default if number is None else number
@@ -372,7 +378,9 @@ class _ConfigTable:
         return value
 
     def take_nested_table(self, *names: str, defaults: Mapping[str, Any]) -> _ConfigTable:
-        """Return a table that is nested in this table. A missing table is empty.
+        """Return a table that is nested in this table, and mark it as used.
+
+        A missing table is replaced by its default, or else by an empty table.
 
         Args:
             names: Names of the nested table. The first name with a value is used.
@@ -487,10 +495,12 @@ def parse_gguf_settings(
 
 
 def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
-    """Check which layers have a sliding window or no rotary embedding, and add the window size to `settings`.
+    """Check that llama.cpp uses a sliding window and a rotary embedding in the same layers as the config.
+
+    If the model type has windows, their size is added to `settings`.
 
     Raises:
-        CheckpointError: If llama.cpp uses other windows.
+        CheckpointError: If llama.cpp would use different windows, or rotary embeddings in other layers.
     """
     layer_numbers, window_period = range(1, settings.values["block_count"] + 1), model_type.window_period or 1
     uses_windows = table.take_setting("use_sliding_window") is not False and "layer_types" not in table.values
@@ -518,10 +528,13 @@ def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, setting
 
 
 def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
-    """Add the settings of the rotary embedding.
+    """Add the rotary embedding's base, rotated size, and scaling to `settings`.
 
-    If layers with a sliding window have other settings, the settings of the layers with full attention are
-    added.
+    A config may contain separate rotary settings for layers with a sliding window. Their values are then only
+    checked, and the values for layers with full attention are added.
+
+    Raises:
+        CheckpointError: If llama.cpp would compute a different rotary embedding.
     """
     values, original_length_key = settings.values, "original_max_position_embeddings"
     partial_factor, original_length = (
@@ -576,7 +589,19 @@ def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings:
 
 
 def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float) -> list[float]:
-    """Compute the divisor of each rotary frequency for the scaling type `llama3`."""
+    """Compute the divisor of each rotary frequency for the scaling type `llama3`.
+
+    Args:
+        rope: Rotary settings of the config. The settings of `llama3` scaling are marked as used.
+        base: Base of the rotary embedding (theta).
+        rotated_size: Number of rotated elements of each head.
+
+    Returns:
+        The divisors of the `rotated_size / 2` frequencies, from the highest frequency to the lowest.
+
+    Raises:
+        CheckpointError: If `high_freq_factor` is not above `low_freq_factor`.
+    """
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, old = map(rope.take_positive_number, names)
     if not low < high:

@@ -32,7 +32,9 @@ _END_TOKEN_KINDS = ("eos", "eot", "eom")  # llama.cpp stops at one token of each
 def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Add the tokenizer and the chat template to a GGUF writer.
 
-    A warning is logged if llama.cpp may split text differently. The tokenizer is then not written.
+    If the checkpoint has no `tokenizer.json`, or if llama.cpp may split text differently, a warning is logged
+    and the tokenizer model `no_vocab` is added instead. A warning is also logged if llama.cpp ignores some of
+    the end tokens, because it supports only three.
 
     Args:
         writer: The `gguf.GGUFWriter`.
@@ -71,7 +73,10 @@ def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping
 
 
 def _read_chat_template(checkpoint: Checkpoint) -> str:
-    """Read the chat template. Empty if the checkpoint does not have one."""
+    """Read the chat template of a checkpoint. Returns an empty string if it does not have one.
+
+    If `tokenizer_config.json` contains several named templates, the template named `default` is returned.
+    """
     path = checkpoint.companions.get("chat_template.jinja")
     if path is not None:
         return read_small_file(path).decode("utf-8", "replace")
@@ -89,10 +94,10 @@ def _read_chat_template(checkpoint: Checkpoint) -> str:
 def _list_end_token_ids(
     checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: Mapping[str, Any], chat_template: str
 ) -> list[int]:
-    """Return the IDs of the tokens at which transformers stops.
+    """Return the IDs of the tokens at which transformers stops generating.
 
-    The first ID is the token that the chat template writes, if there is one, or else the tokenizer's
-    `eos_token`.
+    The IDs are sorted, because llama.cpp only uses the first few: tokens whose text occurs in the chat
+    template come first. Among equal candidates, the tokenizer's `eos_token` comes first.
     """
     configured_ids = read_json_object_or_empty(checkpoint.companions.get(GENERATION_CONFIG_FILE)).get(
         "eos_token_id"
@@ -212,8 +217,14 @@ def _detect_added_bos(
 ) -> bool | None:
     """Detect whether the tokenizer adds the BOS token to the beginning of each text.
 
+    Args:
+        post_processor: Value of `post_processor` in the `tokenizer.json`.
+        vocab: Text of each token, keyed by token ID.
+        config: Content of the `config.json`.
+
     Returns:
-        Whether it does. None if the tokenizer changes the tokens in a different way.
+        Whether the tokenizer adds the BOS token. None if it adds other special tokens, or has a type of
+        post-processor that llama.cpp does not support.
     """
     if post_processor is None or post_processor.get("type") == "ByteLevel":
         return False

@@ -184,10 +184,10 @@ def plan_gguf_adapter(
 
 
 def _parse_matrix_type(choices: ContentOptions) -> str | None:
-    """Return the GGML type of the matrices. None to keep their dtypes.
+    """Return the GGML type in which the matrices are written. Returns None if they keep their dtypes.
 
     Raises:
-        CommandError: If the optimizer state is requested.
+        CommandError: If the optimizer state is requested, which GGUF cannot contain.
     """
     if choices.optimizer:
         raise CommandError("--to gguf: holds no optimizer state; leave out --optimizer")
@@ -234,7 +234,12 @@ def _add_tensor_info(writer: Any, name: str, tensor: Tensor, ggml_type: str) -> 
 
 
 def _build_gguf_plan(writer: Any, entries: Sequence[OutputTensor]) -> ConversionPlan:
-    """Build the plan of a file that contains the header and the tensors."""
+    """Build the plan of a GGUF file that consists of the writer's header and the padded tensors.
+
+    Args:
+        writer: The `gguf.GGUFWriter`, to which all keys and tensor infos have been added.
+        entries: Tensors, in the order in which their infos were added.
+    """
     import gguf
 
     parts: list[FilePart] = [_encode_header(writer)]
@@ -299,10 +304,20 @@ def _rename_tensors_to_gguf(
 def _map_gguf_names_to_names(
     names: Iterable[str], model_type: GGUFModelType, settings: GGUFSettings, root: AnyPath
 ) -> dict[str, str]:
-    """Return the name of each parameter, keyed by its name in llama.cpp.
+    """Map the names that llama.cpp uses to the names of parameters.
+
+    Args:
+        names: Names of parameters in transformers.
+        model_type: Description of the model type.
+        settings: Settings of the model, which determine the modules that may have biases.
+        root: Path of the checkpoint, used in error messages.
+
+    Returns:
+        The names of the parameters, keyed by their names in llama.cpp.
 
     Raises:
-        CheckpointError: If llama.cpp has no such parameter.
+        CheckpointError: If llama.cpp has no such parameter, if two parameters would have the same name, or if
+            the config disables the bias.
     """
     import gguf
 
@@ -326,11 +341,15 @@ def _map_gguf_names_to_names(
 
 
 def _iter_split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, with one tensor for each expert and projection.
+    """Yield all tensors, after splitting stacked expert tensors into one tensor per expert and projection.
 
     A stacked tensor (experts, ...) is split into the experts, and `gate_up_proj` into `gate_proj` and
     `up_proj`. If the experts have biases, their matrices have the shape (in, out), and the columns of
-    gate_proj and up_proj alternate.
+    gate_proj and up_proj alternate. Tensors outside of experts are yielded unchanged, except for buffers,
+    which are dropped.
+
+    Yields:
+        The name and the tensor.
     """
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
@@ -361,7 +380,13 @@ def _iter_split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
 def _iter_stacked_experts(
     tensors: Iterable[tuple[str, Tensor]], settings: GGUFSettings, root: AnyPath
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, with the experts of each layer and projection stacked into one tensor.
+    """Yield all tensors, after stacking the experts of each layer and projection into one tensor.
+
+    Tensors that do not belong to an expert are yielded unchanged.
+
+    Yields:
+        The name and the tensor. The name of a stacked tensor is the name of its experts without the expert
+        index.
 
     Raises:
         CheckpointError: If an expert is missing, or the experts have different shapes.
@@ -384,7 +409,16 @@ def _iter_stacked_experts(
 def _convert_tensor_layout(
     gguf_name: str, tensor: Tensor, model_type: GGUFModelType, settings: GGUFSettings
 ) -> Tensor:
-    """Convert a tensor to the row order, norm weights, and query scale that llama.cpp expects. Lazy.
+    """Convert a tensor of transformers to the layout and the values that llama.cpp expects, lazily.
+
+    Depending on the model type, the function permutes the rows of the query and key projections for the
+    rotary embedding, transposes linear layers, adds 1 to the weights of norms, or scales the queries.
+
+    Args:
+        gguf_name: Name of the tensor in llama.cpp.
+        tensor: Tensor of the checkpoint.
+        model_type: Description of the model type.
+        settings: Settings of the model.
 
     Returns:
         The converted tensor, or `tensor` itself if nothing changes.

@@ -63,14 +63,14 @@ def run_jobs_in_threads(
 ) -> None:
     """Run all jobs in several threads, starting them in order.
 
-    The first error, or Ctrl-C, stops the other jobs and is raised.
+    The first exception in a job, or Ctrl-C, stops the other jobs and is raised in the calling thread.
 
     Args:
-        jobs: Jobs to run. They are requested one at a time, so that a million jobs need no memory. Each job
-            is called with a function. It must call this function every few milliseconds with the number of
-            bytes it has processed. The function raises an exception to stop the job after another job has
-            failed.
-        report_bytes: Function that receives these numbers, from one thread at a time.
+        jobs: Jobs to run. They are taken from the iterator one at a time, so that a million jobs need no
+            memory. Each job is called with a progress function, which the job must call every few
+            milliseconds with the number of bytes that it has processed. After another job has failed, the
+            progress function raises an exception that stops the job.
+        report_bytes: Function that is called with the number of processed bytes, by one thread at a time.
         num_threads: Number of threads. If None, `get_default_thread_count()`.
     """
     from concurrent.futures import (

@@ -115,8 +115,9 @@ def build_temporary_path(target: Path, kind: str = "tmp") -> Path:
 def move_into_place(new: Path, target: Path, old_path: Path) -> None:
     """Rename `new` to `target`, and an existing `target` to `old_path`.
 
-    If the process is killed, `target` is in its old or its new state, and `old_path` may be the new folder.
-    If the system cannot exchange names, `target` is missing for a moment, and `old_path` is the old folder.
+    If the system can exchange two names, `target` exists at every moment, with either the old or the new
+    content. Otherwise, `target` is missing for a moment, during which the old folder is at `old_path`. If the
+    process is killed, `new` may therefore have been left at its path or at `old_path`.
 
     Args:
         new: Path of the new file or folder.
@@ -168,14 +169,14 @@ def replace_and_delete_folder(new: Path, target: Path) -> None:
 
 
 def try_lock_folder(folder: Path) -> int | None:
-    """Lock a folder until this process ends or releases the lock.
+    """Lock a folder until this process ends or releases the lock. Does not wait for the lock.
 
     Args:
         folder: Folder to lock.
 
     Returns:
-        A file descriptor that holds the lock. None if another process holds the lock, or locks are not
-        supported.
+        A file descriptor that holds the lock. None if another process holds the lock, if the folder cannot be
+        opened, or if locks are not supported.
     """
     try:
         import fcntl
@@ -230,12 +231,14 @@ def create_locked_folder(target: Path) -> LockedFolder:
 
 
 def recover_replaced_folder(target: Path) -> None:
-    """Restore a folder after a process was killed while replacing it, and remove leftovers of the process.
+    """Clean up after processes that were killed while they wrote or replaced a folder.
 
-    Folders that a running process has locked remain. If locks are not supported, nothing is changed.
+    If `target` is missing because its replacement was interrupted, the old folder is renamed back to
+    `target`. All other temporary folders of killed processes are deleted. A folder that a running process has
+    locked is skipped. If locks are not supported, nothing is changed.
 
     Args:
-        target: Path of the folder.
+        target: Path of the output folder, which may not exist.
     """
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-\d+-[0-9a-f]{{6}}")
     try:

@@ -108,7 +108,11 @@ plan_dcp_safetensors = partial(plan_safetensors, dcp=True)
 
 
 def _build_dcp_header_metadata(entries: Sequence[OutputTensor]) -> dict[str, str]:
-    """Build the metadata by which torch finds the position of each stored tensor in the full tensor."""
+    """Build the header metadata of torch's `HuggingFaceStorageWriter`.
+
+    The metadata contains the offsets of each stored tensor in its unsharded tensor. All offsets are 0,
+    because the tensors are not sharded.
+    """
     table = {entry.name: {DCP_OFFSETS_KEY: [0] * len(entry.tensor.shape)} for entry in entries}
     return {DCP_INFO_KEY: json.dumps(table), "DCP_VERSION": "1.0"}
 
@@ -145,7 +149,15 @@ def _build_plan_with_optimizer(
     *,
     includes_optimizer: bool,
 ) -> ConversionPlan:
-    """Build the plan of model files, and add the optimizer state if it is requested."""
+    """Build a plan from model files and, if requested, the optimizer state of the checkpoint.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        files: Planned model files. The file of the optimizer state is appended to the list.
+        documents: Contents of other small files. The file of the parameter groups is added.
+        companions: Paths of the companion files to copy, keyed by file name.
+        includes_optimizer: Whether to write the optimizer state.
+    """
     if includes_optimizer:
         optimizer = require_optimizer_state(checkpoint)
         files.append(
@@ -233,10 +245,10 @@ def _plan_safetensors_file(
 
 
 def _compute_header_padding(header_nbytes: int, entries: Iterable[OutputTensor]) -> int:
-    """Compute the number of spaces after a header with which most data can share blocks with the source.
+    """Compute the number of spaces to append to a header so that most data can share blocks with the source.
 
-    If the file system can share blocks (XFS, btrfs), data must begin at the same offset in a block as in the
-    source file.
+    A file system that can share blocks (XFS, btrfs) requires that the data begins at the same offset within a
+    block as in the source file. The padding also aligns the end of the header to 8 bytes.
 
     Args:
         header_nbytes: Size of the header without padding, in bytes.

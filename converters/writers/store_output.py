@@ -2,15 +2,15 @@
 
 Files are written as multipart uploads, which are invisible until they are completed. When all files are
 uploaded, the folder is marked as incomplete (see `portable.converters.storage.completion_markers`), old
-objects are deleted, and the uploads are completed. The small files, the comparison of `--verify`, and the
-completion marker follow.
+objects are deleted, and the uploads are completed. Then the small files are written, `--verify` compares the
+output with the source, and the completion marker is written.
 
-A conversion that fails while uploading leaves the output unchanged. A conversion that is killed leaves
-uploads, which the next conversion to the same output aborts. If it is killed near its end, it leaves a folder
-that is marked as incomplete. Such a folder is never read.
+A conversion that fails while uploading leaves the output unchanged. A conversion that is killed while
+uploading leaves invisible uploads, which the next conversion to the same output aborts. A conversion that is
+killed later leaves a folder that is marked as incomplete, and such a folder is never read.
 
-The completion marker lists each written object with its version. See `read_written_objects`. A program that
-writes to the same folder again can thus distinguish its objects from objects written by other programs.
+The completion marker lists each written object with its version. A program that writes to the same folder
+again can use `read_written_objects` to distinguish these objects from objects written by other programs.
 """
 
 from __future__ import annotations
@@ -51,17 +51,20 @@ _log = logging.getLogger(__name__)
 
 
 def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[str, ListedFile | None]:
-    """Read the objects that the marker of a folder lists as written.
+    """Read the list of objects in a folder's marker, which a previous writer created or may have created.
+
+    The completion marker is read, or the marker of an incomplete folder if there is no completion marker.
 
     Args:
         folder: URL of the folder.
-        required_fact: Field that the marker must contain. See `StoreOutput`. Empty to accept the marker of
-            any writer.
+        required_fact: Field that the marker must contain. See the argument `facts` of `StoreOutput`. Empty to
+            accept the marker of any writer.
 
     Returns:
-        The size and version of each object that was written, or that was found and may have been replaced,
-        keyed by name. The value is None if a writer has planned the object and may not have written it. Empty
-        if the folder has no valid marker.
+        The size and version of each object, keyed by name. In an incomplete folder, these are the objects
+        that existed before the writer began, and the value is None for each object that the writer planned
+        but may not have written. Empty if the folder has no valid marker, or if the marker does not contain
+        `required_fact`.
     """
     marker = read_json_object_or_empty(folder / COMPLETE_MARKER) or read_json_object_or_empty(
         folder / INCOMPLETE_MARKER
@@ -168,9 +171,10 @@ class StoreUploads:
 class StoreOutput(StoreUploads):
     """Output folder or object in an object store.
 
-    The object store does not change before `complete_files`. After that, `publish_folder` makes the output
-    complete, and `abort_uploads` removes all objects that have not been published. See `FolderOutput` for the
-    other methods.
+    The constructor aborts uploads that a killed conversion to the same output has left. Objects of the store
+    do not change before `complete_files`. After that, `publish_folder` makes the output complete, and
+    `abort_uploads` removes all objects that have not been published. See `FolderOutput` for the other
+    methods.
 
     Args:
         folder: URL of the folder, or of the only object if `single` is True.
@@ -211,10 +215,13 @@ class StoreOutput(StoreUploads):
         return {}
 
     def complete_files(self) -> None:
-        """Replace the content of the folder by the uploaded objects, marked as incomplete.
+        """Remove the old objects of the folder, and make the uploaded objects visible.
+
+        The folder is marked as incomplete first. A single object is instead replaced atomically, without a
+        marker.
 
         Raises:
-            CheckpointError: If objects have appeared in the folder since the output was opened.
+            CheckpointError: If objects in the folder have appeared or changed since the output was opened.
         """
         self.folder.clear_listings()
         there = self._list_present_objects()
@@ -238,7 +245,11 @@ class StoreOutput(StoreUploads):
             self._undo_commit = self.folder.unlink
 
     def _remove_written_objects(self) -> None:
-        """Remove the objects of this output and their markers."""
+        """Remove the objects of this output and its markers.
+
+        If other processes upload to the same folder, the marker of an incomplete folder is kept, because
+        another process may still complete an upload.
+        """
         self.folder.remove_objects([COMPLETE_MARKER, *self._planned_names])
         if not self._shared:  # otherwise another process may still complete an upload
             self.folder.remove_objects([INCOMPLETE_MARKER])
@@ -276,7 +287,10 @@ class StoreOutput(StoreUploads):
         copy_file(path, self.folder / name)
 
     def publish_folder(self) -> None:
-        """Write the completion marker, after which the output is complete."""
+        """Write the completion marker, which makes the output complete.
+
+        A single object has no marker. It only becomes permanent: `abort_uploads` no longer removes it.
+        """
         if not self._single:
             # Abort unknown uploads, because they remain if the response to the start of an upload was lost.
             abort_open_uploads(self.folder, recursive=False)
@@ -293,11 +307,11 @@ class StoreOutput(StoreUploads):
 
 
 class FileUpload:
-    """Multipart upload of a file. Pieces are appended to it in order.
+    """Multipart upload of a file, which several threads write piece by piece.
 
-    Pieces are prepared in parallel, and appended in the order of their numbers. A piece that is not the next
-    one is kept in memory, and its thread waits at the end of the piece. No more pieces are therefore in
-    memory than there are threads.
+    The threads prepare pieces in parallel, but the pieces have to be uploaded in the order of their indices.
+    A thread keeps its piece in memory until all earlier pieces have been uploaded. Each thread waits at the
+    end of its piece, so that at most one piece per thread is in memory.
 
     Args:
         path: URL of the object.
@@ -379,10 +393,11 @@ class PieceUpload:
         return False
 
     def finish(self, progress: Callable[[int], object]) -> None:
-        """Wait until the piece is the next one, and append its data.
+        """Wait until all earlier pieces have been uploaded, and append the data that is still in memory.
 
         Args:
-            progress: Function that raises an exception if another job has failed.
+            progress: Function that raises an exception if another job has failed. It is called with 0 while
+                waiting.
         """
         file = self._file
         with file.piece_turn:

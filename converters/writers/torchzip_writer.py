@@ -68,7 +68,9 @@ class PickledPersistentId:
 
 
 PickleMemo = dict["Hashable", bytes]
-"""Opcodes that fetch memoized values, keyed by string, by `PickledGlobal`, or by another key."""
+"""Opcodes that push a memoized value on the stack. A string or `PickledGlobal` is its own key, and
+`append_memo_put` stores other values under keys that its caller chooses.
+"""
 
 
 def encode_pickle(value: Any) -> bytes:
@@ -191,9 +193,9 @@ class _TensorMember(NamedTuple):
 def plan_torch_file(value: Any) -> list[FilePart]:
     """Plan a torch.save file.
 
-    If there are several tensors, the zip directory at the end is written last, and the data of each tensor is
-    aligned to 64 bytes, as in the files of torch. With a single tensor, neither is done, so that the parts
-    can also be embedded in a larger file.
+    If there are several tensors, the file has the layout of torch: the zip directory at the end is written
+    last, and the data of each tensor is aligned to 64 bytes. A file with a single tensor has neither
+    property, because the DCP writer concatenates such files into a larger file.
 
     Args:
         value: Plain containers, instances of the classes above, and an `OutputTensor` for each tensor. An
@@ -261,17 +263,27 @@ def reopen_tensors(values: Mapping[str, Any], folder: AnyPath) -> dict[str, Tens
 
 
 def _record_crc_and_build_descriptor(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
-    """Store the CRC32 of a tensor in `crcs`, and build the data descriptor after the tensor."""
+    """Store the CRC32 of a tensor, and build the data descriptor that follows the tensor.
+
+    The zip directory at the end of the file repeats the CRC32.
+
+    Args:
+        crcs: CRC32 of each tensor. Updated in place.
+        number: Index of the tensor.
+        nbytes: Size of the tensor in bytes.
+        crc: CRC32 of the tensor's data.
+    """
     crcs[number] = crc
     return _build_descriptor(crc, nbytes)
 
 
 def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) -> Any:
-    """Replace each tensor of a nested value by the call that rebuilds it.
+    """Return a copy of a nested value in which each tensor is replaced by the call that rebuilds it.
 
     Args:
-        value: Nested value.
-        entries: Dict that collects each tensor and its number, keyed by `id`.
+        value: Nested dicts, lists, and tuples that may contain `OutputTensor` objects.
+        entries: Dict to which each tensor and the index of its storage are added, keyed by the `id` of the
+            `OutputTensor`.
     """
     if isinstance(value, OutputTensor):
         number, _ = entries.setdefault(id(value), _NumberedEntry(len(entries), value))
@@ -284,7 +296,12 @@ def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) ->
 
 
 def _build_tensor_call(entry: OutputTensor, number: int) -> PickledCall:
-    """Build the call of torch that creates a tensor on a storage of the archive."""
+    """Build the pickled call by which torch rebuilds a tensor from a storage of the archive.
+
+    Args:
+        entry: Tensor to write.
+        number: Index of its storage in the archive.
+    """
     width = get_itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
     kind = PickledGlobal("torch", storage) if storage else PickledGlobal("torch.storage", "UntypedStorage")

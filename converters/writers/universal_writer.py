@@ -1,8 +1,8 @@
 """Writer of DeepSpeed universal checkpoints. ZeRO 1 to 3 load them at any world size.
 
 `zero/<parameter>/` contains the fp32 master weights and each moment, and `zero/optimizer_state.pt` contains
-the parameter groups. The model states are written twice, under the names that stages 1 and 2 and stage 3
-read. `latest_universal` contains the name of the folder.
+the parameter groups. The model states are written to two files, because stages 1 and 2 read another file name
+than stage 3. `latest_universal` contains the name of the folder.
 
 `load_checkpoint` of DeepSpeed with `checkpoint: {load_universal: true}` restores the parameters of the
 optimizer, its state, and the counters. It restores neither buffers nor frozen parameters.
@@ -54,9 +54,9 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
         The plan.
 
     Raises:
-        CheckpointError: If the optimizer state is not requested or does not exist, if the dtype is not keep
-            or float32, the dtype of the master weights, or if a parameter name cannot be the name of a
-            folder.
+        CheckpointError: If the optimizer state is not requested or does not exist, if the requested dtype is
+            neither `keep` nor `float32`, because the master weights are float32, if a state has another shape
+            than its parameter, or if a parameter name cannot be the name of a folder.
     """
     if not choices.optimizer:
         raise CommandError("--to deepspeed-universal: needs the optimizer, too; add --optimizer")
@@ -100,7 +100,7 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
     model_groups = [{name: model[name] for name in group} for group in group_names]
     trained = {name for group in group_names for name in group}
     rest = {name: entry for name, entry in model.items() if name not in trained}
-    # Stage 3 opens the second file, but reads no tensors from it.
+    # The second file contains no tensors, because stage 3 opens it but reads no tensors from it.
     for file, tensors in zip(_MODELS, (rest, {}), strict=True):
         values[f"{tag}/{file}"] = _build_model_states(checkpoint, model_groups, tensors, engine_step)
     files = tuple(PlannedFile(name, tuple(plan_torch_file(value))) for name, value in values.items())
@@ -131,7 +131,11 @@ def _check_param_groups(
 
 
 def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
-    """Return the recorded step, or the step of the optimizer if it is larger or no step is recorded."""
+    """Return the step to write as the engine's step counter.
+
+    This is the larger of the step in the checkpoint's metadata and the optimizer's step. Each of them counts
+    as 0 if it is missing.
+    """
     recorded_step = checkpoint.metadata.get("step")
     step = next((values.get(_STEP) for values in optimizer.state.values()), 0)
     counted = int(step.read().item() if isinstance(step, Tensor) else step or 0)
@@ -141,9 +145,14 @@ def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
 def _build_optimizer_common_state(
     groups: list[dict[str, Any]], group_names: list[list[str]], step: Any
 ) -> dict[str, Any]:
-    """Build `optimizer_state.pt`.
+    """Build the content of `optimizer_state.pt`.
 
     Stages 1 and 2 read its top level, and stage 3 reads `optimizer_state_dict`.
+
+    Args:
+        groups: Parameter groups of the optimizer.
+        group_names: Names of the parameters in each group.
+        step: Number of steps, as a number or an `OutputTensor`.
     """
     indexed_groups = [{**group, "params": [i]} for i, group in enumerate(groups)]
     return {

@@ -1,4 +1,4 @@
-"""Group of processes that write one output together, each of them some of the files."""
+"""Group of processes that write one output together. Each process writes some of the files."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class WriterGroup(Protocol):
     size: int
 
     def call_everywhere(self, function: Callable[[], str]) -> list[str]:
-        """Call a function in every process and wait until all processes have done so.
+        """Call a function in every process, and wait until it has returned in all processes.
 
         Args:
-            function: Function of this process, whose result is sent to the other processes.
+            function: Function to call in this process. Its result is sent to the other processes.
 
         Returns:
             The results of all processes, ordered by their numbers.
 
         Raises:
-            CheckpointError: If the function failed in any process. The process itself raises the original
-                exception.
+            CheckpointError: If the function failed in another process. A process whose own function failed
+                raises the original exception.
         """
 
 
@@ -67,7 +67,10 @@ def distribute_files(files: Sequence[PlannedFile], num_processes: int) -> list[l
 
 
 def compute_plan_digest(plan: ConversionPlan) -> str:
-    """Compute a digest of the names, tensors and literal bytes of a plan's files."""
+    """Compute a digest of a plan's file names, tensors, and literal bytes.
+
+    Processes compare the digest to check that they have planned the same output.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for file in plan.files:
         digest.update(repr((file.name, len(file.parts), file.nbytes)).encode())

@@ -71,11 +71,11 @@ class ShardChecksums:
     Attributes:
         path: Path of the file.
         metadata_checksums: CRC32 of each metadata file, keyed by name.
-        items: CRC32 of each item, keyed by shard file and then by the offset of the item. None if the
-            metadata files contain these CRC32s.
-        metadata_sizes: Size of each metadata file in bytes. Empty without tables.
-        boxes: Region of the pieces, keyed by table and then by the shape of the tensors. Empty without
-            tables.
+        items: CRC32 of each item, keyed by shard file and then by the offset of the item. None in version 2,
+            in which the metadata files contain these CRC32s.
+        metadata_sizes: Size of each metadata file in bytes. Empty in version 1.
+        boxes: Smallest region that contains all pieces of a table, keyed by table and then by the shape of
+            the tensors. Empty in version 1.
     """
 
     path: AnyPath
@@ -147,7 +147,11 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
 
 
 def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksums:
-    """Parse version 2 of the file. This version lists one table per rank.
+    """Parse version 2 of `shard_checksums.json`, which lists one table per rank.
+
+    Args:
+        path: Path of the file, used in error messages.
+        content: Content of the file.
 
     Raises:
         CheckpointError: If the lists of tables are damaged or disagree.
@@ -174,7 +178,7 @@ def _parse_region(path: AnyPath, box: Any) -> Region:
     """Parse a region from a JSON list of its offsets and sizes.
 
     Raises:
-        CheckpointError: If the value is not such a list.
+        CheckpointError: If the value is not a list of two shapes with the same length.
     """
     offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
     if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
@@ -228,20 +232,21 @@ _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 
 def list_metadata_files(folder: AnyPath) -> list[str]:
-    """List the names of the metadata files in a folder: `.metadata`, or the tables of ranks without it.
+    """List the metadata files in a DCP folder.
 
     Returns:
-        The names. Empty if the folder is not a complete DCP folder.
+        The name `.metadata`, or the names of the ranks' tables if there is no `.metadata`. Empty if the
+        folder is not a complete DCP folder.
     """
     names = [name for name in list_entry_names(folder) if _METADATA.fullmatch(name)]
     return [".metadata"] if ".metadata" in names else names
 
 
 def has_metadata_name(path: AnyPath) -> bool:
-    """Return whether the last component of `path` is a name of DCP metadata."""
+    """Return whether the file name of a path is the name of a DCP metadata file. The file is not read."""
     return is_metadata_name(path.name)
 
 
 def is_metadata_name(name: str) -> bool:
-    """Return whether a file with this name contains DCP metadata."""
+    """Return whether a file name is the name of a DCP metadata file: `.metadata` or `__<rank>.metadata`."""
     return _METADATA.fullmatch(name) is not None

@@ -112,7 +112,7 @@ Entry = TensorEntry | ValueEntry
 
 
 def format_chunk_key(offsets: Dims | None) -> str:
-    """Return the dict key of a chunk with these offsets, or of a pickled value if they are None.
+    """Format the offsets of a chunk as a dict key. For a pickled value, pass None.
 
     The key is a string, because a file could contain numbers whose hashes collide (`pickle_reader.MAX_KEY`).
     """
@@ -201,9 +201,9 @@ def read_metadata_file(
 
 
 def _merge_entries(first: Entry, second: Entry) -> Entry:
-    """Merge the entries of one key from two ranks.
+    """Merge the entries of one key in the metadata files of two ranks.
 
-    If both ranks stored a chunk or value, it is read from the first rank.
+    If both ranks stored a chunk or value, the location on the first rank is kept.
 
     Raises:
         CheckpointError: If the entries differ in kind, path, dtype, or shape.
@@ -240,11 +240,15 @@ def _parse_item_locations(
 ) -> dict[str, dict[str, ItemLocation]]:
     """Parse the location of each chunk and value, and check that no two items share bytes.
 
-    Only tied tensors may have the same item under two keys, and only in a file whose bytes all belong to an
-    item. A damaged position would leave bytes without an item.
+    As an exception, two keys may refer to the same item, as for tied tensors. This is only accepted if every
+    byte of the file belongs to an item. Otherwise, one of the positions is damaged, because its correct
+    position would be a gap.
 
     Returns:
         Locations, keyed by key and then by `format_chunk_key`.
+
+    Raises:
+        CheckpointError: If a location is damaged, a file is missing or too short, or items overlap.
     """
     items: dict[str, dict[str, ItemLocation]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
@@ -305,6 +309,11 @@ class _TensorProperties(NamedTuple):
 
 def _parse_tensor_properties(description: PickledInstance, key: str, location: str) -> _TensorProperties:
     """Parse the dtype, the shape and the chunks of one tensor.
+
+    Args:
+        description: Pickled `TensorStorageMetadata`.
+        key: Key of the tensor, used in error messages.
+        location: Path of the metadata file, used in error messages.
 
     Raises:
         CheckpointError: If the description is damaged, or if the dtype is not supported.

@@ -119,7 +119,14 @@ def _build_param_groups(
 
 
 def _set_group_value(group: dict[str, Any], path: StateDictPath, value: Any) -> None:
-    """Set a value in a group in place. Integers in the path rebuild a flattened list."""
+    """Set a hyperparameter of a parameter group in place.
+
+    Args:
+        group: Parameter group to extend.
+        path: Path of the value below the group. An empty path means that the value is the complete group. A
+            path with an index means that the value is an item of a list, to which it is appended.
+        value: Value to set.
+    """
     if not path:
         group.update(value if isinstance(value, dict) else {})
         return

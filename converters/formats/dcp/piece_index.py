@@ -59,7 +59,8 @@ class PieceIndex:
         path: Path of the index.
 
     Attributes:
-        entries: All keys of the state dict. The tensors have no pieces. Call `get_entry_for_region` for them.
+        entries: Entries of all keys of the state dict. The entries of tensors do not list any pieces, because
+            `get_entry_for_region` looks up the pieces of a region.
     """
 
     def __init__(self, folder: CheckpointFolder, path: Path) -> None:
@@ -110,7 +111,11 @@ class PieceIndex:
         return replace(entry, chunks=tuple(chunks), items=items)
 
     def _to_item_location(self, facts: list[int]) -> ItemLocation:
-        """Convert the last columns of a row to the location of a piece."""
+        """Convert the last columns of a row to the location of a piece.
+
+        Args:
+            facts: File index, offset, length, and checksum.
+        """
         file, offset, length, checksum = facts
         return ItemLocation(self._files[file], offset, length, None if checksum < 0 else checksum)
 
@@ -165,14 +170,14 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
 
 
 def open_piece_index(folder: CheckpointFolder, build_once: BuildOnce) -> PieceIndex | None:
-    """Open the index of a DCP folder. One process of each node reads `.metadata` and builds the index.
+    """Open the index of a DCP folder. One process of each node reads the metadata and builds the index.
 
     Args:
         folder: Folder of the checkpoint.
         build_once: Function that writes a file in one process of each node.
 
     Returns:
-        The index, or None if the processes of this node cannot share files.
+        The index. None if the processes of this node cannot share files, or if the index cannot be opened.
 
     Raises:
         CheckpointError: If the metadata is damaged.
@@ -204,5 +209,5 @@ def _describe_metadata_files(folder: CheckpointFolder) -> str:
 
 
 def _round_up_to_alignment(position: int) -> int:
-    """Round a position up to a multiple of the alignment."""
+    """Round a position in bytes up to a multiple of `_ALIGNMENT`."""
     return -(-position // _ALIGNMENT) * _ALIGNMENT

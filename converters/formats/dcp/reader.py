@@ -79,9 +79,10 @@ def is_megatron_folder(folder: AnyPath) -> bool:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a path is one file of a checkpoint, or a folder of an unfinished save.
+    """Explain why a path cannot be opened: it is a single file of a checkpoint, or its save was not finished.
 
-    None for other paths.
+    Returns:
+        The reason as one line. None if the path does not look like a part of a DCP checkpoint.
     """
     path = source.path
     if path.is_file() and (path.name.endswith(".distcp") or has_metadata_name(path)):
@@ -196,7 +197,11 @@ def _open_folder_entries(
 
 
 def _build_world_size_metadata(folders: Sequence[AnyPath]) -> dict[str, Any]:
-    """Return `{"world_size": n}` from the shard file names. Empty if there are no shards."""
+    """Find the number of ranks that wrote shards from the names of the shard files.
+
+    Returns:
+        `{"world_size": n}`, or an empty dict if there are no shards.
+    """
     names = [name for folder in folders for name in list_entry_names(folder)]
     ranks = {match[1] for name in names if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     return {"world_size": len(ranks)} if ranks else {}
@@ -223,7 +228,10 @@ def _read_training_counters(
 
 
 def _build_tensor_of_pieces(entry: TensorEntry, name: str) -> Tensor:
-    """Build the tensor of one key. Its chunks are located when they are first read."""
+    """Build the tensor of one key from the pieces that its entry lists.
+
+    Pieces are located when they are first read.
+    """
     boxes = build_piece_boxes(entry)
     with prefix_checkpoint_errors(entry.folder.path):
         return Tensor(name, entry.dtype, entry.shape, boxes)
@@ -255,7 +263,7 @@ def build_piece_boxes(entry: TensorEntry) -> list[Box]:
 
 
 def _build_table_backed_tensor(tables: ShardTables, entry: TensorEntry, name: str) -> Tensor:
-    """Build the tensor of one key whose pieces are looked up in the tables when they are read."""
+    """Build the tensor of one key whose pieces are only looked up in the tables when the tensor is read."""
     with prefix_checkpoint_errors(entry.folder.path):
         return TableBackedTensor(
             name,
@@ -307,7 +315,7 @@ def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], T
 def _read_optimizer_state(
     entry: Entry, name: str, build_tensor: Callable[[TensorEntry, str], Tensor]
 ) -> Tensor | Scalar | None:
-    """Read one optimizer state: a lazy tensor or a number. None if the value is neither."""
+    """Read one optimizer state: a lazy tensor or a number. Returns None if the value is neither."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, name)
     value = _read_entry_value(entry, build_tensor)

@@ -35,12 +35,12 @@ _COMPLETE_TABLE = ".metadata"
 
 
 class ShardTables:
-    """The tables of one checkpoint. As few tables as possible are read.
+    """The tables of one checkpoint. A table is only read if a requested slice needs it.
 
     Args:
         folder: Folder of the checkpoint.
         checksums: The `shard_checksums.json` that lists the tables, or None if the folder has none.
-        first_table: Name of the table to begin with, and the table.
+        first_table: Name and content of the table that has already been read.
         build_once: Function that writes a file in one process of each node, for the index of `.metadata`.
 
     Attributes:
@@ -96,7 +96,14 @@ class ShardTables:
     def _build_boxes_from_read_tables(
         self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region
     ) -> list[Box]:
-        """Build the boxes of the pieces in the tables that have been read. Duplicates are removed.
+        """Build the boxes of a tensor's pieces from the tables that have been read.
+
+        Pieces outside the region and duplicates are omitted.
+
+        Args:
+            key: Key of the tensor.
+            build_boxes: Function that builds the boxes of an entry.
+            region: Region that the boxes must overlap with.
 
         Raises:
             CheckpointError: If tables disagree about the dtype or shape.
@@ -120,9 +127,14 @@ class ShardTables:
         ]
 
     def _read_tables_for_region(self, shape: Dims, region: Region) -> None:
-        """Read the tables that may have pieces in a region, or `.metadata` if it is smaller.
+        """Read the tables that may list pieces in a region.
 
-        Does nothing if the complete metadata has been read or the folder has no tables.
+        If these tables are larger than `.metadata`, `.metadata` or its index is read instead. Does nothing if
+        the complete metadata has been read or the folder has no tables.
+
+        Args:
+            shape: Shape of the tensor.
+            region: Region of the tensor.
         """
         if _COMPLETE_TABLE in self._tables_read or self._checksums is None:
             return
@@ -182,7 +194,10 @@ class TableBackedTensor(Tensor):
         return len(self.boxes)
 
     def find_overlapping_boxes(self, starts: Dims, sizes: Dims) -> Sequence[Box]:
-        """Return the boxes that overlap with a region. May read tables, and caches the last result."""
+        """Return the boxes that overlap with a region, and read tables if necessary.
+
+        The last result is cached, because a large slice is read in several steps from the same region.
+        """
         if self._boxes is not None or not starts:
             return super().find_overlapping_boxes(starts, sizes)
         # A slice is read in several regions if it is larger than a buffer.
@@ -200,16 +215,21 @@ class TableBackedTensor(Tensor):
 def open_shard_tables(
     folder: CheckpointFolder, rank: tuple[int, int] | None, build_once: BuildOnce | None
 ) -> ShardTables | None:
-    """Open the tables of a checkpoint for one rank, or the index that one rank of each node writes.
+    """Open the metadata of a checkpoint so that only the required part of it is read.
+
+    If the checkpoint has tables and the reader is one of several ranks, the table of a rank at a similar
+    position in the previous job is read first. Otherwise, one process of each node writes an index of
+    `.metadata`, which is memory-mapped.
 
     Args:
         folder: Folder of the checkpoint.
         rank: Rank and world size of the reader. None if the reader needs all pieces.
-        build_once: Function that writes a file in one process of each node.
+        build_once: Function that writes a file in one process of each node. None if the processes of a node
+            cannot share files.
 
     Returns:
-        The tables, or None if the checkpoint has none and the processes of this node cannot share files, or
-        if one process reads all pieces.
+        The tables. None if neither tables nor an index can be used, so that the caller has to read the
+        complete metadata.
 
     Raises:
         CheckpointError: If the first table, or `.metadata`, is missing or damaged.
@@ -225,12 +245,15 @@ def open_shard_tables(
 
 
 def _get_dtype_and_shape(entry: Entry) -> tuple[str, Dims] | None:
-    """Return the dtype and shape of a tensor's entry. None if the entry is a pickled value."""
+    """Return the dtype and shape of a tensor's entry. Returns None if the entry is a pickled value."""
     return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
 
 
 def _intersect_regions(box: Region, region: Region) -> Region | None:
-    """Return the intersection of a box and a region, relative to the region. None if it is empty."""
+    """Return the intersection of a box and a region, with offsets relative to the region.
+
+    Returns None if the intersection is empty or the numbers of dimensions differ.
+    """
     if len(box.offsets) != len(region.offsets):
         return None
     lows, sizes = [], []
@@ -244,6 +267,9 @@ def _intersect_regions(box: Region, region: Region) -> Region | None:
 
 
 def _clip_boxes_to_region(boxes: Sequence[Box], region: Region) -> list[Region]:
-    """Return the intersections of the boxes with a region, relative to the region."""
+    """Clip boxes to a region.
+
+    The offsets of the results are relative to the region, and empty boxes are omitted.
+    """
     clipped = (_intersect_regions(Region(box.offsets, box.sizes), region) for box in boxes)
     return [overlap for overlap in clipped if overlap is not None]

@@ -60,9 +60,9 @@ def check_equal_copies(
 
 
 def has_equal_rounded_sample(master: Tensor, copy: Tensor) -> bool:
-    """Return whether a master has the values of its copy after rounding to the copy's dtype. NaN equals NaN.
+    """Return whether a sample of a master's values, rounded to the dtype of its copy, equals the copy.
 
-    Only a sample of the values is compared. Both tensors must have the same shape.
+    NaN equals NaN. Both tensors must have the same shape.
     """
     for ours, theirs in zip(_read_sample_rows(master), _read_sample_rows(copy), strict=True):
         cast = round_to_dtype(ours, copy.dtype)

@@ -1,8 +1,8 @@
 """Rank files that are opened only when their values are read.
 
-The files of all ranks of a run have the same structure. A rank that resumes reads its own two files, which
-contain the names, dtypes and shapes of the other files as well. Whether another file really has the same
-structure is checked when it is opened. If the world size is unchanged, it is not opened.
+The files of all ranks of a run have the same structure. A rank that resumes reads its own two files, and
+derives the names, dtypes and shapes in the other files from them. When another file is opened, its structure
+is compared with the expected structure. If the world size is unchanged, no other file is opened.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class _LazyRankFile(Generic[F]):
 
     Args:
         read: Function that reads the file.
-        template: The same file of this rank. Its records must be equal.
+        template: File of the same kind from this rank. Both files must have the same rank-independent
+            records, because they otherwise belong to different runs.
     """
 
     def __init__(self, read: Callable[[], F], template: F) -> None:
@@ -140,7 +141,9 @@ class SliceLengths(NamedTuple):
 def build_deferred_optim_file(
     folder: CheckpointFolder, name: str, template: OptimFile, slice_lengths: Sequence[SliceLengths] | None
 ) -> OptimFile:
-    """Describe the optimizer states of another rank by the file of this rank.
+    """Build the description of another rank's optimizer states from this rank's file.
+
+    The structure of both files is the same, so the other file is only opened when one of its tensors is read.
 
     Args:
         folder: Folder of the files.
@@ -150,7 +153,7 @@ def build_deferred_optim_file(
             slices of all ranks have the same length.
 
     Returns:
-        The file, whose tensors are opened when they are read.
+        The description, whose tensors are `DeferredTensor`s.
     """
     file = _LazyRankFile(partial(read_optim_file, folder, name), template)
 
@@ -182,7 +185,9 @@ MASTERS = "single_partition_of_fp32_groups"
 
 
 def build_deferred_model_file(folder: CheckpointFolder, name: str, template: ModelFile) -> ModelFile:
-    """Describe the model states of another rank by the file of this rank.
+    """Build the description of another rank's model states from this rank's file.
+
+    The other file is only opened when one of its tensors is read.
 
     Args:
         folder: Folder of the files.
@@ -190,7 +195,7 @@ def build_deferred_model_file(folder: CheckpointFolder, name: str, template: Mod
         template: File of this rank.
 
     Returns:
-        A file that contains only the frozen fragments. They are opened when they are read.
+        The description. It contains only the frozen fragments, which are `DeferredTensor`s.
     """
     file = _LazyRankFile(partial(read_model_file, folder, name), template)
     fragments: dict[str, StoredTensor] = {

@@ -93,7 +93,7 @@ class ExpertFiles:
         """Return whether the parameters of a group belong to experts.
 
         Raises:
-            CheckpointError: If only some of them do.
+            CheckpointError: If the group contains parameters of experts and other parameters.
         """
         kinds = {_EXPERT.fullmatch(name) is not None for name in names}
         if len(kinds) > 1:

@@ -56,7 +56,7 @@ class FlatPiece:
 
 
 def to_flat_piece(stored: StoredTensor) -> FlatPiece:
-    """Convert a flat tensor of a rank file to a piece."""
+    """Convert a contiguous flat tensor of a rank file to a `FlatPiece`."""
     view, numel = stored.to_byte_view(), prod(stored.shape)
     return FlatPiece(
         stored.dtype, numel, SourceSlice(view.source, view.offset, numel * get_itemsize(stored.dtype))
@@ -68,7 +68,7 @@ Flat = Sequence[FlatPiece]
 
 
 def require_equal_dtypes(pieces: Flat, location: str) -> Flat:
-    """Return the pieces of all ranks unchanged.
+    """Check that the pieces of all ranks have the same dtype, and return them unchanged.
 
     Raises:
         CheckpointError: If their dtypes differ.
@@ -164,7 +164,15 @@ class Stage3GroupLayout:
 def _build_joined_view(
     parts: Sequence[ByteSource], base: int, nbytes: int, shape: tuple[int, ...], width: int
 ) -> View:
-    """Build the view of a parameter with `nbytes` bytes at `base` on each rank; the last has padding."""
+    """Build the view of a parameter of stage 3 by joining its parts from all ranks.
+
+    Args:
+        parts: Bytes of the flat buffer of each rank.
+        base: Offset of the parameter in each flat buffer, in bytes.
+        nbytes: Size of each rank's part in bytes. The part of the last rank may end with padding.
+        shape: Shape of the parameter.
+        width: Element size in bytes.
+    """
     return View(
         ConcatenatedSources([SourceSlice(part, base, nbytes) for part in parts]),
         0,
@@ -189,7 +197,7 @@ class Stage12GroupLayout:
 
     Args:
         shapes: Shape of each parameter.
-        gaps: Elements after each parameter that belong to no parameter.
+        gaps: Number of alignment elements after each parameter, which belong to no parameter.
         world_size: Number of ranks.
         slice_numel: Number of elements in the slice of each rank, including padding.
         location: Path of the checkpoint, used in error messages.

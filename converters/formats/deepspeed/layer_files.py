@@ -1,13 +1,14 @@
 """Per-layer files, written by the stages of a `PipelineModule`.
 
-The file of a layer has the names within the layer, and the masters have the layer index as a prefix. A tied
-layer (`TiedLayerSpec`) is called `tied_modules.<key>` instead, and each stage that uses it has a copy. The
-files of a tied layer have the numbers of its layers, so this module finds them by their values.
+In the file of a layer, the tensors have their names within the layer. The masters have the same names with
+the layer index as a prefix. A tied layer (`TiedLayerSpec`) is an exception: its masters have the prefix
+`tied_modules.<key>`, and each stage that uses the layer has a copy. Its files are numbered like the files of
+other layers, so this module assigns them to the masters by comparing values.
 
 `layer_<moe layer>_expert_<expert>_mp_rank_00_model_states.pt` contains the weights of one expert of
-`deepspeed.moe.layer.MoE`. The expert index in its names counts the experts of the complete model, but the
-ranks number their experts from 0. The flat groups of their masters use these numbers too. Each of these
-groups is partitioned over the ranks that have the same experts.
+`deepspeed.moe.layer.MoE`. In the names of these weights, the expert index counts the experts of the complete
+model. In the flat groups of their masters, each rank numbers its experts from 0. Each of these groups is
+partitioned over the ranks that have the same experts.
 
 Source: `_build` and `save_state_dict` in deepspeed/runtime/pipe/module.py, topology.py;
 `_save_moe_checkpoint` in deepspeed/runtime/engine.py, deepspeed/utils/groups.py.
@@ -60,9 +61,16 @@ class LayerFiles:
                 raise CheckpointError(f"{location}: its layer is in another file too")
 
     def build_stage_module(self, model: ModelFile) -> dict[str, Any]:
-        """Build the state dict of one stage from the files of its layers, keyed by the names of the stage.
+        """Build the state dict of one pipeline stage from the files of its layers.
 
-        Tensors without a file are omitted. Copies of a tied buffer must be equal.
+        Args:
+            model: Model states of the stage, which list its parameters and buffers.
+
+        Returns:
+            The tensors, keyed by their names in the stage. Tensors without a file are omitted.
+
+        Raises:
+            CheckpointError: If the copies of a tied buffer differ.
         """
         parameters = [name for group in model.group_shapes or () for name in group]
         module = {name: self.tensors[name] for name in (*parameters, *model.buffers) if name in self.tensors}
@@ -139,6 +147,9 @@ def merge_stage_optimizers(runs: Sequence[SavedRun]) -> OptimizerState | None:
 
     Returns:
         The optimizer state, or None if a stage has none.
+
+    Raises:
+        CheckpointError: If two stages have different states of a tied parameter.
     """
     stages = [run.build_optimizer() for run in runs]
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}

@@ -113,7 +113,7 @@ def read_step_count(folder: AnyPath, stage: int, ranks: Sequence[OptimFile], num
 
 
 def read_number(value: Any, location: str) -> float | int | None:
-    """Return a Python number, also from a 0-d tensor. None if the value is neither."""
+    """Return a number, or the value of a 0-d tensor. Returns None for any other value."""
     if isinstance(value, StoredTensor) and value.shape == ():
         value = to_lazy_tensor(value, location).tolist()
     return value if isinstance(value, (int, float)) else None

@@ -403,7 +403,7 @@ def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
     """Return `partition_count` of ZeRO's optimizer as a list, with one number per group or for all groups.
 
     Raises:
-        CheckpointError: If it is not a positive number or a list of positive numbers.
+        CheckpointError: If `partition_count` is not a positive number or a list of positive numbers.
     """
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
@@ -413,7 +413,7 @@ def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
 
 
 def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
-    """Read one file of optimizer states.
+    """Read one file of optimizer states, without reading the data of its tensors.
 
     Raises:
         CheckpointError: If the file is damaged or from an expert-parallel run.
@@ -495,9 +495,18 @@ def combine_with_model_states(
 
 
 def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int) -> dict[str, Tensor]:
-    """Build the parameters outside the optimizer.
+    """Build the frozen parameters, which are not part of the optimizer.
 
-    They are complete below stage 3, and one fragment per rank in stage 3.
+    Below stage 3, the model states contain each frozen parameter completely. In stage 3, each rank has a
+    fragment.
+
+    Args:
+        files: Model states of all ranks that have a file.
+        stage: ZeRO stage.
+        world: Number of data-parallel ranks.
+
+    Returns:
+        The parameters, keyed by name.
 
     Raises:
         CheckpointError: If a shape or a fragment does not match the records.
@@ -617,10 +626,10 @@ def require_contiguous(value: Any, location: str, *, any_shape: bool = False) ->
 
 
 def parse_fragment_address(value: Any, location: str) -> Fragment:
-    """Parse a pickled `fragment_address`.
+    """Parse a pickled `fragment_address`, which locates a part of a parameter in the slice of a rank.
 
     Raises:
-        CheckpointError: If it is damaged.
+        CheckpointError: If the record is damaged.
     """
     state = value.state if isinstance(value, PickledInstance) else None
     if isinstance(value, PickledInstance) and len(value.args) == 2 and state is None:
@@ -634,7 +643,7 @@ def parse_fragment_address(value: Any, location: str) -> Fragment:
 
 
 def _parse_shapes(value: Any, location: str) -> ParameterShapes:
-    """Parse a table of shapes, keyed by parameter."""
+    """Parse a pickled dict of shapes, keyed by parameter name, and check each shape."""
     shapes: ParameterShapes = {}
     for name, shape in require_mapping(value or {}, "a table of shapes", location).items():
         shapes[str(name)] = require_shape(shape, f"the shape of {format_untrusted_value(name)}", location)

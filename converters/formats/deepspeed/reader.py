@@ -47,7 +47,10 @@ _ACCELERATE_MODEL = "pytorch_model"
 
 
 def _find_rank_file_folder(source: CheckpointPath) -> AnyPath | None:
-    """Find the folder of rank files for a path and tag, or None.
+    """Find the folder of rank files for a path and tag.
+
+    Returns:
+        The folder, or None if there are no rank files.
 
     Raises:
         CheckpointError: If `latest` names a folder without rank files, but other folders have some.
@@ -79,16 +82,16 @@ def _list_tag_folders(path: AnyPath) -> list[str]:
 
 
 def _has_rank_files(path: AnyPath) -> bool:
-    """Return whether a folder contains rank files.
+    """Return whether a folder contains the rank files of a DeepSpeed run.
 
-    A universal checkpoint contains model files too, next to `zero/`.
+    A universal checkpoint is not accepted, although it also contains files of model states.
     """
     names = find_rank_files(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that `latest` names a folder without DeepSpeed files. None if there is no `latest`."""
+    """Explain that `latest` names a folder without DeepSpeed files. Returns None if there is no `latest`."""
     tag = read_tag_file(source.path / LATEST)
     if tag is not None:
         return f"{source.path / LATEST}: names {format_untrusted_value(tag)}, which holds no DeepSpeed files"
@@ -144,7 +147,7 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
             folder,
             names.optim[rank],
             names.model[rank],
-            # Only the first process records the ties.
+            # Use the ties of the first model, because only the first process records them.
             replace(rank_models, tied_names=model.tied_names),
             per_rank_model=names.has_model_per_rank,
             expert_files=ExpertFiles(folder, names.experts) if names.experts else None,
@@ -179,8 +182,14 @@ def _find_own_rank(source: CheckpointPath, names: RankFileNames) -> int | None:
 def _read_own_model(folder: CheckpointFolder, names: Mapping[int, str], rank: int) -> ModelFile:
     """Read the model states of a rank, or the first file if the rank has none.
 
-    Only the first file records tied parameters. Tied parameters are in `module` without being described, so a
-    file in which all parameters are described needs no ties.
+    Only the first file records which parameters are tied. The first file is therefore read as well if the
+    rank's file contains a tensor that is neither a buffer nor a parameter with a recorded shape, because such
+    a tensor is tied to a parameter.
+
+    Args:
+        folder: Checkpoint folder.
+        names: Name of the file of each data-parallel rank.
+        rank: Data-parallel rank of the reader.
     """
     first = next(iter(names.values()))
     model = read_model_file(folder, names.get(rank, first))

@@ -1,10 +1,11 @@
 """DeepSpeed universal checkpoints, written by `ds_to_universal`, with one folder per parameter.
 
-`zero/<parameter>/` contains the fp32 master and each moment in a separate file. The tensors have their shapes
-(from stages 1 and 2) or are flat (from stage 3). `zero/optimizer_state.pt` contains the groups. The model
-states in the parent folder contain shapes, ties and buffers. Below stage 3, the parameters' files are
-compared with the rounded weights in the model states; in stage 3, with rank 0's flat groups in the common
-file.
+`zero/<parameter>/` contains the fp32 master and each moment in a separate file. The tensors have the shapes
+of their parameters (from stages 1 and 2) or are flat (from stage 3). `zero/optimizer_state.pt` contains the
+groups. The model states in the parent folder contain shapes, ties and buffers.
+
+This reader compares each parameter's files with a second copy. Below stage 3, these are the rounded weights
+in the model states. In stage 3, they are the flat groups of rank 0 in `zero/optimizer_state.pt`.
 
 Source: deepspeed/checkpoint/ds_to_universal.py.
 """
@@ -66,8 +67,8 @@ def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
     """Find the folder of a universal checkpoint for a path and tag.
 
     Returns:
-        The folder, or None. None also for a folder that contains the DeepSpeed run, because it is more
-        complete.
+        The folder. None if there is no universal checkpoint, or if the path is a run folder with a `latest`
+        file, because the ZeRO checkpoint in the run folder is more complete.
     """
     path = source.path
     if path.is_file():
@@ -83,7 +84,11 @@ def _find_universal_folder(source: CheckpointPath) -> AnyPath | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a conversion did not finish, or that the tag file is wrong. None for other paths."""
+    """Explain that the conversion of a universal checkpoint did not finish, or that its tag file is wrong.
+
+    Returns:
+        The reason as one line. None if the path does not look like a universal checkpoint.
+    """
     if (source.path / ZERO).is_dir():
         return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
     if tag := read_tag_file(source.path / LATEST):
@@ -210,7 +215,7 @@ class _UniversalFiles:
         return counts[0]
 
     def _list_state_names_by_parameter(self) -> dict[str, list[str]]:
-        """List the state names of each parameter. The names of its files are the names of its states.
+        """List the state names of each parameter, which are the names of the files in its folder.
 
         Raises:
             CheckpointError: If a folder does not belong to a parameter, or if a master is missing.
@@ -397,9 +402,14 @@ class _UniversalFiles:
         )
 
     def _add_stage3_numbers_to(self, state: dict[str, dict[str, Tensor | Scalar]], location: str) -> None:
-        """Add step counts and other numbers from the common file to `state`, in place.
+        """Add the step counts and other numbers of stage 3 to the optimizer state in place.
 
-        No effect below stage 3.
+        Stage 3 stores these numbers only in `zero/optimizer_state.pt`. Below stage 3, the function does
+        nothing.
+
+        Args:
+            state: Optimizer state, keyed by parameter and then by state name.
+            location: Path of `zero/optimizer_state.pt`, used in error messages.
         """
         states = _get_rank0_states(self.common_state, location) if self.stage == 3 else {}
         for index, shapes in enumerate(self.group_shapes):
@@ -435,9 +445,14 @@ class _UniversalFiles:
 
 
 def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
-    """Return the base optimizer's state of rank 0, keyed by sub-group index.
+    """Return the base optimizer's state of rank 0, which stage 3 keeps in `zero/optimizer_state.pt`.
 
-    Stage 3 keeps it in the common file.
+    Args:
+        common: Content of `zero/optimizer_state.pt`.
+        location: Path of the file, used in error messages.
+
+    Returns:
+        The states, keyed by sub-group index.
 
     Raises:
         CheckpointError: If the state is missing.
@@ -450,10 +465,10 @@ def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
 
 
 def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
-    """Return a number unchanged, or a 0-d tensor as a lazy tensor.
+    """Return a number unchanged, or convert a 0-d tensor to a lazy tensor.
 
     Raises:
-        CheckpointError: If the value is neither.
+        CheckpointError: If the value is neither a number nor a 0-d tensor.
     """
     if isinstance(value, StoredTensor) and value.shape == ():
         return to_lazy_tensor(value, name)
@@ -463,7 +478,10 @@ def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
 
 
 def _choose_sample_starts(count: int) -> list[int]:
-    """Choose sample positions at the start, in the middle and at the end. Empty if `count` is 0."""
+    """Choose the start indices of samples at the start, in the middle and at the end of `count` elements.
+
+    Returns an empty list if `count` is 0.
+    """
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
 
 

@@ -111,7 +111,16 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
 def _read_masters(
     saved: Any, stored: dict[str, StoredTensor], parameter_names: list[str], model: ModelFile
 ) -> _Fp32Masters:
-    """Read the fp32 masters of the optimizer. Empty if it has none, as in fp32.
+    """Read the fp32 masters of the optimizer.
+
+    Args:
+        saved: Pickled optimizer.
+        stored: Tensors of the model, keyed by name.
+        parameter_names: Names of the parameters in the order of the model.
+        model: The file of model states.
+
+    Returns:
+        The masters. Empty if the model was trained in fp32, because the weights are the masters.
 
     Raises:
         CheckpointError: If the masters cannot be assigned to weights.
@@ -132,7 +141,10 @@ def _read_masters(
 def _name_shaped_masters(
     groups: list[list[Any]], stored: dict[str, StoredTensor], parameter_names: list[str], location: str
 ) -> _Fp32Masters:
-    """Assign masters with shapes to weights in the model's order, and compare their rounded values.
+    """Assign masters that have the shapes of their parameters to the weights of the model.
+
+    The masters have no names, but they have the order of the model. Their rounded values must equal the
+    weights.
 
     Raises:
         CheckpointError: If the assignment is not unique, or if a value differs.
@@ -167,11 +179,12 @@ def _split_flat_masters(
 ) -> _Fp32Masters:
     """Split the flat buffer of each group into parameters.
 
-    Each weight, in the model's order, belongs to the only group whose next elements have its values. Weights
-    without a group are frozen.
+    The weights are processed in the order of the model. Each weight is assigned to the group whose next
+    elements equal the weight after rounding. A weight that fits no group is frozen.
 
     Raises:
-        CheckpointError: If the assignment is ambiguous or leaves elements.
+        CheckpointError: If a weight fits several groups, or if a buffer has elements that belong to no
+            weight.
     """
     flat_masters = [
         to_flat_piece(require_contiguous(group, f"{location}: fp32_groups_flat")) for group in groups
@@ -226,7 +239,7 @@ def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], locatio
 def _build_flat_optimizer(
     saved: dict[str, Any], layouts: list[Stage12GroupLayout], groups: list[list[str]], location: str
 ) -> OptimizerState:
-    """Build the optimizer of flat masters. Their layout equals a ZeRO run with one rank.
+    """Build the optimizer of flat masters, which has the same layout as a ZeRO run with one rank.
 
     Raises:
         CheckpointError: If the optimizer has no state.

@@ -66,7 +66,8 @@ class SavedRun:
         folder: Checkpoint folder.
         optim_names: File of optimizer states of each data-parallel rank.
         model_names: File of model states of each data-parallel rank that has one.
-        model: First file of model states, or with `rank` the file of this rank, already read.
+        model: File of model states that has already been read. This is the file of the reader's rank if
+            `rank` is not None, and otherwise the first file.
         per_rank_model: Whether each data-parallel rank has a file of model states, as in stage 3.
         expert_files: Files of single experts, or None.
         rank: Data-parallel rank of the reader. The files of other ranks are then opened only to read their
@@ -76,9 +77,10 @@ class SavedRun:
         stage: ZeRO stage. BF16_Optimizer counts as stage 1.
         world_size: Number of data-parallel ranks.
         group_shapes: Shapes of the parameters of each flat group.
-        shares: Groups of parameters on sets of ranks.
-        layouts: Layout of each share.
-        flat_masters: Flat fp32 masters of each share.
+        shares: Flat groups with the ranks over which they are partitioned. A group of experts has one entry
+            for each set of ranks with the same experts.
+        layouts: Layout of each entry of `shares`.
+        flat_masters: Flat fp32 masters of each entry of `shares`.
 
     Raises:
         CheckpointError: If files are missing, damaged or of several runs, or if the layout is not supported.
@@ -156,10 +158,14 @@ class SavedRun:
             ]
 
     def _read_optim_files(self, names: Mapping[int, str]) -> list[OptimFile]:
-        """Read the files of optimizer states of all ranks, or with `rank` only the file of this rank.
+        """Read the files of optimizer states.
 
-        The other files are then described by this file and opened when a value is read. If this is not
-        possible, sets `rank` to None and reads all files.
+        If `rank` is None, the files of all ranks are read. Otherwise, only the file of this rank is read, and
+        the other files are described by it and opened when a value is needed. If the layout does not allow
+        this, `rank` is set to None and all files are read.
+
+        Args:
+            names: Name of the file of each data-parallel rank.
         """
         if self.rank is not None:
             own_file = read_optim_file(self.folder, names[self.rank])
@@ -180,7 +186,14 @@ class SavedRun:
     def _build_deferred_optim_file(
         self, template: OptimFile, name: str, rank: int, slices: list[Stage12GroupLayout] | None
     ) -> OptimFile:
-        """Describe the optimizer states of another rank by this rank's file. The other file is not opened."""
+        """Build the description of another rank's file from this rank's file. The other file is not opened.
+
+        Args:
+            template: File of this rank.
+            name: Name of the other rank's file.
+            rank: The other rank.
+            slices: Layout of each group of stages 1 and 2. None in stage 3.
+        """
         assert self.rank is not None
         lengths = None
         if slices is not None:
@@ -195,7 +208,11 @@ class SavedRun:
         return build_deferred_optim_file(self.folder, name, template, lengths)
 
     def _build_slice_layouts(self, optim_file: OptimFile) -> list[Stage12GroupLayout]:
-        """Build the layout of each group in the slices of all ranks, from the file of one rank."""
+        """Build the layout of each group of stages 1 and 2 from the file of a single rank.
+
+        Raises:
+            CheckpointError: If the file lacks a parameter group, or if its records do not fit the parameters.
+        """
         slices = []
         masters = optim_file.state.get(MASTERS)
         for group, shapes in enumerate(self.first_model_file.group_shapes or ()):
@@ -213,7 +230,12 @@ class SavedRun:
         return slices
 
     def _compute_shares(self, group: int) -> list[GroupOnRanks]:
-        """Compute the sets of ranks that have a group: all ranks, or one set for each set of experts.
+        """Find the sets of ranks over which a flat group is partitioned.
+
+        A group of experts has one set for each set of experts. Any other group is partitioned over all ranks.
+
+        Args:
+            group: Index of the group.
 
         Raises:
             CheckpointError: If the number of partitions contradicts the ranks or the expert files.
@@ -234,7 +256,8 @@ class SavedRun:
         if self.world_size % count:
             raise CheckpointError(f"{location}: damaged, a group on {count} of {self.world_size} ranks")
         num_sets = self.world_size // count
-        # In DeepSpeed's two topologies, neighboring ranks have different experts or the same experts.
+        # In one of DeepSpeed's topologies, neighboring ranks have the same experts. In the other topology,
+        # they have different experts.
         is_contiguous = self.optim_files[0].config.get("use_data_before_expert_parallelism") is True
         return [
             GroupOnRanks(
@@ -288,7 +311,9 @@ class SavedRun:
             )
 
     def _collect_masters(self) -> list[Flat]:
-        """Collect the fp32 masters, one flat buffer per share. Buffers on NVMe come from the swap files.
+        """Collect the fp32 masters: one flat buffer for each entry of `shares`.
+
+        Buffers that were offloaded to NVMe are read from the swap files.
 
         Raises:
             CheckpointError: If a group is missing, if groups share bytes, or if the ranks have different
@@ -317,7 +342,11 @@ class SavedRun:
         ]
 
     def _replace_empty_with_swap_files(self, by_rank: list[list[FlatPiece]]) -> None:
-        """Replace pieces that were pickled empty by pieces of their swap files, in place."""
+        """Replace pieces that were pickled empty, because they are on NVMe, by pieces of their swap files.
+
+        Args:
+            by_rank: Pieces of each rank and sub-group. Modified in place.
+        """
         layouts = [Stage3GroupLayout(shapes, self.world_size, self.location) for shapes in self.group_shapes]
         for rank, pieces in enumerate(by_rank):
             for group, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
@@ -371,7 +400,7 @@ class SavedRun:
         Missing mappings are accepted.
 
         Raises:
-            CheckpointError: If they disagree.
+            CheckpointError: If the mappings of a rank and the layout disagree.
         """
         group = share.group_index
         if self.zero_options.get("round_robin_gradients") is True and not any(layout.gaps):
@@ -458,10 +487,13 @@ class SavedRun:
     def _check_step_counts(self, steps: int | None, compared: bool) -> None:
         """Check that the optimizer's step agrees with the engine's counters.
 
-        Does nothing if values were compared or if a count is not recorded.
+        Args:
+            steps: Number of optimizer steps. If None, nothing is checked.
+            compared: Whether the masters have been compared with the model states. If True, nothing is
+                checked, because equal values already show that the files are of the same step.
 
         Raises:
-            CheckpointError: If they disagree.
+            CheckpointError: If the step and the counters disagree.
         """
         total, skipped = (
             self.first_model_file.get_counter("global_steps"),

@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 
 
 class RankCopies:
-    """A tensor that is not sharded, with a copy of each rank that has one.
+    """Tensors with the same name in the files of several ranks that are not DTensors or ShardedTensors.
 
-    The ranges of FSDP1's flat parameters are also stored in this class, because their pickles look the same.
+    They are usually copies of one unsharded tensor. In an optimizer of FSDP1, they may instead be the ranges
+    of a flat parameter, which look the same in a pickle.
 
     Args:
         location: Name of the tensor, used in error messages.
 
     Attributes:
-        copies: Tensor of each rank.
+        copies: Tensor of each rank, keyed by rank. Ranks without the tensor are missing.
     """
 
     def __init__(self, location: str) -> None:
@@ -80,7 +81,12 @@ class RankCopies:
 
 
 def is_flat_optimizer(saved: Any) -> bool:
-    """Return whether an optimizer's merged state contains ranges of elements and no sharded tensor."""
+    """Return whether an optimizer was written by FSDP1 with flat parameters.
+
+    Args:
+        saved: Merged content of the ranks' files. The optimizer is flat if its states are ranges of elements
+            and none of them is a DTensor or ShardedTensor.
+    """
     if not is_optimizer_state_dict(saved):
         return False
     states = [state for state in saved["state"].values() if isinstance(state, dict)]
@@ -96,7 +102,10 @@ def build_flat_optimizer(
     world_size: int,
     location: str,
 ) -> OptimizerState:
-    """Build the optimizer state, keyed by parameter name.
+    """Build the optimizer state of FSDP1, keyed by parameter name, by splitting the flat parameters.
+
+    The files do not record which parameters each flat parameter contains. The function finds the only
+    assignment that fits the lengths of the flat parameters.
 
     Args:
         saved: Merged content of the ranks' files, with `RankCopies` for tensors.
@@ -106,8 +115,7 @@ def build_flat_optimizer(
         location: Path of the checkpoint, used in error messages.
 
     Raises:
-        CheckpointError: If the files are damaged, or if several choices of wrapped modules have these
-            lengths.
+        CheckpointError: If the files are damaged, or if no assignment or several assignments fit the lengths.
     """
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
@@ -170,7 +178,15 @@ def build_flat_optimizer(
 
 
 def _compute_run_lengths(values: Any, world_size: int, location: str) -> list[int]:
-    """Compute the number of elements of a flat parameter on each rank. Zeros if it has no state.
+    """Compute the number of elements of a flat parameter on each rank.
+
+    Args:
+        values: Merged states of the flat parameter, keyed by state name.
+        world_size: Number of ranks.
+        location: Name of the parameter, used in error messages.
+
+    Returns:
+        One number per rank. All numbers are 0 if the parameter has no state.
 
     Raises:
         CheckpointError: If the states of the parameter differ in length, or a state differs in dtype.
@@ -257,7 +273,16 @@ def _find_wrapped_modules(
 
 
 def _list_module_ends(names_and_sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
-    """List the end of each module that begins with parameter `first`, except the root module."""
+    """List the ends of the modules whose first parameter is the parameter with the index `first`.
+
+    Args:
+        names_and_sizes: Name and number of elements of each parameter, in module order.
+        first: Index of a parameter.
+
+    Returns:
+        The index after the last parameter of each module, in ascending order. The root module is not
+        included.
+    """
     parts = names_and_sizes[first][0].split(".")
     ends = set()
     for depth in range(1, len(parts)):

@@ -64,7 +64,10 @@ def _list_model_folders(path: AnyPath) -> list[str]:
 
 
 def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
-    """Find the folders with rank files: the parent of a file, the path itself, or its subfolders.
+    """Find the folders with rank files.
+
+    If the path is a rank file, this is its parent folder. Otherwise, it is the path itself, or the subfolders
+    that contain one model each.
 
     Returns:
         The folders, or None if there are no rank files.
@@ -76,7 +79,11 @@ def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
 
 
 def _open_fsdp_ranks_checkpoint(source: CheckpointPath, folders: list[AnyPath]) -> Checkpoint:
-    """Open the rank files in the only folder.
+    """Open the rank files in a folder as a checkpoint.
+
+    Args:
+        source: Path that was opened.
+        folders: Folders with rank files. There must be exactly one folder.
 
     Raises:
         CheckpointError: If there are several models, or if the files are damaged.
@@ -186,7 +193,7 @@ class _FsdpRankFiles:
             yield rank, content
 
     def merge_rank_contents(self, kind: str) -> dict[Any, Any]:
-        """Merge the files of all ranks of a kind.
+        """Merge the files of one kind from all ranks.
 
         Args:
             kind: `model` or `optim`.
@@ -245,7 +252,10 @@ class _FsdpRankFiles:
         )
 
     def _read_counters(self) -> dict[str, Scalar]:
-        """Read `lr_scheduler.last_epoch` from rank 0's extra state. Empty if it is not recorded."""
+        """Read `lr_scheduler.last_epoch` from rank 0's extra state.
+
+        Returns an empty dict if it is not recorded.
+        """
         name = self.names_by_kind.get("extra_state", {}).get(0)
         extra = load_rank_file(self.folder.get_file(name)) if name is not None else None
         schedule = extra.get("lr_scheduler") if isinstance(extra, dict) else None
@@ -294,12 +304,15 @@ def _merge_rank_into(
 
 
 def _replace_with_tensors(value: Any, parts_by_id: dict[int, RankParts]) -> Any:
-    """Return the content with a `Tensor` for each tensor.
+    """Replace `RankParts` and `RankCopies` in a nested content by lazy tensors.
 
     Args:
         value: Merged content.
         parts_by_id: Dict to which the parts of each sharded tensor are added, keyed by the `id` of the
             `Tensor`.
+
+    Returns:
+        A copy of the content with the tensors.
     """
     if isinstance(value, dict):
         return {key: _replace_with_tensors(item, parts_by_id) for key, item in value.items()}
@@ -311,9 +324,10 @@ def _replace_with_tensors(value: Any, parts_by_id: dict[int, RankParts]) -> Any:
 
 
 def _parse_step(path: AnyPath) -> dict[str, int]:
-    """Parse the step from the name of the folder or of its parent folder, as `{"step": step}`.
+    """Parse the step from the name of the folder or of its parent folder.
 
-    Otherwise empty.
+    Returns:
+        `{"step": step}`, or an empty dict if neither name contains a step.
     """
     for name in (path.name, make_absolute(path).parent.name):
         match = _STEP.fullmatch(name)

@@ -117,12 +117,17 @@ def load_rank_file(file: CheckpointFile) -> Any:
 
 
 def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[PlacedPart]:
-    """Locate each part of a tensor in the file of a rank. A replica has the position of its original.
+    """Compute the positions of the parts of a sharded tensor that a rank's file contains.
+
+    If several ranks have replicas of a part, all replicas have the same position.
 
     Args:
         value: Record of the tensor.
         rank: Rank of the file.
         location: Name of the tensor, used in error messages.
+
+    Returns:
+        The parts with their positions. A DTensor has one part, and a ShardedTensor may have several.
 
     Raises:
         CheckpointError: If the part's shape contradicts its placements, or if the placements are not
@@ -222,15 +227,16 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
 
 
 def _parse_mesh_layout(layout: Any, num_ranks: int) -> list[list[tuple[int, int]]] | None:
-    """Parse the layout that arranges a list of `num_ranks` ranks to a device mesh.
+    """Parse the layout by which a flat list of `num_ranks` ranks forms a device mesh.
 
-    A dimension of the mesh consists of one or, if it was flattened, several pairs of size and stride. The
-    layout covers the sub-group that contains the reader's rank. Other ranks are in other sub-groups with the
-    same layout. torch 2.10 records all sizes and strides together, and later versions have a record for each
-    dimension.
+    Each dimension of the mesh has a size and a stride in the list. A flattened dimension has several pairs of
+    size and stride. The layout describes the sub-group of ranks that contains the reader's rank, because all
+    sub-groups have the same layout. torch 2.10 records the sizes and strides of all dimensions together, and
+    later versions have a record for each dimension.
 
     Returns:
-        Sizes and strides of each dimension, the outermost first. None if they do not divide the list evenly.
+        Pairs of size and stride for each dimension, the outermost dimension first. None if they do not divide
+        the list evenly.
     """
     fields = get_attributes_or_empty(layout)
     axes = fields.get("axes")
@@ -321,13 +327,13 @@ def compute_rank_extent(
     rank: int,
     location: str,
 ) -> Extent:
-    """Compute the position of a rank's part from placements that are tables.
+    """Compute the position of a rank's part from placements that were stored as dicts.
 
     Args:
         shape: Shape of the tensor.
         mesh_sizes: Size of each dimension of the device mesh.
         mesh_ranks: Rank at each position of the mesh, flattened.
-        placements: For each dimension of the mesh, a table with `type` (`Shard`, `StridedShard`, or
+        placements: For each dimension of the mesh, a dict with `type` (`Shard`, `StridedShard`, or
             `Replicate`), `dim`, and `split_factor`.
         rank: Rank of the part.
         location: Tensor and file, used in error messages.

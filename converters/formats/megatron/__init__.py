@@ -17,7 +17,7 @@ FILE = "model_optim_rng.pt"
 
 
 def list_rank_folders(path: AnyPath) -> list[str]:
-    """List the names of the ranks' folders in a folder."""
+    """List the names of the subfolders of `path` that contain the file of one rank."""
     return [
         name for name in list_entry_names(path) if RANK.fullmatch(name) and (path / name / FILE).is_file()
     ]

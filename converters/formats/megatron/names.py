@@ -97,7 +97,12 @@ class MegatronShape:
 
 
 def get_megatron_args(content: dict[str, Any]) -> Any:
-    """Return the pickled `args` of a checkpoint. The result is a dict if the checkpoint has any."""
+    """Return the `args` of a checkpoint as a dict of settings.
+
+    Returns:
+        The settings. None, or another value that is not a dict, if the checkpoint does not contain valid
+        `args`.
+    """
     args = content.get("args")
     return args.state if isinstance(args, PickledInstance) else args
 
@@ -148,7 +153,7 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
 
 
 def _read_vocabulary_size(config: AnyPath | None) -> int | None:
-    """Read the vocabulary size from `config.json`. None if it is not recorded."""
+    """Read the vocabulary size from `config.json`. Returns None if it is not recorded."""
     count = read_json_object_or_empty(config).get("vocab_size")
     return count if type(count) is int and count > 0 else None
 
@@ -156,7 +161,8 @@ def _read_vocabulary_size(config: AnyPath | None) -> int | None:
 def to_local_module_key(key: str) -> str:
     """Convert a key of Transformer Engine's fused modules to the key of the separate module.
 
-    Other keys are unchanged.
+    For example, `self_attention.linear_qkv.layer_norm_weight` becomes `input_layernorm.weight`. Other keys
+    are returned unchanged.
     """
     for fused, separate in _FUSED.items():
         if key.endswith(fused):
@@ -218,9 +224,16 @@ def convert_to_transformers(
 def _convert_llama_tensor(
     module: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert a tensor of a Llama layer to tensors keyed by transformers' name in the layer.
+    """Convert a tensor of a Llama layer to the names of transformers, and split fused matrices.
 
-    Fused matrices are split.
+    Args:
+        module: Name of the module in the layer in Megatron-Core, such as `mlp.linear_fc1`.
+        tensor: Weight or bias of the module.
+        shape: Shape of the model.
+        location: Path of the checkpoint, used in error messages.
+
+    Returns:
+        Tensors, keyed by the name of the module in transformers' layer.
 
     Raises:
         CheckpointError: If a fused matrix cannot be split.
@@ -242,9 +255,19 @@ def _convert_llama_tensor(
 def _convert_gpt2_tensor(
     module: str, kind: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
-    """Convert a tensor of a GPT-2 layer.
+    """Convert a tensor of a GPT-2 layer to the name of transformers.
 
-    Matrices are transposed, because transformers stores inputs as rows.
+    Matrices are transposed, because the GPT-2 of transformers stores inputs as rows.
+
+    Args:
+        module: Name of the module in the layer in Megatron-Core.
+        kind: `weight` or `bias`.
+        tensor: Tensor to convert.
+        shape: Shape of the model.
+        location: Path of the checkpoint, used in error messages.
+
+    Returns:
+        The tensor, keyed by the name of the module in transformers' layer.
     """
     if module == _QKV:
         tensor = concat_tensors(tensor.name, _split_fused_qkv(tensor, shape, location), 0)

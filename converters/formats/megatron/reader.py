@@ -143,8 +143,8 @@ class MegatronRankFiles:
         if type(rank) is not int or type(world) is not int or self.tp_size * self.pp_size == 1:
             return
         pp, tp = position
-        # Only the first data-parallel rank writes. Data parallelism is within a stage or, with an option, the
-        # outermost dimension of the ranks.
+        # Only the first data-parallel rank writes. Two numbers are accepted, because the data-parallel ranks
+        # are within a stage or, with an option, the outermost dimension of the ranks.
         ranks_per_stage, stage_stride = (
             world // self.pp_size,
             self.tp_size * self._get_parallel_size(args, "context_parallel_size"),
@@ -229,7 +229,7 @@ class MegatronRankFiles:
         return [_flatten_to_core_names(chunk, location) for chunk in models]
 
     def _merge_stages_and_shards(self, shape: MegatronShape) -> dict[str, Tensor]:
-        """Merge the tensors of all ranks, and number the layers of all stages.
+        """Merge the tensors of all ranks, and renumber the layers of each stage for the complete model.
 
         Raises:
             CheckpointError: If ranks of a stage have different tensors, or if a tensor is in two stages.
@@ -267,7 +267,15 @@ class MegatronRankFiles:
     def _join_tensor_parallel_shards(
         self, key: str, ranks: list[StoredTensor], shape: MegatronShape
     ) -> Tensor:
-        """Concatenate the shards of one tensor, or return the first copy if all ranks have equal copies.
+        """Join the tensors with the same key from all tensor-parallel ranks of a stage.
+
+        Shards are concatenated. If tensor parallelism does not shard the tensor, the copies of all ranks must
+        be equal, and the first copy is returned.
+
+        Args:
+            key: Name of the tensor in Megatron-Core.
+            ranks: Tensor of each rank.
+            shape: Shape of the model.
 
         Raises:
             CheckpointError: If the shards do not fit each other, or if the copies differ.

@@ -102,11 +102,14 @@ _LLAMA3 = {
 
 
 def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, location: str) -> None:
-    """Check that the model in transformers supports all settings.
+    """Check that transformers computes the same model as Megatron with the settings of a checkpoint.
+
+    A setting is accepted if the conversion handles it, if it has no effect on the model, or if it agrees with
+    `config.json`.
 
     Args:
-        args: The settings.
-        config: The model's `config.json`, or None.
+        args: Settings of Megatron, keyed by name.
+        config: Path of the model's `config.json`, or None.
         location: Path of the checkpoint, used in error messages.
 
     Raises:
@@ -161,7 +164,16 @@ class _SettingPair(NamedTuple):
 
 
 def _pair_with_config(args: Mapping[str, Any], config: Mapping[str, Any]) -> list[_SettingPair]:
-    """Pair the settings that both files record, with comparable values."""
+    """Pair each setting of Megatron with the key of `config.json` that has the same meaning.
+
+    The values are converted so that they are equal if both files describe the same model. Except for the
+    scaling of the rotary embedding and the attention window, which are always paired, settings that only one
+    of the files contains are omitted.
+
+    Args:
+        args: Settings of Megatron.
+        config: Content of the `config.json`. Empty if it is not known.
+    """
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     ropes = ropes if isinstance(ropes, dict) else {}
     kind = ropes.get("rope_type", ropes.get("type", "default"))

@@ -57,7 +57,11 @@ def is_orbax_tree(folder: AnyPath) -> bool:
 
 
 def explain_foreign_tree(folder: AnyPath) -> str | None:
-    """Explain how to export arrays written by an unsupported program. None for other folders."""
+    """Explain how to export a checkpoint whose arrays were written by an unsupported program.
+
+    Returns:
+        The explanation as one line. None if the folder does not belong to such a program.
+    """
     for name, content, program, export in _OTHER_PROGRAMS:
         if header_contains(folder / name, content):
             return f"{folder}: holds {program}'s own arrays; export the model there with {export}"
@@ -115,5 +119,5 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
                 f"{folder.path}: damaged, holds {format_untrusted_value(extra)}, which {METADATA} does not "
                 "list"
             )
-    # Older versions of Orbax do not store chunks of zeros.
+    # If `complete` is missing or False, chunks of zeros are not stored, as in older versions of Orbax.
     return TreeMetadata(stored, header, complete is True, database, frozenset(scalars))

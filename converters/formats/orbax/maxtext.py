@@ -142,9 +142,12 @@ class MaxTextLayout:
     destinations: dict[Path, ParameterDestination] = field(default_factory=dict)
 
     def convert_weight(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
-        """Convert one parameter of MaxText to transformers' parameters, keyed by name.
+        """Convert one parameter of MaxText to transformers' parameters, without reading data.
 
-        Stacked layers are split. Lazy.
+        A parameter with stacked layers is split into one parameter per layer.
+
+        Returns:
+            The parameters, keyed by transformers' names.
         """
         target = self.destinations[path]
         edit = AffineEdit(target.factor, target.divisor, target.term)
@@ -173,7 +176,13 @@ class MaxTextLayout:
     def _iter_converted(
         self, target: ParameterDestination, tensor: Tensor, edit: AffineEdit
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and tensor of each layer of a parameter."""
+        """Convert one parameter or moment of MaxText, and yield the name and tensor for each layer.
+
+        Args:
+            target: Destination of the parameter.
+            tensor: Parameter or moment in MaxText's layout. It may contain several layers.
+            edit: Scaling to apply to the values.
+        """
         for number, name in enumerate(target.names):
             layer = tensor if target.layer_dim is None else select_index(tensor, target.layer_dim, number)
             if target.has_inputs_first:
@@ -186,7 +195,11 @@ class MaxTextLayout:
 
 
 def _move_outputs_first(tensor: Tensor, target: ParameterDestination, name: str) -> Tensor:
-    """Convert a kernel to [out, in], with the heads and their elements in one dimension. Lazy."""
+    """Convert a kernel to the layout of transformers, [out, in], without reading data.
+
+    The heads and the elements of each head, which are two dimensions of the kernel, are merged into one
+    dimension.
+    """
     shape = tensor.shape
     if len(shape) == 2:
         return permute_dims(tensor, (1, 0))
@@ -222,16 +235,16 @@ def build_maxtext_layout(
 
 
 def build_named_layout(shapes: Mapping[Path, Shape], location: str) -> MaxTextLayout:
-    """Build the layout of any tree: each parameter keeps its values, and its name consists of its keys.
+    """Build a layout that keeps the values of all parameters and names them by their paths in the tree.
 
-    A prefix that wrappers add to all names is removed.
+    The keys of a path are joined with dots, and a prefix that wrappers add to all names is removed.
     """
     plain = strip_common_prefixes({".".join(path): path for path in shapes}, location=location)
     return MaxTextLayout({path: ParameterDestination((name,)) for name, path in plain.items()})
 
 
 class _MaxTextModel:
-    """A MaxText model with the sizes in its `config.json`.
+    """A MaxText model whose type and sizes come from its `config.json`.
 
     Args:
         config: Content of `config.json`.
@@ -260,7 +273,7 @@ class _MaxTextModel:
             raise CheckpointError(f"{location}: its config.json has an odd head_dim, {self.sizes['D']}")
 
     def _get_rope_type(self) -> str:
-        """Return the type of the rotary embedding as a string. `"None"` if the config does not set it.
+        """Return the type of the rotary embedding as a string, which is `"None"` if the config has no type.
 
         Raises:
             CheckpointError: If the type is not supported.
@@ -298,7 +311,7 @@ class _MaxTextModel:
         return layout
 
     def _find_destination(self, path: Path, shape: Shape) -> ParameterDestination | None:
-        """Find the destination of a parameter. None if the model has no such parameter.
+        """Find the destination of a parameter. Returns None if the model has no such parameter.
 
         Raises:
             CheckpointError: If the shape does not fit `config.json`.
@@ -399,7 +412,12 @@ class _MaxTextModel:
             )
 
     def _check_vocabulary_shape(self, path: Path, shape: Shape, dim: int) -> None:
-        """Check that a table has at least the rows of the vocabulary along dimension `dim`.
+        """Check the shape of the embedding or the output head. Its rows for tokens may be padded.
+
+        Args:
+            path: Path of the parameter.
+            shape: Shape of the parameter.
+            dim: Dimension of the vocabulary. The other dimension must have the hidden size.
 
         Raises:
             CheckpointError: If the shape does not fit `config.json`.

@@ -56,7 +56,7 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _ITEMS = ("items", "default", "pytree", "state", "params", "model_params")
 _OPTIMIZERS = frozenset({"opt_state", "optimizer_state"})
-# Dtypes of arrays that may be a count. A float may be a parameter.
+# Dtypes of arrays that may be a count. Floats are excluded, because a float may be a parameter.
 _COUNTS = ("I32", "I64", "U32")
 _AUXILIARY = frozenset({"nnx_aux"})  # MaxText's random states
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
@@ -64,10 +64,14 @@ _ADAM_STATES = frozenset(_MOMENTS.values())
 
 
 def _find_tree_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder of the tree: the path itself, its parent, or an item of a step folder.
+    """Find the folder of an Orbax tree for a path.
+
+    The path may be the folder itself, its `_METADATA` or manifest, or a step folder that contains the tree as
+    an item.
 
     Returns:
-        The folder, or None if there is no tree, no unique item, or an unfinished save.
+        The folder. None if there is no tree, if several items could be the model, or if the save was not
+        finished.
     """
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
@@ -87,9 +91,10 @@ def _list_item_trees(folder: AnyPath) -> list[str]:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a checkpoint is unfinished, damaged or not supported, or that there are several.
+    """Explain why an Orbax checkpoint cannot be opened, for example because its save was not finished.
 
-    Otherwise None.
+    Returns:
+        The reason as one line. None if the path does not look like an Orbax checkpoint.
     """
     path = source.path
     if _TEMPORARY in path.name:
@@ -113,6 +118,8 @@ def _open_orbax_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
 
 class _OrbaxTree:
     """The arrays of a tree, keyed by path.
+
+    The constructor opens all arrays. It logs a warning if chunks are missing, because they are read as zeros.
 
     Args:
         folder: Folder of the tree.
@@ -147,7 +154,13 @@ class _OrbaxTree:
         }
 
     def _open_array(self, path: Path, stored_name: str) -> Tensor:
-        """Open one array. Its chunks are located now and read later. Absent chunks are read as zeros.
+        """Open one array as a lazy tensor.
+
+        Missing chunks are read as zeros and counted in `num_absent_chunks`.
+
+        Args:
+            path: Path of the array in the tree.
+            stored_name: Name of the array in the folder or the database.
 
         Raises:
             CheckpointError: If the header or a chunk is damaged or missing.
@@ -227,14 +240,14 @@ class _OrbaxTree:
         if type(step) is not int and is_parameter_index(name):
             step = int(name)
         counters = sorted(self.scalar_paths - optimizer_paths)
-        # Other numbers in the optimizer are settings.
+        # Skip other numbers in the optimizer, because they are settings.
         moments = sorted(
             path
             for path in optimizer_paths - self.scalar_paths
             if self.arrays[path].shape or not _MOMENTS.keys().isdisjoint(path)
         )
 
-        # Both functions keep a reference to this tree.
+        # Both functions keep a reference to this tree, because they read its arrays later.
         def open_optimizer(aliases: Aliases) -> OptimizerState | None:
             return self._build_adam_state(moments, model, layout)
 

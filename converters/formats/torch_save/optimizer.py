@@ -209,9 +209,13 @@ def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, Te
 
 
 def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None:
-    """Return the shape of a state that always has the shape of its parameter.
+    """Return the shape of a parameter from one of its states that always has the shape of the parameter.
 
-    None if there is no such state.
+    Args:
+        values: States of the parameter, keyed by state name.
+
+    Returns:
+        The shape, or None if there is no such state.
     """
     shapes = [
         value.shape
@@ -222,9 +226,9 @@ def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None
 
 
 def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
-    """Return the shape of the first non-scalar state except `step`, or None.
+    """Return the shape of the first non-scalar state except `step`, or None if there is no such state.
 
-    Assumes that all states of the optimizer have the shape of the parameter.
+    The function assumes that all states of the optimizer have the shape of the parameter.
     """
     shapes = (
         value.shape
@@ -237,9 +241,9 @@ def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
 def _check_state_shapes(
     name: str, values: Mapping[str, TensorLeaf | Scalar], tensors: Mapping[str, Tensor], location: str
 ) -> None:
-    """Check that the states of a parameter have its shape.
+    """Check that the states in `_PARAMETER_SHAPED_STATES` have the shape of their parameter.
 
-    Only states that always have this shape are checked.
+    Other states may have any shape.
 
     Raises:
         CheckpointError: If a shape differs.

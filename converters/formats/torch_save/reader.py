@@ -73,7 +73,7 @@ def _find_model_file(source: CheckpointPath) -> str | None:
     """Find the file with the model, or its index: the given file, a well-known name, or the only candidate.
 
     Returns:
-        Name of the file, or None.
+        Name of the file. None if no file or several files could be the model, or if safetensors files exist.
     """
     path = source.path
     if path.is_file():
@@ -96,9 +96,10 @@ def _find_model_file(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    """Explain that a path contains only parts of single ranks, or several candidates.
+    """Explain that a path contains only parts of single ranks, or several files that could be the model.
 
-    None for other paths.
+    Returns:
+        The reason as one line. None if there is nothing to explain.
     """
     path = source.path
     names = [path.name] if path.is_file() else list_entry_names(path)
@@ -261,7 +262,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
     counters: dict[str, Any] = {}
     arrays: list[KeyPath] = []
     remaining_values = MAX_VALUES
-    # Use a stack, because a file may nest deeper than the recursion limit.
+    # Use a stack instead of recursion, because a file may nest deeper than the recursion limit.
     pending: list[tuple[KeyPath, Any]] = [((), saved)]
     while pending:
         path, value = pending.pop()

@@ -49,7 +49,7 @@ def build_xla_optimizer(
         saved: File and `optimizer.state_dict()` of every rank, in order.
         layouts: Parameters of each key of `model`, in the order of the model.
         shapes: Shape of one rank's shard of each key of `model`.
-        plain_names: Plain name of each name with wrappers.
+        plain_names: Names of the parameters without wrappers, keyed by their names with wrappers.
         from_trainer: Whether transformers' Trainer wrote the optimizer, whose two groups are known.
 
     Raises:
@@ -132,7 +132,17 @@ def _map_indices_to_keys(
 ) -> dict[int, str]:
     """Map each index to a key of `model`.
 
-    Uses the names in the groups, the only assignment in which all shapes fit, or the Trainer's two groups.
+    If the groups contain the names of their parameters, the names are used. Otherwise, the shapes of the
+    states must fit in exactly one way. If they fit in several ways, the two groups of the Trainer, with and
+    without weight decay, are matched separately.
+
+    Args:
+        indices: Indices in each group.
+        groups: Parameter groups of the optimizer.
+        states: State of each index.
+        shapes: Shape of one rank's shard of each key of `model`.
+        from_trainer: Whether transformers' Trainer wrote the optimizer.
+        location: File of the optimizer, used in error messages.
 
     Raises:
         OptimizerStateError: If no assignment fits, or several.
@@ -196,7 +206,13 @@ def _match_trainer_groups(
 
 
 def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str) -> bool:
-    """Return whether one state is sharded like its parameter. A step count is equal on all ranks.
+    """Return whether one state is sharded like its parameter, and not a number or a replicated tensor.
+
+    Args:
+        description: Name of the state, such as `exp_avg` or `step`.
+        value: Value of the state on the first rank.
+        shard: Shape of one rank's shard of the parameter.
+        location: File of the optimizer, used in error messages.
 
     Raises:
         OptimizerStateError: If a tensor has a different shape, or if the value is neither tensor nor number.
@@ -214,9 +230,13 @@ def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str)
 
 
 def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) -> None:
-    """Check that all ranks have the same copy of a replicated value.
+    """Check that all ranks have equal copies of a replicated value.
 
-    Otherwise, their files are of different steps.
+    Copies that differ show that the files are of different steps or runs.
+
+    Args:
+        parts: File and value of each rank.
+        description: Description of the value, used in error messages.
 
     Raises:
         CheckpointError: If the copies differ.

@@ -64,14 +64,17 @@ class XlaRankFile:
 
 
 def _match_rank_file_name(name: str) -> re.Match[str] | None:
-    """Match a file name that contains the rank and the world size. None if it does not."""
+    """Match the name of a file against names that contain the rank and the world size.
+
+    Returns None if the name has a different form.
+    """
     return _RANK_FILE.fullmatch(name) if name.endswith(_SUFFIXES) else None
 
 
 def _has_shard_metadata(folder: CheckpointFolder, name: str) -> bool:
-    """Return whether a file with any name is a rank file, judging by its pickle.
+    """Return whether the pickle of a file contains `shard_metadata`, so that it is a rank file with any name.
 
-    False if the file is damaged.
+    Returns False if the file is damaged.
 
     Raises:
         RemoteError: If the object store failed.
@@ -92,7 +95,7 @@ def _list_candidate_files(path: AnyPath) -> list[str]:
 def _get_folder_of_rank_files(source: CheckpointPath) -> CheckpointFolder | None:
     """Find the folder of rank files for a path to the folder or to one of the files.
 
-    None if there are none.
+    Returns None if there are none.
     """
     path = source.path
     folder = CheckpointFolder(path.parent if path.is_file() else path)
@@ -105,7 +108,12 @@ def _get_folder_of_rank_files(source: CheckpointPath) -> CheckpointFolder | None
 
 
 def _get_file_set_key(match: re.Match[str]) -> tuple[str, int, str]:
-    """Return the part of a file name that all files of one checkpoint have in common."""
+    """Return the part of a rank file's name that all files of one checkpoint have in common.
+
+    Returns:
+        The text before the rank, the world size, and the text after the world size. The last text is empty
+        for the files of the Trainer, because it differs between model and optimizer.
+    """
     tail = match["tail"]
     return (
         match["head"],
@@ -170,7 +178,15 @@ def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
 
 
 def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[XlaRankFile]:
-    """Sort the files that contain `kind` by rank. Empty if there are none.
+    """Select the files that contain a model or an optimizer, and sort them by rank.
+
+    Args:
+        files: All rank files of the checkpoint.
+        kind: `model` or `optimizer`.
+        root: Folder of the checkpoint, used in error messages.
+
+    Returns:
+        One file per rank, or an empty list if no file contains `kind`.
 
     Raises:
         CheckpointError: If a rank has no file or several, or if world sizes differ.
@@ -271,7 +287,16 @@ def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
 def _build_key_tensors(
     key: Any, value: Any, layout: XlaFsdpLayout | None, shards: list[tuple[str, Any]]
 ) -> dict[str, Tensor]:
-    """Build the tensors of one key of `model`: parameters from shards, or a buffer that all ranks have.
+    """Build the tensors of one key of `model`.
+
+    If the key is sharded, the shards of all ranks are joined. Otherwise, the key is a buffer, and all ranks
+    have a copy of it.
+
+    Args:
+        key: Key of `model`.
+        value: Value on the first rank.
+        layout: Parameters in the key, or None if the key is not sharded.
+        shards: File and value of every rank, in order.
 
     Returns:
         Tensors, keyed by name. Empty if the value is not a tensor.

@@ -115,15 +115,25 @@ def parse_layouts(
 
 
 def _get_metadata_table(metadata: Metadata, name: str, location: str) -> dict[Any, Any]:
-    """Return a table of `shard_metadata`."""
+    """Return a table of `shard_metadata`, such as `shard_info`.
+
+    Raises:
+        CheckpointError: If the table is missing or not a dict.
+    """
     return require_mapping(metadata.get(name), f"{name} of shard_metadata", location)
 
 
 def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -> dict[Any, Any]:
-    """Return the description of one shard.
+    """Return the description of one shard in `shard_metadata`.
+
+    Args:
+        metadata: The `shard_metadata` of a rank.
+        head: Name of the module that contains the shard.
+        suffix: Name of the shard in the module.
+        location: File of the rank, used in error messages.
 
     Raises:
-        CheckpointError: If it is missing.
+        CheckpointError: If the description is missing.
     """
     tables = _get_metadata_table(metadata, "shard_info", location)
     info = require_mapping(tables.get(head, {}), "an entry of shard_info", location).get(suffix)
@@ -142,8 +152,13 @@ class _OriginalParameter(NamedTuple):
 def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _OriginalParameter:
     """Parse the original name and shape of one shard.
 
+    Args:
+        info: Description of the shard in `shard_metadata`.
+        suffix: Name of the shard in its module, which encodes the original name.
+        location: File of the rank, used in error messages.
+
     Raises:
-        CheckpointError: If the name does not match the suffix of the key.
+        CheckpointError: If the original name does not match `suffix`.
     """
     name, shape = (
         info.get("_orig_name"),
@@ -190,8 +205,15 @@ def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _Flatte
 def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, location: str) -> XlaFsdpLayout:
     """Build the layout of a flat parameter.
 
+    Args:
+        entry: Entry of `flatten_info`.
+        full_name: Name of the flat parameter in the model.
+        shape: Shape of the flat parameter before sharding.
+        location: File of the rank, used in error messages.
+
     Raises:
-        CheckpointError: If an element count does not match its shape, or their sum the flat parameter.
+        CheckpointError: If an element count does not match its shape, or if the element counts do not add up
+            to the length of the flat parameter.
     """
     names, shapes, numels = entry
     head = full_name.rpartition(".")[0]
