@@ -1,7 +1,8 @@
-"""The sections of the configuration, one class each.
+"""The sections of the configuration, each with its own class.
 
-The text below a setting states the effect, the unit and when to change it. Help, the reference page and
-editors show it. Fields marked ``IDENTITY`` define the run; all others may change between its launches.
+The docstring below a setting states its effect, its unit and when to change it. It is shown in help, in the
+reference page and by editors. The settings marked with ``IDENTITY`` define the run. All other settings may
+change between the launches of a run.
 """
 
 from __future__ import annotations
@@ -92,12 +93,13 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "ipython", "f
 SOURCE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 """Regular expression of the names of sources."""
 SINGLE_EVAL_TAG, NAMED_EVAL_TAG = "[one]", "[several]"
-"""Tags of the two forms of ``data.eval``, one source or several named sources, in the paths of pydantic's
-errors. They have brackets like pydantic's ``[key]``, so that they differ from names of sources."""
+"""Tags of the two forms of ``data.eval`` in pydantic's error paths: one source, or several named sources.
+
+They have brackets like pydantic's ``[key]``, so that they differ from all names of sources."""
 
 
 def _build_quickstart_model() -> dict[str, Any]:
-    """Return the config of the default model, which has about four million parameters."""
+    """Return the default of ``model.config``, a Llama with about four million parameters."""
     return {
         "model_type": "llama",
         "vocab_size": 4096,
@@ -195,8 +197,8 @@ class AdapterConfig(Section):
     )
     """Numbers of the layers that get an adapter, starting at 0. Null: all layers."""
     bias: Literal["none", "all", "lora_only"] = Field(default="none", json_schema_extra=IDENTITY)
-    """Biases that are trained, too: all of them, or only the biases of modules with an adapter (lora_only).
-    Only for lora."""
+    """Biases that are trained in addition to the adapter: none, all biases of the model, or only the biases
+    of modules with an adapter (lora_only). Only for lora."""
     init: Flag | Literal["gaussian", "orthogonal"] = Field(default=True, json_schema_extra=IDENTITY)
     """Initial values of lora. true follows the paper, so that training starts exactly at the base model;
     gaussian and orthogonal are as in peft; false makes both matrices random."""
@@ -283,9 +285,9 @@ class SourceConfig(Section):
 
 
 def _validate_source_name(name: str) -> str:
-    """Return the name of a source.
+    """Check that the name of a source only consists of letters, digits, - and _, and return it unchanged.
 
-    Raises ``ValueError`` if it contains other characters than letters, digits, - and _.
+    Raises ``ValueError`` if it does not.
     """
     if SOURCE_NAME_PATTERN.fullmatch(name) is None:
         raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
@@ -296,7 +298,7 @@ SourceName = Annotated[str, AfterValidator(_validate_source_name)]
 
 
 class MixedSource(SourceConfig):
-    """A source of a mixture."""
+    """A source in ``data.sources``, with its weight or epochs in the mixture."""
 
     name: SourceName
     """Name of the source in logs and files."""
@@ -307,7 +309,7 @@ class MixedSource(SourceConfig):
 
 
 class Phase(Section):
-    """Weights of a mixture from a step on."""
+    """Weights of the sources of a mixture, which apply from a step on."""
 
     step: Steps
     """First step with these weights."""
@@ -316,10 +318,10 @@ class Phase(Section):
 
 
 def _choose_eval_tag(value: Any) -> str:
-    """Return the tag of the form of ``data.eval``, which pydantic uses to select the type.
+    """Return the tag by which pydantic selects the type of a value of ``data.eval``.
 
-    The form is several named sources if all values are mappings and no key is a setting, otherwise one
-    source.
+    The value consists of several named sources if it is a mapping of mappings and none of its keys is a
+    setting. Otherwise, it is a single source.
     """
     several = isinstance(value, dict) and value and not value.keys() & SourceConfig.model_fields.keys()
     return (
@@ -409,7 +411,7 @@ class DataConfig(SourceConfig):
 
     @property
     def max_sequence_length(self) -> int:
-        """Maximum number of tokens of a sequence or of a target sequence."""
+        """Larger of ``data.seq_len`` and ``data.target_seq_len``, in tokens."""
         return max(self.seq_len, self.target_seq_len or 0)
 
 
@@ -550,7 +552,8 @@ class TrainConfig(Section):
     """End the run after this many evaluations in a row in which checkpoint.best_metric did not improve. Null:
     never."""
     early_stopping_threshold: Threshold = 0.0
-    """An evaluation is an improvement if it is better than the best so far by more than this."""
+    """Difference by which an evaluation must be better than the best evaluation so far to count as an
+    improvement."""
     callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = ()
     """Custom callbacks, written package.module:name or package.module:name(argument=value). They are called
     at the start, after steps, logs, evaluations and saves, and at the end."""
@@ -607,9 +610,9 @@ class FsdpConfig(Section):
     backward_prefetch: Annotated[Literal["backward_pre", "backward_post", "no_prefetch"], AnyCase] | None = (
         None
     )
-    """When the backward pass gathers the next unit. backward_pre, the default: before the gradients of the
-    current unit, which hides the most communication. backward_post and no_prefetch are the same in FSDP2:
-    after the gradients, which needs less memory."""
+    """Time at which the backward pass gathers the parameters of the next unit. backward_pre, the default:
+    before it computes the gradients of the current unit, which hides the most communication. backward_post
+    and no_prefetch, which are the same in FSDP2: after it has computed them, which needs less memory."""
 
 
 class Fp16Config(Section):
@@ -639,7 +642,7 @@ class XlaConfig(Section):
     """Details of XLA. Null: the default of the backend."""
 
     buffer_dtype: XlaDtype | None = None
-    """Dtype of buffers in the computation."""
+    """Dtype of the model's floating-point buffers in the computation. Null: the dtype of each buffer."""
     shard_param_on_dim_0: Flag | None = None
     """Shard every parameter along its first dimension, even if another dimension is longer."""
     optimization_barrier_in_backward: Flag | None = None
@@ -740,7 +743,7 @@ class LogConfig(Section):
     sample_prompt: str | None = Field(default=None, min_length=1)
     """Text that a generative model continues at the end of the run. Null: the start of a held-out text."""
     sample_tokens: GeneratedTokens = 64
-    """Number of tokens to generate in that sample. 0: no sample."""
+    """Number of tokens to generate after log.sample_prompt at the end of the run. 0: no sample."""
     quiet: Flag = False
     """Print only warnings and errors (--quiet). Everything else is still written to log.txt in the folder of
     the run."""
