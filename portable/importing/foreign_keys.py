@@ -262,7 +262,7 @@ class CounterpartlessKey(ForeignKey):
     """Base class of entries for a key without an equivalent in a run. Values that turn it off are ignored."""
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` is ignored, because it turns the key off: zero, ``no``, or an empty one."""
+        """Return whether ``value`` is ignored because it turns the key off, such as zero or ``no``."""
         return value == 0 or is_off_or_empty(parse_boolean_word(value)) or super().has_no_effect(value, file)
 
 

@@ -62,26 +62,26 @@ class PlanOptions(CommandOptions):
     device: str = ""
     """Accelerator to plan for: h100, h200, a100-80, l4, v5e, v5p, v6e ..."""
     device_memory: str = ""
-    """Memory of a device, instead of its name or to override it: 80GB."""
+    """Memory of a device, such as 80GB, instead of --device or to override it."""
     devices: PositiveCount = 1
-    """Number of devices; default 1."""
+    """Number of devices; default: 1."""
     host_memory: str = ""
-    """Host memory of a node, a limit for offloading: 512GB."""
+    """Host memory of a node, such as 512GB, which limits offloading."""
     compile: Flag = False
-    """Also compile the run's graphs for the device, a TPU (v4, v5e, v5p, v6e), with its own compiler, and
-    compare the plan with it. Takes minutes, and no TPU."""
+    """Also compile the run's graphs with the compiler of the device, a TPU (v4, v5e, v5p, v6e), and compare
+    the plan with the compiler's report. Takes minutes, but does not need a TPU."""
     only_memory: Flag = False
-    """With --compile: end once memory is assigned and collectives are scheduled, before the compiler makes
-    code: seconds in place of minutes."""
+    """With --compile: stop as soon as memory is assigned and collectives are scheduled, before code is
+    generated. Takes seconds instead of minutes."""
     topology: str = ""
-    """With --compile: the chips along each axis of the slice, 4x4."""
+    """With --compile: number of chips along each axis of the slice, such as 4x4."""
     price_per_hour: str = ""
-    """What an hour of one device costs: 2.50, or by names: h100=2.50,a100-80=1.30. With --budget, else
-    SkyPilot's catalog, where it is installed."""
+    """Price of one device for an hour, such as 2.50, or prices by name: h100=2.50,a100-80=1.30. If it is not
+    set, --budget takes the prices from SkyPilot's catalog, if SkyPilot is installed."""
     budget: str = ""
-    """Sort machines by what the run costs on them, up to this sum."""
+    """Sort machines by the cost of the run, and mark costs above this sum."""
     wide: Flag = False
-    """Show what the device memory of each option consists of."""
+    """Show the composition of each option's device memory."""
     json_: Flag = Field(default=False, alias="json")
     """Print the plan as JSON."""
 
