@@ -231,7 +231,7 @@ class Diagnostics:
         """Write the allocation history and a snapshot of device memory to a file.
 
         Args:
-            path: File to write, in the format of the device's own memory viewer.
+            path: File to write, in the format of the device vendor's memory viewer.
         """
 
     def dump_collectives(self, folder: Path) -> None:

@@ -602,8 +602,8 @@ def _build_source_with_globals(key: str, target: Any) -> str:
 def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> None:
     """Add the source of ``target`` to ``source_by_name``, after the source of everything that it uses.
 
-    Imports, constants, functions and classes of the notebook or script are added, as far as ``target`` uses
-    them directly or through other functions.
+    The imports, constants, functions and classes of the notebook or script are added if ``target`` uses them,
+    directly or through other functions.
 
     Args:
         key: Argument of :func:`portable.train`, used in error messages.

@@ -1,8 +1,8 @@
 """Search for settings with which a run fits on a device, for ``portable-train init --device``.
 
-:class:`RecipeSearch` builds candidates, which are combinations of settings, in an order from the best to the
-one that needs the least memory. The planner computes the memory of each candidate, as in ``portable-plan``.
-The first candidate that fits is written into the config.
+:class:`RecipeSearch` builds candidates, which are combinations of settings. The best candidate is first, and
+the candidate with the least memory is last. The planner computes the memory of each candidate, as in
+``portable-plan``. The first candidate that fits is written into the config.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class RecipeSearch:
 
         Args:
             seq_len: Maximum sequence length, in tokens.
-            num_devices: Number of devices, of which the chosen global batch size is a multiple.
+            num_devices: Number of devices. The chosen global batch size is a multiple of this number.
 
         Returns:
             Settings, by dotted key.

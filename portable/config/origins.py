@@ -1,4 +1,4 @@
-"""Classes that record where the value of a setting was set, for error messages."""
+"""Classes for the origin of a setting's value, which error messages contain: a line of a file, or a flag."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Origin:
     """The origin of a value: a line of a file, or a flag.
 
     Attributes:
-        text: Text for messages, such as ``run.yaml:7`` or ``--train.steps``.
+        text: Text that names the origin in messages, such as ``run.yaml:7`` or ``--train.steps``.
         order: Number by which error messages are sorted. It increases with the line, then with the position
             of the file on the command line, and flags have the highest numbers.
         is_flag: Whether the origin is a flag.

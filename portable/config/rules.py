@@ -77,6 +77,6 @@ def uses_zero_strategy(config: RunConfig) -> bool:
 
 
 def has_adapter(config: RunConfig) -> bool:
-    """Return whether the run trains an adapter: a new one, an existing one, or one that a file defines."""
+    """Return whether the run trains an adapter, either a new adapter or an existing adapter."""
     adapter = config.adapter
     return adapter.type is not None or adapter.name_or_path is not None or adapter.config is not None

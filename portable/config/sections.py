@@ -160,7 +160,7 @@ Tokens = Annotated[tuple[TokenId, ...], Field(strict=False, min_length=1)]
 
 
 class AdapterConfig(Section):
-    """An adapter, with the names of peft. The weights of the model stay frozen."""
+    """An adapter, with settings named as in peft. The weights of the model stay frozen."""
 
     type: Literal["lora", "ia3"] | None = Field(default=None, json_schema_extra=IDENTITY)
     """Kind of adapter: low-rank matrices that are added to linear layers (lora), or a factor for each output
@@ -220,7 +220,7 @@ class AdapterConfig(Section):
 
 
 class SourceConfig(Section):
-    """A source of records, and how they are read."""
+    """A source of records, and settings for reading them."""
 
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.
@@ -427,7 +427,7 @@ class ParameterGroup(Section):
 
 
 class TrainConfig(Section):
-    """Length, batch sizes, loss, optimizer, learning rate, evaluation."""
+    """Length of the run, batch sizes, loss, optimizer, learning rate, evaluation."""
 
     steps: Steps | None = Field(default=200, ge=1, json_schema_extra=IDENTITY)
     """Length of the schedule in optimizer steps. May be null only if train.epochs is set."""
@@ -590,7 +590,7 @@ class MemoryConfig(Section):
 
 
 class FsdpConfig(Section):
-    """Details of FSDP, with the names of Accelerate. Null: the default of the backend."""
+    """Details of FSDP, with settings named as in Accelerate. Null: the default of the backend."""
 
     shard_group_size: Ranks | None = None
     """Number of ranks (on XLA: devices) that share one sharded copy of the state in hybrid_shard and
@@ -616,7 +616,7 @@ class FsdpConfig(Section):
 
 
 class Fp16Config(Section):
-    """Dynamic loss scaling for precision fp16, with the names of DeepSpeed."""
+    """Dynamic loss scaling for precision fp16, with settings named as in DeepSpeed."""
 
     initial_scale_power: ScalePower = 16
     """Initial loss scale as a power of 2. Lower it if the first updates are skipped."""
@@ -663,7 +663,7 @@ class XlaConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Saving, resuming, and the export at the end."""
+    """Saving of checkpoints, resuming from them, and the export of the model at the end."""
 
     every_steps: Interval | None = 100
     """Steps between checkpoints. Null: save only when the run stops."""

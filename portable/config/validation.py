@@ -206,8 +206,8 @@ class _ErrorTarget(NamedTuple):
     """The part of the schema that an error is about.
 
     Attributes:
-        label: Dotted name of the value for messages. An item of a list has its ``name`` in the label, or its
-            number from 1.
+        label: Dotted name of the value, used in error messages. An item of a list has its ``name`` in the
+            label, or its number from 1.
         setting: The setting that the error is about. None if the error is about an unknown key, a section, or
             a group of settings in a list.
         schema: The schema that contains the setting: the config, or the schema of an item.

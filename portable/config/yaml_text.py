@@ -72,7 +72,7 @@ for _tag, _pattern, _first in CORE_SCHEMA:
 
 @dataclass
 class YamlDocument:
-    """Content of a parsed YAML document, with line numbers for error messages.
+    """Content of a parsed YAML document, and the line numbers of its keys.
 
     Attributes:
         value: Content of the document as plain values. None if the document is empty.

@@ -50,9 +50,8 @@ class Metric(Protocol):
     A metric may also have these attributes:
 
     - ``needs``: Outputs of the model that :meth:`sums` reads: ``"predictions"``, ``"logits"`` (the default),
-    or
-      None. Predictions are the most likely class at each position, and require no more memory than the loss.
-      With ``"logits"``, all logits of a micro-batch are in memory at the same time.
+      or None. Predictions are the most likely class at each position, and require no more memory than the
+      loss. With ``"logits"``, all logits of a micro-batch are in memory at the same time.
     - ``higher_is_better``: Whether higher values are better. ``checkpoint.best_mode: auto`` reads it.
     - ``names``: Names of the values that :meth:`values` returns.
     """
@@ -295,7 +294,7 @@ def compute_exp_or_inf(exponent: float) -> float:
 
 
 def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide elementwise. The quotient is 0 where the denominator is 0. Denominators must not be negative."""
+    """Divide elementwise. If a denominator is 0, its quotient is 0. Denominators must not be negative."""
     return torch.where(denominator > 0, numerator / denominator.clamp(min=1e-300), 0.0)
 
 

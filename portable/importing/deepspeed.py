@@ -271,7 +271,7 @@ def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
 
 
 def check_fixed_loss_scale(value: Any, file: ForeignFile) -> None:
-    """Raise ``NoEffect`` for a fixed loss scale at ZeRO stage 0, where the loss scale is always dynamic."""
+    """Raise ``NoEffect`` for a fixed loss scale at ZeRO stage 0, because it is always dynamic there."""
     if value and parse_switch(file.get_value("fp16.enabled")) is True and get_zero_stage(file) == 0:
         raise NoEffect("has no effect without ZeRO: the loss scale is dynamic")
 

@@ -282,7 +282,7 @@ class ForeignFile:
     Attributes:
         program: The program whose file it is.
         values: Content of the file.
-        build_origin: Function that takes the path of a key, and returns its origin for messages.
+        build_origin: Function that takes the path of a key, and returns its origin.
         result: Settings, notes and refusals from the keys that have been converted so far.
         path: Path of the key that is being converted.
     """
@@ -324,7 +324,7 @@ class ForeignFile:
         Args:
             setting: Dotted key of the setting.
             value: Value of the setting.
-            reason: Text of the origin for messages, such as ``default of TRL``.
+            reason: Text that names the origin of the value in messages, such as ``default of TRL``.
         """
         if setting not in self.result.values:
             self.result.values[setting] = value

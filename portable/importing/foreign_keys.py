@@ -177,7 +177,7 @@ class PresetKey(WordKey):
 
     @property
     def remedy(self) -> str:
-        """Hint of the entry, because the names of the settings do not tell the user the values to write."""
+        """Hint of the entry, because the names of the settings alone do not determine the values to write."""
         return self.hint
 
 

@@ -118,7 +118,7 @@ def convert_schedule_function(value: Any, _: ForeignFile) -> str:
     """Convert the dotted path of the function that builds the schedule to a value of ``train.schedule``.
 
     Only the name of torchtune's cosine schedule is translated. Other names are returned unchanged, so that
-    the validation of the config reports names that it does not know.
+    the validation of the config reports unknown names.
     """
     name = get_component_name(value)
     return "cosine" if name == "get_cosine_schedule_with_warmup" else name

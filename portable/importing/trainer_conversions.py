@@ -199,7 +199,7 @@ _EXCLUDED_BY = {
     "checkpoint.every_epochs": "checkpoint.every_steps",
     "train.warmup_ratio": "train.warmup_steps",
 }
-"""Pairs of settings of which only the first is used if both are set."""
+"""Pairs of settings. If both settings of a pair are set, only the first setting is used."""
 
 
 def complete_run_settings(file: ForeignFile, num_devices: int) -> None:

@@ -546,7 +546,7 @@ def _set_pair_loss(file: ForeignFile) -> None:
     """Set ``train.loss`` and TRL's default learning rate for DPO if the file is for TRL's DPO trainer.
 
     A file does not name its trainer, so it counts as a file for DPO if it has a key that only TRL's trainers
-    for preference pairs have. A note tells the user about this. Adds a refusal if the file combines several
+    for preference pairs have. Adds a note about this to the file. Adds a refusal if the file combines several
     formulas.
     """
     key = next(

@@ -103,7 +103,7 @@ class DPO(_PreferenceLoss):
         reference: Reference model. If None, the model with its weights at the start of the run, whose
             log-probabilities are computed once and cached with the data. If ``"adapter"``, the model without
             its adapter, which runs in an additional forward pass before each step. Otherwise, a folder or the
-            name of a model on the Hub, of which each rank keeps a frozen copy.
+            name of a model on the Hub. In the last case, each rank keeps a frozen copy of this model.
     """
 
     beta: float = 0.1

@@ -42,7 +42,7 @@ class Peak(NamedTuple):
 class Activations:
     """Peak memory of a pass, before and after the backward pass has computed gradients of layers.
 
-    Engines keep other amounts of gathered parameters in memory during these two phases.
+    The phases are separate, because engines keep different amounts of gathered parameters in memory in them.
     """
 
     before_layers: Peak

@@ -260,7 +260,7 @@ def describe_option(option: PlanOption) -> str:
 def explain_choice(plan: Plan) -> str:
     """Explain in a few sentences why the best option is recommended, and how to reduce the memory further.
 
-    If there is no best option, explain what is missing. Options with an adapter or with context parallelism
+    If there is no best option, explain why nothing fits. Options with an adapter or with context parallelism
     are mentioned if the plan has them.
 
     Args:
