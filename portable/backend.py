@@ -301,9 +301,9 @@ class Backend(Protocol):
         """Run training steps on a temporary engine to check whether they fit in device memory.
 
         The temporary engine allocates the same memory as the run's engine, but the values that it computes
-        are meaningless. It does not call any collectives of the run's process group, so an out-of-memory
-        error on one rank does not hang the other ranks. The engine is freed before this method returns. Must
-        be called before :meth:`start` or after :meth:`abandon_process_group`.
+        are meaningless. The engine does not call any collectives of the run's process group, so an
+        out-of-memory error on one rank does not hang the other ranks. The engine is freed before this method
+        returns. Must be called before :meth:`start` or after :meth:`abandon_process_group`.
 
         Args:
             build_meta_model: Function that builds the model on the meta device.

@@ -138,9 +138,9 @@ def run_training_loop(run: Run, micro_batches: Iterable[Batch], signals: StopSig
         run: The run to train. Its ``result`` and ``is_stopped_by_signal`` attributes are updated after each
             step.
         micro_batches: This rank's micro-batches, in host memory.
-        signals: Signals that request a stop. They are intercepted during the steps. If they stopped the run,
-            the caller restores the previous handlers, because another SIGTERM must not interrupt the
-            checkpoint that is still being written.
+        signals: Handlers of the signals that request a stop, which are installed during the steps. If they
+            stopped the run, the caller restores the previous handlers, because another SIGTERM must not
+            interrupt the checkpoint that is still being written.
 
     Returns:
         Whether SIGTERM or SIGINT stopped the run early. In this case, the callbacks have begun to save a

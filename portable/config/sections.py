@@ -280,8 +280,8 @@ class SourceConfig(Section):
     additional column of numbers that train.loss finds in the batch (without packing), such as {weight:
     score}. A list such as [weight, score] contains only additional columns."""
     text_split: Literal["file", "paragraph", "line"] = "file"
-    """Unit of text in a .txt file: the file, a paragraph (separated by blank lines), or a line. It matters
-    without packing, because each text is truncated to data.seq_len."""
+    """Unit of text in a .txt file: the file, a paragraph (separated by blank lines), or a line. The
+    unit matters without packing, because each text is then truncated to data.seq_len."""
 
 
 def _validate_source_name(name: str) -> str:

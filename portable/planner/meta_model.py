@@ -183,8 +183,8 @@ def _estimate_activations(model: ModelInventory, request: PassRequest, failure: 
 
     For each token, layer, and hidden unit, the formula counts 34 bytes in 16-bit precision (Korthikanti et
     al., 2022, "Reducing Activation Recomputation in Large Transformer Models", without attention scores), or
-    2 bytes if the layer is recomputed. It adds the activations of one layer during its backward pass, three
-    copies of the logits in fp32, and for autocast a 16-bit copy of all weights.
+    2 bytes if the layer is recomputed. The formula also adds the activations of one layer during its backward
+    pass, three copies of the logits in fp32, and for autocast a 16-bit copy of all weights.
 
     Args:
         model: Inventory of the model.

@@ -317,8 +317,8 @@ class Planner:
         """Return the sort key of a combination.
 
         Returns:
-            Its position in the order of strategies, whether its family (FSDP2 or ZeRO) differs from the
-            family of the configured strategy, and a number that makes the order unique.
+            Position of the combination in the order of strategies, whether its family (FSDP2 or ZeRO) differs
+            from the family of the configured strategy, and a number that makes the order unique.
         """
         family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
         return (
