@@ -55,8 +55,8 @@ __all__ = [
     "write_checkpoint",
 ]
 
-# Otherwise, each process that imports torch would load the packages of all devices, which takes seconds.
-# A backend loads its package itself.
+# By default, importing torch also imports the packages of all installed device backends, which takes seconds.
+# Disable this, because each backend of this project imports the package that it needs.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 from portable.converters.lazy_imports import build_lazy_getattr

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of :func:`train`. A notebook shows its report.
+    """Result of :func:`train`. A notebook displays it as the report of the run.
 
     Attributes:
         folder: Output folder of the run, or its URL.
-        stopped: Whether a signal (Ctrl-C, the stop button of a notebook) stopped the run early. It has saved
-            a checkpoint, and the same call resumes from it.
+        stopped: Whether a signal (Ctrl-C, the stop button of a notebook) stopped the run early. In this case,
+            the run has saved a checkpoint, and the same call of :func:`train` resumes from the checkpoint.
     """
 
     folder: AnyPath
@@ -36,7 +36,10 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of ``metrics.jsonl``, for example for ``pandas.DataFrame``."""
+        """Rows of ``metrics.jsonl``, one dictionary per row, for example for ``pandas.DataFrame``.
+
+        The file is read again at each access.
+        """
         return read_metrics(self.folder)
 
     @property
@@ -47,7 +50,7 @@ class Result:
 
     @property
     def final(self) -> AnyPath | None:
-        """Folder for ``from_pretrained``, or None before the schedule is complete."""
+        """Folder of the exported model, for ``from_pretrained``. None if the run has not exported it yet."""
         folder = self.folder / "final"
         return folder if folder.is_dir() else None
 
@@ -74,10 +77,14 @@ def replace_settings_with_objects(
     schedule: Any = None,
     optimizer: Any = None,
 ) -> RunConfig:
-    """Replace objects that are passed to :func:`train` as settings by names of these objects.
+    """Return a config whose settings name the objects that were passed to :func:`train`.
+
+    Each object is registered in this process, and its name becomes the value of a setting, because ranks
+    read only the config. A list of records is written to a file in the cache folder, and ``data.source``
+    names that file.
 
     Args:
-        config: Config of the run.
+        config: Config of the run, which is not changed.
         loss: See :func:`train`.
         metrics: See :func:`train`.
         callbacks: See :func:`train`.
@@ -87,7 +94,8 @@ def replace_settings_with_objects(
         optimizer: See :func:`train`.
 
     Returns:
-        A config that also contains the source text that ranks need to create the objects.
+        The new config, which also contains the source text that ranks need to create the objects. ``config``
+        itself if no object was passed.
 
     Raises:
         UserError: If ranks cannot create an object.
@@ -132,10 +140,11 @@ def train(
 ) -> Result:
     """Train a model, or resume the run in ``config.output_dir``, as ``portable-train`` does.
 
-    Objects replace the settings of the same name. An object is a function, a class, a partial of these with
-    plain values as arguments, or an instance of a dataclass with such fields. If several ranks are started,
-    each of them creates its own objects: by import, or from the source text if the script or notebook itself
-    defines them. With a single rank, training runs in this process and uses the objects themselves.
+    Settings can also be passed as Python objects: a function, a class, a ``functools.partial`` of these with
+    plain values as arguments, or an instance of a dataclass whose fields are plain values. If several ranks
+    are started, each rank creates its own copy of the object. The rank imports the object, or executes its
+    source text if the object is defined in the script or notebook itself. With a single rank, training runs
+    in this process and uses the passed objects.
 
     Example:
         >>> from portable import load_config, train
@@ -164,7 +173,7 @@ def train(
         The folder of the run, its metrics, and whether a signal stopped it early.
 
     Raises:
-        UserError: If the config or an object is not valid. Nothing was trained.
+        UserError: If the config or an object is not valid. In this case, nothing was trained.
         RunError: If the run failed.
     """
     from portable.cli import run_invocation
@@ -197,9 +206,9 @@ def plan(
     host_memory: str | None = None,
     price_per_hour: float | None = None,
 ) -> Plan:
-    """Compute the memory, strategy and time of a run before a machine is rented, as ``portable-plan`` does.
+    """Compute the memory, strategy and time that a run needs on given devices, as ``portable-plan`` does.
 
-    Loads no weights.
+    The devices do not have to exist on this machine, and no weights are loaded.
 
     Example:
         >>> from portable import load_config, plan
@@ -222,7 +231,7 @@ def plan(
         the plan as plain values.
 
     Raises:
-        UserError: If the config is not valid, the device is unknown, or a size cannot be read.
+        UserError: If the config is not valid, the device is unknown, or a memory size cannot be parsed.
     """
     from portable.checks import check_config
     from portable.errors import require

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SaveHandle(Protocol):
-    """Handle for a checkpoint that is being written."""
+    """Handle for waiting until a checkpoint has been written. :meth:`Engine.save_shards` returns it."""
 
     def is_done(self) -> bool:
         """Return whether this rank's files have been written.
@@ -51,7 +51,7 @@ class SaveHandle(Protocol):
 
 
 class Engine(Protocol):
-    """Sharded model and its optimizer."""
+    """Sharded model together with its optimizer. :meth:`Backend.build_engine` creates it."""
 
     model: nn.Module
     """The transformers model, with its original parameter names."""
@@ -101,9 +101,9 @@ class Engine(Protocol):
 
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
-            global_weight: Number of target tokens in the global batch, or the sum of their weights if
-                ``train.loss`` uses weights. Device scalar from :meth:`Backend.sum_host_numbers`. The summed
-                loss is divided by it.
+            global_weight: Divisor of the summed loss: the number of target tokens in the global batch, or the
+                sum of their weights if ``train.loss`` uses weights. A device scalar from
+                :meth:`Backend.sum_host_numbers`.
             is_last_micro_batch: Whether this is the last micro-batch before :meth:`take_optimizer_step`,
                 which means that the gradients must be reduced across ranks.
             with_token_metrics: Whether to also compute token accuracy and entropy.
@@ -125,7 +125,7 @@ class Engine(Protocol):
         Args:
             learning_rate: Learning rate for this step.
             max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
-            loss: Global loss of this step, a device scalar.
+            loss: Global loss of this step, a device scalar. It only determines whether the update is skipped.
 
         Returns:
             The global gradient norm before clipping, an fp32 device scalar.
@@ -213,23 +213,35 @@ class MemoryUsage(NamedTuple):
     """Memory that this process uses on its device, or in host memory if the device is a CPU."""
 
     current_bytes: int
+    """Memory in use now."""
     peak_bytes: int
+    """Largest memory that was in use so far."""
 
 
 class Diagnostics:
-    """Debugging hooks provided by a backend.
+    """Debugging hooks that a backend overrides if its device supports them.
 
-    Training does not depend on these hooks. By default, they do nothing.
+    Training does not depend on these hooks. In this base class, they do nothing.
     """
 
     def record_memory(self) -> None:
         """Start recording the history of device memory allocations for :meth:`dump_memory`."""
 
     def dump_memory(self, path: Path) -> None:
-        """Write the allocation history and a snapshot of device memory in the device vendor's format."""
+        """Write the allocation history and a snapshot of device memory to a file.
+
+        Args:
+            path: File to write, in the format of the device vendor's memory viewer.
+        """
 
     def dump_collectives(self, folder: Path) -> None:
-        """Write the most recent collectives on this rank's device, if they are being recorded."""
+        """Write a trace of this rank's most recent collective operations, to debug a hang.
+
+        Writes nothing if the backend does not record collectives.
+
+        Args:
+            folder: Existing folder. Each rank writes its own file.
+        """
 
     def query_driver_memory(self) -> DriverMemory | None:
         """Query the device driver for the memory of this rank's device.
@@ -241,7 +253,10 @@ class Diagnostics:
 
 
 class Backend(Protocol):
-    """Devices that this process drives, and its connection to the other ranks."""
+    """Interface to the device of this process and to the other ranks.
+
+    On XLA, a process drives all devices of its host.
+    """
 
     name: str
     """Name of the backend in :data:`portable.registry.BACKENDS`, such as ``cuda``."""
@@ -286,9 +301,9 @@ class Backend(Protocol):
         """Run training steps on a temporary engine to check whether they fit in device memory.
 
         The temporary engine allocates the same memory as the run's engine, but the values that it computes
-        are meaningless. It does not call any collectives of the run's process group, so an out-of-memory
-        error on one rank does not hang the other ranks. The engine is freed before this method returns. Must
-        be called before :meth:`start` or after :meth:`abandon_process_group`.
+        are meaningless. The engine does not call any collectives of the run's process group, so an
+        out-of-memory error on one rank does not hang the other ranks. The engine is freed before this method
+        returns. Must be called before :meth:`start` or after :meth:`abandon_process_group`.
 
         Args:
             build_meta_model: Function that builds the model on the meta device.
@@ -306,11 +321,11 @@ class Backend(Protocol):
     def abandon_process_group(self) -> None:
         """Stop using the process group without closing its connections.
 
-        Closing them would make collectives on the other ranks fail.
+        Closing the connections would make collectives on the other ranks fail.
         """
 
     def seed_device_generator(self, value: int) -> None:
-        """Seed the random number generator on this rank's device (for dropout).
+        """Seed the random number generator on this rank's device, which dropout uses.
 
         Does not trigger a host-device sync.
         """
@@ -322,7 +337,7 @@ class Backend(Protocol):
         """Sum a number from each rank's host into a device scalar. Does not trigger a host-device sync.
 
         Args:
-            count: Number of this rank.
+            count: Number to add from this rank, for example its number of target tokens.
             stop: Whether this rank requests that the run stops. The request is part of the same collective,
                 and :meth:`is_stop_requested` returns the result.
 
@@ -338,7 +353,8 @@ class Backend(Protocol):
         time.
 
         Args:
-            requested_by_rank: Whether this rank requests a stop now. The result if there is only one rank.
+            requested_by_rank: Whether this rank requests a stop now. If there is only one rank, this value is
+                returned.
         """
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
@@ -352,13 +368,17 @@ class Backend(Protocol):
         """
 
     def reduce_any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is True on any rank. A host collective that does not sync the device.
+        """Return whether ``flag`` is True on any rank. Must be called on all ranks.
 
-        The time grows with the logarithm of the number of ranks. Do not call it after every step.
+        The flags are exchanged between the hosts, without a host-device sync. Since the time grows with the
+        logarithm of the number of ranks, do not call this method after every step.
         """
 
     def gather_text(self, text: str) -> list[str]:
-        """Gather ``text`` from all ranks, ordered by rank. A collective on the host."""
+        """Gather ``text`` from all ranks, ordered by rank. Must be called on all ranks.
+
+        The strings are exchanged between the hosts, without the device.
+        """
 
     def barrier(self) -> None:
         """Block until all ranks have reached the barrier."""
@@ -370,13 +390,13 @@ class Backend(Protocol):
         """
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return the divisor that matrix dimensions should have to reach full speed.
+        """Return the number that matrix dimensions should be a multiple of to reach full speed.
 
         Args:
             precision: Precision of the matrix products, such as ``bf16``.
 
         Returns:
-            The divisor. None if the device handles all matrix sizes equally well.
+            The number. None if the device handles all matrix sizes equally well.
         """
 
     def get_peak_flops(self, precision: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Batches, and the names of their additional columns."""
+"""Type of a batch, and names of the columns that a batch can have in addition to the model's inputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ Batch = dict[str, torch.Tensor]
 seq_len]``.
 
 The labels are already shifted, so they align with the logits, and are -100 wherever there is no target. A
-classifier's labels can also be float32, with NaN instead of -100.
+classifier's labels can also be float32. In this case, a missing label is NaN instead of -100.
 """
 IGNORED_LABEL = -100
 """Label of positions that do not count in the loss."""
 SOURCE_COLUMN = "source"
-"""Column in the batches of a mixture: index of each row's source, int64 ``[batch]``."""
+"""Name of the column that mixtures of data sources add: index of each row's source, int64 ``[batch]``."""
 PART_POSITIONS_COLUMN = "part_positions"
-"""Column under context parallelism: positions of this rank's tokens, int64 ``[batch, seq_len / parts]``."""
+"""Name of a column that context parallelism adds: position of each of this rank's tokens in its document,
+int64 ``[batch, seq_len / num_parts]``.
+"""
 TEXT_TOKENS_COLUMN = "text_tokens"
-"""Column under context parallelism: length of the text that contains each token, of the same shape."""
+"""Name of a column that context parallelism adds: number of tokens of the document that contains each of this
+rank's tokens, int64 ``[batch, seq_len / num_parts]``.
+"""

@@ -23,6 +23,7 @@ class SequencePart(NamedTuple):
     """Part of each sequence that a context-parallel rank processes."""
 
     part_index: int
+    """Index of the part, from 0."""
     num_parts: int
     """Number of parts into which each sequence is divided. 1 if ranks process complete sequences."""
 
@@ -32,15 +33,18 @@ WHOLE_SEQUENCE = SequencePart(0, 1)
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of the global batch into ranks and micro-batches.
+    """Division of the global batch among ranks and into micro-batches.
 
     Rank ``r`` takes the ``r``-th of ``world_size`` contiguous parts of each global batch, in
-    ``accumulation_steps`` micro-batches. If the global batch cannot be divided evenly, the parts differ by
-    one sequence, and sequences without labels fill up the micro-batches. All ranks therefore call the same
-    collectives, and the loss is divided by the tokens of the global batch, so the mean is exact. The devices
-    of a rank share a micro-batch. Under context or tensor parallelism, ``world_size`` and ``rank`` count
-    groups of ranks instead of ranks. Under ``one_program``, devices share sequences, and the compiler splits
-    the sequences.
+    ``accumulation_steps`` micro-batches. The devices of a rank share a micro-batch.
+
+    If the global batch cannot be divided evenly, the parts differ by one sequence, and sequences without
+    labels fill up the micro-batches. All ranks therefore call the same number of collectives. The mean loss
+    is still exact, because the summed loss is divided by the number of tokens of the global batch.
+
+    The ranks of a context-parallel or tensor-parallel group process the same sequences, so ``world_size`` and
+    ``rank`` then count groups instead of ranks. Under ``one_program``, the compiler divides sequences among
+    devices, so each rank's batches contain complete sequences.
     """
 
     global_batch_size: int
@@ -58,7 +62,7 @@ class BatchPlan:
     sequence_part: SequencePart = WHOLE_SEQUENCE
     """Part of each sequence that this rank processes."""
     groups_per_rank: int = 1
-    """Number of devices of a rank, or of groups of its devices that share sequences."""
+    """Number of devices of a rank. Under context or tensor parallelism, the number of groups of devices."""
     accumulation_steps: int = field(init=False)
     """Number of micro-batches of each rank in a step."""
     first_sequence_of_rank: int = field(init=False)
@@ -73,7 +77,7 @@ class BatchPlan:
 
     @property
     def max_sequences_per_rank(self) -> int:
-        """Number of sequences in a step of the rank that has the most."""
+        """Largest number of sequences that any rank processes in a step, without padding sequences."""
         return -(-self.global_batch_size // self.world_size)
 
     @property
@@ -82,10 +86,10 @@ class BatchPlan:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def compute_dropout_seed(self, first_sample: int, micro_batch: int) -> int:
-        """Compute the seed of the dropout in a micro-batch.
+        """Compute the dropout seed of a micro-batch.
 
-        The seed depends only on the seed of the run and on the samples. A resumed run uses the same seeds, so
-        no generator state is saved.
+        The seed depends only on the seed of the run, on the samples, and on the part of each sequence that
+        this rank processes. Therefore, a resumed run uses the same seeds without a saved generator state.
 
         Args:
             first_sample: Index of the first sample of the global batch, in the order of the run.
@@ -102,9 +106,9 @@ def compute_batch_plan(
 ) -> BatchPlan:
     """Compute the division of the global batch, including the number of gradient accumulation steps.
 
-    The default micro-batch size is lowered to a divisor of the sequences of a rank. A micro-batch size that
-    the user has set must divide this number. If the number of ranks does not divide the global batch, the
-    last micro-batch of a rank may have fewer sequences, and sequences without labels fill it up.
+    The default micro-batch size is lowered to a divisor of the number of sequences per rank. A micro-batch
+    size that the user has set must itself divide this number. If the number of ranks does not divide the
+    global batch, no divisor is required: sequences without labels fill up the last micro-batch of a rank.
 
     Args:
         config: Config of the run.
@@ -114,7 +118,9 @@ def compute_batch_plan(
         one_program: Whether all ranks run one program. See ``Backend.one_program``.
 
     Raises:
-        UserError: If there are more ranks than sequences, or if a size does not divide.
+        UserError: If there are more ranks than sequences, if the devices cannot be divided into groups of
+            context-parallel or tensor-parallel devices, or if the global batch or the micro-batch size cannot
+            be divided as required.
     """
     total, parts = config.train.global_batch_size, config.ranks_together
     key = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "context_parallel_size"
@@ -162,7 +168,11 @@ def compute_batch_plan(
 
 
 def describe_padding(plan: BatchPlan) -> str:
-    """Describe the sequences without labels in a step. Empty if there are none."""
+    """Describe the sequences without labels in a step, as the end of a sentence about the batch.
+
+    Returns:
+        Text such as ``, and 1 of all 8 are empty``, or an empty string if there are no such sequences.
+    """
     padding = plan.padded_batch_size - plan.global_batch_size
     return f", and {padding} of all {plan.padded_batch_size} are empty" if padding else ""
 
@@ -192,6 +202,9 @@ def compute_total_steps(config: RunConfig, samples: int) -> int:
     Args:
         config: Config of the run.
         samples: Number of samples in an epoch. Not used if ``train.epochs`` is not set.
+
+    Returns:
+        The number of steps, at least 1. The last step is counted even if the epochs end within it.
 
     Raises:
         UserError: If the number of steps exceeds :data:`MAX_STEPS`.

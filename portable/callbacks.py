@@ -1,4 +1,4 @@
-"""Callbacks between the steps of a run: their base class, and the run object that is passed to them."""
+"""Callbacks that run between training steps: their base class, and the run object that is passed to them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ class Callback:
     """Base class of objects whose methods the training loop calls between steps.
 
     A run has an ordered list of callbacks, and every method is called on each of them in that order. The
-    methods run on all ranks, and an exception in any of them stops the run on all ranks.
+    methods run on all ranks, and an exception in any of them stops the run on all ranks. A run that is
+    resumed from a checkpoint has several launches: each launch is one start of ``portable-train``.
 
     A custom callback, listed in ``train.callbacks`` as ``my_package.my_module:MyCallback``, can implement any
     of the ``on_*`` methods. It does not need to inherit from this class, and it must not modify the model.
-    Since :meth:`on_step` runs after every step, it must not read from the device: that would block the host
-    until the device has finished the step.
+    Since :meth:`on_step` runs after every step, it must not read from the device, because the read would
+    block the host until the device has finished the step.
 
     Example:
         Print the loss every time it is logged::
@@ -53,9 +54,10 @@ class Callback:
         """Handle the start of a launch, before its first step."""
 
     def on_step(self, run: Run) -> None:
-        """Handle the end of a training step.
+        """Handle the end of a training step. Called before the step is logged, evaluated, or saved.
 
-        Reading from the device is only allowed if this step is also logged, evaluated, or saved.
+        The only steps after which this method may read from the device are the steps that are also logged,
+        evaluated, or saved.
         """
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
@@ -76,21 +78,21 @@ class Callback:
         """
 
     def on_save(self, run: Run) -> None:
-        """Handle the start of a save, when the trainer begins to write a checkpoint."""
+        """Handle the start of a save. The checkpoint may still be written in the background afterward."""
 
     def on_end(self, run: Run) -> None:
-        """Handle the end of a launch, before the final model is exported."""
+        """Handle the end of a launch, after its last step and before the final model is exported."""
 
     # -- Internal hooks, which custom callbacks cannot implement -----------------------------------------
 
     def log_step(self, run: Run) -> None:
-        """Log the latest step."""
+        """Log the latest step. Called only after the steps that :meth:`Run.logs_step` selects."""
 
     def evaluate_step(self, run: Run) -> None:
-        """Evaluate after the latest step."""
+        """Evaluate after the latest step. Called only if an evaluation is due, or after the last step."""
 
     def save_step(self, run: Run) -> None:
-        """Save a checkpoint after the latest step."""
+        """Save a checkpoint after the latest step. Called only if a save is due or was requested."""
 
     def record_skipped_updates(self, run: Run, count: int, message: str) -> None:
         """Record skipped optimizer updates.
@@ -102,7 +104,7 @@ class Callback:
         """
 
     def record_pause(self, run: Run, seconds: float) -> None:
-        """Record a pause of the training.
+        """Record a pause of the training, for example to exclude it from the throughput.
 
         Args:
             run: The current run.
@@ -122,7 +124,7 @@ class Callback:
 
 
 class StepRequests(NamedTuple):
-    """Requests of callbacks after a step. They are the same on all ranks."""
+    """Requests that callbacks made during a step, combined over all ranks."""
 
     stop: bool
     """Whether to end the run."""
@@ -131,25 +133,25 @@ class StepRequests(NamedTuple):
 
 
 class Run:
-    """Run in training. It is passed to every callback. Each rank has its own object.
+    """State of a run in training, which is passed to every callback. Each rank has its own object.
 
     Attributes:
         config: Resolved config.
         folder: Output folder of the run, or its URL.
         rank, world_size: Rank of this process, and number of ranks.
-        steps: Length of the schedule in optimizer steps.
-        tokenizer: Tokenizer of the data.
+        steps: Total number of optimizer steps of the run.
+        tokenizer: Tokenizer of the training data.
         model: Model in training, sharded by the strategy. Callbacks must not change it.
 
     The attributes below are internal and may change:
 
-        prepared, backend, engine, progress, checkpoints: Parts of this launch.
-        first_step: First step of this launch.
-        end_step: Last step of this launch.
+        prepared, backend, engine, progress, checkpoints: Objects that this launch trains with.
+        first_step: First step of this launch, counted from 1.
+        end_step: Last step of this launch, counted from 1.
         is_stopped_by_signal: Whether a signal ends this launch after the latest step.
-        result: Result of the latest step, on the device.
+        result: Result of the latest step, on the device. Not set before the first step of the launch.
         callbacks: Callbacks, in call order.
-        health: Reporter of skipped updates.
+        health: Reporter of skipped updates and values that are not finite.
         pending_values: Values for the next logged step. See :meth:`log`.
         is_stop_requested, is_save_requested: Requests of this rank's callbacks.
     """
@@ -192,7 +194,7 @@ class Run:
 
     @property
     def checkpoint(self) -> AnyPath | None:
-        """Newest complete checkpoint, or None if there is none."""
+        """Folder or URL of the newest complete checkpoint, or None if there is none."""
         newest: AnyPath | None = self.checkpoints.find_newest_known()
         return newest
 
@@ -217,11 +219,17 @@ class Run:
         self.pending_values.update(values)
 
     def stop(self) -> None:
-        """Request the end of the run after this step, with a checkpoint and the export. One rank suffices."""
+        """Request that the run ends after this step, with a checkpoint and the exported model.
+
+        The run ends even if only one rank makes the request.
+        """
         self.is_stop_requested = True
 
     def save(self) -> None:
-        """Request a checkpoint after this step. One rank suffices."""
+        """Request a checkpoint after this step.
+
+        The checkpoint is saved even if only one rank makes the request.
+        """
         self.is_save_requested = True
 
     def generate(self, prompt: str, *, max_new_tokens: int = 64, seed: int = 0) -> str:
@@ -244,7 +252,10 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run has ended, and not only this launch."""
+        """Whether the run is complete, because all its steps are done or a callback or evaluation ended it.
+
+        False if only this launch has ended, so that the next launch continues the run.
+        """
         return self.progress.has_ended or self.progress.step == self.steps
 
     @property
@@ -253,7 +264,9 @@ class Run:
         return self.is_stopped_by_signal or self.step == self.end_step
 
     def logs_step(self, step: int) -> bool:
-        """Return whether a step is logged.
+        """Return whether a step is logged, which depends on ``log.every_steps``.
+
+        The first and the last step of a launch are always logged.
 
         Args:
             step: Step, counted from 1.
@@ -264,8 +277,8 @@ class Run:
         """Return whether an interval in steps or in epochs ends with the latest step.
 
         Args:
-            every_steps: Interval in steps, or None.
-            every_epochs: Interval in epochs, possibly a fraction, or None.
+            every_steps: Interval in steps, or None if there is no such interval.
+            every_epochs: Interval in epochs, possibly a fraction, or None if there is no such interval.
         """
         if every_steps and self.step % every_steps == 0:
             return True
@@ -278,7 +291,10 @@ class Run:
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Whether the settings request an evaluation after the latest step."""
+        """Whether ``train.eval_every`` or ``.eval_every_epochs`` requires an evaluation now.
+
+        False if there is no data to evaluate.
+        """
         train = self.config.train
         return bool(self.prepared.data.evals) and self.is_interval_reached(
             train.eval_every, train.eval_every_epochs
@@ -286,7 +302,7 @@ class Run:
 
     @property
     def is_save_due(self) -> bool:
-        """Whether the settings request a save after the latest step."""
+        """Whether ``checkpoint.every_steps`` or ``.every_epochs`` requires a save after the latest step."""
         return self.is_interval_reached(
             self.config.checkpoint.every_steps, self.config.checkpoint.every_epochs
         )
@@ -321,24 +337,26 @@ class Run:
     def measure_pause(self) -> Iterator[None]:
         """Measure the time within this context, and report it to all callbacks as a pause.
 
-        Callbacks exclude pauses from the throughput of the steps. Nothing is reported if the context raises.
+        Callbacks exclude pauses from the throughput of the steps. Nothing is reported if the body of the
+        context raises an exception.
         """
         begun = time.perf_counter()
         yield
         self.call_callbacks("record_pause", time.perf_counter() - begun)
 
     def exchange_requests(self) -> StepRequests:
-        """Exchange and reset the requests of all ranks' callbacks. A collective call with custom callbacks.
+        """Combine the requests of all ranks' callbacks, and reset this rank's request to save.
 
-        A stop request is not reset, so that the run ends.
+        Must be called on all ranks, because the requests are exchanged if there are custom callbacks. Without
+        custom callbacks, the returned ``stop`` is always False.
 
         Returns:
-            Whether to end the run, and whether to save a checkpoint. The same on all ranks.
+            Whether any rank requested to end the run, and whether any rank requested a checkpoint.
         """
         if (
             not self.config.train.callbacks
-            # No exchange is needed: without custom callbacks, only evaluations make requests, the same on all
-            # ranks.
+            # No exchange is needed, because without custom callbacks only evaluations make requests, and they
+            # make the same requests on all ranks.
         ):
             save, self.is_save_requested = self.is_save_requested, False
             return StepRequests(stop=False, save=save)
@@ -349,9 +367,9 @@ class Run:
         return StepRequests(self.is_stop_requested, save)
 
     def take_logged_values(self) -> dict[str, float]:
-        """Return the values of :meth:`log` since the last call, keyed by name, and forget them.
+        """Return the values passed to :meth:`log` since the last call, keyed by name, and clear them.
 
-        Reads tensors from the device.
+        Triggers a host-device sync if there are tensors among the values.
         """
         pending, self.pending_values = self.pending_values, {}
         tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
@@ -364,20 +382,27 @@ _MAX_NAMES_SHOWN = 3
 
 
 def _wait_for_last_good_checkpoint(run: Run) -> str:
-    """Wait for the save in progress, and return the newest complete checkpoint as text. A collective call."""
+    """Wait for the save in progress, and return the path of the newest complete checkpoint.
+
+    Must be called on all ranks.
+
+    Returns:
+        The path or URL, or ``none yet`` if no checkpoint is complete.
+    """
     run.checkpoints.finish_save()
-    run.backend.barrier()  # afterwards, rank 0 has renamed the folder
+    run.backend.barrier()  # because only rank 0 renames the folder of the complete checkpoint
     return str(run.checkpoints.find_latest() or "none yet")
 
 
 class NonFiniteReporter:
-    """Reports skipped updates and state that is not finite.
+    """Reporter of skipped updates, and of weights or optimizer values that are not finite.
 
-    The count of skipped updates is only read from the device when the host waits for the device anyway.
+    To avoid additional host-device syncs, callers only read the count of skipped updates when the host waits
+    for the device anyway.
 
     Args:
         run: Run in training.
-        folder: Folder with the config of the run, used in the command in error messages.
+        folder: Folder with the config of the run. Error messages contain a command with its path.
     """
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -389,11 +414,11 @@ class NonFiniteReporter:
     def report_skipped_updates(self, run: Run) -> None:
         """Update ``run.progress.skipped_updates``, and report new skipped updates to the callbacks.
 
-        Reads from the device, at most once per step.
+        Triggers a host-device sync. Further calls after the same step do nothing.
 
         Raises:
-            RunError: If more consecutive updates were skipped than ``train.on_non_finite`` allows. The
-                weights are the weights before the first skipped update.
+            RunError: If the number of consecutive skipped updates reached the limit of
+                ``train.on_non_finite``. The weights have not changed since before the first skipped update.
         """
         if self._last_checked_step == run.step:
             return
@@ -430,7 +455,7 @@ class NonFiniteReporter:
         )
 
     def check_state_is_finite(self, run: Run) -> None:
-        """Check that all weights and optimizer values are finite. Called on all ranks before a save.
+        """Check that all weights and optimizer values are finite. Must be called on all ranks before a save.
 
         Finite gradients can lead to values that are not finite if the learning rate is too large or
         ``train.eps`` too small.

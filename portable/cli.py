@@ -37,9 +37,11 @@ Each value is a module in ``portable.commands`` and a function in it.
 
 
 def run_command(name: str, *arguments: Any) -> int:
-    """Call the function of a command in :data:`COMMANDS`, and return the exit code.
+    """Import the module of a command, call the command's function, and return its exit code.
 
-    Imports only its module.
+    Args:
+        name: Key of :data:`COMMANDS`.
+        arguments: Arguments of the function.
     """
     module, _, function = COMMANDS[name].partition(":")
     code: int = getattr(importlib.import_module(f"portable.commands.{module}"), function)(*arguments)
@@ -90,9 +92,14 @@ def run_as_process() -> int:
 
 
 def _strip_local_rank(argv: Sequence[str]) -> list[str]:
-    """Remove the ``--local_rank=N`` that the ``deepspeed`` launcher adds to the arguments.
+    """Remove ``--local_rank=N``, which the ``deepspeed`` launcher adds to the arguments of each rank.
 
-    Returns a copy of all arguments if this process is not a rank.
+    Args:
+        argv: Arguments of the command line.
+
+    Returns:
+        The other arguments. All arguments if this process is not a rank, so that an option that the user has
+        typed is reported as unknown.
     """
     if "LOCAL_RANK" not in os.environ:
         return list(argv)
@@ -100,15 +107,18 @@ def _strip_local_rank(argv: Sequence[str]) -> list[str]:
 
 
 def run_invocation(invocation: Invocation) -> int:
-    """Carry out a parsed command: launch local ranks, or run this process as a rank of another launcher.
+    """Run a parsed command line of ``portable-train``.
 
-    Sets environment variables that the launch needs.
+    By default, this function launches the ranks of this machine and waits for them. If a launcher such as
+    torchrun started this process, the process runs as one of the launcher's ranks instead. Sets the
+    environment variables that the launch requires.
 
     Returns:
         The exit code.
 
     Raises:
-        UserError: If options contradict each other or the launcher.
+        UserError: If the config is not valid, or if an option contradicts another option or the launcher.
+        RunError: If the run failed in this process.
     """
     with show_loading_message():
         from portable import plugins
@@ -168,8 +178,8 @@ def run_invocation(invocation: Invocation) -> int:
     if ranks == 1 and not resolved.config.memory.has_offloading:
         return run_rank(name, resolved, mode)
     os.environ.update(package.get_launch_environment(ranks))
-    # Every rank is a child process, even a single rank if it offloads to the host: the parent survives an OOM
-    # kill and reports it.
+    # Every rank is a child process, even a single rank if it offloads to the host, because the parent
+    # survives if the kernel kills a rank for lack of host memory, and can report it.
     return launch.launch_ranks(
         run_rank,
         (name, resolved, mode),
@@ -180,7 +190,7 @@ def run_invocation(invocation: Invocation) -> int:
 
 
 def _check_train_options(invocation: Invocation) -> None:
-    """Raise UserError if options of the command line do not work together."""
+    """Raise UserError if options contradict each other, or if the file of ``--json`` must not be written."""
     if invocation.json is not None and not invocation.eval_only:
         raise UserError("--json: writes the values of an evaluation; add --eval-only")
     if invocation.json is not None and not Path(invocation.json).absolute().parent.is_dir():
@@ -210,7 +220,7 @@ def _may_overwrite(path: Path) -> bool:
     from portable.paths import read_json_file
 
     try:
-        if path.is_file() and not path.stat().st_size:  # as mktemp makes it
+        if path.is_file() and not path.stat().st_size:  # an empty file, because mktemp creates one
             return True
         values = read_json_file(path)
     except FileNotFoundError:

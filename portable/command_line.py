@@ -1,8 +1,8 @@
-"""Command line of ``portable-train``, and the common part of all commands with a config.
+"""Parser of the command line of ``portable-train``, and of all other commands that take a config.
 
-This module combines the config with the importer for Accelerate's files. Once this module is imported, an
-error message about an unknown key suggests our setting if the key is the name of a setting in another
-program.
+The settings can also come from a config file or the environment of Accelerate. Importing this module has a
+side effect: if an unknown key is the name of a setting in another program, such as Axolotl, the error message
+suggests the corresponding setting of this project.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ PositiveCount = Annotated[
 
 
 def _load_foreign_names() -> ForeignVocabulary:
+    """Import the names of the settings of other programs. Called only for an error message."""
     from portable.importing.hints import FOREIGN_VOCABULARY
 
     return FOREIGN_VOCABULARY
@@ -73,7 +74,10 @@ register_foreign_vocabulary(_load_foreign_names)
 
 
 class CommandOptions(Section):
-    """Options of every command that takes a config. Only the options on the command line count as set."""
+    """Options of every command that takes a config.
+
+    The default values have no effect, because only options that are present on the command line are used.
+    """
 
     config: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
     """YAML file of settings. Without a file, the quickstart runs. Several files are merged in order, setting
@@ -115,7 +119,7 @@ class TrainOptions(CommandOptions):
 
 @dataclass(frozen=True)
 class Invocation:
-    """Parsed command line of ``portable-train``.
+    """Parsed command line of ``portable-train``. Each attribute without further explanation is an option.
 
     Attributes:
         config: Config of the run.
@@ -128,7 +132,8 @@ class Invocation:
         resume_info: Path of a checkpoint to describe. None if the option is not set.
         replay: Step to replay to find a value that is not finite. None if the option is not set.
         profile: Whether to write a trace of a few steps.
-        gpu_ids: GPUs of an Accelerate config file. None if the file does not set them.
+        gpu_ids: GPUs to use, from an Accelerate config file, in the format of ``CUDA_VISIBLE_DEVICES``. None
+            if there is no such file, or if it does not name GPUs.
         notes: Notes about Accelerate keys that are ignored or have a different meaning here, one line each.
     """
 
@@ -147,18 +152,19 @@ class Invocation:
 
     @property
     def is_from_elsewhere(self) -> bool:
-        """Whether a YAML file is outside the current folder."""
+        """Whether a YAML file is outside the current folder, so that its author may be someone else."""
         return not all(path.resolve().is_relative_to(Path.cwd()) for path in self.config_files)
 
 
 def parse_train_args(argv: Sequence[str] | None = None) -> Invocation:
-    """Parse the command line of ``portable-train``. ``--help`` and ``--version`` print and exit.
+    """Parse the command line of ``portable-train``.
 
     Args:
         argv: Arguments. If None, ``sys.argv`` is used.
 
     Raises:
         UserError: If the command line or a file that it names is not valid.
+        SystemExit: After ``--help`` or ``--version``, which print and exit.
     """
     config, options = parse_command_line(sys.argv[1:] if argv is None else argv, TrainOptions, USAGE)
     files = options.pop("config", ())
@@ -173,15 +179,16 @@ class ParsedCommand(NamedTuple):
     options: dict[str, Any]
     """Values of the options on the command line, keyed by name.
 
-    The list ``notes`` has a line for each Accelerate key that is ignored or has a different meaning here.
+    The key ``notes`` contains a list of strings, one for each Accelerate key that is ignored or has a
+    different meaning in this project.
     """
 
 
 def parse_command_line(argv: Sequence[str], options: type[CommandOptions], usage: str) -> ParsedCommand:
-    """Parse the command line of a command with a config. ``--help`` and ``--version`` print and exit.
+    """Parse the command line of a command that takes a config.
 
     Args:
-        argv: Arguments.
+        argv: Arguments, without the name of the program.
         options: Class with the options of the command.
         usage: First part of the help text.
 
@@ -190,7 +197,7 @@ def parse_command_line(argv: Sequence[str], options: type[CommandOptions], usage
 
     Raises:
         UserError: If the command line or a file that it names is not valid.
-        SystemExit: After ``--help`` or ``--version``.
+        SystemExit: After ``--help`` or ``--version``, which print and exit.
     """
     command_line = flags.parse_flags(argv, RunConfig, options)
     if command_line.help is not None:
@@ -224,11 +231,12 @@ def _read_accelerate_settings(values: dict[str, Any]) -> list[ImportedRun]:
     """Read the environment of ``accelerate launch`` and the file in ``--accelerate-config``.
 
     Args:
-        values: Options on the command line. ``accelerate_config`` is removed, and the number of ranks and the
-            GPUs of the file are added.
+        values: Options on the command line, which are changed in place: ``accelerate_config`` is removed, and
+            the number of ranks and the GPUs in the file are added as ``nproc`` and ``gpu_ids``. An existing
+            ``nproc`` is kept.
 
     Returns:
-        The settings of the environment and of the file, if there are any.
+        The settings of the environment and of the file, in this order. Empty if there is neither.
 
     Raises:
         UserError: If a key of Accelerate is unknown or has no counterpart.

@@ -1,4 +1,8 @@
-"""Entry points of the commands. Ctrl-C before and after a command ends the process without a traceback."""
+"""Entry points of the installed commands. Each function returns the exit code of the process.
+
+Importing this module installs a handler for Ctrl-C, so that an interrupt ends the process without a traceback
+even while a command is still being imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions that end a run without a traceback, because they are not bugs."""
+"""Exceptions that a command reports as an error message without a traceback, because they are not bugs."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
 
 USER_ERROR, RUN_ERROR, NOT_EXPORTED = 2, 1, 74
 """Exit codes of :class:`UserError`, :class:`RunError` and :class:`NotExportedError`."""
-REPORT_SECONDS = 15.0  # longest time that a rank waits for the reports of other ranks
+REPORT_SECONDS = 15.0
+"""Maximum number of seconds that a rank waits for another rank to report an error."""
 _POLL_SECONDS = 0.1
 _is_end_requested = False
 NOTICE_SECONDS, LAUNCHER_SECONDS = 1.0, 5.0
-"""Seconds between the failure of a rank and the exit of the other ranks.
+"""Numbers of seconds that the other ranks wait before they exit after one rank has failed.
 
-The second value is for launchers that end all ranks when the first rank exits, and that report only that
-rank.
+``LAUNCHER_SECONDS`` applies if the launcher ends all ranks as soon as one rank exits, and reports only that
+rank. ``NOTICE_SECONDS`` applies otherwise.
 """
 
 
 class UserError(Exception):
-    """Invalid input. The message names the file or key and the remedy.
+    """Invalid input of the user. The message names the file or key and the remedy.
 
-    The command line prints it as one ``error: ...`` line and exits with code 2. Other exceptions are bugs and
-    keep their traceback.
+    Commands print the message as one ``error: ...`` line and exit with code 2, without a traceback.
     """
 
     exit_code: int = USER_ERROR
 
 
 class MultipleMistakesError(UserError):
-    """Several mistakes in one input. The text of the exception is the first mistake.
+    """Several mistakes in one input. ``str()`` of the exception returns only the first mistake.
 
     Args:
         lines: Lines to print, at least one for each mistake. The first line is the text of the exception.
@@ -47,7 +47,10 @@ class MultipleMistakesError(UserError):
 
 
 class ReportedElsewhereError(Exception):
-    """Error that another rank reports. Print nothing, call :meth:`wait_for_report`, and exit with its code.
+    """Error that another rank reports, because it occurred on that rank or on several ranks.
+
+    To avoid duplicate messages, the process that catches this exception should print nothing, call
+    :meth:`wait_for_report`, and exit with ``exit_code``.
 
     Args:
         message: Error of the other rank.
@@ -59,10 +62,10 @@ class ReportedElsewhereError(Exception):
         self.exit_code = exit_code
 
     def wait_for_report(self) -> None:
-        """Wait until the other rank has reported the error.
+        """Sleep for up to 15 seconds, so that the other rank can report the error before this process exits.
 
-        Otherwise, a launcher that ends all ranks when the first rank exits would end the other rank too
-        early. Returns at once after SIGTERM, because the launcher has then already noticed the failure.
+        Otherwise, a launcher that ends all ranks as soon as one rank exits could end the other rank before
+        its report. Returns at once after SIGTERM, because the launcher has then already noticed the failure.
         """
         end = time.monotonic() + (REPORT_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS)
         while not _is_end_requested and (seconds_left := end - time.monotonic()) > 0:
@@ -76,20 +79,22 @@ def record_end_request() -> None:
 
 
 def is_ended_by_launcher() -> bool:
-    """Return whether the launcher of this rank ends all ranks when the first one exits."""
+    """Return whether the launcher of this rank ends all ranks as soon as one rank exits."""
     return "TORCHELASTIC_USE_AGENT_STORE" in os.environ  # set by torchrun and by `portable-train --nproc`
 
 
 class MissingDataError(UserError):
-    """Files of the data are not on this machine. Commands that only plan continue without them."""
+    """Error raised if data files are not on this machine. Commands that only plan continue without them."""
 
 
 class DamagedError(UserError):
-    """Damaged checkpoint. An older checkpoint may be intact."""
+    """Error raised if a checkpoint is damaged. The caller may try an older checkpoint."""
 
 
 def to_one_line(text: object) -> str:
     """Convert a string or an exception to one printable line.
+
+    Whitespace is collapsed, and characters that cannot be printed are replaced by escape sequences.
 
     Args:
         text: Any object. An exception without a message is converted to the name of its type.
@@ -100,19 +105,22 @@ def to_one_line(text: object) -> str:
 
 
 class RunError(Exception):
-    """Failure of a run whose input is valid. Printed as one ``error: ...`` line, with exit code 1."""
+    """Failure of a run whose input is valid, such as a full disk.
+
+    Commands print the message as one ``error: ...`` line and exit with code 1.
+    """
 
     exit_code: int = RUN_ERROR
 
 
 class NotExportedError(RunError):
-    """The run is complete, but its model could not be exported. The next launch exports it."""
+    """Error raised if a run is complete, but its model could not be exported. The next launch exports it."""
 
     exit_code = NOT_EXPORTED
 
 
 class StoppedError(RunError):
-    """A signal ended the run.
+    """Error raised if a signal ended the run.
 
     Args:
         message: Text of the error.
@@ -125,7 +133,7 @@ class StoppedError(RunError):
 
 
 def print_error_lines(error: Exception) -> None:
-    """Print an error to stderr as one ``error: ...`` line, or as one line for each mistake."""
+    """Print an error to stderr as ``error: ...``, on one line per mistake if it has several."""
     for line in error.lines if isinstance(error, MultipleMistakesError) else [error]:
         print_error(f"error: {to_one_line(line)}")
 

@@ -1,4 +1,4 @@
-"""Numbers and tables as text."""
+"""Functions that format numbers and tables as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """Format a count with its noun, such as ``1 rank`` or ``2 ranks``.
+    """Format a count with its noun, such as ``1 rank`` or ``2,000 ranks``.
 
     Args:
         count: The count.
@@ -64,12 +64,12 @@ def format_columns(lines: Sequence[Sequence[str]], num_text_columns: int = 1) ->
 
 
 def format_table(rows: Sequence[tuple[str, str]], max_width: int | None = None) -> str:
-    """Format a table with two columns, names and values.
+    """Format an indented table with a column of names and a column of values.
 
     Args:
-        rows: Name and value of each row.
-        max_width: Maximum length of a line. None if lines are not limited. Longer values are wrapped between
-            words.
+        rows: Name and value of each row. There must be at least one row.
+        max_width: Number of characters after which values are wrapped between words. None to not wrap them.
+            Lines can be longer if a word or the column of names is too long.
     """
     indent = max(len(name) for name, _ in rows) + 4
     lines = []

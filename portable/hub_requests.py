@@ -1,9 +1,9 @@
-"""Requests to the Hugging Face hub. One rank of each node sends them for all ranks of the node.
+"""Requests to the Hugging Face hub, which only one rank of each node sends.
 
-With all files cached, loading a model still sends several requests, and the hub limits the number of requests
-from an address. Therefore, only the first rank of a node sends requests. The other ranks wait for it, and
-then read its cache without requests. The ranks synchronize with a lock file, because no process group exists
-yet at that time.
+Even if all files are cached, loading a model sends several requests, and the hub limits the number of
+requests from an IP address. Therefore, the first rank of a node that needs a repository sends the requests.
+The other ranks of the node wait, and then read the files from the shared cache without requests. The ranks
+synchronize with a lock file, because no process group exists yet at that time.
 """
 
 from __future__ import annotations
@@ -22,26 +22,30 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _revisions: dict[str, str] = {}
-"""Commits of the repositories that this process has read, keyed by type and name. Empty string if unknown."""
+"""Commits of the repositories that this process has read, keyed by type and name, such as ``model org/name``.
+
+The value is an empty string if the commit is unknown.
+"""
 _holds_lock = False
-"""Whether this process holds the lock."""
+"""Whether this process holds the lock file of its node."""
 
 
 def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, repo_type: str = "model") -> T:
     """Call a function that reads a repository of the hub, so that only one rank of each node sends requests.
 
-    If another rank of the node, the launcher or this process has called the function for the same repository
-    and purpose, the function only reads the cache.
+    The first call on a node for a repository and purpose may send requests, while the other processes of the
+    launch wait. Later calls run ``read`` in offline mode, so that it only reads the cache. If ``read`` fails
+    in offline mode, for example because a file is not cached, it is called again with requests.
 
     Args:
-        name: Name of the repository. If it is a local folder, the function is called without any restriction.
-        purpose: Description of the data. All files for one purpose are cached after the first call.
-        read: Function that reads the repository. It is called again with requests if a file is not in the
-            cache.
+        name: Name of the repository. If it is a local folder, ``read`` is called without any restriction.
+        purpose: Description of the files that ``read`` reads, such as ``model`` or ``tokenizer``. Calls with
+            the same purpose must read the same files.
+        read: Function that reads the repository.
         repo_type: "model" or "dataset".
 
     Returns:
-        The result of the function.
+        The result of ``read``.
     """
     from huggingface_hub import constants
 
@@ -63,11 +67,16 @@ def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, re
             raise
     finally:
         _revisions[f"{repo_type} {name}"] = _read_revision(name, repo_type)
-    return read()  # a file is not in the cache
+    return read()  # again with requests, because a file is not in the cache
 
 
 def get_revisions_read() -> dict[str, str]:
-    """Return the commits of the repositories that this process has read, keyed by type and name."""
+    """Return the commits of the repositories that this process has read with this module.
+
+    Returns:
+        The commits, keyed by type and name, such as ``model org/name``. Repositories whose commit is unknown
+        are omitted.
+    """
     return {name: revision for name, revision in _revisions.items() if revision}
 
 
@@ -80,7 +89,7 @@ def _is_path(name: str) -> bool:
 
 
 def _read_revision(name: str, repo_type: str) -> str:
-    """Return the commit in the cache that the branch ``main`` refers to, or an empty string."""
+    """Return the cached commit of a repository's branch ``main``. Empty string if it is not cached."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
@@ -92,7 +101,7 @@ def _read_revision(name: str, repo_type: str) -> str:
 
 @contextmanager
 def _mark_lock_held() -> Iterator[None]:
-    """Mark within this context that this process holds the lock. Nested calls would deadlock otherwise."""
+    """Set ``_holds_lock`` within this context. Otherwise, a nested call would wait for the lock forever."""
     global _holds_lock
     _holds_lock = True
     try:
@@ -103,7 +112,7 @@ def _mark_lock_held() -> Iterator[None]:
 
 @contextmanager
 def _force_offline() -> Iterator[None]:
-    """Make the libraries of the hub use only their caches within this context."""
+    """Make huggingface_hub and datasets use only their caches within this context."""
     from huggingface_hub import constants
 
     modules = [constants, *(sys.modules[name] for name in ("datasets.config",) if name in sys.modules)]

@@ -3,8 +3,8 @@
 :func:`run_training_loop` runs a launch, :func:`iter_steps` iterates over its optimizer steps, and
 :func:`train_step` takes one step. The loop accesses the device only through a
 :class:`portable.backend.Backend` and a :class:`portable.backend.Engine`. SIGTERM and SIGINT stop it after the
-current step (see :class:`StopSignals`). If there are several ranks, they stop after the next step, because
-the all-reduce at the start of a step distributes the request.
+current step (see :class:`StopSignals`). If there are several ranks, the loop may take one more step, because
+the request of a rank reaches the other ranks with the all-reduce at the start of the next step.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def train_step(
 ) -> StepResult:
     """Take one optimizer step without a host-device sync.
 
-    The loss is the mean over all valid tokens in the global batch, regardless of how the tokens are
-    distributed across micro-batches and ranks. The valid tokens of all micro-batches are counted up front,
-    while the batches are still on the host, and each micro-batch's summed loss is divided by the global
-    count. A custom ``train.loss`` can use weights instead of token counts.
+    The loss is the mean over all valid tokens in the global batch, regardless of the distribution of the
+    tokens across micro-batches and ranks. The valid tokens of all micro-batches are counted up front, while
+    the batches are still on the host, and each micro-batch's summed loss is divided by the global count. A
+    custom ``train.loss`` can use weights instead of token counts.
 
     Args:
         backend: Backend of this rank.
@@ -138,13 +138,13 @@ def run_training_loop(run: Run, micro_batches: Iterable[Batch], signals: StopSig
         run: The run to train. Its ``result`` and ``is_stopped_by_signal`` attributes are updated after each
             step.
         micro_batches: This rank's micro-batches, in host memory.
-        signals: Signals that request a stop. They are intercepted during the steps. If they stopped the run,
-            the caller restores the previous handlers, because another SIGTERM must not interrupt the
-            checkpoint that is still being written.
+        signals: Handlers of the signals that request a stop, which are installed during the steps. If they
+            stopped the run, the caller restores the previous handlers, because another SIGTERM must not
+            interrupt the checkpoint that is still being written.
 
     Returns:
-        Whether SIGTERM or SIGINT stopped the run early. The callbacks save a checkpoint in this case as well.
-        False if the run has ended anyway.
+        Whether SIGTERM or SIGINT stopped the run early. In this case, the callbacks have begun to save a
+        checkpoint. False if the run reached ``run.end_step`` or was ended by a callback in the same step.
     """
     signals.install_handlers()
     batches, requested = iter(micro_batches), signals.is_requested
@@ -152,9 +152,10 @@ def run_training_loop(run: Run, micro_batches: Iterable[Batch], signals: StopSig
         run.prepared, run.engine, batches, run.progress, run.end_step, run.logs_step, requested
     ):
         run.result = result
-        # A request of another rank arrives with the token count of the next step. Before an evaluation or a
-        # save, the ranks exchange requests at once: an evaluation would use up the time that a scheduler
-        # leaves between SIGTERM and SIGKILL, and the save would be followed by another one.
+        # Usually, a request of another rank arrives with the token count of the next step. Before an
+        # evaluation or a save, the ranks exchange requests at once, because an evaluation would use up the
+        # time that a scheduler leaves between SIGTERM and SIGKILL, and a save would be followed by a second
+        # save.
         evaluates_or_saves = run.is_evaluation_due or run.is_save_due
         exchange_stop_request = (
             run.backend.reduce_any if evaluates_or_saves else run.backend.is_stop_requested
@@ -177,9 +178,9 @@ class StopSignals:
     """Signal handlers that turn SIGTERM and SIGINT into a request to stop after the current step.
 
     A second Ctrl-C terminates the process immediately, because the first SIGINT restores its previous
-    handler. A second SIGTERM has no effect, because schedulers send several and the ranks still have to save
-    a checkpoint. Signals that were already ignored remain ignored. Signal handlers can only be set in the
-    main thread; in other threads, signals are not intercepted.
+    handler. A second SIGTERM has no effect, because schedulers may send several, and the ranks still have to
+    save a checkpoint. If a signal was ignored before, it remains ignored. Python can set signal handlers only
+    in the main thread, so signals are not intercepted if training runs in another thread.
 
     Attributes:
         requested: Whether a signal has been received.
@@ -190,7 +191,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def install_handlers(self) -> None:
-        """Set the handlers, if this is the main thread."""
+        """Set the handlers, and remember the previous handlers. Does nothing outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -200,16 +201,22 @@ class StopSignals:
                 signal.signal(number, self._request_stop)
 
     def is_requested(self) -> bool:
-        """Return whether a signal has been received. A method, because the loop takes a function."""
+        """Return whether a signal has been received. :func:`iter_steps` takes this method as a function."""
         return self.requested
 
     def restore_handlers(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the handlers from before :meth:`install_handlers`."""
         while self._previous:
             signal.signal(*self._previous.popitem())
 
     def _request_stop(self, number: int, _: object) -> None:
-        """Handle a signal: request a stop, and print a message to the terminal of the run."""
+        """Handle a signal by requesting a stop. Rank 0 also prints a message if stderr is a terminal.
+
+        A first SIGINT also restores the previous handler of SIGINT.
+
+        Args:
+            number: Signal number.
+        """
         if shows_run_progress_bars() and not self.requested:
             os.write(2, _STOP_MESSAGE)  # os.write, because print is not safe in a signal handler
         self.requested = True

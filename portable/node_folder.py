@@ -1,6 +1,7 @@
-"""Folder that the ranks of one launch share on a node, and files in it that only one rank writes.
+"""Temporary folder that the ranks of one launch share on a node, and files in it that only one rank writes.
 
-The ranks find the folder by their parent process, so no process group is needed.
+The name of the folder is derived from the parent process of the ranks, so ranks find it without a process
+group.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ _SHARED_PREFIX = "shared-"
 
 
 def write_once_per_node(key: str, write_file: Callable[[Path], None]) -> Path | None:
-    """Write a file in one process of this node, while the other processes wait for it.
+    """Write a file in one process of this node, while the other processes of the launch wait.
 
     Args:
-        key: Name of the content. The file is only written if no process of the launch has written this
-            content.
-        write_file: Function that writes the file at a path.
+        key: Name of the content. If a process of this launch has written the content in the last 15 minutes,
+            the file is not written again.
+        write_file: Function that writes the content to a path.
 
     Returns:
-        Path of the file. :func:`remove_shared_files` removes it. None if it cannot be written, for example
-        because the disk for temporary files is full.
+        Path of the file, which exists until :func:`remove_shared_files` is called. None if the file cannot be
+        written, for example because the disk for temporary files is full.
     """
     try:
         path = get_node_folder() / f"{_SHARED_PREFIX}{hashlib.sha256(key.encode()).hexdigest()}"
@@ -58,14 +59,18 @@ def write_once_per_node(key: str, write_file: Callable[[Path], None]) -> Path | 
 
 
 def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
-    """Compute a value in one rank of this node. The other ranks wait for it and read it.
+    """Compute a value in one rank of this node, while the other ranks wait and then read the result.
+
+    A process that is not a rank always computes the value itself.
 
     Args:
         key: Name of the value.
-        compute: Function that computes a value that can be pickled. If it fails, the next rank calls it.
+        compute: Function that returns a value that can be pickled. If the function raises an exception, this
+            rank raises the exception, and the next waiting rank calls the function. Every rank calls the
+            function if no file for the result can be written.
 
     Returns:
-        The value. A process that is not a rank always computes the value itself.
+        The value.
     """
     if "LOCAL_RANK" not in os.environ:
         return compute()
@@ -85,8 +90,8 @@ def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
 def is_recently_written(path: Path) -> bool:
     """Return whether a file was written within the last 15 minutes.
 
-    Older files are not used, because a shell may start several launches, and a later launch should read new
-    data.
+    Returns False if the file does not exist. Callers ignore older files, because a process such as a notebook
+    may start several launches, and a later launch should read new data.
     """
     try:
         return time.time() - path.stat().st_mtime < _RECENT_SECONDS
@@ -95,9 +100,9 @@ def is_recently_written(path: Path) -> bool:
 
 
 def remove_shared_files() -> None:
-    """Remove the files of :func:`write_once_per_node`.
+    """Remove all files that :func:`write_once_per_node` has written for this launch.
 
-    Processes that have opened a file can still read it.
+    Processes that have already opened a file can still read it.
     """
     with suppress(OSError):
         for path in get_node_folder().glob(f"{_SHARED_PREFIX}*"):
@@ -114,13 +119,14 @@ def get_node_folder() -> Path:
 
 @cache
 def _create_node_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
-    """Create the folder of a launch, and remove the folders of launches that have ended.
+    """Create the folder of a launch if it does not exist. The result is cached.
 
-    The launcher also removes its folder at exit.
+    First removes this user's folders of launchers that no longer run. The launcher also removes its own
+    folder at exit.
 
     Args:
         launcher: Process id of the launcher, which is the parent of all ranks of a node.
-        attempt: Count of the launcher's attempts to run the ranks.
+        attempt: Number of times that torchrun has restarted the ranks, as text. Empty without torchrun.
         is_rank: Whether this process is a rank.
 
     Raises:
@@ -141,7 +147,11 @@ def _create_node_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
 
 
 def _read_process_start_time(pid: int) -> str:
-    """Read the start time of a process, because the system reuses process ids. Empty if it is unknown."""
+    """Read the start time of a process, which distinguishes processes that have had the same process id.
+
+    Returns:
+        The time in clock ticks since the machine was booted, as text. Empty if it is unknown.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -149,6 +159,7 @@ def _read_process_start_time(pid: int) -> str:
 
 
 def _is_alive(pid: int) -> bool:
+    """Return whether a process with this id exists, including the processes of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

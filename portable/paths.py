@@ -1,7 +1,8 @@
-"""Local paths and URLs of object stores (``s3://bucket/run``), the cache folder, and durable writes.
+"""Functions for local paths and URLs of object stores (``s3://bucket/run``), and for durable writes.
 
-Paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``, ``read_text``).
-A durable write returns after the contents and the names are on disk.
+Local paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``,
+``read_text``), so most functions accept both. A durable write returns only after the contents and the file
+names are on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
 CONFIG_FILE, FINAL_FOLDER, REPORT_FILE = "config.yaml", "final", "report.html"
-"""Names in the folder of a run: its config, the folder of the exported model, and the report."""
+"""Names inside the output folder of a run: its config, the folder of the exported model, and the report."""
 __all__ = [
     "CONFIG_FILE",
     "FINAL_FOLDER",
@@ -53,14 +54,14 @@ __all__ = [
 ]
 _MAX_JSON_BYTES = 1 << 30
 _NUM_FLUSH_THREADS = 16
-"""Number of files that are flushed in parallel."""
+"""Maximum number of files that :func:`sync_tree` flushes to disk in parallel."""
 
 
 def parse_place_setting(key: str, text: str) -> AnyPath:
-    """Convert the value of a setting to a path or URL.
+    """Convert the value of a setting to a local path or to the URL of an object store.
 
     Args:
-        key: Setting, used in error messages.
+        key: Name of the setting, used in error messages.
         text: Value of the setting.
 
     Raises:
@@ -76,14 +77,20 @@ def parse_place_setting(key: str, text: str) -> AnyPath:
 
 
 def get_default_cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/portable-trainer``, or ``~/.cache/portable-trainer``."""
+    """Return the default cache folder, which may not exist yet.
+
+    This is ``$XDG_CACHE_HOME/portable-trainer``, or ``~/.cache/portable-trainer`` if the variable is not set.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "portable-trainer"
 
 
 @contextmanager
 def convert_storage_errors(key: str) -> Iterator[None]:
-    """Convert errors of an object store within this context to errors of the setting ``key``.
+    """Convert errors of an object store within this context to a UserError or RunError.
+
+    Args:
+        key: Setting that names the URL, with which the message of the new error begins.
 
     Raises:
         RunError: If all retries have failed.
@@ -98,7 +105,11 @@ def convert_storage_errors(key: str) -> Iterator[None]:
 
 
 def path_exists(path: AnyPath) -> bool:
-    """Return whether ``path`` exists. Returns False instead of raising if the name is not a possible path."""
+    """Return whether ``path`` exists.
+
+    Returns False instead of raising an exception if the path cannot exist, for example because it is too long
+    or contains a NUL character.
+    """
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -113,8 +124,8 @@ def open_file(path: Path, root_folder: Path | None = None) -> io.FileIO:
 
     Args:
         path: Path of the file.
-        root_folder: Folder that links must not leave. None if the user has named the file. It may then be a
-            link.
+        root_folder: Folder that symbolic links on the path must not leave. None if the user has named the
+            file, so that links to any folder are allowed.
 
     Raises:
         OSError: If the file cannot be read or is not a regular file.
@@ -127,10 +138,10 @@ def open_file(path: Path, root_folder: Path | None = None) -> io.FileIO:
 
 
 def read_json_file(path: AnyPath) -> Any:
-    """Read a JSON file. A link must not leave the folder of the file.
+    """Read a JSON file of at most 1 GiB. If the file is a link, the link must not leave the file's folder.
 
     Raises:
-        OSError: If the file cannot be read or is not a regular file.
+        OSError: If the file cannot be read, is not a regular file, or is a link that leaves the folder.
         ValueError: If the file is not JSON or is nested too deeply.
     """
     try:
@@ -142,10 +153,15 @@ def read_json_file(path: AnyPath) -> Any:
 
 
 def validate_relative_name(name: object) -> str:
-    """Return ``name`` unchanged if it is a relative path that stays inside of its folder.
+    """Check that ``name`` is a relative path that cannot leave the folder it is joined to.
+
+    Links are not checked.
+
+    Returns:
+        ``name``, unchanged.
 
     Raises:
-        ValueError: If the name is not a relative path, leaves the folder, or is a URL.
+        ValueError: If ``name`` is not a string, is not a relative path, leaves the folder, or is a URL.
     """
     if not isinstance(name, str) or not name or "\0" in name or "://" in name or "::" in name:
         raise ValueError(f"{name!r} is not a path inside the folder")
@@ -155,7 +171,9 @@ def validate_relative_name(name: object) -> str:
 
 
 def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, including linked subfolders, in no particular order.
+    """Yield the files in a folder and its subfolders, in no particular order.
+
+    Linked subfolders are searched as well. Broken links are skipped.
 
     Args:
         key: Setting that names the folder, used in error messages.
@@ -193,9 +211,9 @@ A folder with more files was probably named by mistake, such as a home folder.
 
 
 def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FILES) -> None:
-    """Check that no link leaves a folder that other libraries read, and that all its files are regular.
+    """Check a folder that other libraries will read: its links stay inside, and all its files are regular.
 
-    Hidden files are checked as well, because a library may open any name.
+    Hidden files are checked as well, because a library may open files of any name.
 
     Args:
         key: Setting that names the folder, used in error messages.
@@ -220,7 +238,7 @@ def check_link_stays_inside(key: str, path: Path, folder: Path) -> None:
 
     Args:
         key: Setting that names the folder, used in error messages.
-        path: Path below the folder.
+        path: Path below ``folder``.
         folder: Folder that links must not leave.
 
     Raises:
@@ -236,9 +254,10 @@ _PARTIAL_SUFFIX = ".partial"
 
 
 def write_durably(path: AnyPath, text: str) -> None:
-    """Replace the contents of a local file or an object of a store atomically.
+    """Write a local file or an object of a store, so that a reader sees the complete old or new contents.
 
-    A local file is synced to disk, and then renamed from a temporary file in the same folder.
+    For a local file, the contents are written to a temporary file in the same folder, which is synced to disk
+    and then renamed.
 
     Args:
         path: Path or URL.
@@ -259,7 +278,10 @@ def write_durably(path: AnyPath, text: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush all files below ``folder`` and their names to disk. Fast if they are already on disk."""
+    """Flush the contents and names of all files below ``folder`` to disk.
+
+    The call is fast if they are already on disk.
+    """
     # Flush in parallel, because each flush waits for the file system, and thousands of ranks write files.
     with ThreadPoolExecutor(_NUM_FLUSH_THREADS) as pool:
         for path, _, names in os.walk(folder, topdown=False):
@@ -269,15 +291,15 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to disk. Does nothing on Windows."""
+    """Flush the names of a folder's entries to disk, for example after a rename. Does nothing on Windows."""
     if os.name != "nt":
         fsync_path(path)
 
 
 def prepare_path_inside(root: Path, *names: str) -> Path:
-    """Build a path below ``root`` for a library that opens the path itself and follows links.
+    """Build a path below ``root`` for a library that opens the path itself and would follow links.
 
-    Creates the parent folder, and removes a link at the path.
+    Creates the parent folder. If the path itself is a link, the link is removed.
 
     Args:
         root: Folder that links must not leave.

@@ -1,10 +1,10 @@
-"""Custom code that a run calls: losses, metrics, callbacks, data sources, and changes of the model.
+"""Loader for custom code: losses, metrics, callbacks, data sources, and functions that change the model.
 
 A setting names custom code as ``package.module:name``, or with arguments as
 ``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives the
-arguments at each call. :func:`portable.train` takes the objects themselves and converts them to such names.
-Objects that a notebook or script defines are sent to the ranks as source text, in a module that
-:func:`install_notebook_modules` creates there. Nothing is pickled.
+arguments at each call. :func:`portable.train` takes Python objects, and :func:`register_object` converts them
+to such names. If a notebook or script defines the object, its source text is sent to the ranks, where
+:func:`install_notebook_modules` creates a module from the text. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -36,31 +36,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 NOTEBOOK_MODULE_PREFIX = "notebook_"
-"""Prefix of the name of a module made from a notebook or script. A digest of its text follows."""
+"""Prefix of the name of a module that is created from the code of a notebook or script.
+
+The rest of the name is a digest of the code.
+"""
 SOURCES_KEY = "plug-ins of this notebook"
-"""Config key that carries such modules to the ranks. See ``RunConfig.with_document``."""
+"""Config key under which the source text of such modules is sent to the ranks.
+
+See ``RunConfig.with_document``.
+"""
 _PLUGIN_NAME = re.compile(
     r"(?:(?P<module>[A-Za-z_][\w.]*):)?(?P<name>[A-Za-z_][\w.]*)\s*(?:\((?P<given>.*)\))?"
 )
 _SHOWN = 3  # maximum number of arguments in a message
 _objects: dict[str, Any] = {}
-"""Objects that were passed to this process itself, keyed by their names."""
+"""Objects that :func:`register_object` has registered in this process, keyed by their names in settings."""
 
 
 _explain_refusal: ContextVar[Callable[[str], str | None] | None] = ContextVar("_refused", default=None)
 
 
 class CodeRefusedError(UserError):
-    """Raised instead of importing custom code if the config is not trusted."""
+    """Error raised instead of importing custom code if :func:`refuse_custom_code` forbids the module."""
 
 
 @contextmanager
 def refuse_custom_code(explain_refusal: Callable[[str], str | None] | None) -> Iterator[None]:
-    """Refuse to import some custom code within this context.
+    """Refuse to import certain modules of custom code within this context.
 
     Args:
-        explain_refusal: Function that returns the reason to refuse a module, given its name, or None if the
-            module may be imported. None to allow all modules.
+        explain_refusal: Function that takes the name of a module, and returns the reason why it must not be
+            imported, or None if it may be imported. If no function is passed but None, all modules may be
+            imported.
     """
     token = _explain_refusal.set(explain_refusal)
     try:
@@ -70,9 +77,11 @@ def refuse_custom_code(explain_refusal: Callable[[str], str | None] | None) -> I
 
 
 def explain_foreign_module(name: str) -> str | None:
-    """Return why a config from elsewhere may not import a module: the module does not belong to this project.
+    """Explain why a config from outside the current folder must not import a module.
 
-    Modules of this project are in the current folder or in a folder of PYTHONPATH.
+    Such a config may only import modules in the current folder or in a folder of PYTHONPATH, because the
+    author of the config could otherwise run code of any installed package. This function is meant for
+    :func:`refuse_custom_code`.
 
     Args:
         name: Name of the module.
@@ -93,12 +102,14 @@ def explain_foreign_module(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class PluginSpec:
-    """Parsed name of custom code in a setting.
+    """Parsed value of a setting that names custom code or a built-in object.
+
+    ``str()`` converts it back to the value of the setting.
 
     Attributes:
-        module: Module name. None if the value is a built-in name of the setting.
-        name: Name in the module, possibly dotted.
-        arguments: Plain values, keyed by argument name.
+        module: Name of the module. None if the value is a built-in name of the setting, such as ``DPO``.
+        name: Name of the object in the module, possibly dotted.
+        arguments: Numbers, strings and other Python literals, keyed by argument name.
     """
 
     module: str | None
@@ -112,10 +123,13 @@ class PluginSpec:
 
 
 def parse_plugin_spec(text: str) -> PluginSpec:
-    """Parse the name of custom code in a setting.
+    """Parse the value of a setting that names custom code or a built-in object.
+
+    Args:
+        text: Value such as ``package.module:name(gamma=2.0)``. The module and the arguments are optional.
 
     Raises:
-        ValueError: If ``text`` is not such a name.
+        ValueError: If ``text`` does not have this form.
     """
     match = _PLUGIN_NAME.fullmatch(text.strip())
     if match is None:
@@ -138,7 +152,10 @@ def parse_plugin_spec(text: str) -> PluginSpec:
 
 
 def is_plugin_name(text: object) -> bool:
-    """Return whether the value of a setting names custom code, and not a path or something built in."""
+    """Return whether the value of a setting names custom code, as ``package.module:name``.
+
+    Returns False for paths and for built-in names.
+    """
     if not isinstance(text, str):
         return False
     match = _PLUGIN_NAME.fullmatch(text.strip())
@@ -153,15 +170,18 @@ def load_plugin(
     Args:
         key: Setting, used in error messages.
         text: Value of the setting.
-        builtin_paths: Locations of the built-in objects of the setting, keyed by name. None if it has none.
+        builtin_paths: Built-in objects of the setting as ``package.module:name``, keyed by their short names.
+            None if the setting has no built-in objects.
         default: Meaning of a null value, used in error messages. None if the setting cannot be null.
 
     Returns:
-        An instance if the name refers to a class, otherwise a function, with the arguments of the name if
-        there are any.
+        If ``text`` names a class, an instance of the class. If it names a function, the function, or a
+        partial of the function if ``text`` has arguments. Other objects are returned unchanged. An object
+        that was passed to :func:`register_object` in this process is returned without an import.
 
     Raises:
-        UserError: If there is no such object, or if it does not accept the arguments.
+        UserError: If there is no such object, if its module cannot be imported, or if the object does not
+            accept the arguments.
     """
     spec = _parse_spec(key, text)
     if str(spec) in _objects:
@@ -181,14 +201,16 @@ def load_plugin(
 
 
 def load_plugin_factory(key: str, text: str) -> Callable[..., Any]:
-    """Load the function or class that a setting names, to be called with more arguments.
+    """Load the function or class that a setting names, for a caller that adds arguments and calls it.
+
+    In contrast to :func:`load_plugin`, a class is not instantiated.
 
     Args:
         key: Setting, used in error messages.
         text: Value of the setting.
 
     Returns:
-        The function or class, as a partial if the name has arguments. A class is not instantiated.
+        The function or class, or a partial of it if ``text`` has arguments.
 
     Raises:
         UserError: If there is no such object, or if it does not accept the arguments.
@@ -222,6 +244,7 @@ def load_plugin_value(key: str, text: str) -> Any:
 
 
 def _parse_spec(key: str, text: str) -> PluginSpec:
+    """Parse the value of the setting ``key``. Raises UserError instead of ValueError if it is not valid."""
     try:
         return parse_plugin_spec(text)
     except ValueError as error:
@@ -229,7 +252,15 @@ def _parse_spec(key: str, text: str) -> PluginSpec:
 
 
 def _find_object(context: str, spec: PluginSpec) -> Any:
-    """Find the object that a spec names in its module. ``context`` begins the error message."""
+    """Import the module of a spec, and return the object that the spec names.
+
+    Args:
+        context: Beginning of the error message.
+        spec: Parsed value of a setting. Its module must not be None.
+
+    Raises:
+        UserError: If the module cannot be imported or does not contain the object.
+    """
     assert spec.module is not None
     target = _import_module(context, spec.module)
     for part in spec.name.split("."):
@@ -244,7 +275,9 @@ def _find_object(context: str, spec: PluginSpec) -> Any:
 
 
 def check_code_may_run(context: str, name: str) -> None:
-    """Check that :func:`refuse_custom_code` does not forbid importing a module.
+    """Check that a module may be imported within the current :func:`refuse_custom_code` context.
+
+    Outside of such a context, all modules may be imported.
 
     Args:
         context: Beginning of the error message.
@@ -260,7 +293,9 @@ def check_code_may_run(context: str, name: str) -> None:
 
 
 def _import_module(context: str, name: str) -> types.ModuleType:
-    """Import a module from the current folder or the search path.
+    """Import a module from the module search path or the current folder.
+
+    The current folder is appended to ``sys.path``.
 
     Args:
         context: Beginning of the error message.
@@ -292,7 +327,17 @@ def _import_module(context: str, name: str) -> types.ModuleType:
 def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> Any:
     """Instantiate a class, or bind the arguments of a spec to a function.
 
-    ``context`` begins the error message.
+    Args:
+        context: Beginning of the error message.
+        target: Object that the spec names.
+        arguments: Arguments of the spec, keyed by name.
+
+    Returns:
+        An instance of the class, or a partial of the function. ``target`` itself if it is not callable, or if
+        it is a function and there are no arguments.
+
+    Raises:
+        UserError: If ``target`` does not accept the arguments, or if the constructor fails.
     """
     if not callable(target):
         if arguments:
@@ -312,13 +357,16 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
 
 
 def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
-    """Raise UserError if ``target`` does not accept the arguments, or requires others.
+    """Raise UserError if ``target`` does not accept the arguments.
+
+    Nothing is checked if Python cannot determine the signature, for example of a function written in C.
 
     Args:
         context: Beginning of the error message.
         target: Function or class.
         arguments: Arguments of the spec, keyed by name.
-        all_of_them: Whether the arguments must be complete. If not, the caller adds more arguments later.
+        all_of_them: Whether the arguments must include all required arguments. If False, the caller adds more
+            arguments later.
     """
     try:
         signature = inspect.signature(target)
@@ -355,24 +403,25 @@ def convert_user_errors(context: str) -> Iterator[None]:
 
 
 def _describe_error_in_user_code(error: BaseException) -> str:
-    """Describe an error with the file and line of the custom code that caused it."""
+    """Describe an error of custom code in one line: its type, its message, and the file and line."""
     frame = _find_user_frame(traceback.extract_tb(error.__traceback__))
     location = "" if frame is None else f"; {Path(frame.filename).name}, line {frame.lineno}"
     return f"{type(error).__name__}: {to_one_line(error)}{location}"
 
 
 def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Find the innermost frame in custom code, because a user can only correct an error there.
+    """Find the innermost frame in custom code, because that is the code that the user can correct.
 
-    Code of this project, of the standard library and of installed packages is not custom code, unless the
-    setting names an installed package. In this case, the first frame outside of this project and of
-    :data:`_FRAMEWORKS` is custom code, and so are all frames of its package.
+    Usually, custom code is all code outside of this project, the standard library and installed packages. If
+    there is no such frame, the setting names code of an installed package. Then the first package on the
+    stack that is not in :data:`_FRAMEWORKS` counts as custom code.
 
     Args:
         frames: Frames of a traceback, the innermost last.
 
     Returns:
-        The frame, or None if there are no frames.
+        The frame. If no frame is in custom code, the innermost frame outside of this project, or the
+        innermost frame. None if there are no frames.
     """
     others = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
     packages = {frame.filename: _find_library(frame.filename) for frame in others}
@@ -389,18 +438,18 @@ _FRAMEWORKS = frozenset({
     _STANDARD_LIBRARY, "torch", "transformers", "peft", "accelerate", "deepspeed", "numpy", "datasets",
     "pandas", "pyarrow", "tokenizers", "torch_xla", "torch_tpu", "functorch", "jinja2", "triton",
 })  # fmt: skip
-"""Packages that call custom code, and that are not custom code themselves."""
+"""Packages that call custom code, and whose own frames therefore do not count as custom code."""
 
 
 def _find_library(filename: str) -> str | None:
     """Find the installed package that a file belongs to.
 
     Args:
-        filename: File of a frame.
+        filename: File name of a traceback's frame.
 
     Returns:
-        The name of the package. None if the file is neither in an installed package nor in the standard
-        library.
+        The name of the package's folder, or :data:`_STANDARD_LIBRARY`. None if the file is neither in an
+        installed package nor in the standard library.
     """
     parts = Path(filename).parts
     for folder in ("site-packages", "dist-packages"):
@@ -414,10 +463,17 @@ def _find_library(filename: str) -> str | None:
 
 
 def compute_plugin_digest(text: str) -> str:
-    """Compute a digest of the custom code that a setting names: its module, without comments and layout.
+    """Compute a digest of the module with the custom code that a setting names.
+
+    The digest shows whether the code has changed since a checkpoint was saved. It ignores comments and
+    layout.
+
+    Args:
+        text: Value of the setting.
 
     Returns:
-        The digest. Empty for built-in names, and if the module cannot be imported or has no source text.
+        The digest, in hexadecimal. Empty for built-in names, for code of this project, and if the module
+        cannot be imported or has no source text.
     """
     try:
         module = parse_plugin_spec(text).module
@@ -447,18 +503,18 @@ def register_object(
 
     Args:
         argument_name: Argument of :func:`portable.train`, used in error messages.
-        user_object: Function or class, ``functools.partial`` of one, or instance of a dataclass. A name is
-            returned as it is.
-        sources: Source code of modules, keyed by module name. A module is added if a notebook or script
-            defines the object.
-        instantiates_class: Whether a class is instantiated, as in :func:`load_plugin`, or used itself, as in
-            :func:`load_plugin_factory`.
+        user_object: Function or class, ``functools.partial`` of one, or instance of a dataclass. A string is
+            returned unchanged, because it is already a name.
+        sources: Source code of modules, keyed by module name. If a notebook or script defines the object, a
+            module is added in place.
+        instantiates_class: Whether this process uses an instance of a class, as :func:`load_plugin` does. If
+            False, it uses the class itself, as :func:`load_plugin_factory` does.
 
     Returns:
-        The name.
+        The name, such as ``package.module:name(gamma=2.0)``.
 
     Raises:
-        UserError: If ranks could not create the same object.
+        UserError: If ranks could not create the same object from the name.
     """
     if isinstance(user_object, str):
         return user_object
@@ -508,11 +564,12 @@ def register_object(
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Return whether the value of a dataclass field is its default. False for a ``default_factory``."""
     return field.default is not dataclasses.MISSING and value is field.default
 
 
 def _find_imported(module: str, name: str) -> Any:
-    """Find an object in a module that is already imported, or return None."""
+    """Find an object by its dotted name in an already imported module. Returns None if it is missing."""
     value: Any = sys.modules.get(module)
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -528,19 +585,31 @@ def _is_plain(value: Any) -> bool:
 
 
 def _build_source_with_globals(key: str, target: Any) -> str:
-    """Build the text of a module with ``target`` and everything of its module that it uses."""
+    """Build the source text of a module that contains ``target`` and everything that ``target`` uses.
+
+    Args:
+        key: Argument of :func:`portable.train`, used in error messages.
+        target: Function or class of a notebook or script.
+
+    Raises:
+        UserError: If the source cannot be read, or uses an object that ranks cannot create.
+    """
     source_by_name: dict[str, str] = {}
     _add_sources_of(key, target, source_by_name)
     return "from __future__ import annotations\n\n" + "\n\n".join(source_by_name.values()) + "\n"
 
 
 def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> None:
-    """Add the source of ``target`` to ``source_by_name``, after the sources and imports that it uses.
+    """Add the source of ``target`` to ``source_by_name``, after the source of everything that it uses.
+
+    The imports, constants, functions and classes of the notebook or script are added if ``target`` uses them,
+    directly or through other functions.
 
     Args:
         key: Argument of :func:`portable.train`, used in error messages.
         target: Function or class of a notebook or script.
-        source_by_name: Source code, keyed by module name, in an order that can be executed.
+        source_by_name: Source code that defines each global name, in an order that can be executed. Changed
+            in place.
 
     Raises:
         UserError: If the source cannot be read, or uses an object that ranks cannot create.
@@ -583,9 +652,9 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
 
 
 def _get_source(target: Any) -> str | None:
-    """Return the source of a function or class. None if it cannot be found.
+    """Return the source of a function or class, without its indentation. None if it cannot be found.
 
-    Python itself does not find the source of a class that a notebook defines.
+    In contrast to ``inspect.getsource``, this function also finds a class that a notebook defines.
     """
     try:
         return textwrap.dedent(inspect.getsource(target))
@@ -593,8 +662,9 @@ def _get_source(target: Any) -> str | None:
         pass
     if not inspect.isclass(target):
         return None
-    # Python cannot find a class of a notebook, because cells are not files. Methods refer to their cell. For
-    # a class without methods, search all cells, the newest first.
+    # Python cannot find a class of a notebook, because cells are not files. First search the cells that the
+    # code objects of the methods refer to. Then search all cells, the newest first, because a class may have
+    # no methods.
     files = [
         getattr(getattr(member, "__code__", None), "co_filename", "") for member in vars(target).values()
     ]
@@ -612,12 +682,12 @@ def _get_source(target: Any) -> str | None:
 
 
 def _list_used_names(text: str) -> set[str]:
-    """List all names that a source text uses, including its local variables."""
+    """Return all variable names in a source text, including its local variables."""
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
 def get_notebook_sources() -> dict[str, str]:
-    """Return the source code of all modules that :func:`install_notebook_modules` has installed, by name."""
+    """Return the source code of the modules from :func:`install_notebook_modules`, keyed by module name."""
     names = [name for name in [*sys.modules] if name.startswith(NOTEBOOK_MODULE_PREFIX)]
     return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
 
@@ -625,8 +695,10 @@ def get_notebook_sources() -> dict[str, str]:
 def install_notebook_modules(sources: Mapping[str, str]) -> None:
     """Create modules from the source code of a notebook or script, so that this process can import them.
 
+    Modules that exist already are skipped.
+
     Args:
-        sources: Source code, keyed by module name.
+        sources: Source code, keyed by module name. See :func:`register_object`.
 
     Raises:
         UserError: If the code cannot be executed.
@@ -652,11 +724,15 @@ def install_notebook_modules(sources: Mapping[str, str]) -> None:
 def build_python_command(code: str, *arguments: str) -> list[str]:
     """Build the command that runs ``code`` in a new Python process with the same module search path.
 
-    By default, a new Python process first searches the current folder. It may contain modules of any name.
+    The search path is set explicitly, because a new Python process would otherwise search the current folder
+    first, and a file there could shadow an installed module.
 
     Args:
-        code: Python code.
-        arguments: Values for ``sys.argv``.
+        code: Python code to run after ``portable`` is imported.
+        arguments: Values for ``sys.argv[1:]``.
+
+    Returns:
+        The command for :mod:`subprocess`.
     """
     paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (a str, as the others)
     return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; import portable; {code}", *arguments]

@@ -1,4 +1,4 @@
-"""Result of an optimizer step, and the progress of a run."""
+"""Classes for the result of an optimizer step and for the progress of a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class StepResult:
     Attributes:
         loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
         grad_norm: Global gradient norm before clipping, an fp32 scalar.
-        metrics: Logged values without the loss, fp32 ``[metrics]``.
-        metric_names: Names of ``metrics``, for
-            :meth:`portable.model.loss.TrainingObjective.compute_logged_values`.
+        metrics: Sums from which the logged values other than the loss are computed, fp32 ``[metrics]``.
+        metric_names: Name of each element of ``metrics``.
+            :meth:`portable.model.loss.TrainingObjective.compute_logged_values` takes both.
         learning_rate: Learning rate used for the step.
     """
 

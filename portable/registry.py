@@ -1,9 +1,9 @@
-"""List of the backends, each with one record.
+"""Registry of the backends, with a :class:`BackendPackage` record for each backend.
 
-A record contains the facts that are needed before a backend exists: whether this machine has its devices, how
-many ranks it starts, which settings it rejects, and the memory model for plans. The module of a record
-imports no accelerator library, so every command can use all records. To add a backend, write its package and
-add an entry to :data:`BACKENDS`.
+Commands use the record before a backend object exists, for example to find out whether this machine has the
+devices, to count the ranks to start, to reject unsupported settings, or to plan the memory. The module of a
+record does not import an accelerator library, so every command can use all records. To add a backend, write
+its package and add an entry to :data:`BACKENDS`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class RecordLocation(NamedTuple):
-    """Location of a backend's record."""
+    """Module and variable that contain the :class:`BackendPackage` record of a backend."""
 
     module: str
     attribute: str
-    """Name of the record in its module."""
+    """Name of the variable in ``module``."""
 
 
 BACKENDS: dict[str, RecordLocation] = {
@@ -40,15 +40,18 @@ BACKENDS: dict[str, RecordLocation] = {
     "xla": RecordLocation("portable.tpu.xla.package", "XLA"),
     "tpu": RecordLocation("portable.tpu.torchtpu.package", "TPU"),
 }
-"""Location of each backend's record, keyed by the backend's name. ``auto`` prefers later backends."""
+"""Location of each backend's record, keyed by the backend's name.
+
+``backend: auto`` chooses the last of the backends whose devices this machine has.
+"""
 
 
 FSDP_STRATEGIES = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
-"""Values of ``strategy`` that DDP and FSDP2 implement."""
+"""Values of ``strategy`` that the engine for DDP and FSDP2 implements."""
 ENGINE_PACKAGES = dict.fromkeys(FSDP_STRATEGIES, "portable.engines.fsdp") | dict.fromkeys(
     ZERO_STRATEGIES, "portable.gpu.zero"
 )
-"""Package of the engine that trains under each ``strategy`` on torch.distributed."""
+"""Package of the engine that implements a ``strategy`` with torch.distributed, keyed by the strategy."""
 
 DEFAULT_PLANNED_BACKEND = "cuda"
 """Backend that ``portable-plan`` assumes if neither the config nor ``--device`` determines it."""
@@ -56,14 +59,14 @@ DEFAULT_PLANNED_BACKEND = "cuda"
 
 @dataclass(frozen=True)
 class World:
-    """Ranks and devices of a launch."""
+    """Number of ranks and devices of a launch."""
 
     ranks: int
     devices_per_rank: int = 1
 
     @property
     def devices(self) -> int:
-        """Number of devices of all ranks."""
+        """Total number of devices of all ranks."""
         return self.ranks * self.devices_per_rank
 
 
@@ -76,7 +79,8 @@ class CompileTarget:
             known.
         num_devices: Number of devices.
         topology: Topology of the devices, such as ``4x4``. None if the usual topology is used.
-        min_listed_elements: Minimum number of elements of the values to list. 0 to list no values.
+        min_listed_elements: Size in elements from which on the report lists the results of operations as
+            large values. 0 to list no values.
         stops_after_memory_report: Whether to stop before code generation, because it takes most of the time.
     """
 
@@ -93,11 +97,14 @@ class BackendPackage(Protocol):
     name: str
     """Name of the backend in :data:`BACKENDS`."""
     extra: str | None
-    """Extra of this distribution that installs the backend's requirements, or None if there are none."""
+    """Extra of the pip package ``portable-trainer`` that installs the backend's requirements.
+
+    None if the backend has no further requirements.
+    """
     typical_device: str
-    """Name of the device that a plan assumes if only the memory is given."""
+    """Name of the device whose properties a plan uses if the user specifies only the memory of a device."""
     runs_cuda: bool
-    """Whether models run with CUDA kernels and CUDA's autocast rules. Activation memory depends on them."""
+    """Whether models run with CUDA's kernels and autocast rules, which determine the activation memory."""
     runs_zero: bool
     """Whether DeepSpeed supports the backend."""
 
@@ -105,26 +112,31 @@ class BackendPackage(Protocol):
         """Return whether this machine has the devices, so that ``backend: auto`` may choose the backend."""
 
     def count_local_ranks(self) -> int:
-        """Return the default number of ranks on this machine: one per device or per host, and 1 on a CPU."""
+        """Return the default number of ranks to start on this machine.
+
+        Most backends start one rank per device. The default is 1 on a CPU, and also on XLA, because one rank
+        drives all devices of a host.
+        """
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise UserError if this machine cannot start ``ranks`` ranks."""
+        """Raise UserError if ``ranks`` ranks cannot run on this machine, for example for lack of devices."""
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
-        """Return environment variables that all ranks of this machine need before they start.
+        """Return the environment variables to set before ranks are started on this machine.
 
         Args:
             ranks: Number of ranks on this machine.
 
         Returns:
-            The values, keyed by variable.
+            The values, keyed by the name of the variable.
         """
 
     def get_world(self, ranks: int) -> World:
-        """Return the ranks and devices of the launch that this process starts or has joined.
+        """Return the numbers of ranks and devices of the launch that this process starts or belongs to.
 
         Args:
-            ranks: Number of ranks that this process starts, or 1 if it is a rank itself.
+            ranks: Number of ranks that this process starts. 1 if the process is a rank itself, because the
+                number of ranks is then read from the environment or from the runtime.
         """
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
@@ -134,78 +146,85 @@ class BackendPackage(Protocol):
             in_rank: Whether this process is a rank.
 
         Returns:
-            The precision, or None if only a rank may open the device to choose it.
+            The precision. None if it depends on the device and this process is not a rank, because only ranks
+            may open the device.
         """
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
         """Yield the settings that the backend and its engines do not support.
 
-        See :func:`portable.checks.check_config`.
+        See :func:`portable.checks.check_config`, which calls this method.
 
         Args:
             config: Config of the run.
-            late: Whether the config is resolved, including the values that depend on the model.
+            late: Whether all defaults of the config have been resolved. If so, also check the settings that
+                can only be checked in a resolved config.
         """
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
-        """Replace defaults by the values in a file of an engine, such as a DeepSpeed JSON.
+        """Replace defaults by the values in the engine's own config file, such as a DeepSpeed JSON.
 
         Args:
             config: Config of the run.
-            world: Ranks and devices of the launch.
+            world: Numbers of ranks and devices of the launch.
 
         Returns:
-            The config with the values. Unchanged if it names no such file.
+            The config with the values. ``config`` itself if it does not name such a file.
 
         Raises:
             UserError: If the file contradicts the config.
         """
 
     def check_config(self, config: RunConfig, world: World) -> None:
-        """Raise UserError if a setting does not work on this machine. Called before any rank starts."""
+        """Raise UserError if a setting does not work on this machine. Called before any rank starts.
+
+        Args:
+            config: Config of the run.
+            world: Numbers of ranks and devices of the launch.
+        """
 
     def build_notes(self, config: RunConfig) -> list[str]:
-        """Build notes about unexpected effects of the config under this backend, one line each."""
+        """Return notes for the user about unexpected effects of settings on this backend, one line each."""
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        """Yield settings that need less device memory than ``config``, the cheapest first.
+        """Yield changes to ``config`` that reduce the device memory. Changes that cost little come first.
 
         Args:
             config: Config of the run.
             ranks: Number of ranks of the launch.
 
         Yields:
-            A setting with its value, such as ``memory.activation_checkpointing full``.
+            A setting with its new value, such as ``memory.activation_checkpointing full``.
         """
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
-        """Return one sentence about the settings to change if host memory runs out."""
+        """Return one sentence that names the settings to change if the memory of the host runs out."""
 
     def load_footprint(self) -> FootprintModule:
-        """Import the module that computes the memory of a run for the planner.
+        """Import and return the module that computes the memory of a run for the planner.
 
-        Imports no accelerator library.
+        The import does not load an accelerator library.
         """
 
     def list_devices(self) -> tuple[Device, ...]:
-        """List the devices of this backend that ``--device`` of a plan can name."""
+        """Return the types of devices of this backend that ``portable-plan --device`` accepts."""
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
-        """Compile every graph of a run with the device's compiler, on a machine without the device.
+        """Compile every graph of a run with the device's compiler. This machine does not need the device.
 
         Args:
             config: Config of the run, resolved as for a plan.
-            target: Devices, and what to report.
+            target: Devices to compile for, and options of the compilation.
 
         Returns:
-            The report of the compiler.
+            The statistics of the graphs from the compiler, including problems such as too little memory.
 
         Raises:
             UserError: If the compiler or the topology is not available, or if a graph does not compile.
         """
 
     def create_backend(self) -> Backend:
-        """Create the backend of this process. The rank and the world size are read from the environment."""
+        """Create the backend of this process. Reads the rank and the world size from the environment."""
 
 
 def load_backend_package(name: str) -> BackendPackage:
@@ -229,11 +248,11 @@ def load_backend_package(name: str) -> BackendPackage:
 
 
 def import_engine_module(strategy: str, module_name: str) -> Any:
-    """Import a module of the engine behind a strategy.
+    """Import a module from the package of the engine that implements a strategy.
 
     Args:
-        strategy: The strategy.
-        module_name: Name of the module, such as ``engine``.
+        strategy: Key of :data:`ENGINE_PACKAGES`.
+        module_name: Name of a module in the engine's package, such as ``engine``.
 
     Raises:
         UserError: If the package of the engine is not installed.
@@ -249,7 +268,10 @@ def import_engine_module(strategy: str, module_name: str) -> Any:
 
 
 def resolve_backend_name(name: str) -> str:
-    """Replace ``auto`` by the last of :data:`BACKENDS` that is available. Returns other names unchanged."""
+    """Replace ``auto`` by the last backend in :data:`BACKENDS` whose devices this machine has.
+
+    Other names are returned unchanged.
+    """
     if name != "auto":
         return name
     return next(
@@ -259,6 +281,9 @@ def resolve_backend_name(name: str) -> str:
 
 def create_backend(name: str) -> Backend:
     """Create the backend of this process.
+
+    Args:
+        name: Name of the backend in :data:`BACKENDS`.
 
     Raises:
         UserError: If a library that the backend needs is not installed.

@@ -1,6 +1,6 @@
-"""Temporary folders, and cache folders that one process writes while others wait.
+"""Functions for temporary folders, and for cache folders that one process writes while others wait.
 
-If a process is killed, the next process removes its folder.
+If a process is killed, its temporary folder remains on the disk until the next process removes it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,24 @@ if TYPE_CHECKING:
 
 
 _LASTING_FOLDER_VARIABLE = "PORTABLE_LASTING_TMPDIR"
-# The path of a data worker's socket, and the maximum length of a socket's path (104 bytes on macOS).
+# A typical path of a data worker's socket below TMPDIR, and the maximum length of a socket's complete path in
+# bytes, with a margin, because the limit is 104 bytes on macOS.
 _SOCKET_PATH, _MAX_SOCKET_PATH = "/t/pymp-12345678/listener-12345678", 100
 
 
 def get_lasting_folder() -> Path:
-    """Return the folder for temporary files that outlive the run."""
+    """Return the usual folder for temporary files, even within :func:`redirect_temporary_files`.
+
+    Files in this folder outlive the run.
+    """
     return Path(os.environ.get(_LASTING_FOLDER_VARIABLE) or tempfile.gettempdir())
 
 
 def _get_user_name() -> str:
-    """Return the user's name in the form of torch's folder names. The user id if the user has no name."""
+    """Return the user's name in the form in which inductor uses it in the name of its cache folder.
+
+    Returns the user id as text if the user has no name.
+    """
     try:
         return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):  # the user id has no name
@@ -42,10 +49,14 @@ def _get_user_name() -> str:
 
 @contextmanager
 def redirect_temporary_files(folder: Path) -> Iterator[None]:
-    """Make child processes create their temporary files in ``folder`` within this context.
+    """Make child processes create their temporary files below ``folder`` within this context.
 
-    torch, DeepSpeed and ``multiprocessing`` remove their temporary folders on exit, but not if they are
-    killed. Caches stay in the usual folder. Does nothing if ``folder`` is too long for the path of a socket.
+    The caller removes ``folder`` afterward, because torch, DeepSpeed and ``multiprocessing`` do not remove
+    their temporary folders if they are killed. Caches stay in the usual folder. Nothing is redirected if the
+    path of ``folder`` is so long that the path of a socket below it would exceed the limit of the system.
+
+    Args:
+        folder: Existing folder without an entry named ``t``.
     """
     if len(os.fsencode(folder)) + len(_SOCKET_PATH) > _MAX_SOCKET_PATH:
         yield
@@ -73,11 +84,14 @@ def redirect_temporary_files(folder: Path) -> Iterator[None]:
 def create_scratch_folder(name_prefix: str) -> Iterator[Path]:
     """Create a locked temporary folder for the duration of this context.
 
-    First removes this user's unlocked folders with the same prefix, because killed processes leave them
-    behind.
+    First removes this user's unlocked folders with the same prefix, because killed processes leave such
+    folders behind.
 
     Args:
-        name_prefix: Prefix of the folder's name, unique for each purpose.
+        name_prefix: Prefix of the folder's name. Each purpose needs its own prefix.
+
+    Yields:
+        The empty folder. It is removed at the end of the context.
     """
     for leftover in Path(tempfile.gettempdir()).glob(f"{name_prefix}-*"):
         _remove_leftover(leftover)
@@ -90,7 +104,7 @@ def create_scratch_folder(name_prefix: str) -> Iterator[Path]:
 
 
 class LockedFolder(NamedTuple):
-    """Folder that other processes do not remove."""
+    """Folder with a lock, so that other processes do not remove the folder as a leftover."""
 
     folder: Path
     lock: int | None
@@ -98,7 +112,11 @@ class LockedFolder(NamedTuple):
 
 
 def _create_locked_folder(kind: str) -> LockedFolder:
-    """Create a temporary folder and lock it, so that no other process removes it as a leftover."""
+    """Create a temporary folder and lock it, so that no other process removes it as a leftover.
+
+    Args:
+        kind: Prefix of the folder's name.
+    """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
         lock = try_lock_folder(folder)
@@ -108,7 +126,10 @@ def _create_locked_folder(kind: str) -> LockedFolder:
 
 
 def _remove_leftover(folder: Path) -> None:
-    """Remove a folder of this user. Does nothing if a process has locked it, or if it no longer exists."""
+    """Remove a folder of a killed process.
+
+    Does nothing if the folder belongs to another user, if a process has locked it, or if it no longer exists.
+    """
     try:
         if folder.lstat().st_uid != os.getuid():
             return
@@ -132,23 +153,25 @@ def open_or_build_cache_folder(
     *,
     resumes: bool = False,
 ) -> T:
-    """Open a folder of the cache, and write it first if it does not exist or is damaged.
+    """Open a folder of the cache. If it does not exist or is damaged, it is written first.
 
-    Any number of processes may call this function concurrently: one writes, and the others wait.
+    Any number of processes may call this function concurrently: one process writes, and the others wait.
 
     Args:
         folder: Folder of the cache.
-        open_cached: Function that opens the folder, and returns None if it does not exist or is damaged.
-        write: Function that writes into a temporary folder, which then replaces ``folder``.
-        resumes: Whether ``write`` continues from the files of a killed process. The temporary folder may then
-            contain files.
+        open_cached: Function that opens the folder and returns an object that represents its contents.
+            Returns None if the folder does not exist or is damaged.
+        write: Function that writes the contents into the temporary folder that it receives. Afterward, the
+            temporary folder replaces ``folder``.
+        resumes: Whether ``write`` can continue from the files of a killed process. If so, the temporary
+            folder may contain such files when ``write`` is called. Otherwise, it is empty.
 
     Returns:
         The result of ``open_cached``.
 
     Raises:
         UserError: If the parent folder is not writable, or if ``write`` raises it.
-        RunError: If the folder is damaged after it was written.
+        RunError: If ``open_cached`` returns None right after the folder was written.
     """
     if (result := open_cached(folder)) is not None:
         return result
@@ -173,16 +196,18 @@ def open_or_build_cache_folder(
 
 @contextmanager
 def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
-    """Lock a folder of the cache, and yield a temporary folder next to it to write into.
+    """Wait for the lock of a cache folder, and create a temporary folder next to the cache folder.
 
     Args:
         folder: Folder of the cache.
-        resumes: Whether to keep files of a killed process in the temporary folder, and to leave the folder
-            for the next process if this process is interrupted. The folder is removed after an error of the
-            data or the disk.
+        resumes: Whether the temporary folder keeps the files of a killed process, and is left for the next
+            process if this process is interrupted. After a UserError or OSError, it is removed nevertheless.
 
     Yields:
-        The temporary folder.
+        The temporary folder. It is removed at the end of the context unless the caller has renamed it.
+
+    Raises:
+        UserError: If the temporary folder or the lock file cannot be written.
     """
     from filelock import FileLock
 
@@ -199,7 +224,8 @@ def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
                 if not resumes or isinstance(error, UserError | OSError):
                     shutil.rmtree(draft, ignore_errors=True)
                 raise
-            shutil.rmtree(draft, ignore_errors=True)  # another process has written the folder
+            # The caller has not renamed the draft if another process wrote the folder while this one waited.
+            shutil.rmtree(draft, ignore_errors=True)
     except (OSError, NotImplementedError) as error:
         raise UserError(
             f"data.cache_dir: cannot write in {folder.parent} ({to_one_line(error)}); choose a writable "

@@ -1,4 +1,8 @@
-"""Terminal output: status lines of the logger ``portable``, progress bars, and filters for libraries."""
+"""Terminal output: status lines, progress bars, and suppression of messages of other libraries.
+
+Importing this module attaches a handler to the logger ``portable``, and a filter to a logger of
+huggingface_hub.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ _WARNING = "warning: "
 
 
 def print_status(line: str) -> None:
-    """Print a line to stderr, above the progress bar.
+    """Log a line with the logger ``portable``, which prints it to stderr, above the progress bar.
 
-    It is logged as a warning if it begins with ``warning: ``.
+    A line that begins with ``warning: `` is logged as a warning, so ``log.quiet`` does not hide it.
     """
     LOG.log(logging.WARNING if line.startswith(_WARNING) else logging.INFO, "%s", line)
 
@@ -44,16 +48,16 @@ class TerminalHandler(logging.Handler):
 
 
 class _RetryFilter(logging.Filter):
-    """Logging filter that replaces huggingface_hub's two lines for each retry with one line for each host."""
+    """Logging filter that replaces huggingface_hub's messages about retries with one warning per host."""
 
     def __init__(self) -> None:
         super().__init__()
         self._reported_hosts: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to print a record. Messages about retries are hidden.
+        """Return False for messages about retries, so that they are not printed.
 
-        Instead, one warning is printed for each host.
+        The first message about a host prints a warning instead.
         """
         text = record.getMessage()
         if match := re.search("thrown while requesting [A-Z]+ https?://([^/]+)", text):
@@ -74,7 +78,7 @@ LOG.propagate = False
 
 
 def set_quiet(quiet: bool) -> None:
-    """Set whether only warnings and errors are printed, and no progress bars."""
+    """Set whether status lines and progress bars are hidden, so that only warnings and errors are printed."""
     TERMINAL_HANDLER.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
@@ -104,10 +108,11 @@ def shows_run_progress_bars() -> bool:
 
 @contextmanager
 def show_loading_message() -> Iterator[None]:
-    """Show on a terminal that libraries are being loaded, and clear the line at the end.
+    """Show a message while libraries are imported within this context, and clear the message at the end.
 
-    Garbage collection is disabled within this context, because imports create almost no garbage and searching
-    for it takes a tenth of the time.
+    The message is shown only if rank 0 writes to a terminal and torch is not imported yet. Garbage collection
+    is disabled within this context, because imports create almost no garbage, and searching for it takes a
+    tenth of the time.
     """
     shown = shows_run_progress_bars() and "torch" not in sys.modules
     if shown:
@@ -127,7 +132,7 @@ def show_loading_message() -> Iterator[None]:
 def discard_native_stdout() -> Iterator[None]:
     """Discard everything that this process writes to stdout within this context, including native code.
 
-    gloo's C++ code prints messages about connections there.
+    This hides messages about connections, which the C++ code of gloo prints to stdout.
     """
     sys.stdout.flush()
     stdout = os.dup(1)

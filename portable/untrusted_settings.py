@@ -1,8 +1,9 @@
-"""Check of the settings in a downloaded folder, before a library passes them to constructors.
+"""Checks of the settings in a downloaded model folder, before a library uses the settings.
 
 ``from_pretrained`` of transformers passes every key of ``tokenizer_config.json`` and
-``special_tokens_map.json`` to the class of the tokenizer, and classes open some of their arguments as files.
-A folder could therefore name any file of the user, and its contents would then be copied into checkpoints.
+``special_tokens_map.json`` to the constructor of the tokenizer, which opens some of its arguments as files. A
+malicious folder could therefore name any file of the user, such as a private key, and its contents would be
+copied into checkpoints.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files whose keys ``AutoTokenizer.from_pretrained`` passes to the class of the tokenizer."""
+"""Files whose keys ``AutoTokenizer.from_pretrained`` passes to the constructor of the tokenizer."""
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""Files that list the shards that ``from_pretrained`` of a model opens."""
+"""Files that list the weight files of a model, which ``from_pretrained`` then opens."""
 TEXT_KEYS = frozenset(
     {
         "_name_or_path",
@@ -41,9 +42,9 @@ TEXT_KEYS = frozenset(
         "extra_special_tokens",
     }
 )
-"""Keys whose values no library opens as files.
+"""Keys whose values no library opens as files, so the values may be any text.
 
-The same is true for keys that end in ``_token`` or ``_tokens``.
+The same is true for keys that end in ``_token`` or ``_tokens``. See :func:`_is_text`.
 """
 MAX_MODEL_LAYERS = 4096
 """Maximum number of layers of a model.
@@ -57,6 +58,9 @@ def check_downloaded_settings(
     key: str, name_or_path: str, files: tuple[str, ...], *, offline: bool = False
 ) -> None:
     """Check a local folder or a repository on the hub before a library reads it.
+
+    Files of a repository are downloaded to the cache of the hub. A file that does not exist or cannot be
+    parsed is skipped, because the library reports it.
 
     Args:
         key: Setting that names the folder, used in error messages.
@@ -107,10 +111,14 @@ def check_setting_values(location: str, settings: Any, folder: Path) -> None:
 def convert_library_errors(key: str) -> Iterator[None]:
     """Convert exceptions of a library that reads a downloaded folder to a UserError within this context.
 
-    The files may contain any values, and libraries raise many exception types for wrong values.
+    Almost all exception types are converted, because libraries raise many types for wrong values in the
+    files. A MemoryError is raised unchanged.
 
     Args:
         key: Setting that names the folder, used in error messages.
+
+    Raises:
+        UserError: If the library raises an exception.
     """
     try:
         yield
@@ -145,13 +153,18 @@ def describe_download_error(name: str, error: BaseException) -> str:
 
 
 def _fetch_settings_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:
-    """Return the local paths of those settings files that exist.
+    """Return the local paths of the settings files that exist in a folder or repository.
 
     Files of a Hub repository are downloaded to the cache. A file that cannot be downloaded is skipped,
     because the library that reads the repository reports the error.
 
+    Args:
+        name_or_path: Hub ID or folder.
+        files: Names of the files.
+        offline: Whether to use only cached files of the hub.
+
     Returns:
-        The paths. Empty if the name is neither a folder nor a possible repository.
+        The paths. Empty if ``name_or_path`` is neither a folder nor a possible repository.
     """
     folder = Path(name_or_path)
     try:
@@ -173,7 +186,15 @@ def _fetch_settings_files(name_or_path: str, files: tuple[str, ...], *, offline:
 
 
 def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield each scalar of nested values with the nearest key above it."""
+    """Yield each scalar in nested dictionaries and lists, with the key of the dictionary that contains it.
+
+    Args:
+        value: Parsed JSON or YAML.
+        key: Key of the scalars that are not in a dictionary.
+
+    Yields:
+        Pairs of a key and a scalar, in no particular order.
+    """
     pending = [(key, value)]
     while pending:
         key, value = pending.pop()
@@ -186,23 +207,25 @@ def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_text(key: str) -> bool:
-    """Return whether the values of a key are never opened as files."""
+    """Return whether no library opens the values of a key as files."""
     return key in TEXT_KEYS or key.endswith(("_token", "_tokens"))
 
 
 def _is_layer_count(key: str) -> bool:
+    """Return whether the value of a key in a model's config is a number of layers."""
     return key in {"n_layer", "n_layers", "depth"} or key.endswith(("_layers", "_blocks"))
 
 
 def _names_file_outside(value: str, folder: Path) -> bool:
     """Return whether a program that opens ``value`` as a path would read a file outside the folder.
 
-    A path that does not exist is harmless. Published files contain many such paths, for example the cache of
-    their author.
+    The path can be relative to the current folder, to the home folder, or to ``folder``. Returns False for a
+    path that does not exist, because it is harmless, and because published settings contain many such paths,
+    for example of their author's cache. A single word does not count as the path of a folder.
     """
     try:
         encoded = os.fsencode(value)
-    except UnicodeEncodeError:  # a lone surrogate, because a path cannot contain it
+    except UnicodeEncodeError:  # The value contains a lone surrogate, which a path cannot contain.
         return False
     if b"\0" in encoded or len(encoded) > os.pathconf("/", "PC_PATH_MAX"):
         return False

@@ -2,9 +2,11 @@
 
 Each ``check_...`` function yields the problems that it finds, as
 :class:`~portable.config.rules.SettingProblem`. Backends and engines add their own checks through
-:meth:`portable.registry.BackendPackage.find_problems`. The checks use values, and hardly ever whether the
-user has set them. Therefore, a resolved config that contains every key passes if the short file that it was
-made from passes.
+:meth:`portable.registry.BackendPackage.find_problems`.
+
+The checks depend almost only on the values of settings, and not on whether the user has set them explicitly.
+Therefore, if a user's file passes the checks, the resolved config of the run passes as well, although all of
+its keys are set explicitly.
 """
 
 from __future__ import annotations
@@ -65,33 +67,35 @@ SETTING_CHECKS = (
     check_has_evaluation,
     check_best_checkpoint,
 )
-"""Checks for all backends, in the order of reported problems."""
+"""Checks for all backends, in the order in which :func:`iter_setting_problems` calls them."""
 
 
 def check_config(config: RunConfig, *, is_resolved: bool = False, with_location: bool = True) -> None:
-    """Raise an error for the first setting that is not supported or that contradicts a different setting.
+    """Check that all settings are supported and do not contradict each other.
 
     Args:
         config: Config of a run.
-        is_resolved: Whether the config is resolved. If it is, checks that need a resolved config or custom
-            code are included.
-        with_location: Whether the message names the file and line, or the flag, of the setting.
+        is_resolved: Whether all defaults of the config have been resolved. If so, checks that require this
+            are included.
+        with_location: Whether the error message begins with the location of the setting: its file and line,
+            or its flag.
 
     Raises:
-        UserError: The first problem.
+        UserError: For the first problem that is found.
     """
     for problem in iter_setting_problems(config, is_resolved=is_resolved):
         raise UserError(to_one_line(format_problem(problem, config) if with_location else problem.reason))
 
 
 def iter_setting_problems(config: RunConfig, *, is_resolved: bool = False) -> Iterator[SettingProblem]:
-    """Yield the problems of a config: of the checks for all backends, then of its backend.
+    """Yield the problems of all settings in a config.
 
-    The checks of the backend are skipped while ``backend`` is ``auto``.
+    First, the checks for all backends run, and then the checks of the config's backend. While ``backend`` is
+    ``auto``, only the checks for all backends run.
 
     Args:
         config: Config of a run.
-        is_resolved: Whether the config is resolved. See :func:`check_config`.
+        is_resolved: Whether all defaults of the config have been resolved. See :func:`check_config`.
     """
     for check_section in SETTING_CHECKS:
         yield from check_section(config)

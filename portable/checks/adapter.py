@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 IA3_ADAPTER_SETTINGS = ("type", "target_modules", "modules_to_save", "base", "name_or_path", "config")
-"""Settings of section ``adapter`` that also apply to ``adapter.type`` ia3."""
+"""Settings of section ``adapter`` that apply to ``adapter.type: ia3``. All other settings are only for LoRA.
+"""
 
 
 def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of section ``adapter``, and of exports of an adapter."""
+    """Yield the problems of section ``adapter``, and of the values of ``checkpoint.export`` for adapters."""
     adapter, export = config.adapter, config.checkpoint.export
     changed_names = [name for name in type(adapter).model_fields if is_not_default(config, f"adapter.{name}")]
     if changed_names and not has_adapter(config):

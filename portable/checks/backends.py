@@ -1,4 +1,4 @@
-"""Checks for backends without NVIDIA GPUs or without DeepSpeed."""
+"""Checks that backends without NVIDIA GPUs or without DeepSpeed use in ``find_problems``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterato
     """Yield the settings that only NVIDIA GPUs support.
 
     Args:
-        config: Config of a run on another backend.
-        is_resolved: Whether the config is resolved. If it is not, ``log.memory_snapshot`` is not checked.
+        config: Config of a run on a backend without NVIDIA GPUs.
+        is_resolved: Whether all defaults of the config have been resolved. If not, ``log.memory_snapshot`` is
+            not checked.
     """
     if config.precision == "tf32":
         yield SettingProblem(
@@ -38,7 +39,7 @@ def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterato
 
 
 def check_strategy_without_zero(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if the strategy needs DeepSpeed, on a backend that DeepSpeed does not support."""
+    """Yield a problem if the strategy requires DeepSpeed. For backends that DeepSpeed does not support."""
     if uses_zero_strategy(config):
         yield SettingProblem(
             ("strategy", "backend"),

@@ -1,4 +1,4 @@
-"""Checks for data: formats, packing and sources."""
+"""Checks for the section ``data``: formats, packing, columns and sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RESERVED_COLUMN_NAMES = (
     "position_ids",
     "source",
 )
-"""Names of model inputs. They are not allowed for additional number columns."""
+"""Names of a batch's columns that ``data.columns`` must not use for additional number columns."""
 
 TASK_BY_SETTING = {
     "data.text_pair_field": "sequence-classification",
@@ -42,11 +42,11 @@ TASK_BY_SETTING = {
     "data.truncation": "causal-lm",
     "data.images": "causal-lm",
 }
-"""Settings that only apply to one ``model.task``, with this task."""
+"""Settings that only apply to a single ``model.task``. The values are the tasks."""
 
 
 def check_data(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of section ``data``, except columns and sources."""
+    """Yield the problems of section ``data``, except for problems of ``data.columns`` and of the sources."""
     data, task = config.data, config.model.task
     if data.packing and task in PADDED_TASKS:
         yield SettingProblem(
@@ -202,7 +202,7 @@ def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of mixtures, of evaluation sources and of streams."""
+    """Yield the problems of all data sources, including mixtures, evaluation sources and streams."""
     yield from check_data_sources(config.data)
     sources = {
         format_training_source_key(name): source for name, source in get_training_sources(config.data).items()

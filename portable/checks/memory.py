@@ -1,4 +1,4 @@
-"""Checks for memory, sharding and torch.compile.
+"""Checks for the settings of memory, sharding and torch.compile.
 
 Checks that only apply to ZeRO are in :mod:`portable.gpu.zero.checks`.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_deepspeed_config_is_used(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if ``deepspeed.config`` has no effect because the user has chosen another strategy."""
+    """Yield a problem if ``deepspeed.config`` has no effect, because the user has set an FSDP strategy."""
     # Only a strategy that the user set can contradict the JSON, because the stage of the JSON overrides the
     # default strategy. XLA ignores the JSON.
     overrides = config.is_set("strategy") and config.strategy != "no_shard" and config.backend != "xla"
@@ -31,7 +31,7 @@ def check_deepspeed_config_is_used(config: RunConfig) -> Iterator[SettingProblem
 
 
 def check_compile_mode(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if ``compile_mode`` is set for another backend of torch.compile than inductor."""
+    """Yield a problem if ``compile_mode`` is set although ``compile_backend`` is not inductor."""
     if is_not_default(config, "compile_mode") and is_not_default(config, "compile_backend"):
         yield SettingProblem(
             ("compile_mode", "compile_backend"),

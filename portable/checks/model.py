@@ -1,4 +1,4 @@
-"""Checks for the model, and for hub ids and local folders in all sections."""
+"""Checks for the section ``model``, and for settings in all sections that must not be URLs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_paths_are_local(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that are URLs, but must be a hub id or a local folder."""
+    """Yield the settings whose value is a URL although they require a hub id or a local folder."""
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(config.get(key)):
             name = parse_hub_page_url(config.get(key))
@@ -28,7 +28,10 @@ def check_paths_are_local(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem unless either ``model.name_or_path`` or a ``model.config`` with a model type is set."""
+    """Yield a problem unless the config names exactly one source of the model.
+
+    The source is either ``model.name_or_path`` or a ``model.config`` with a ``model_type``.
+    """
     name, model_config = config.model.name_or_path, config.model.config or {}
     if name is not None and "model_type" in model_config:
         yield SettingProblem(
@@ -49,7 +52,7 @@ def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_attention_precision(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if the attention kernel does not support the precision."""
+    """Yield a problem if flash attention is combined with a 32-bit precision."""
     if "flash" in config.model.attention and config.precision in ("fp32", "tf32"):
         yield SettingProblem(
             ("model.attention", "precision"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the trackers that are named more than once."""
+    """Yield a problem for each tracker that ``log.trackers`` names more than once."""
     for name, count in Counter(config.log.trackers).items():
         if count > 1:
             yield SettingProblem(
@@ -23,7 +23,10 @@ def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_resume_counters(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield ``checkpoint.resume_step`` and ``resume_samples`` without a checkpoint to resume from."""
+    """Yield a problem if ``checkpoint.resume_step`` or ``resume_samples`` is set without a named checkpoint.
+
+    These settings are counters for a checkpoint of another program, which ``checkpoint.resume`` must name.
+    """
     for key in ("checkpoint.resume_step", "checkpoint.resume_samples"):
         if config.get(key) is not None and config.checkpoint.resume in ("auto", "never"):
             yield SettingProblem(
@@ -51,7 +54,10 @@ def check_hub_settings(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that need an evaluation if the run has no evaluation data."""
+    """Yield the settings that require evaluations, if the run has no evaluation data.
+
+    Also yields an early-stopping threshold without early stopping.
+    """
     train = config.train
     if train.early_stopping_patience is None and is_not_default(config, "train.early_stopping_threshold"):
         yield SettingProblem(
@@ -70,7 +76,7 @@ def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_best_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of early stopping and of the best checkpoint."""
+    """Yield the problems of early stopping, and of the settings that select the best checkpoint."""
     train, checkpoint = config.train, config.checkpoint
     if checkpoint.export_best and checkpoint.keep_best is None:
         yield SettingProblem(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with context parallelism, if the config uses it."""
+    """Yield the settings that do not work with the value of ``context_parallel_size``."""
     size = config.context_parallel_size
     if config.data.seq_len % size:
         yield SettingProblem(
@@ -35,7 +35,7 @@ def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with tensor parallelism, if the config uses it."""
+    """Yield the settings that do not work with the value of ``tensor_parallel_size``."""
     if config.tensor_parallel_size == 1:
         return
     train, adapter = config.train, config.adapter
@@ -64,7 +64,7 @@ def _list_unshardable_settings(config: RunConfig) -> dict[str, bool]:
     """List the settings that work with neither context parallelism nor tensor parallelism.
 
     Returns:
-        Whether the config uses the setting, by dotted key.
+        Whether the value in the config is such an unsupported value, keyed by the name of the setting.
     """
     return {
         "model.task": config.model.task != "causal-lm",

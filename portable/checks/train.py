@@ -1,4 +1,4 @@
-"""Checks for the length of a run, its batches and its loss."""
+"""Checks for the section ``train``: the length of a run, its batches and its loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_run_length(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of settings that are given both in steps and in epochs, or in neither."""
+    """Yield the intervals that are set both in steps and in epochs, and a run without any length."""
     train, checkpoint = config.train, config.checkpoint
     if train.epochs is not None and train.steps is not None:
         yield SettingProblem(
@@ -42,7 +42,7 @@ def check_run_length(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_loss_and_ema(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of the loss and of the average of the weights (``train.ema``)."""
+    """Yield the settings that ``train.loss`` makes ineffective, and the settings that need ``train.ema``."""
     if config.train.loss is not None:
         for key in ("train.label_smoothing", "train.z_loss"):
             if config.get(key) > 0:

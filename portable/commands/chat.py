@@ -40,7 +40,7 @@ def find_exported_model(run_folder: str) -> Path:
         ``final/`` in the output folder, or ``run_folder`` itself.
 
     Raises:
-        UserError: If neither folder has a model.
+        UserError: If neither folder contains a model or an adapter.
     """
     folder = Path(run_folder).expanduser()
     for candidate in (folder / FINAL_FOLDER, folder):
@@ -57,7 +57,7 @@ def find_exported_model(run_folder: str) -> Path:
 
 
 class ChatModel:
-    """A model with its tokenizer, loaded for generation.
+    """A model with its tokenizer, which generates answers in a conversation.
 
     Args:
         folder: Folder with a model, or with an adapter whose base model is available.
@@ -99,9 +99,12 @@ class ChatModel:
         return bool(self.tokenizer.chat_template)
 
     def render_prompt(self, messages: Sequence[dict[str, str]]) -> str:
-        """Render a conversation up to the beginning of the assistant's answer.
+        """Render a conversation as the text after which the assistant's answer begins.
 
-        Without a chat template, the text is the last message.
+        Without a chat template, the result is the text of the last message.
+
+        Args:
+            messages: Conversation so far, as dictionaries with ``role`` and ``content``.
         """
         from portable.data.tokens import limited_calls
         from portable.data.tokens.rendering import TemplateRenderer
@@ -119,7 +122,7 @@ class ChatModel:
 
         Args:
             messages: Conversation so far. Without a chat template, the last message is continued.
-            options: Arguments of ``generate``.
+            options: Arguments of transformers' ``generate``.
 
         Yields:
             Parts of the text as soon as they are generated.
@@ -169,10 +172,13 @@ class ChatModel:
             raise RunError(f"RUN: the model could not answer: {to_one_line(failures[0])}") from failures[0]
 
     def _find_end_tokens(self) -> list[int]:
-        """Return the sorted token ids that end an answer.
+        """Find the ids of all tokens that end an answer.
 
-        They are in the generation config and in the tokenizer. A chat template may end answers with a
-        different special token. It is found by rendering a short conversation.
+        These are the end-of-sequence tokens of the generation config and of the tokenizer. A chat template
+        may end answers with another special token, which is found by rendering a short conversation.
+
+        Returns:
+            Token ids in ascending order, which may be empty.
         """
         from portable.data.tokens import bounded_tokenizer
 
@@ -221,7 +227,14 @@ def _read_base_model_name(folder: Path) -> str:
 
 
 def _load_base_model(name: str, device: Any) -> Any:
-    """Load a model from safetensors in the dtype of its files, without running custom code."""
+    """Load a model onto a device from safetensors, without running custom code.
+
+    The dtype is the dtype of the files, except that a float16 model is converted to float32 on a CPU.
+
+    Args:
+        name: Folder or hub id of the model.
+        device: Torch device.
+    """
     import torch
 
     from portable.model.build import select_pretrained_class
@@ -234,9 +247,14 @@ def _load_base_model(name: str, device: Any) -> Any:
 
 
 def _add_adapter(model: Any, folder: Path) -> Any:
-    """Load an adapter into its base model. Returns the PEFT model.
+    """Load an adapter for a base model, and return the PEFT model.
 
-    The embeddings of the base model are resized first if the vocabulary size of the adapter differs.
+    The embeddings of the base model are resized first if the adapter contains embeddings with another
+    vocabulary size.
+
+    Args:
+        model: Base model, which is changed in place.
+        folder: Folder of the adapter.
 
     Raises:
         UserError: If the folder does not have the adapter's weights.
@@ -306,19 +324,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> None:
-    """Answer ``--prompt``, or the lines from standard input until it ends.
+    """Answer ``--prompt``, or each line of standard input until it ends, and print the answers.
 
-    Prints the answers as they are generated.
-
-    ``/reset`` starts a new conversation, and ``/exit`` and ``/quit`` end it. Sets torch's random seed.
+    The answers are printed while they are generated. The line ``/reset`` starts a new conversation, and
+    ``/exit`` and ``/quit`` end it. Sets torch's random seed.
 
     Args:
         chat: The loaded model.
-        folder: Folder of the model, printed at the start of an interactive conversation.
+        folder: Folder of the model, which is printed at the start of an interactive conversation.
         arguments: Parsed command line.
 
     Raises:
-        UserError: If ``--system`` is given without a chat template.
+        UserError: If ``--system`` is set, but the tokenizer has no chat template.
+        RunError: If the generation of an answer fails.
     """
     import torch
 
@@ -359,7 +377,7 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
 
 
 def _read_user_messages(*, interactive: bool) -> Iterator[str]:
-    """Yield the lines from standard input that are not empty, with a prompt if ``interactive``."""
+    """Yield the lines of standard input that are not empty. Prints a prompt if ``interactive``."""
     while True:
         try:
             line = input("> " if interactive else "")

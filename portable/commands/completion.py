@@ -1,4 +1,4 @@
-"""``portable-train completion``: print the shell completion of the commands, built by shtab."""
+"""``portable-train completion``: print a shell script that completes the flags of all commands."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MAX_HELP_CHARACTERS = 90
 
 
 def print_completion_script(argv: Sequence[str]) -> int:
-    """Print the completion script of a shell.
+    """Print a script for a shell, which shtab generates, that completes the flags of all commands.
 
     Args:
-        argv: Words after ``completion``.
+        argv: Words after ``completion`` on the command line, with the name of the shell.
 
     Returns:
         Exit code 0.
@@ -57,9 +57,14 @@ def print_completion_script(argv: Sequence[str]) -> int:
 
 
 def _build_parser_for_completion(name: str, options: type[BaseModel]) -> argparse.ArgumentParser:
-    """Build an argument parser with all settings and options of a command. shtab reads the flags from it.
+    """Build an argument parser with all settings and options of a command, from which shtab reads the flags.
 
-    The command itself parses its flags with :mod:`portable.config.flags`.
+    The parser is only used for this purpose, because the command itself parses its flags with
+    :mod:`portable.config.flags`.
+
+    Args:
+        name: Name of the program.
+        options: Schema of the options of the command.
     """
     parser = argparse.ArgumentParser(prog=name, allow_abbrev=False)
     command_options = {
@@ -78,7 +83,7 @@ def _build_parser_for_completion(name: str, options: type[BaseModel]) -> argpars
 
 
 def _format_argument_help(text: str) -> str:
-    """Return the first sentence of ``text``, truncated, with percent signs escaped for argparse."""
+    """Return the first sentence of a description, truncated, with percent signs escaped for argparse."""
     first = " ".join(text.split()).split(". ")[0]
     return (first if len(first) <= _MAX_HELP_CHARACTERS else f"{first[:_MAX_HELP_CHARACTERS]}...").replace(
         "%", "%%"

@@ -1,4 +1,4 @@
-"""``portable-convert``: the command line of :mod:`portable.converters.cli`."""
+"""Entry point of ``portable-convert``, which :mod:`portable.converters.cli` implements."""
 
 from __future__ import annotations
 

@@ -44,22 +44,27 @@ class DataOptions(CommandOptions):
     """Options of ``portable-data``."""
 
     out: PathText = ""
-    """Where the tokens go: a folder, or a URL of an object store."""
+    """Folder to write the tokens to, or a URL in an object store."""
     processes: PositiveCount = 1
-    """Processes that tokenize at a time; default one for each core."""
+    """Number of processes that tokenize in parallel; default: one per core."""
     part: str = ""
-    """The part of the shards that this machine makes, such as 2/8; default all."""
+    """Part of the shards that this machine writes, such as 2/8; default: all."""
 
 
 @exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-data``. Returns one of :data:`portable.converters.commands.EXIT_CODES`.
+    """Run ``portable-data``. UserErrors and RunErrors are printed, not raised.
 
-    UserErrors and RunErrors are printed, not raised.
+    Args:
+        argv: Arguments of the command. If None, ``sys.argv`` is used.
+
+    Returns:
+        The exit code. See :data:`portable.converters.commands.EXIT_CODES`.
     """
     if argv is None:
         argv = sys.argv[1:]
-        # Otherwise transformers would import torch_xla, which takes seconds, warns, and is not needed here.
+        # Otherwise, transformers would import torch_xla, which takes seconds, prints warnings, and is not
+        # used here.
         os.environ.setdefault("USE_TORCH_XLA", "0")
     try:
         return run_pretokenization(argv)
@@ -72,16 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_pretokenization(argv: Sequence[str]) -> int:
-    """Tokenize the sources of a config, write the token files, and print their sizes.
+    """Tokenize the training sources of a config, write the token files, and print their sizes.
 
     Args:
-        argv: Words after ``portable-data``.
+        argv: Words after ``portable-data`` on the command line.
 
     Returns:
-        Exit code.
+        Exit code 0.
 
     Raises:
-        UserError: If a setting or an option is not valid.
+        UserError: If a setting or an option is not valid, or if the data cannot be read.
+        RunError: If the token files cannot be written.
     """
     config, options = parse_command_line(argv, DataOptions, USAGE)
     check_config(config)
@@ -129,10 +135,10 @@ def run_pretokenization(argv: Sequence[str]) -> int:
 
 
 def _read_vocab_size_for_new_tokenizer(config: RunConfig) -> int | None:
-    """Return the vocabulary size of the model if a tokenizer is trained for it.
+    """Return the vocabulary size in the model's config, which is the size of a tokenizer to train.
 
-    Returns None if the config names a tokenizer or a pretrained model, because reading a model config imports
-    transformers, and the import is slow.
+    Returns None if no tokenizer is trained, because the config names a tokenizer or a pretrained model. This
+    avoids the slow import of transformers.
     """
     if config.data.tokenizer or config.model.name_or_path:
         return None
@@ -143,11 +149,11 @@ def _read_vocab_size_for_new_tokenizer(config: RunConfig) -> int | None:
 
 
 class ShardPart(NamedTuple):
-    """The part of the shards that this machine writes.
+    """The part of the shards that this machine writes, if several machines divide the work.
 
     Attributes:
-        number: Index of the part, counted from 1.
-        num_parts: Number of parts.
+        number: Number of the part, from 1.
+        num_parts: Number of parts into which the shards are divided.
     """
 
     number: int
@@ -158,7 +164,7 @@ def _parse_shard_part(text: str) -> ShardPart:
     """Parse the value of ``--part``, such as ``2/8``.
 
     Raises:
-        UserError: If it is not a number of a part and a number of parts.
+        UserError: If the value does not have this form, or if the first number exceeds the second.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):

@@ -1,4 +1,4 @@
-"""``--dry-run``: print a summary of the run and the resolved config."""
+"""``portable-train --dry-run``: print the resolved config and a summary of the run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _CLASSIFICATION_TASKS = ("sequence-classification",)
 
 
 def print_dry_run(resolved: ResolvedRun) -> int:
-    """Print the resolved config, the origins of its settings, and a summary of the run. Write no files.
+    """Print the resolved config, the origins of its settings, and a summary of the run. Writes no files.
 
     Args:
         resolved: The resolved run.
@@ -66,7 +66,7 @@ def print_dry_run(resolved: ResolvedRun) -> int:
         Exit code 0.
 
     Raises:
-        UserError: If the run itself would refuse a setting.
+        UserError: If a setting is not valid for the run.
     """
     backend = create_backend(resolved.config.backend)
     resolved = resolve_precision(resolved)
@@ -102,10 +102,10 @@ def print_dry_run(resolved: ResolvedRun) -> int:
 
 
 def _build_default_rows(resolved: ResolvedRun) -> list[tuple[str, str]]:
-    """List the settings that the existing run or the kind of training determines.
+    """Build table rows for the settings whose values come from an existing run or from the kind of training.
 
     Returns:
-        Pairs of a setting and a description of the origin of its value.
+        Pairs of a dotted key and a description of the origin of its value.
     """
     config, kind = resolved.config, classify_training_kind(resolved.config)
     rows = [(key, f"the run in {resolved.output_place}") for key in resolved.inherited_settings]
@@ -127,7 +127,15 @@ def _collect_notes(
     data: DataSizes,
     plan: BatchPlan,
 ) -> list[str]:
-    """Return the notes that the run will print before its first step, except notes that need a download."""
+    """Return the notes that the run will print before its first step, except for notes that need a download.
+
+    Args:
+        resolved: The resolved run.
+        backend: Backend of the run.
+        assembled: Model on the meta device, with its adapter.
+        data: Sizes of the data.
+        plan: Batch plan of rank 0.
+    """
     config, adapter = resolved.config, assembled.adapter
     weight_notes: list[str] = []
     model = assembled.model if adapter is None else adapter.blueprint.model
@@ -136,7 +144,7 @@ def _collect_notes(
     is_sized = config.model.task not in _CLASSIFICATION_TASKS
     if is_sized and name is not None and not config.model.from_scratch and Path(name).is_dir():
         weight_notes = load_pretrained_weights(config.model, model, assembled.grown_from).build_notes()
-    is_micro_batch_searched = config.train.micro_batch_size == "auto"  # then the size is not known yet
+    is_micro_batch_searched = config.train.micro_batch_size == "auto"  # so that the size is not known yet
     hints = build_shape_hints(
         model.config,
         micro_batch_tokens=0 if is_micro_batch_searched else plan.micro_batch_size * config.data.seq_len,
@@ -149,7 +157,14 @@ def _collect_notes(
 def _build_run_rows(
     resolved: ResolvedRun, model: PreTrainedModel, adapter: Adapter | None, data: DataSizes, plan: BatchPlan
 ) -> list[tuple[str, str]]:
-    """Build the table of the run: model, data, ranks, batch, steps and checkpoint.
+    """Build the rows of the table that describes a run: model, data, ranks, batch, steps and checkpoint.
+
+    Args:
+        resolved: The resolved run.
+        model: Model on the meta device.
+        adapter: Adapter of the model, or None.
+        data: Sizes of the data.
+        plan: Batch plan of rank 0.
 
     Returns:
         Pairs of a label and a value.
@@ -205,10 +220,15 @@ def _build_run_rows(
 
 
 def _build_change_rows(config: RunConfig, source: AnyPath | None) -> list[tuple[str, str]]:
-    """List the settings that differ between the run and the run that wrote the checkpoint ``source``.
+    """Build the table row with the settings that have changed since a checkpoint was saved.
+
+    Args:
+        config: Config of the run.
+        source: Checkpoint that the run resumes from, or None.
 
     Returns:
-        One row, or an empty list if there is no checkpoint, no recorded state, or no difference.
+        A list with one row. Empty if there is no checkpoint, if the checkpoint does not contain the settings
+        of its run, or if nothing has changed.
     """
     state = None if source is None else read_run_state(source)
     changes = [] if state is None else find_changes(state.run, config.fingerprint())
@@ -216,9 +236,10 @@ def _build_change_rows(config: RunConfig, source: AnyPath | None) -> list[tuple[
 
 
 def _describe_unknown_steps(config: RunConfig, data: DataSizes) -> str:
-    """Describe the number of steps before the data is tokenized.
+    """Describe the number of steps of a run whose data is not tokenized yet, with an upper bound if possible.
 
-    If documents are packed, the size of the data is an upper bound, because a token has at least one byte.
+    The bound is only known if samples are packed. It follows from the size of the data in bytes, because a
+    token has at least one byte.
     """
     known_later = "known once the data is tokenized"
     if data.size_bytes is None or not data.packing:
@@ -235,20 +256,20 @@ def _describe_unknown_steps(config: RunConfig, data: DataSizes) -> str:
 def _build_foreign_checkpoint_rows(
     config: RunConfig, model: PreTrainedModel, adapter: Adapter | None, source: AnyPath, steps: int | None
 ) -> list[tuple[str, str]]:
-    """List the state that the run would load from an external checkpoint.
+    """Build table rows with the state that the run would load from a checkpoint of another program.
 
     Args:
         config: The resolved config.
-        model: The model of the run.
-        adapter: The adapter of the run, or None.
+        model: Model on the meta device.
+        adapter: Adapter of the model, or None.
         source: The checkpoint that the run resumes from.
         steps: Number of steps of the run. None if it is not known yet.
 
     Returns:
-        Pairs of a label and a value. Empty if the checkpoint is one of this program.
+        Pairs of a label and a value. Empty if this program has written the checkpoint.
 
     Raises:
-        UserError: If the run would refuse the checkpoint.
+        UserError: If the run cannot resume from the checkpoint.
     """
     foreign = open_external_for_model(source, model, adapter)
     if foreign is None:

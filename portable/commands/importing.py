@@ -1,4 +1,4 @@
-"""``portable-train import``: print a config with comments, converted from files of other trainers."""
+"""``portable-train import``: convert config files of other trainers, and print a config with comments."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ _REQUIRED_SETTINGS = {
     "model.name_or_path": "the files name no model",
     "data.source": "the files name no data that can be read here",
 }
-"""Settings that a config for training needs, with the message if the files do not contain them."""
+"""Settings that a config for training needs, with the reason to report if the files do not set them."""
 _ALTERNATIVE_SETTINGS = {"model.name_or_path": "model.config", "data.source": "data.sources"}
-"""Settings that may be set instead of a required setting."""
+"""Settings that may be set instead of the settings in :data:`_REQUIRED_SETTINGS`."""
 
 
 def print_imported_config(argv: Sequence[str]) -> int:
-    """Print a config converted from files of other trainers.
+    """Convert files of other trainers to one config, and print the config.
 
     Args:
-        argv: Words after ``import``: paths of files and, after ``--``, the command line of a script.
+        argv: Words after ``import`` on the command line: paths of files and, after ``--``, the command line
+            of a script.
 
     Returns:
-        Exit code: 0 if the config can be used unchanged, ``USER_ERROR`` if keys have no counterpart.
+        Exit code: 0 if all keys were converted, ``USER_ERROR`` if keys have no counterpart.
 
     Raises:
-        UserError: If a file cannot be read, is not from a supported program, or a run would refuse the
-            config.
+        UserError: If a file cannot be read, or does not belong to a supported program. Also raised after the
+            config is printed, if the config is not valid or lacks a required setting.
     """
     files, script = list(argv), []
     if "--" in files:
@@ -116,9 +117,13 @@ def print_imported_config(argv: Sequence[str]) -> int:
 
 
 def _remove_assumed_train_on(imported: ImportedRun) -> None:
-    """Remove the default of ``data.train_on`` for conversations if the records are completions or plain text.
+    """Remove TRL's default of ``data.train_on`` if the data does not consist of conversations.
 
-    Records of a dataset that has to be downloaded are not read.
+    The first record of the data is read to detect its format. Nothing is removed if the data would have to be
+    downloaded first.
+
+    Args:
+        imported: The imported settings, which are changed in place.
     """
     if "data.train_on" not in imported.assumed_keys:
         return
@@ -133,13 +138,13 @@ def _remove_assumed_train_on(imported: ImportedRun) -> None:
 
 
 def _read_foreign_document(path: Path) -> YamlDocument:
-    """Read a YAML or JSON file, with the comments and trailing commas that DeepSpeed accepts in JSON."""
+    """Read a YAML file or a DeepSpeed JSON, which may contain comments and trailing commas."""
     try:
         return read_yaml_file(path)
     except UserError:
         if path.suffix != ".json" or not path.is_file():
             raise
-    # JSON with tabs or comments is not YAML.
+    # Parse the file again, because JSON with tabs or comments is not valid YAML.
     return YamlDocument(parse_deepspeed_json(read_config_text(path), str(path)), {})
 
 
@@ -148,7 +153,7 @@ class ImportedConfig(NamedTuple):
 
     Attributes:
         text: The YAML file with comments.
-        mistakes: Messages about settings to correct before a run accepts the config, one line each.
+        mistakes: Messages about settings that the user has to correct or add, one line each.
     """
 
     text: str
@@ -156,10 +161,11 @@ class ImportedConfig(NamedTuple):
 
 
 def format_imported_config(imported: ImportedRun) -> ImportedConfig:
-    """Format the settings as a YAML file with comments, and check that a run accepts them.
+    """Format the settings as a YAML file with comments, and check whether the config is valid.
 
     Args:
-        imported: The imported settings. Values that are not valid are moved to its refusals.
+        imported: The imported settings, which are changed in place: settings with an invalid value are
+            removed, and a refusal is added for each of them.
     """
     for key in list(imported.values):
         if (mistake := find_setting_mistake(RunConfig, key, imported.values[key])) is not None:
@@ -183,7 +189,7 @@ def format_imported_config(imported: ImportedRun) -> ImportedConfig:
     text = "\n".join(parts) + "\n"
     try:
         config = load_config(parse_yaml(text, "run.yaml").value or {})
-        # The rules of a backend apply on the machine of the run.
+        # Without the rules of a backend, because only the machine of the run can check them.
         check_config(config.replaced({"backend": "auto"}))
     except MultipleMistakesError as error:
         mistakes += error.lines
@@ -193,7 +199,7 @@ def format_imported_config(imported: ImportedRun) -> ImportedConfig:
 
 
 def _iter_setting_lines(imported: ImportedRun) -> Iterator[str]:
-    """Yield the lines of the YAML file in the order of the schema, with the origins as comments."""
+    """Yield the lines of the YAML file in the order of the schema, with origins as comments."""
     current_section = ""
     for key, setting in keys.get_setting_fields(RunConfig).items():
         if key not in imported.values:

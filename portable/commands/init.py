@@ -1,4 +1,7 @@
-"""``portable-train init``: write a short config, or a file that starts a run on rented machines."""
+"""``portable-train init``: write a short config, or a file that starts a run on rented machines.
+
+A starter config is a commented YAML file for one task. See ``configs/starters``.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,16 @@ size, activation checkpointing, the strategy, and (with --data) packing. The com
 plan. The weights of the model are not downloaded.
 """
 _CHEAPER_TASKS = {"chat": ("lora",)}
-"""Tasks that need less memory, by task. The error message for a run that does not fit suggests them."""
+"""Tasks to suggest instead of a task whose run does not fit on a device, because they need less memory."""
 _COMMENT_WIDTH = 100
 """Maximum width of a comment line, in characters."""
 
 
 def get_config_folder() -> Traversable:
-    """Return the folder ``configs``. It is not a package, because users may have a module with this name."""
+    """Return the folder ``configs`` with the starter configs, the JSON Schema and the launch templates.
+
+    The folder is not a package, because users may have a module with this name.
+    """
     return files("portable").joinpath("configs")
 
 
@@ -51,7 +57,7 @@ def print_schema(argv: Sequence[str]) -> int:
     """Print the JSON Schema of a config.
 
     Args:
-        argv: Arguments after ``schema``. They are ignored.
+        argv: Words after ``schema`` on the command line, which are ignored.
 
     Returns:
         Exit code 0.
@@ -61,7 +67,7 @@ def print_schema(argv: Sequence[str]) -> int:
 
 
 def read_starter_configs() -> dict[str, str]:
-    """Read the starter configs in ``configs/starters``, by task."""
+    """Read the texts of all starter configs, keyed by task."""
     files = sorted(get_config_folder().joinpath("starters").iterdir(), key=lambda file: file.name)
     return {Path(file.name).stem: file.read_text("utf-8") for file in files if file.name.endswith(".yaml")}
 
@@ -72,9 +78,9 @@ def _build_init_parser(
     """Build the argument parser of ``portable-train init``.
 
     Args:
-        templates: Names of programs that start runs on rented machines.
-        starters: Texts of the starter configs by task.
-        names: Tasks and their aliases.
+        templates: Names of the programs for ``--for``, which start runs on rented machines.
+        starters: Texts of the starter configs, keyed by task. The help text lists the tasks.
+        names: Tasks and their aliases, which ``--task`` accepts.
     """
     task_lines = (
         f"  {task:<22} {text.partition(': portable-train')[0].removeprefix('# ').partition('. ')[0]}"
@@ -117,7 +123,7 @@ def _build_init_parser(
 
 
 def write_starter_config(argv: Sequence[str]) -> int:
-    """Write the starter config of a task, or with ``--for`` a launch file, and print the next commands.
+    """Write the starter config of a task, or with ``--for`` a launch file, and print the next steps.
 
     Args:
         argv: Words after ``init`` on the command line.
@@ -184,7 +190,7 @@ def write_starter_config(argv: Sequence[str]) -> int:
 
 
 def _fill_starter(starter: str, file: Path, model: str | None, data: str | None) -> str:
-    """Fill the names of the file, the run, the model and the data into a starter config.
+    """Insert the names of the file, the run, the model and the data into the text of a starter config.
 
     Args:
         starter: Text of the starter config.
@@ -206,7 +212,7 @@ def _fill_starter(starter: str, file: Path, model: str | None, data: str | None)
 
 
 def set_yaml_values(text: str, values: Mapping[str, Any]) -> str:
-    """Set values in a starter config, and keep its comments in their column.
+    """Set values in the text of a starter config, and keep its comments aligned.
 
     Args:
         text: Text of the starter config, with one line for each setting.
@@ -245,8 +251,8 @@ class _SizedConfig(NamedTuple):
     """A config whose run fits on a device.
 
     Attributes:
-        text: The YAML file.
-        size_note: Phrase that names the device and the planned memory.
+        text: Text of the YAML file.
+        size_note: End of a sentence for the user, which names the device and the planned memory.
     """
 
     text: str
@@ -259,11 +265,11 @@ def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_da
     Args:
         text: Text of the config.
         device: Value of ``--device``, such as ``h100:8``.
-        cheaper: Texts of configs that need less memory, by the flag that selects them.
-        has_data: Whether the user has named the data.
+        cheaper: Texts of configs of other tasks that need less memory, keyed by the flag that selects them.
+        has_data: Whether the user has set ``--data``, so that its size is estimated.
 
     Raises:
-        UserError: If the run does not fit.
+        UserError: If the run does not fit with any settings.
     """
     from portable.commands.recipe import describe_recipe, estimate_dataset_size, find_recipe
     from portable.planner.device_lookup import parse_devices

@@ -1,7 +1,8 @@
-"""``portable-train init --for``: write the launch file of a program that rents machines.
+"""``portable-train init --for``: write the launch file of a program that rents machines, such as SkyPilot.
 
-The files are templates in ``configs/machines``. ``@name@`` is a placeholder for a value. A line that begins
-with a condition, such as ``@several@``, is dropped if the condition is false. See :data:`_LINE_CONDITIONS`.
+The files are created from the templates in ``configs/machines``. ``@name@`` in a template is a placeholder
+for a value. A line that begins with a condition, such as ``@several@``, is dropped if the condition is false.
+See :data:`_LINE_CONDITIONS`.
 """
 
 from __future__ import annotations
@@ -36,40 +37,44 @@ if TYPE_CHECKING:
     from portable.planner.device import Device
 
 _LINE_CONDITIONS = ("several", "mixed", "alike", "selected")
-"""Conditions of lines in a template: several nodes with GPUs; both GPUs and TPUs; only GPUs or only TPUs; a
-TPU slice that labels select."""
+"""Names of conditions at the beginning of lines in a template.
+
+``several``: there are several nodes with GPUs. ``mixed``: some of the acceptable machines have GPUs and
+others TPUs. ``alike``: all of them have GPUs, or all have TPUs. ``selected``: node labels select a TPU
+slice."""
 _PLACEHOLDER = re.compile(r"@(\w+)@")
 _UNSAFE_IN_PACKAGE = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
-"""Characters that are not safe in a word in quotes, in the shell or in YAML."""
+"""Matches characters that are not safe within quotes, in the shell or in YAML. For ``--install``."""
 _VERSION = metadata.version("portable-trainer")
 _UNSAFE_IN_NAME = re.compile(r"[^\w./:@+=,-]|^[^\w./]|:$", re.ASCII)
-"""Characters that are not safe in a word without quotes, in the shell or in YAML.
+"""Matches characters that are not safe in a word without quotes, in the shell or in YAML.
 
-In some templates, the word is inside the quotes of a longer text."""
+Quotes cannot be added, because some templates contain the word within the quotes of a longer text."""
 _MULTI_DEVICE_PROGRAMS = ("sky", "dstack")
-"""Programs that accept several kinds of device, and rent any of them."""
+"""Programs that can choose among several types of devices, so that ``--device`` may be repeated."""
 _GPU_ONLY_PROGRAMS = ("dstack", "hf-jobs", "slurm")
-"""Programs that have no TPUs."""
+"""Programs that do not offer TPUs."""
 _TEMPLATE_INDENTS = {"jobset": (24, 16), "trainjob": (10, 26)}
-"""Indentation of the config's text and of the node labels, in templates that contain them."""
+"""Numbers of spaces before the text of the config and before the node labels, in templates with these."""
 _BUCKET_SECRETS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
     "abfss": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
 }
-"""Environment variables with the credentials of a bucket, by the scheme of its URL. Google's machines need
-none, because they have service accounts."""
+"""Environment variables with the credentials of a bucket, by the scheme of its URL.
+
+There are none for Google's buckets, because Google's machines have service accounts."""
 
 
 @dataclass(frozen=True)
 class RentedMachines:
-    """Rented machines with devices of one kind.
+    """Machines to rent, which all have the same type of device.
 
     Attributes:
-        device: The device, as in the planner.
-        num_devices: Number of devices of all machines.
-        rental_names: Names of the device in other programs, and facts about its machines, from
-            ``configs/machines/names.yaml``.
+        device: Type of device, as in the planner.
+        num_devices: Total number of devices of all machines.
+        rental_names: Entry of the device in ``configs/machines/names.yaml``: its names, keyed by program, and
+            further properties such as the number of chips per host.
     """
 
     device: Device
@@ -83,7 +88,7 @@ class RentedMachines:
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines, each with the same number of devices. A TPU slice may fit on one host."""
+        """Number of machines. All have the same number of devices. A small TPU slice fits on one host."""
         if not self.is_tpu:
             return max(1, self.num_devices // self.device.devices_per_node)
         fits_on_one_host = self.num_devices <= self.rental_names.get("alone", self.rental_names["host"])
@@ -95,7 +100,7 @@ class RentedMachines:
         return f"{self.rental_names['type']}-{self.num_devices * self.rental_names.get('cores', 1)}"
 
     def get_device_name(self, program: str) -> str:
-        """Return the name of the device in ``program``."""
+        """Return the name that a program uses for the device. By default, the planner's name in capitals."""
         return str(self.rental_names.get(program, self.device.name.upper()))
 
 
@@ -112,7 +117,11 @@ class LocalFileSetting(NamedTuple):
 
 
 def list_launch_templates(folder: Traversable) -> dict[str, Traversable]:
-    """Return the templates in the folder ``machines`` by the value of ``--for`` that selects them."""
+    """Return all launch templates, keyed by the value of ``--for`` that selects them.
+
+    Args:
+        folder: Folder ``configs/machines``.
+    """
     files = sorted(folder.iterdir(), key=lambda file: file.name)
     return {file.name.partition(".")[0]: file for file in files if file.name != "names.yaml"}
 
@@ -120,18 +129,18 @@ def list_launch_templates(folder: Traversable) -> dict[str, Traversable]:
 def _check_can_launch(
     target: str, config_file: Path, machines: Sequence[RentedMachines], output_dir: str, install: str | None
 ) -> None:
-    """Refuse a run that would fail on the rented machines, or whose output would be lost.
+    """Check that the run can start on the rented machines, and that its output would not be lost with them.
 
     Args:
         target: Value of ``--for``.
         config_file: The YAML file of the run.
-        machines: Machines of each kind.
-        output_dir: Output folder of the run, or a URL.
+        machines: Machines to rent, one entry for each ``--device``.
+        output_dir: Output folder of the run, or its URL.
         install: Value of ``--install``, or None.
 
     Raises:
-        UserError: If the torch on PyPI does not support the device, the output would not be in an object
-            store, or a name contains characters that need quotes.
+        UserError: If the torch on PyPI does not support the device, if the output would not be in an object
+            store, or if a name contains characters that need quotes.
     """
     for kind in machines:
         require(
@@ -166,24 +175,26 @@ def write_launch_file(
     install: str | None,
     spot: bool,
 ) -> Path:
-    """Write the file that starts a run with one program, next to the config.
+    """Write the file with which a program starts a run on rented machines.
+
+    The file is written next to the config. Notes are printed about settings that do not work well on such
+    machines, for example local files.
 
     Args:
         folder: Folder ``configs/machines``.
-        target: Value of ``--for``: one of :func:`list_launch_templates`.
+        target: Value of ``--for``, which is a key of :func:`list_launch_templates`.
         config_file: The YAML file of the run.
-        devices: Values of ``--device``: ``NAME:COUNT`` of each acceptable kind, with the names of the
-            planner.
-        output_dir: Output folder of the run. None for the value in the config.
-        install: Argument of ``pip install``. None for this version.
+        devices: Values of ``--device``, such as ``h100:8``. The program may choose one of them.
+        output_dir: Output folder of the run. None to use the value in the config.
+        install: Argument of ``pip install`` on the machines. None to install this version from PyPI.
         spot: Whether to rent cheaper machines that may be preempted.
 
     Returns:
         Path of the file.
 
     Raises:
-        UserError: If the program has no such machines, or the output of the run would be lost with the
-            machine.
+        UserError: If the program does not offer such machines, if the output of the run would be lost with
+            the machine, or if the file exists already.
     """
     template = list_launch_templates(folder)[target]
     require(config_file.is_file(), f"init: {config_file}: does not exist; create it with portable-train init")
@@ -218,12 +229,12 @@ def write_launch_file(
 
 
 def write_new_file(path: Path, text: str, remedy: str) -> None:
-    """Write a file that must not exist yet.
+    """Write a new file. An existing file is not overwritten.
 
     Args:
-        path: The file.
+        path: Path of the file.
         text: Content of the file.
-        remedy: End of the error message if the file exists.
+        remedy: End of the error message if the file exists already.
 
     Raises:
         UserError: If the file exists already or cannot be written.
@@ -238,13 +249,12 @@ def write_new_file(path: Path, text: str, remedy: str) -> None:
 
 
 def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str, bool]) -> str:
-    """Fill values into a template.
+    """Replace the placeholders in a template by values, and drop the lines whose condition is false.
 
     Args:
         text: The template.
-        values: Values of the placeholders by name.
-        conditions: Whether each of :data:`_LINE_CONDITIONS` is true. Lines whose condition is false are
-            dropped.
+        values: Values of the placeholders, keyed by name.
+        conditions: Whether each of :data:`_LINE_CONDITIONS` is true, keyed by name.
 
     Returns:
         The text of the file.
@@ -262,7 +272,7 @@ def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str,
 def _parse_machines(
     text: str, rental_table: Mapping[str, Any], config: RunConfig, target: str
 ) -> RentedMachines:
-    """Parse one ``--device``, and check that ``target`` has such machines.
+    """Parse the value of a ``--device`` flag, and check that a program offers such machines.
 
     Args:
         text: Value of ``--device``, such as ``h100:8``.
@@ -271,7 +281,7 @@ def _parse_machines(
         target: Value of ``--for``.
 
     Raises:
-        UserError: If the backend or the program does not support the device or the number of devices.
+        UserError: If the backend or the program does not support the device, or this number of devices.
     """
     device, count = parse_devices(text)
     key = {"a100": "a100-80", "v100": "v100-16"}.get(device.name, device.name)
@@ -314,7 +324,7 @@ def _parse_machines(
 
 
 def _list_local_file_settings(config: RunConfig) -> list[LocalFileSetting]:
-    """List the settings that name an existing file or folder on this machine."""
+    """List the settings that name an existing file or folder on this machine, including all data sources."""
     values = {
         setting.key: config.get(setting.key)
         for setting in keys.get_setting_fields(RunConfig).values()
@@ -343,9 +353,9 @@ def _format_requirement(config: RunConfig, install: str | None, *, tpu: bool) ->
 
     Args:
         config: Config of the run.
-        install: Value of ``--install``: a URL, to which the extras are added, or the name of a package, which
-            is not changed. None for this version.
-        tpu: Whether the run is on TPUs.
+        install: Value of ``--install``. The extras are added to a URL, but other values are returned
+            unchanged. None to install this version from PyPI.
+        tpu: Whether the machines have TPUs.
     """
     if install is not None and not re.match(r"[\w+.-]+://", install):
         return install
@@ -370,19 +380,19 @@ def _build_template_values(
     *,
     spot: bool,
 ) -> dict[str, str]:
-    """Build the values of the placeholders of a template, by name.
+    """Build the values for all placeholders that any template contains, keyed by name.
 
     Args:
         target: Value of ``--for``.
         config: Config of the run.
         config_file: The YAML file of the run.
-        machines: Machines of each kind.
+        machines: Machines to rent, one entry for each ``--device``.
         install: Value of ``--install``, or None.
         spot: Whether to rent machines that may be preempted.
 
     Raises:
-        UserError: If the program does not support several kinds of device, or the kinds need different
-            numbers of machines.
+        UserError: If there are several entries, and the program does not support this or the numbers of
+            machines differ.
     """
     first = machines[0]
     require(
@@ -437,9 +447,14 @@ def _build_template_values(
 
 
 def _format_secret_flags(target: str, names: Sequence[str]) -> str:
-    """Return the flags that pass the environment variables with credentials to the machines.
+    """Format the flags that pass environment variables with credentials to the machines.
 
-    SkyPilot's flags are on one line. The flags of other programs are on continued shell lines.
+    The result is one line for SkyPilot. For other programs, each flag is on a separate line that ends with a
+    backslash.
+
+    Args:
+        target: Value of ``--for``.
+        names: Names of the environment variables.
     """
     if target == "sky":
         return "".join(f" --secret {name}" for name in names)
@@ -447,7 +462,7 @@ def _format_secret_flags(target: str, names: Sequence[str]) -> str:
 
 
 def _format_skypilot_resources(machines: Iterable[RentedMachines]) -> list[str]:
-    """Return the lines of the machines in the resources of a SkyPilot file."""
+    """Format the YAML lines that list the acceptable machines in the resources of a SkyPilot file."""
     lines = []
     for kind in machines:
         if kind.is_tpu:

@@ -1,7 +1,8 @@
-"""Choose settings that make a model fit on a device, for ``portable-train init --device``.
+"""Search for settings with which a run fits on a device, for ``portable-train init --device``.
 
-:class:`RecipeSearch` lists candidate settings, from the best to the cheapest. The planner computes the memory
-that each candidate needs, as in ``portable-plan``. The first candidate that fits is written into the config.
+:class:`RecipeSearch` builds candidates, which are combinations of settings. The best candidate is first, and
+the candidate with the least memory is last. The planner computes the memory of each candidate, as in
+``portable-plan``. The first candidate that fits is written into the config.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
     from portable.planner.meta_model import MetaModel
 
 _LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = DEFAULTS_BY_TRAINING_KIND["data.seq_len"].finetuning, 1024
-"""Bounds of the sequence length, in tokens.
+"""Longest and shortest sequence length of a candidate, in tokens.
 
 Longer sequences are rarely needed. Shorter sequences would truncate too much of the data."""
 _MICRO_BATCH_TOKENS = 8192
-"""Number of tokens of a micro-batch that is enough to keep an accelerator busy with matrix products."""
+"""Maximum number of tokens in a micro-batch, because it is sufficient to keep an accelerator busy."""
 _MAX_RECORDS_READ = 5000
 """Maximum number of records that are read to estimate the size of the data."""
 _BYTES_PER_TOKEN = 4
-"""Average number of bytes of English text in a token."""
+"""Average number of bytes of English text per token."""
 _MIN_LARGER_DEVICE_RATIO = 1.2
-"""Minimum memory of a device that an error message suggests, relative to the device that is too small."""
+"""Factor by which the memory of a suggested device must exceed the memory of the device that is too small."""
 _MAX_SUGGESTED_DEVICES = {"cuda": 8, "cpu": 1}
-"""Largest number of devices that an error message suggests, by backend. For TPUs, the number is 64."""
+"""Maximum number of devices that an error message suggests, by backend. 64 for other backends."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class DatasetEstimate:
     """Estimated size of the training data.
 
     Attributes:
-        num_records: Number of records.
-        num_tokens: Estimated tokens of all records.
-        longest_record_tokens: Estimated tokens of the longest record.
-        is_measured: Whether records have been read. Otherwise, the other attributes are assumptions.
+        num_records: Estimated number of records.
+        num_tokens: Estimated number of tokens in all records together.
+        longest_record_tokens: Estimated number of tokens in the longest record.
+        is_measured: Whether the estimates are based on records that have been read. If not, they are
+            assumptions.
     """
 
     num_records: int
@@ -64,15 +66,15 @@ class DatasetEstimate:
 
 
 _ASSUMED_HUB_DATASET = DatasetEstimate(10_000, 5_000_000, _LONGEST_SEQUENCE, is_measured=False)
-"""Assumed size of a dataset that is not on this machine."""
+"""Assumed size of a dataset that would have to be downloaded."""
 
 
 class RejectedCandidate(NamedTuple):
-    """Settings that make a run exceed the memory.
+    """A candidate that does not fit on the devices.
 
     Attributes:
-        settings: Values by dotted key.
-        needed_bytes: Memory that the run needs on each device.
+        settings: Settings of the candidate, by dotted key.
+        needed_bytes: Smallest memory in bytes that the run would need on each device with these settings.
     """
 
     settings: dict[str, Any]
@@ -80,11 +82,11 @@ class RejectedCandidate(NamedTuple):
 
 
 class CandidatePlanner(NamedTuple):
-    """Planner for one candidate.
+    """Planner for a candidate, and the amount of training.
 
     Attributes:
-        planner: The planner.
-        work: The amount of training. None if it is unknown.
+        planner: Planner for the config with the settings of the candidate.
+        work: Number of steps and tokens of the run. None if it is unknown.
     """
 
     planner: Planner
@@ -93,14 +95,14 @@ class CandidatePlanner(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings that make a run fit, and their plan.
+    """Settings with which a run fits on the devices, and the plan of the run.
 
     Attributes:
-        settings: Values by dotted key, to write into the config.
-        planner: Planner of the config with these settings.
-        option: The planned memory.
-        work: The amount of training. None if it is unknown.
-        rejected: The best candidate. It does not fit. None if the best candidate fits.
+        settings: Settings to write into the config, by dotted key.
+        planner: Planner for the config with these settings.
+        option: Plan of the memory with these settings.
+        work: Number of steps and tokens of the run. None if it is unknown.
+        rejected: The best candidate, if it does not fit. None if the recipe itself is the best candidate.
     """
 
     settings: dict[str, Any]
@@ -120,15 +122,15 @@ class Recipe:
 
     @property
     def estimated_hours(self) -> Hours | None:
-        """Duration of the run. None if the amount of training or the speed of the device is unknown."""
+        """Estimated duration of the run. None if the amount of training or the device's speed is unknown."""
         return estimate_run_hours(self.planner, self.option, self.work) if self.work is not None else None
 
 
 def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
-    """Read the first records of the training data, and estimate the size of the data.
+    """Estimate the size of the training data from its first records.
 
     Returns:
-        The estimate. It is :data:`_ASSUMED_HUB_DATASET` if a source would have to be downloaded.
+        The estimate. If any source would have to be downloaded, :data:`_ASSUMED_HUB_DATASET`.
 
     Raises:
         UserError: If the data cannot be read.
@@ -149,16 +151,17 @@ def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
         total_bytes = None if total_bytes is None or source_bytes is None else total_bytes + source_bytes
     if (
         count >= _MAX_RECORDS_READ and total_bytes is not None and read_bytes
-    ):  # assume that the other records have the same average length
+    ):  # Extrapolate, because not all records have been read. Assume that all have the same average length.
         count, read_bytes = round(count * max(1.0, total_bytes / read_bytes)), max(read_bytes, total_bytes)
-    # The longest record may have more tokens per byte than English text, and the chat template adds tokens.
+    # Increase the length of the longest record, because it may have more tokens per byte than English text,
+    # and the chat template adds tokens.
     return DatasetEstimate(
         count, max(1, read_bytes // _BYTES_PER_TOKEN), longest_bytes // (_BYTES_PER_TOKEN - 1) + 64
     )
 
 
 class RecipeSearch:
-    """Search for settings that make a run fit on a device.
+    """Search for settings with which a run fits on a device.
 
     Args:
         config: Starter config with the user's model and data.
@@ -166,14 +169,23 @@ class RecipeSearch:
     """
 
     def __init__(self, config: RunConfig, dataset_estimate: DatasetEstimate | None) -> None:
-        """Load the config of the model."""
+        """Store the arguments, and load the config of the model, which may be downloaded from the hub."""
         self.config = config
         self.dataset_estimate = dataset_estimate
         self._model_config = load_model_config(config.model)
         self._models: dict[tuple[object, ...], tuple[MetaModel, TrainingWork | None]] = {}
 
     def find_recipe(self, device: Device, num_devices: int) -> Recipe | None:
-        """Return the first candidate that fits on ``num_devices`` devices, or None if no candidate fits."""
+        """Find the first candidate that fits on the devices without offloading.
+
+        Args:
+            device: Type of device.
+            num_devices: Number of devices.
+
+        Returns:
+            The settings of the candidate, with the values that the planner has chosen. None if no candidate
+            fits.
+        """
         rejected = None
         for settings in self.build_candidates(device, num_devices):
             planner, work = self._build_candidate_planner(settings, device, num_devices)
@@ -193,16 +205,17 @@ class RecipeSearch:
         return None
 
     def build_candidates(self, device: Device, num_devices: int) -> list[dict[str, Any]]:
-        """Build the candidate settings, from the best to the cheapest.
+        """Build the candidates in the order in which they are tried.
 
-        The first candidate has a frozen base in 16 bits. A quantized base is second, because it is slower and
-        less exact. Shorter sequences are last, because they truncate the data.
+        The first candidate has the starter's base model, usually in 16 bits. For a LoRA adapter, a candidate
+        with a quantized base model follows, because it is slower and less exact. Candidates with shorter
+        sequences are last, because they truncate the data.
 
-        For each candidate, the planner chooses the strategy, the micro-batch size and activation
-        checkpointing. It does not use offloading, because the memory of the host is unknown.
+        The strategy, a smaller micro-batch size and activation checkpointing are not part of a candidate,
+        because the planner chooses them.
 
         Returns:
-            Values by dotted key of each candidate.
+            Settings of each candidate, by dotted key.
         """
         adapter, data = self.config.adapter, self.config.data
         bases = [adapter.base]
@@ -212,7 +225,8 @@ class RecipeSearch:
         lengths = [limit_seq_len(longest, get_max_positions(self._model_config))]
         while lengths[-1] // 2 >= _SHORTEST_SEQUENCE:
             lengths.append(lengths[-1] // 2)
-        common: dict[str, Any] = {"memory.activation_checkpointing": "none"}  # the planner may turn it on
+        # Disable activation checkpointing in all candidates, because the planner enables it if necessary.
+        common: dict[str, Any] = {"memory.activation_checkpointing": "none"}
         if not device.bf16 and "cuda" in device.backends:
             common["precision"] = "fp16"
         if device.backends == ("cpu",):
@@ -226,10 +240,15 @@ class RecipeSearch:
         return candidates
 
     def iter_device_suggestions(self, device: Device, num_devices: int) -> Iterator[str]:
-        """Yield up to two ``--device`` flags that make the run fit.
+        """Yield at most two ``--device`` flags with which the run fits.
 
-        The first flag has the smallest sufficient number of the same devices, and the second flag has the
-        smallest sufficient device.
+        One flag names the smallest sufficient number of devices of the same type. The other flag names the
+        device of the same backend with the smallest sufficient memory. A flag is omitted if no such number or
+        device is known.
+
+        Args:
+            device: Type of device on which the run does not fit.
+            num_devices: Number of these devices.
         """
         limit = min(_MAX_SUGGESTED_DEVICES.get(device.backends[0], 64), device.devices_per_node)
         counts = [2**power for power in range(1, 7) if num_devices < 2**power <= limit]
@@ -251,7 +270,7 @@ class RecipeSearch:
                     break
 
     def describe_least_memory(self, device: Device, num_devices: int) -> str:
-        """Describe the memory that the cheapest candidate needs, for an error message."""
+        """Describe the memory that the last candidate needs and the usable memory, for an error message."""
         planner, _ = self._build_candidate_planner(
             self.build_candidates(device, num_devices)[-1], device, num_devices
         )
@@ -263,7 +282,7 @@ class RecipeSearch:
         return f"at least {least}{on_each}, and a run can use {usable}"
 
     def _fits_cheapest_candidate(self, device: Device, num_devices: int) -> bool:
-        """Return whether the run fits with the cheapest candidate."""
+        """Return whether the run fits with the last candidate, which needs the least memory."""
         planner, _ = self._build_candidate_planner(
             self.build_candidates(device, num_devices)[-1], device, num_devices
         )
@@ -271,23 +290,23 @@ class RecipeSearch:
 
     @property
     def _is_packable(self) -> bool:
-        """Whether a sequence can contain several records, as in the training of language models."""
+        """Whether the task and the format of the data allow to pack several records into a sequence."""
         config = self.config
         return config.model.task == "causal-lm" and config.data.format in ("auto", "text", "messages")
 
     def _choose_batch_settings(self, seq_len: int, num_devices: int) -> dict[str, Any]:
-        """Choose the sequence length, packing and batch sizes.
+        """Choose the sequence length, packing and batch sizes for a candidate.
 
-        The batch size of the starter config counts records. If there are enough records, they are packed, and
-        the batch size becomes the number of packed sequences with the same number of records. Otherwise, the
-        records are padded to the length of the longest record.
+        The batch size of the starter config is a number of records. If there are enough records, they are
+        packed, and the batch size becomes the number of packed sequences that contain the same number of
+        records. Otherwise, the records are padded, and the sequence length is lowered to the longest record.
 
         Args:
             seq_len: Maximum sequence length, in tokens.
-            num_devices: Number of devices. It divides the global batch size.
+            num_devices: Number of devices. The chosen global batch size is a multiple of this number.
 
         Returns:
-            Values by dotted key.
+            Settings, by dotted key.
         """
         records, train = self.dataset_estimate, self.config.train
         batch = train.global_batch_size
@@ -320,9 +339,15 @@ class RecipeSearch:
     def _build_candidate_planner(
         self, settings: Mapping[str, Any], device: Device, num_devices: int
     ) -> CandidatePlanner:
-        """Build the planner of a candidate.
+        """Build the planner for a candidate.
 
-        The model is built on the meta device once for each precision, base and length.
+        Models on the meta device are cached, because candidates with the same backend, precision, base model
+        and sequence length have the same model.
+
+        Args:
+            settings: Settings of the candidate, by dotted key.
+            device: Type of device.
+            num_devices: Number of devices.
         """
         config, target = choose_target(self.config.replaced(dict(settings)), device, num_devices, notes=False)
         key = config.backend, config.precision, config.adapter.base, config.data.seq_len
@@ -332,9 +357,9 @@ class RecipeSearch:
         return CandidatePlanner(Planner(config, model, target), work)
 
     def _estimate_work(self, settings: Mapping[str, Any]) -> TrainingWork | None:
-        """Estimate the amount of training.
+        """Estimate the number of steps and tokens of the run with the settings of a candidate.
 
-        Returns None if no records have been read, or if the run has no epochs.
+        Returns None if no records have been read, or if the length of the run is not set in epochs.
         """
         records, epochs = self.dataset_estimate, self.config.train.epochs
         if records is None or not records.is_measured or epochs is None:
@@ -353,17 +378,19 @@ def find_recipe(
     dataset_estimate: DatasetEstimate | None,
     cheaper_configs: Mapping[str, RunConfig],
 ) -> Recipe:
-    """Choose settings that make a run fit.
+    """Find settings with which a run fits on the devices.
 
     Args:
         config: Starter config of a task, with the user's model and data.
-        device: Kind of device.
+        device: Type of device.
         num_devices: Number of devices.
         dataset_estimate: Size of the data. None if the user has not named any data.
-        cheaper_configs: Starter configs that need less memory, by the flag that selects them.
+        cheaper_configs: Starter configs of other tasks that need less memory, keyed by the flag that selects
+            them.
 
     Raises:
-        UserError: If no candidate fits. The message names the smallest changes that make the run fit.
+        UserError: If no candidate fits. The message suggests a cheaper task, more devices, or a larger
+            device.
     """
     search = RecipeSearch(config, dataset_estimate)
     recipe = search.find_recipe(device, num_devices)
@@ -383,7 +410,7 @@ def find_recipe(
 
 
 def describe_recipe(recipe: Recipe) -> list[str]:
-    """Describe a recipe and its plan in sentences, used as comments in a config."""
+    """Describe a recipe and its plan in sentences, which become comments in the config."""
     planner, option = recipe.planner, recipe.option
     device, devices = planner.target.device, planner.target.cluster.devices
     assert device is not None

@@ -1,4 +1,4 @@
-"""``--resume-info``: describe a checkpoint, and list the strategies and world sizes that can resume it."""
+"""``portable-train --resume-info``: describe a checkpoint, and list strategies that can resume from it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,19 @@ if TYPE_CHECKING:
 
 
 MAX_WORLD_SIZE = 1 << 16
-"""Largest world size that is listed."""
+"""Maximum world size in the list of world sizes that can resume a run."""
 
 
 def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
-    """Build the table that describes a checkpoint of this program.
+    """Build the rows of the table that describes a checkpoint of this program.
 
-    The files are checked against the manifest.
+    All files of the checkpoint are compared with its manifest. Damage is described in the table, and not
+    raised.
+
+    Args:
+        folder: Folder or URL of the checkpoint.
+        state: State of the trainer in the checkpoint.
+        config: Config of the run.
 
     Returns:
         Pairs of a label and a value.
@@ -78,16 +84,16 @@ def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConf
 
 
 def _get_model_name(config: RunConfig) -> str:
-    """Return the name of the pretrained model, or the type of the model in ``model.config``."""
+    """Return the name of the pretrained model, or the model type of a model with random weights."""
     return config.model.name_or_path or str((config.model.config or {}).get("model_type"))
 
 
 def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
-    """Describe a checkpoint of this trainer, and list the strategies that a backend can resume it with.
+    """Describe a checkpoint of this trainer, and list the strategies with which a backend can resume the run.
 
     Args:
-        folder: Folder of the checkpoint.
-        backend_name: Backend, or ``auto``.
+        folder: Folder or URL of the checkpoint.
+        backend_name: Name of the backend, or ``auto``.
 
     Returns:
         Several lines of text.
@@ -115,16 +121,16 @@ def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
 
 
 def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
-    """List the world sizes that each strategy can resume a run with, or the reason why the strategy cannot.
+    """Build table rows with the world sizes on which each strategy can resume a run.
 
-    The function uses the same checks as a run: of the config, of the backend, and of the batch plan.
+    The checks are the same as at the start of a run: of the config, of the backend, and of the batch plan.
 
     Args:
         config: Config of the run.
-        backend_name: Name of the backend.
+        backend_name: Name of the backend, which must not be ``auto``.
 
     Returns:
-        Pairs of a strategy and a description.
+        Pairs of a strategy, and its world sizes or the reason why it cannot resume the run.
     """
     package = load_backend_package(backend_name)
     world = package.get_world(1)
@@ -150,9 +156,10 @@ def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str,
 
 
 def _list_world_sizes(config: RunConfig) -> list[int]:
-    """Return the world sizes among which the global batch divides evenly, up to :data:`MAX_WORLD_SIZE`.
+    """Return the world sizes with which the global batch can be divided evenly, up to :data:`MAX_WORLD_SIZE`.
 
-    Each rank, or each group of ranks that share sequences, gets the same number of sequences.
+    Evenly means that each rank, or each context-parallel or tensor-parallel group of ranks, processes the
+    same number of sequences.
     """
     total, ranks_per_group = config.train.global_batch_size, config.ranks_together
     world_sizes = []
@@ -168,11 +175,10 @@ def _list_world_sizes(config: RunConfig) -> list[int]:
 
 
 def print_checkpoint_info(path: str, backend_name: str) -> int:
-    """Print a description of a checkpoint without running custom code. Another trainer may have written it.
+    """Print a description of a checkpoint of this program or of another trainer, without running custom code.
 
     Args:
-        path: Folder or URL of a checkpoint, or of a run with checkpoints. The newest checkpoint of a run is
-            described.
+        path: Folder or URL of a checkpoint or of a run. For a run, its newest checkpoint is described.
         backend_name: Backend that would resume the run, or ``auto``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""``--show-data``: print samples of a run and mark the tokens that contribute to the loss."""
+"""``portable-train --show-data``: print samples of a run, with marks on the tokens that count in the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
-    """Print the first samples of a run, after building its token cache.
+    """Print the first training samples of a run. The data is tokenized and cached first if necessary.
 
     Args:
         resolved: The resolved run.
@@ -32,7 +32,8 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
         Exit code 0.
 
     Raises:
-        UserError: If the run would refuse a setting, or its data is already tokenized.
+        UserError: If a setting is not valid for the run, if the task is not causal-lm, or if the source
+            provides samples that are already tokenized.
     """
     config = resolved.config
     if config.model.task != "causal-lm":
@@ -41,7 +42,7 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
     models.check_seq_len(model_config, config)
     special_tokens = ModelSpecialTokens(model_config, config.model)
     data = open_run_data(config, model_config, special_tokens)
-    # Raises for settings that a run would refuse.
+    # The result is not used. This call raises an error if a setting is not valid for the run.
     assemble_model(config, model_config, special_tokens, data.tokenizer, data)
     if not data.tokenized_sources:
         raise UserError(

@@ -1,7 +1,7 @@
-"""The configuration of a run: the schema, and the code that reads it from YAML files and flags.
+"""Configuration of a run: the schema, and the functions that read and write configs.
 
-:class:`RunConfig` is the schema. :func:`load_config` builds one from YAML files and flags, :func:`dump_yaml`
-writes one as YAML, and :func:`find_changes` compares two.
+:class:`RunConfig` is the schema. :func:`load_config` builds a config from YAML files and flags,
+:func:`dump_yaml` writes a config as YAML, and :func:`find_changes` compares the configs of two runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Settings that differ between two runs, and whether a run may change them.
+"""Comparison of the settings of two runs, and rules for the settings that a continued run may change.
 
-A run compares its config with the config in its output folder and with the fingerprint in the checkpoint that
-it resumes from.
+When a run starts, it compares its config with the config in its output folder, and with the fingerprint in
+the checkpoint that it resumes from. A fingerprint contains the settings that define a run.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ ADJUSTABLE_SETTINGS = frozenset(
         "max_grad_norm",
     )
 )
-"""Settings that define a run and may still change while it is trained, with ``checkpoint.allow_changes``.
+"""Settings that define a run, but that a launch may change if ``checkpoint.allow_changes`` is set.
 
-Weights, optimizer state and position in the data keep their meaning when one of them changes."""
+They are adjustable because weights, optimizer state and position in the data keep their meaning if one of
+these settings changes."""
 _TENSOR_SETTINGS = ("data.added_tokens", "train.optimizer", "train.trainable", "train.frozen")
-"""Settings outside the sections model and adapter that determine which tensors a checkpoint has."""
+"""Settings outside of the sections model and adapter that determine the tensors in a checkpoint."""
 LENGTH_SETTINGS = ("train.steps", "train.epochs")
-"""Settings for the length of a run. Only one of them is used."""
+"""Settings for the length of a run. At most one of them may have a value."""
 _ALTERNATIVE_GROUPS = (LENGTH_SETTINGS, *REPLACED_SETTINGS.items())
-"""Groups of alternative settings. At most one setting of a group is used."""
+"""Groups of alternative settings. At most one setting of a group has an effect."""
 _EVAL_FRACTION = "data.eval_fraction"
 _INHERITED_SETTINGS = ADJUSTABLE_SETTINGS | {
     _EVAL_FRACTION,
@@ -60,9 +61,10 @@ _INHERITED_SETTINGS = ADJUSTABLE_SETTINGS | {
 }
 """Settings that keep the value of the existing run if the command that continues the run does not set them.
 
-Their defaults depend on other settings or on the version of this program."""
+Otherwise, their values could change by accident, because their defaults depend on other settings or on the
+version of this program."""
 _MISSING = object()
-"""Value of a setting that a run does not have."""
+"""Placeholder for the value of a key that is missing in the fingerprint of a run."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class SettingChange:
 
     @property
     def arrow_text(self) -> str:
-        """The change in the form ``train.steps 200 → 300``."""
+        """Text of the change for a log line, in the form ``train.steps 200 → 300``."""
         return f"{self.key} {self.before} → {self.after}"
 
     def __str__(self) -> str:
@@ -97,11 +99,11 @@ class SettingChange:
 
 
 class _FlatValue(NamedTuple):
-    """A value of a fingerprint, or one item of a mapping in it.
+    """A value in a fingerprint, or one item of a mapping in a fingerprint.
 
     Attributes:
-        setting: Dotted key of the setting in the schema. None if the run does not have the setting.
-        value: The value, or ``_MISSING``.
+        setting: Dotted key of the setting that contains the value. None if the fingerprint has no such value.
+        value: The value, or ``_MISSING`` if the fingerprint has no such value.
     """
 
     setting: str | None
@@ -111,17 +113,17 @@ class _FlatValue(NamedTuple):
 def find_changes(
     first_run: RunConfig | Mapping[str, Any], second_run: RunConfig | Mapping[str, Any]
 ) -> list[SettingChange]:
-    """Find the settings that define a run and differ between two runs.
+    """Find the settings that differ between two runs, among the settings that define a run.
 
-    A key that is missing in the fingerprint of an older release counts as its default. Mappings such as
-    ``model.config`` are compared item by item.
+    If the fingerprint of an older release does not have a key, the default of the setting is used. Mappings
+    such as ``model.config`` are compared item by item.
 
     Args:
         first_run: Config of the first run, or its fingerprint.
         second_run: Config of the second run, or its fingerprint.
 
     Returns:
-        The changes in the order of the schema. Empty for the same run.
+        The changes in the order of the schema. Empty if no such setting differs.
     """
     first_values, second_values = _flatten_fingerprint(first_run), _flatten_fingerprint(second_run)
     absent = _FlatValue(None, _MISSING)
@@ -139,19 +141,19 @@ def find_changes(
 
 
 def is_allowed_in_new_folder(change: SettingChange) -> bool:
-    """Return whether a run in another folder may differ in the setting from the checkpoint it starts from.
+    """Return whether a run that starts from a checkpoint, but in a new output folder, may change the setting.
 
-    The model, its vocabulary, the trained parameters and the kind of optimizer state may not differ, because
-    the meaning of the checkpoint's tensors would change.
+    The settings of the model, its vocabulary, the trained parameters and the type of the optimizer must not
+    change, because the meaning of the checkpoint's tensors would change.
     """
     section = change.setting.partition(".")[0]
     return section not in ("model", "adapter") and change.setting not in _TENSOR_SETTINGS
 
 
 def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
-    """Return whether ``extended`` is the same run as ``existing`` with more steps or epochs.
+    """Return whether ``extended`` differs from ``existing`` only by more steps or epochs.
 
-    Returns False if nothing has changed.
+    Returns False if no setting that defines a run has changed.
     """
     changes = find_changes(existing, extended)
     if not changes or any(change.setting not in LENGTH_SETTINGS for change in changes):
@@ -160,19 +162,19 @@ def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
 
 
 def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
-    """Find the settings that differ only because the command that continues a run does not set them.
+    """Find the settings that differ from an existing run only because the command to continue it omits them.
 
-    :func:`portable.run.resolve.resolve_run` adds the result to the config of the continued run, so that it
-    keeps the values of the existing run.
+    :func:`portable.run.resolve.resolve_run` adds the result to the config of the continued run, so that the
+    run keeps its previous values.
 
     Args:
         existing: Config of the existing run.
-        launched: Config of the command that continues the run, without defaults that depend on the model.
-        config: The same config with defaults that depend on the model.
+        launched: Config of the command that continues the run, without the defaults that depend on the model.
+        config: Config of the same command, including the defaults that depend on the model.
 
     Returns:
-        Values of the existing run by dotted key. A setting is excluded if its alternative is set, such as
-        ``train.epochs`` for ``train.steps``.
+        Values of the existing run, by dotted key. A setting is excluded if the command sets its alternative.
+        For example, ``train.steps`` is excluded if the command sets ``train.epochs``.
     """
     values = {}
     for key in sorted(_INHERITED_SETTINGS):
@@ -182,22 +184,26 @@ def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunC
         ):
             continue
         if key == _EVAL_FRACTION and config.get(key) is not None:
-            continue  # data.eval or data.stream has set the fraction to 0
+            continue  # because data.eval or data.stream has set the fraction to 0
         if any(config.get(other) != existing.get(other) for other in alternatives):
             values[key] = existing.get(key)
     return values
 
 
 def _is_null_warmup(config: RunConfig, key: str) -> bool:
-    """Return whether ``key`` is a warmup setting that is null. Null selects the default warmup."""
+    """Return whether ``key`` is a warmup setting with the value null, which selects the default warmup."""
     return key in ("train.warmup_steps", "train.warmup_ratio") and config.get(key) is None
 
 
 def _flatten_fingerprint(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatValue]:
-    """Flatten the mappings in a fingerprint, so that their items are compared one by one.
+    """Flatten the mappings in a fingerprint, so that their items can be compared one by one.
+
+    Args:
+        run: Config of a run, or its fingerprint.
 
     Returns:
-        Settings and values by dotted key. Null values are skipped, and missing settings have their default.
+        Settings and values, by dotted key. Null values are skipped. A setting that is missing in the
+        fingerprint has its default.
     """
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
     for key, setting in keys.get_setting_fields(RunConfig).items():
@@ -213,5 +219,5 @@ def _flatten_fingerprint(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatV
 
 
 def _format_value_or_unset(value: object) -> str:
-    """Format a value for a message; a missing value is ``not set``."""
+    """Format a value for a message. The placeholder ``_MISSING`` becomes ``not set``."""
     return "not set" if value is _MISSING else format_short_value(value)

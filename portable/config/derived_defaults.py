@@ -1,4 +1,4 @@
-"""Defaults that depend on other settings, such as on the kind of training."""
+"""Defaults that depend on other settings, for example on whether the run is pretraining or fine-tuning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HYBRID_STRATEGIES = ("hybrid_shard", "hybrid_shard_zero2")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 """Tasks whose samples are padded instead of packed."""
 SCHEDULES_WITHOUT_WARMUP = ("OneCycle", "LRRangeTest")
-"""Schedules without a warmup. A custom schedule has no warmup either."""
+"""Values of ``train.schedule`` without a warmup. See :func:`has_warmup`."""
 CONVERSATION_FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``data.format`` for conversations."""
 TrainingKind = NewType("TrainingKind", str)
@@ -30,12 +30,12 @@ CONTINUED_PRETRAINING = TrainingKind("continued pretraining")
 FINETUNING = TrainingKind("fine-tuning")
 """Training of an adapter, or of a pretrained model on conversations, pairs or other tasks."""
 _DECAYING_SCHEDULES = ("cosine", "linear", "wsd")
-"""Schedules that end at ``train.min_learning_rate_ratio``."""
+"""Values of ``train.schedule`` whose final learning rate ``train.min_learning_rate_ratio`` determines."""
 
 
 @dataclass(frozen=True)
 class TrainingKindDefault:
-    """Default of a setting for each kind of training.
+    """Default of a setting that differs between the kinds of training.
 
     Attributes:
         pretraining: Default for training from random weights.
@@ -71,22 +71,22 @@ DEFAULTS_BY_TRAINING_KIND: dict[str, TrainingKindDefault] = {
         256, 4096, 4096, "for causal-lm, limited by the positions of the model; otherwise 256"
     ),
 }
-"""Settings whose default depends on the kind of training, by dotted key. The reasons are in
-docs/decisions.md."""
+"""Defaults of the settings whose default depends on the kind of training, by dotted key.
+
+docs/decisions.md explains the values."""
 REPLACED_SETTINGS = {
     "train.warmup_ratio": "train.warmup_steps",
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every_steps",
 }
-"""Settings that replace another setting, by dotted key.
-
-If the first setting has a value, the second becomes null."""
+"""Pairs of alternative settings. If the first setting of a pair has a value, the second becomes null."""
 
 
 def find_largest_divisor(dividend: int, max_divisor: int) -> int:
-    """Return the largest divisor of ``dividend`` that is at most ``max_divisor``, in O(sqrt(dividend)).
+    """Return the largest divisor of ``dividend`` that is at most ``max_divisor``.
 
-    Both arguments must be positive. The result is ``dividend`` itself if ``max_divisor`` is larger.
+    Both arguments must be positive. The result is ``dividend`` itself if ``max_divisor`` is larger. The time
+    is O(sqrt(dividend)).
     """
     if max_divisor >= dividend:
         return dividend
@@ -95,16 +95,21 @@ def find_largest_divisor(dividend: int, max_divisor: int) -> int:
 
 
 def has_warmup(schedule_name: str) -> bool:
-    """Return whether a schedule uses the warmup steps. Custom code (with a colon in the name) does not."""
+    """Return whether a schedule has a warmup.
+
+    Args:
+        schedule_name: Value of ``train.schedule``. A name with a colon is a custom schedule, which has no
+            warmup.
+    """
     return schedule_name not in SCHEDULES_WITHOUT_WARMUP and ":" not in schedule_name
 
 
 def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
     """Compute the number of warmup steps.
 
-    ``train.warmup_ratio`` takes precedence over ``train.warmup_steps``. Its product with the steps is rounded
-    up, as in transformers' Trainer. If both settings are null, the result is a tenth of the steps, at most
-    20, or 0 for a schedule without a warmup.
+    ``train.warmup_ratio`` takes precedence over ``train.warmup_steps``. The product of the ratio and the
+    number of steps is rounded up, as in transformers' Trainer. If both settings are null, the result is a
+    tenth of the steps, but at most 20, or 0 for a schedule without a warmup.
 
     Args:
         settings: Section ``train``.
@@ -114,15 +119,16 @@ def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
         return math.ceil(total_steps * settings.warmup_ratio)
     if settings.warmup_steps is not None:
         return settings.warmup_steps
-    # Runs of version 0.1 with train.epochs have null for both settings in their config.yaml.
+    # Both settings can be null, because runs of version 0.1 with train.epochs have this in their config.yaml.
     return min(20, total_steps // 10) if has_warmup(settings.schedule) else 0
 
 
 def classify_training_kind(config: RunConfig) -> TrainingKind:
-    """Return the kind of training. It selects the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
+    """Return the kind of training, which selects the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
 
-    ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve_run` replaces ``auto`` by
-    the format of the first record before a default is used.
+    The value ``auto`` of ``data.format`` counts as plain text. The result may change later, because
+    :func:`portable.run.resolve.resolve_run` replaces ``auto`` by the format of the first record before the
+    defaults are used.
     """
     adapter, data, model = config.adapter, config.data, config.model
     has_adapter = (adapter.type, adapter.name_or_path, adapter.config) != (None, None, None)
@@ -135,11 +141,14 @@ def classify_training_kind(config: RunConfig) -> TrainingKind:
 
 
 def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
-    """Compute the defaults in :data:`DEFAULTS_BY_TRAINING_KIND` that apply to a run, by dotted key.
+    """Compute the defaults in :data:`DEFAULTS_BY_TRAINING_KIND` that apply to a run.
 
-    A setting is excluded if the user has set it or its alternative, or if the default of the schema applies.
-    ``data.seq_len`` is always excluded, because :func:`portable.model.build.apply_default_seq_len` chooses it
-    for the model.
+    A setting is excluded if the user has set it or its alternative, or if the condition of its default is not
+    met. ``data.seq_len`` is always excluded, because :func:`portable.model.build.apply_default_seq_len`
+    chooses it for the model.
+
+    Returns:
+        Default values, by dotted key.
     """
     train, kind = config.train, classify_training_kind(config)
     is_applicable = {
@@ -154,8 +163,9 @@ def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
         for key, default in DEFAULTS_BY_TRAINING_KIND.items()
         if is_applicable.get(key, True)
     }
-    # A ratio of null means the default, unless the user also set the steps to null, as in the config.yaml of
-    # old runs: see compute_warmup_steps.
+    # If the user has set the ratio to null, apply its default nevertheless, unless the user has also set the
+    # steps to null. Both are null in the config.yaml of old runs, which must not change: see
+    # compute_warmup_steps.
     keys_with_null_as_default = () if config.is_set("train.warmup_steps") else ("train.warmup_ratio",)
     return {
         key: value
@@ -165,10 +175,11 @@ def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def compute_derived_defaults(config: RunConfig) -> dict[str, Any]:
-    """Compute the defaults that depend on other settings, by dotted key.
+    """Compute the defaults that depend on other settings. Called whenever a ``RunConfig`` is validated.
 
-    Only keys that the user did not set are included. The exception is ``train.warmup_ratio``: null means the
-    default. ``RunConfig`` calls this function whenever it is validated.
+    Returns:
+        Default values, by dotted key. Only settings that the user has not set are included, except for
+        ``train.warmup_ratio``, for which an explicit null also means the default.
     """
     model, train, checkpoint = config.model, config.train, config.checkpoint
     defaults: dict[str, Any] = {}

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 IDENTITY: dict[str, JsonValue] = {"identity": True}
-"""Marker of a field that defines the run. See ``RunConfig.fingerprint``."""
+"""Value of ``json_schema_extra`` that marks a setting as part of ``RunConfig.fingerprint``.
+
+Such settings define the run, so they must not change between its launches."""
 
 
 _BOOLEAN_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
@@ -34,9 +36,9 @@ _MAX_DEPTH = 50
 
 
 class Section(BaseModel):
-    """A group of settings: strict, frozen, and without unknown keys.
+    """Base class of all groups of settings. Values are not converted, and unknown keys are errors.
 
-    The text below a field is its description, which help and docs/config.md show.
+    The docstring below a field is the description of the setting in ``--help`` and in docs/config.md.
     """
 
     model_config = ConfigDict(
@@ -46,9 +48,10 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_forbidden_characters(cls, value: object, info: ValidationInfo) -> object:
-        """Raise ``ValueError`` if a setting contains a character that no path, name or text file can have.
+        """Return a value unchanged. Raises ``ValueError`` if it contains NUL or half a surrogate pair.
 
-        pydantic calls this validator for every field before it validates the value.
+        Such characters cannot occur in paths, names or text files. pydantic calls this validator for every
+        field before it validates the value.
         """
         kind = cls.model_fields[info.field_name or ""].annotation
         # A nested section checks its own fields.
@@ -60,12 +63,16 @@ class Section(BaseModel):
 
 
 _FORBIDDEN_CHARACTERS = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-"""NUL and half surrogate pairs. U+DC80 to U+DCFF are allowed, because they encode the bytes of file names
-that are not UTF-8."""
+"""Matches NUL and half surrogate pairs, except for U+DC80 to U+DCFF.
+
+These are allowed, because Python uses them for the bytes of file names that are not UTF-8."""
 
 
 def _iter_strings(value: object) -> Iterator[str]:
-    """Yield the strings in a value, including the keys and values of mappings."""
+    """Yield all strings in a nested value, including the keys and values of mappings.
+
+    Values that are nested more than ``_MAX_DEPTH`` levels deep are skipped.
+    """
     pending = [(value, 0)]
     while pending:
         value, depth = pending.pop()
@@ -85,9 +92,16 @@ def parse_boolean_word(value: Any) -> Any:
 
 
 def _to_plain(value: object, depth: int = 0) -> object:
-    """Convert ``value`` to types that YAML and JSON support. Keys become strings, as in JSON.
+    """Convert a nested value to the types that YAML and JSON support.
 
-    Tuples become lists. Raises ValueError for other types and for deep nesting.
+    Keys become strings, as in JSON, and tuples become lists.
+
+    Args:
+        value: The value.
+        depth: Number of mappings and lists that contain the value.
+
+    Raises:
+        ValueError: If the value contains another type, or is nested too deeply.
     """
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
@@ -101,37 +115,42 @@ def _to_plain(value: object, depth: int = 0) -> object:
 
 
 def _to_text_key(key: object) -> str:
-    """Convert a key of a mapping to text. Raises ``ValueError`` for a date, for example."""
+    """Convert a key of a mapping to text. Raises ``ValueError`` for a type that YAML keys cannot have."""
     if key is None or isinstance(key, bool | int | float | str):
         return str(key)
     raise ValueError(f"has a key of type {type(key).__name__}")
 
 
 def _convert_mapping_to_plain_values(value: object) -> object:
-    """Convert a mapping to plain values. Other values are returned unchanged, for pydantic to refuse."""
+    """Convert a mapping to plain values. Returns other values unchanged, so that pydantic rejects them."""
     return _to_plain(value) if isinstance(value, dict) else value
 
 
 def _wrap_single_text(value: object) -> object:
-    """Return a single string as a tuple. Other values are returned unchanged."""
+    """Wrap a single string in a tuple. Returns other values unchanged."""
     return (value,) if isinstance(value, str) else value
 
 
 def _unwrap_single_pattern(value: object) -> object:
-    """Return the only string of a list if it cannot be a module name; return other values unchanged.
+    """Return the only item of a list if it is a regular expression. Returns other values unchanged.
 
-    A flag passes a regular expression as such a list.
+    A string counts as a regular expression if it cannot be a module name. This conversion is needed because a
+    flag whose type includes a list passes a single value as a list.
     """
     only_item = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
     return only_item if isinstance(only_item, str) and not re.fullmatch(r"[\w.]+", only_item) else value
 
 
 def _to_lower_case(value: object) -> object:
+    """Convert a string to lower case. Returns other values unchanged."""
     return value.lower() if isinstance(value, str) else value
 
 
 class PathMarker:
-    """Marker of a string type whose value may be a path or a URL. See ``SettingField.may_be_path``."""
+    """Marker in the annotation of a string type whose value may be a path or a URL.
+
+    ``SettingField.may_be_path`` searches for it.
+    """
 
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
@@ -139,7 +158,11 @@ _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
 
 
 def _expand_path(value: object) -> object:
-    """Expand ``~`` and ``${VAR}`` in a string. Raises ``ValueError`` if the path is too long."""
+    """Expand ``~`` and ``${VAR}`` in a string. Returns other values unchanged.
+
+    Raises:
+        ValueError: If a variable or user is unknown, or if the path or a name in it is too long.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -158,76 +181,91 @@ def _expand_path(value: object) -> object:
 
 
 PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expand_path), PathMarker()]
-"""Text that may be a path or a URL (or a hub id, or auto). ``~`` and ``${VAR}`` are expanded."""
+"""Type of text that may be a path or a URL, or for some settings a hub id or a word such as auto.
+
+``~`` and ``${VAR}`` are expanded."""
 
 Flag = Annotated[bool, BeforeValidator(parse_boolean_word)]
-"""A boolean that may also be written as yes, no, on or off."""
+"""Type of a boolean that may also be written as yes, no, on or off."""
 
 OpenMapping = Annotated[dict[str, Any], BeforeValidator(_convert_mapping_to_plain_values)]
-"""A mapping with the keys of another library (a model config, a DeepSpeed JSON), as plain values."""
+"""Type of a mapping with arbitrary keys, which another library defines, such as the config of a model."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_wrap_single_text), Field(strict=False)]
-"""A list of names. A single name needs no brackets."""
+"""Type of a list of names. A single name may be written without brackets."""
 
 Columns = Annotated[
     Annotated[tuple[str, ...], Field(strict=False)] | dict[str, str], BeforeValidator(_wrap_single_text)
 ]
-"""A list of names, or a mapping from names to the fields of a record that have their values."""
+"""Type of ``data.columns``: a list of names, or a mapping from names to names of fields in a record."""
 
 
 def _normalize_code_name(value: object) -> object:
-    """Normalize the name of custom code, so that equal names are equal strings. Other types are unchanged."""
+    """Normalize the spelling of an import path of custom code, including its arguments.
+
+    As a result, different spellings of the same code and arguments are equal strings. Values of other types
+    are returned unchanged.
+    """
     return str(plugins.parse_plugin_spec(value)) if isinstance(value, str) else value
 
 
 PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_normalize_code_name)]
-"""Import path of custom code. See :mod:`portable.plugins`. Equal paths are equal strings."""
+"""Type of an import path of custom code, whose spelling is normalized. See :mod:`portable.plugins`."""
 
 
 def _accept_code_or_name(value: object, validate_name: Callable[[object], object]) -> object:
-    """Accept the import path of custom code. Any other value is validated as a built-in name.
+    """Validate a setting that takes either the import path of custom code or a built-in name.
 
     Args:
         value: The value to validate.
-        validate_name: Function that validates a name that is not custom code.
+        validate_name: Function that validates a built-in name.
+
+    Returns:
+        The normalized import path, or the result of ``validate_name``.
     """
     return _normalize_code_name(value) if plugins.is_plugin_name(value) else validate_name(value)
 
 
 OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
-"""Validator that also allows the import path of custom code in a type of built-in names."""
+"""Validator that extends a type of built-in names, so that import paths of custom code are allowed, too."""
 
 
 def _validate_compile_backend_name(value: str) -> str:
-    """Return the name of a compile backend. Raises ``ValueError`` if it cannot be one."""
+    """Check that a string has the form of a backend's name, and return it. Raises ``ValueError`` if not."""
     if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
         raise ValueError(f"{value[:40]!r} is not a name; use a backend of torch, such as inductor")
     return value
 
 
 CompileBackend = Annotated[str, AfterValidator(_validate_compile_backend_name)]
-"""Name of a backend of torch.compile. Only a process that compiles can check that the backend exists."""
+"""Type of the name of a backend of torch.compile.
+
+The existence of the backend is not checked here, because only a process that compiles can check it."""
 
 _HUB_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 
 
 def _accept_kernel_or_name(value: object, validate_name: Callable[[object], object]) -> object:
-    """Accept the name of a kernel on the hub, or validate another name.
+    """Validate a setting that takes either a kernel on the hub or a built-in name.
 
     Args:
         value: The value to validate.
-        validate_name: Function that validates a name that is not a kernel on the hub.
+        validate_name: Function that validates a built-in name.
+
+    Returns:
+        The name of the kernel, or the result of ``validate_name``.
     """
     return value if isinstance(value, str) and _HUB_KERNEL.fullmatch(value) else validate_name(value)
 
 
 OrHubKernel = WrapValidator(_accept_kernel_or_name, json_schema_input_type=str)
-"""Validator that also allows a kernel on the hub, such as ``kernels-community/flash-attn3``, in a type of
-names."""
+"""Validator that extends a type of built-in names, so that kernels on the hub are allowed as well.
+
+An example is ``kernels-community/flash-attn3``."""
 
 OneOrMany = BeforeValidator(_wrap_single_text)
-"""Validator that turns a single string into a list."""
+"""Validator for a type of lists, so that a single string is allowed as well."""
 NamesOrPattern = BeforeValidator(_unwrap_single_pattern)
-"""Validator that turns a list with one regular expression into text."""
+"""Validator that converts a list whose only item is a regular expression to a string."""
 AnyCase = BeforeValidator(_to_lower_case)
-"""Validator that converts text to lower case."""
+"""Validator that converts text to lower case, so that upper case is allowed as well."""

@@ -1,4 +1,4 @@
-"""Parse flags. They are derived from the schema: ``--train.steps 20`` sets ``train.steps``."""
+"""Parser for command-line flags, which are derived from the schema: ``--seed 1`` sets the setting seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NULL_WORDS = ("null", "none", "~")
 _FIRST_FLAG_ORDER = sys.maxsize // 2
-"""Order of the first flag.
+"""Value of ``Origin.order`` for the first flag.
 
 It is larger than the order of any line in a file, because flags override files.
 """
@@ -29,11 +29,11 @@ It is larger than the order of any line in a file, because flags override files.
 
 @dataclass
 class ParsedCommandLine:
-    """A parsed command line.
+    """Options and settings on a command line, before they are validated.
 
     Attributes:
-        options: Values of the options of the command by name, not validated yet.
-        settings: Settings of the run in the order of their flags, not validated yet.
+        options: Values of the options of the command, keyed by name. Not validated yet.
+        settings: Settings of the run, in the order of their flags. Not validated yet.
         help: Topic of ``--help``: a section or key, or empty for an overview. None if ``--help`` is not
             given.
     """
@@ -43,7 +43,7 @@ class ParsedCommandLine:
     help: str | None = None
 
     def add_setting(self, key: str, value: Any, flag: str) -> None:
-        """Append the value of a setting.
+        """Append the value of a setting, as if its flag were the last on the command line.
 
         Args:
             key: Dotted key of the setting.
@@ -60,9 +60,9 @@ def parse_flags(
     """Parse a command line.
 
     Args:
-        argv: The arguments of the command.
+        argv: The arguments of the command, which are not changed.
         model: The schema of the config. Every setting has a flag.
-        options: The options of the command, such as ``--dry-run``. None if it has no options.
+        options: Schema of the options of the command, such as ``--dry-run``. None if it has no options.
 
     Raises:
         UserError: If a flag is unknown or has no value.
@@ -73,7 +73,7 @@ def parse_flags(
 def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: str) -> Any:
     """Parse the arguments after a flag as YAML.
 
-    The value of a string setting stays a string, so that ``--data.source 123`` is a name.
+    The value of a text setting is not parsed, so that the value of ``--data.source 123`` is a string.
 
     Args:
         setting: The setting of the flag.
@@ -102,7 +102,9 @@ def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: 
 
 
 def expand_path(flag: str, path: str) -> str:
-    """Expand ``~`` and ``${VAR}`` in a path, because the shell does not expand them in ``--flag=~/x``.
+    """Expand ``~`` and ``${VAR}`` in the path after a flag.
+
+    The shell does not always do this, for example not in ``--flag=~/x``.
 
     Args:
         flag: The flag as the user typed it, used in error messages.
@@ -118,12 +120,12 @@ def expand_path(flag: str, path: str) -> str:
 
 
 class _FlagParser:
-    """Parser of one command line. It removes arguments from the front of the list."""
+    """Parser for one command line. Each step removes the parsed arguments from the front of the list."""
 
     def __init__(
         self, argv: list[str], model: type[BaseModel], options: dict[str, keys.SettingField]
     ) -> None:
-        """Prepare to parse ``argv``. Parsing empties it in place."""
+        """Prepare to parse ``argv``, which :meth:`parse` empties in place."""
         self._remaining_words = argv
         self._schema = model
         self._setting_fields = keys.get_setting_fields(model)
@@ -131,7 +133,7 @@ class _FlagParser:
         self._result = ParsedCommandLine()
 
     def parse(self) -> ParsedCommandLine:
-        """Parse all arguments, and return the options and settings. Empties the list of arguments.
+        """Parse all arguments, and return the options and settings. May only be called once.
 
         Raises:
             UserError: If an argument is not a flag, if a flag is unknown, or if its value is missing or
@@ -220,7 +222,11 @@ class _FlagParser:
         self._result.add_setting(name, value, flag)
 
     def _pop_value_words(self, max_words: int | None) -> list[str]:
-        """Remove and return the arguments up to the next flag, at most ``max_words`` unless it is None."""
+        """Remove and return the arguments up to the next flag.
+
+        Args:
+            max_words: Maximum number of arguments to remove. None if the number is not limited.
+        """
         flag_indices = (number for number, word in enumerate(self._remaining_words) if _is_flag(word))
         words = self._remaining_words[: next(flag_indices, len(self._remaining_words))][:max_words]
         del self._remaining_words[: len(words)]
@@ -239,7 +245,12 @@ class _FlagParser:
         return self._remaining_words.pop(0) if is_topic or not _is_flag(self._remaining_words[0]) else ""
 
     def _describe_unknown_flag(self, name: str, flag: str) -> str:
-        """Return the error message for a flag that is a section, or that is unknown, with a suggestion."""
+        """Return the error message for a flag that is not a setting, with a suggestion.
+
+        Args:
+            name: Name of the flag, without dashes at its beginning and with underscores. It may be a section.
+            flag: The flag as the user typed it.
+        """
         if name in keys.get_section_descriptions(self._schema):
             keys_in_section = [key for key in self._setting_fields if key.startswith(f"{name}.")]
             hint = (
@@ -277,4 +288,5 @@ def _describe_stray_word(token: str) -> str:
 
 
 def _is_flag(token: str) -> bool:
+    """Return whether an argument is a flag, and not a value. Negative numbers are values."""
     return token.startswith("--") or token == "-h"

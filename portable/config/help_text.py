@@ -1,4 +1,4 @@
-"""Text of ``--help``: usage, examples, options, and every setting with its default and description."""
+"""Functions that format the text of ``--help``: usage, options, and settings with their descriptions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MIN_WIDTH, _MAX_WIDTH = 60, 110
 _INDENT = " " * 6
 _DESCRIPTION_COLUMN = 28
-"""First column of the option descriptions."""
+"""Column in which the descriptions of options begin, counted from 0."""
 ALL_SETTINGS_TOPIC = "all"
 """Topic of ``--help`` that prints every setting."""
 _SETTINGS_HEADING = "settings, as flags and keys of the YAML file (more: --help SECTION, KEY or all):"
@@ -43,12 +43,12 @@ _SETTINGS_NOTE = (
 def render_help(
     topic: str, schema: type[BaseModel], options_schema: type[BaseModel], usage: str, terminal_columns: int
 ) -> str:
-    """Render the help on a topic.
+    """Build the text that ``--help TOPIC`` prints.
 
     Args:
         topic: A section, a key, ``all``, or an empty string for an overview of the command.
         schema: The schema of the config.
-        options_schema: The options of the command.
+        options_schema: Schema of the options of the command.
         usage: Usage and examples of the command.
         terminal_columns: Width of the terminal, in characters.
 
@@ -100,9 +100,9 @@ def _format_command_overview(
     """Return the overview of a command: usage, one line per option, and one line per section of settings.
 
     Args:
-        section_descriptions: Descriptions of the sections, by name.
+        section_descriptions: Descriptions of the sections, keyed by name.
         settings: All settings, by dotted key.
-        options_schema: The options of the command.
+        options_schema: Schema of the options of the command.
         usage: Usage and examples of the command.
         width: Line width, in characters.
     """
@@ -117,21 +117,26 @@ def _format_command_overview(
 
 
 def _format_first_sentence(label: str, text: str, width: int) -> str:
-    """Return ``label`` and the first sentence of ``text``, without its period."""
+    """Format a label and the first sentence of its description in two columns, without the final period."""
     first = re.split("(?<=[^ ])[.] ", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
     return _format_option(label, first, width)
 
 
 def _wrap_text(text: str, width: int, indent: str = "") -> list[str]:
+    """Wrap text into lines of at most ``width`` characters, each beginning with ``indent``."""
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _format_flag(option: keys.SettingField) -> str:
+    """Format the flag of an option with a placeholder for its value, such as ``--nproc N``."""
     return f"--{option.name.replace('_', '-')} {option.value_placeholder}".rstrip()
 
 
 def _format_option(label: str, text: str, width: int) -> str:
-    """Return ``label`` and ``text`` in two columns. ``text`` begins on the next line if the label is long."""
+    """Format a label and its description in two columns.
+
+    If the label is too long for its column, the description begins on the next line.
+    """
     lines = _wrap_text(text, width - _DESCRIPTION_COLUMN)
     indented = [" " * _DESCRIPTION_COLUMN + line for line in lines]
     if len(label) > _DESCRIPTION_COLUMN - 4:
@@ -142,7 +147,7 @@ def _format_option(label: str, text: str, width: int) -> str:
 def _format_section(
     name: str, description: str, settings_by_key: dict[str, keys.SettingField], width: int
 ) -> str:
-    """Return the settings of one section, or of the top level if ``name`` is empty."""
+    """Format the heading and the settings of one section, or of the top level if ``name`` is empty."""
     heading = f"{name}: {description}" if name else "top level:"
     settings = [setting for setting in settings_by_key.values() if setting.section == name]
     return "\n".join(
@@ -151,7 +156,7 @@ def _format_section(
 
 
 def _format_setting(setting: keys.SettingField, width: int) -> str:
-    """Return the flag, the default, the description and the allowed values of a setting."""
+    """Format the flag, the default, the description and the allowed values of a setting."""
     mark = ("**" if setting.key in ADJUSTABLE_SETTINGS else "*") if setting.is_identity else ""
     head = f"  --{setting.key}{mark}  [{describe_default(setting)}]"
     body = f"{setting.description} ({setting.allowed_values})"

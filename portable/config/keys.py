@@ -1,7 +1,7 @@
-"""Table of all settings by dotted key, derived from the classes of the schema.
+"""Table of all settings by dotted key, which is derived from the classes of the schema.
 
-Flags, help, error messages, the reference page and the comparison of runs read this table. No other code
-iterates over the fields of the schema.
+Flags, help, error messages, the reference page and the comparison of runs use this table instead of iterating
+over the fields of the schema themselves.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NUMBER_WORDS = {2: "two", 3: "three"}
 
 
 class TypePart(NamedTuple):
-    """One alternative of an annotation, or of the items of a list or mapping in it.
+    """One member of the union in a type annotation, separated from its metadata.
 
     Attributes:
         kind: The type without ``Annotated``, such as ``int`` or ``tuple[str, ...]``.
-        constraints: Metadata of the annotation, such as bounds and marks.
+        constraints: Metadata from ``Annotated``, such as bounds and markers.
     """
 
     kind: Any
@@ -40,12 +40,12 @@ class TypePart(NamedTuple):
 
 @dataclass(frozen=True)
 class SettingField:
-    """A field of the schema.
+    """A setting, which is a field of the schema.
 
     Attributes:
-        key: Dotted name, such as ``checkpoint.async``.
-        attribute: Name in the class of the section, such as ``async_``.
-        field: Type, constraints, default and description.
+        key: Dotted key, such as ``checkpoint.async``.
+        attribute: Name of the attribute in the class of the section, such as ``async_``.
+        field: pydantic's information on the field: type, constraints, default and description.
     """
 
     key: str
@@ -54,22 +54,22 @@ class SettingField:
 
     @property
     def section(self) -> str:
-        """Name of the section. Empty for a setting at the top level."""
+        """Name of the section that contains the setting. Empty for a setting at the top level."""
         return self.key.rpartition(".")[0]
 
     @property
     def name(self) -> str:
-        """Name within its section, such as ``steps``."""
+        """Name of the setting within its section, such as ``steps``."""
         return self.key.rpartition(".")[2]
 
     @property
     def description(self) -> str:
-        """Description in one line, from the text below the field."""
+        """Description of the setting in one line, from the docstring below the field."""
         return to_one_line(self.field.description or "")
 
     @property
     def default(self) -> Any:
-        """Default of the schema. A derived default may replace it."""
+        """Default of the schema. A default that depends on other settings may replace it in a config."""
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     @property
@@ -85,9 +85,9 @@ class SettingField:
 
     @property
     def is_text(self) -> bool:
-        """Whether the value, or each item of a list, is text, so that the flag value ``123`` stays text.
+        """Whether the value of a flag, or each item of a list, is text and must not be parsed as YAML.
 
-        False if one of the types is a boolean or a number.
+        If so, the flag value ``123`` stays text. False if the type also allows a boolean or a number.
         """
         kinds = [kind for kind, _ in _iter_union_members(self.field.annotation)]
         items = [kind for kind in kinds if get_origin(kind) is tuple]
@@ -119,7 +119,10 @@ class SettingField:
 
     @property
     def item_schema(self) -> type[BaseModel] | None:
-        """Schema of the nested settings if the value or its items are groups of settings, otherwise None."""
+        """Schema of the items if the value consists of groups of settings, as in ``data.sources``.
+
+        None if the setting does not contain groups of settings.
+        """
         kinds = (kind for kind, _ in iter_type_parts(self.field.annotation))
         return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
@@ -137,7 +140,7 @@ class SettingField:
         )
 
     def accepts_type(self, kind: type) -> bool:
-        """Return whether one alternative of the type is ``kind``.
+        """Return whether the type of the setting is ``kind``, or a union that contains ``kind``.
 
         Args:
             kind: Type without parameters, such as ``bool``, ``dict``, ``tuple`` or ``type(None)``.
@@ -149,17 +152,18 @@ class SettingField:
 
 @cache
 def get_setting_fields(model: type[BaseModel]) -> dict[str, SettingField]:
-    """Return every setting of ``model`` by dotted key, in the order of the schema."""
+    """Return all settings of a schema by dotted key, in the order of the schema."""
     return {setting.key: setting for setting in _iter_settings(model, "")}
 
 
 def find_open_mapping(model: type[BaseModel], key: str) -> SettingField | None:
-    """Find the setting whose value is an open mapping that contains ``key``.
+    """Find the setting whose value is a mapping with arbitrary keys that contains ``key``.
 
-    For ``model.config.hidden_size``, this is the setting ``model.config``.
+    For example, the result for ``model.config.hidden_size`` is the setting ``model.config``.
 
     Returns:
-        The setting, or None if no prefix of the key is a setting with an open mapping.
+        The setting. None if the setting that the key begins with does not take a mapping, or if there is
+        none.
     """
     settings = get_setting_fields(model)
     parts_of_key = key.split(".")
@@ -172,7 +176,7 @@ def find_open_mapping(model: type[BaseModel], key: str) -> SettingField | None:
 
 @cache
 def get_section_descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return the description of every section of ``model`` by name, in the order of the schema."""
+    """Return the descriptions of all sections of a schema, keyed by name, in the order of the schema."""
     return {
         field.alias or name: to_one_line(field.annotation.__doc__ or "")
         for name, field in model.model_fields.items()
@@ -181,7 +185,12 @@ def get_section_descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _iter_settings(model: type[BaseModel], prefix: str) -> Iterator[SettingField]:
-    """Yield the settings of ``model`` and of its sections, with ``prefix`` before their keys."""
+    """Yield the settings of a schema and of its sections.
+
+    Args:
+        model: The schema.
+        prefix: Text before the keys: empty, or the name of a section with a dot.
+    """
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         if _is_section(field):
@@ -197,10 +206,10 @@ def _is_section(field: FieldInfo) -> bool:
 
 
 def to_plain_value(value: Any) -> Any:
-    """Convert a value of the schema to plain JSON values.
+    """Convert a value of the schema to types that JSON supports.
 
-    Tuples become lists. A group of settings becomes a mapping of the values that are set. Other values are
-    returned unchanged.
+    Tuples become lists. A group of settings becomes a mapping that only contains the settings that the user
+    has set. Other values are returned unchanged.
     """
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_unset=True)
@@ -210,7 +219,7 @@ def to_plain_value(value: Any) -> Any:
 
 
 def nest_dotted_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert a mapping with dotted keys to a mapping of sections, as in the YAML file."""
+    """Convert a mapping with dotted keys to nested mappings, with one mapping for each section as in YAML."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -219,7 +228,12 @@ def nest_dotted_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _iter_union_members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
-    """Yield the members of a union, or the annotation itself, each with its constraints."""
+    """Yield the members of a union, each with its constraints. If there is no union, yield the type itself.
+
+    Args:
+        annotation: Type annotation.
+        metadata: Metadata of the annotation from an enclosing ``Annotated``.
+    """
     if get_origin(annotation) is Annotated:
         inner, *constraints = get_args(annotation)
         yield from _iter_union_members(inner, (*metadata, *constraints))
@@ -231,7 +245,12 @@ def _iter_union_members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iter
 
 
 def iter_type_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
-    """Yield the members of a union and, for lists and mappings, the types of their items."""
+    """Yield the members of a union and, for lists and mappings among them, the types of their items.
+
+    Args:
+        annotation: Type annotation.
+        metadata: Metadata of the annotation from an enclosing ``Annotated``.
+    """
     for alternative in _iter_union_members(annotation, metadata):
         yield alternative
         if get_origin(alternative.kind) in (tuple, dict):
@@ -265,7 +284,10 @@ def _describe_alternative(kind: Any, constraints: tuple[Any, ...]) -> str:
 
 
 def _iter_constraint_texts(metadata: tuple[Any, ...]) -> Iterator[str]:
-    """Yield the constraints as text, but only the tightest lower bound and the tightest upper bound."""
+    """Yield descriptions of the constraints, such as ``>= 1 and < 64``.
+
+    Only the tightest lower bound and the tightest upper bound are included. The text may be empty.
+    """
     lower: list[tuple[Any, str]] = []
     upper: list[tuple[Any, str]] = []
     for constraint in _iter_constraints(metadata):
@@ -285,11 +307,15 @@ def _iter_constraint_texts(metadata: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _format_bound(bound: Any) -> str:
+    """Format a number. Floats have no trailing zeros."""
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _iter_constraints(metadata: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the constraints in the metadata of an annotation, also inside a ``FieldInfo``."""
+    """Yield the constraints in the metadata of an annotation.
+
+    A ``FieldInfo`` in the metadata is replaced by the constraints that it contains.
+    """
     for item in metadata:
         # pydantic wraps the constraints inside an Annotated in a FieldInfo.
         yield from getattr(item, "metadata", None) or (item,)

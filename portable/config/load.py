@@ -1,7 +1,7 @@
-"""Build a ``RunConfig`` from YAML files, imported settings of other trainers, and flags.
+"""Functions that build a ``RunConfig`` from YAML files, imported settings of other trainers, and flags.
 
-All values are merged into one nested mapping, with the origin (file and line, or flag) of each value. The
-mapping is validated once, after everything has been merged.
+All values are merged into one nested mapping, and the origin (file and line, or flag) of each value is
+recorded. The mapping is only validated after everything has been merged.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
     ConfigSource = Union[str, AnyPath, Mapping[str, Any]]  # noqa: UP007
-    """A YAML file, or its content."""
+    """Path of a YAML file, or its content as nested mappings."""
 
 
 class _SourceContent(NamedTuple):
-    """Settings of a YAML file or of a mapping from Python.
+    """Settings from a YAML file, or from a mapping that Python code has passed.
 
     Attributes:
-        values: Values nested as in the YAML file.
-        origins: Origin of every key by its path. Empty for a mapping from Python.
+        values: Values, nested as in the YAML file.
+        origins: Origins of all keys, by path. Empty for a mapping that Python code has passed.
     """
 
     values: dict[str, Any]
@@ -51,7 +51,8 @@ def load_config(
         0.0001
 
     Args:
-        source: A YAML file or a nested mapping, or several, merged in order. If None, the quickstart is used.
+        source: A YAML file or a nested mapping, or a sequence of these, which are merged in order. If None,
+            the defaults are used, which are the settings of the quickstart.
         overrides: A mapping from dotted keys to values, or flags as on the command line (``["--train.steps",
             "20"]``). They override ``source``.
 
@@ -83,7 +84,7 @@ def build_run_config(
     Args:
         sources: YAML files or nested mappings. Later files override previous ones.
         overrides: Settings that override all others, in order.
-        imported: Settings imported from files of other trainers. They must agree with ``sources``.
+        imported: Settings imported from files of other trainers. They must not contradict ``sources``.
 
     Returns:
         The config. It also records the origin of each value.
@@ -105,10 +106,10 @@ def build_run_config(
 
 
 def _has_pretrained_model(merged: _MergedSettings, overrides: Sequence[Assignment]) -> bool:
-    """Return whether the files or the flags name a pretrained model in ``model.name_or_path``.
+    """Return whether the merged files or the overrides set ``model.name_or_path``.
 
-    If they do, a flag such as ``--model.config.attention_dropout`` changes the config of that model instead
-    of the default ``model.config``.
+    If so, a flag such as ``--model.config.attention_dropout`` changes the config of that model instead of the
+    default value of ``model.config``.
     """
     model = merged.values.get("model")
     is_named = isinstance(model, dict) and model.get("name_or_path") is not None
@@ -117,12 +118,12 @@ def _has_pretrained_model(merged: _MergedSettings, overrides: Sequence[Assignmen
 
 
 def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
-    """Read a YAML file, or copy a mapping from Python.
+    """Read a YAML file, or copy a mapping that Python code has passed.
 
     Args:
         source: The file or the mapping.
-        line_offset: Offset of the line numbers, so that lines of a file are ordered after all lines of
-            previous files.
+        line_offset: Number to add to line numbers for ``Origin.order``, so that the lines of this file are
+            ordered after all lines of previous files.
 
     Raises:
         UserError: If the file cannot be read, is empty, or is not a mapping.
@@ -141,21 +142,26 @@ def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
 
 @dataclass
 class _MergedSettings:
-    """Settings that have been merged so far, not validated yet.
+    """Settings that have been merged so far, and that are not validated yet.
 
     Attributes:
-        values: Values nested as in the YAML file.
-        origins: Origin of every key by its path.
+        values: Values, nested as in the YAML file.
+        origins: Origins of all keys, by path.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
     def merge_file(self, values: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
-        """Merge the content of a later file.
+        """Merge the content of another file, whose values override the values of previous files.
 
-        Mappings are merged key by key, except configs of different model types. Any other value replaces the
-        previous value. If the file sets either ``data.source`` or ``data.sources``, the other is removed.
+        Mappings are merged key by key, except for model configs of different model types. Any other value
+        replaces the previous value. If the file only sets ``data.source``, the previous ``data.sources`` is
+        removed, and vice versa.
+
+        Args:
+            values: Values, nested as in the YAML file.
+            origins: Origins of all keys, by path.
         """
         for section in keys.get_section_descriptions(RunConfig):
             # A section without a value, such as `fsdp:`, is an empty section.
@@ -168,9 +174,15 @@ class _MergedSettings:
     def _merge_mapping(
         self, target: dict[str, Any], values: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]
     ) -> None:
-        """Merge ``values`` into ``target`` at ``path`` in place, and into its nested mappings.
+        """Merge ``values`` and their nested mappings into ``target``, in place.
 
-        A config of a different model type replaces the previous mapping instead.
+        If two nested mappings are model configs of different model types, the mapping is replaced instead.
+
+        Args:
+            target: Mapping with the previous values.
+            values: Mapping with the new values.
+            path: Path of both mappings in the config.
+            origins: Origins of the new values, by path.
         """
         for name, value in values.items():
             inner_path, earlier_value = (*path, name), target.get(name)
@@ -186,13 +198,13 @@ class _MergedSettings:
             target[name] = value
 
     def add_imported(self, assignment: Assignment) -> None:
-        """Add a setting imported from a file of another trainer.
+        """Add a setting that was imported from a file of another trainer.
 
-        If the path leads through a value that is not a mapping, nothing is added, because the validation will
-        report that value.
+        Nothing is added if a section on the path has a value that is not a mapping, because the validation
+        will report the value of the section.
 
         Raises:
-            UserError: If a config file sets another value.
+            UserError: If a config file sets the same setting to another value.
         """
         path, value, origin = assignment
         assert origin is not None
@@ -212,15 +224,16 @@ class _MergedSettings:
         self.origins.setdefault(path, origin)
 
     def override_value(self, assignment: Assignment, *, has_pretrained_model: bool) -> None:
-        """Set a value from a flag or from Python, replacing the value in the files.
+        """Set a value from a flag or from Python code, which replaces the value from the files.
 
         Args:
-            assignment: A setting, a key inside an open mapping, or (only from Python) a section.
-            has_pretrained_model: Whether ``model.name_or_path`` names a model. If not, a key inside
-                ``model.config`` changes the default config.
+            assignment: Value of a setting, of a key inside a mapping such as ``model.config``, or (only from
+                Python code) of a section.
+            has_pretrained_model: Whether ``model.name_or_path`` is set. If not, a key inside ``model.config``
+                is added to the default value of ``model.config``.
 
         Raises:
-            UserError: If the path leads through a value that is not a mapping.
+            UserError: If the path contains a key whose value is not a mapping.
         """
         path, value, origin = assignment
         if (
@@ -237,7 +250,8 @@ class _MergedSettings:
         target = self.values
         for depth, section_name in enumerate(path[:-1], start=1):
             if mapping and ".".join(path[:depth]) == mapping.key and target.get(section_name) is None:
-                # A key inside a mapping that is not set changes the default mapping.
+                # The mapping is not set. Begin with its default, because the flag changes one key of the
+                # mapping.
                 changes_pretrained = has_pretrained_model and mapping.key == "model.config"
                 target[section_name] = {} if changes_pretrained else deepcopy(mapping.default) or {}
             target = target.setdefault(section_name, {})
@@ -247,7 +261,12 @@ class _MergedSettings:
         self._replace_origins(path, origin)
 
     def _replace_origins(self, path: KeyPath, origin: Origin | None) -> None:
-        """Record that a value from ``origin`` has replaced the values at and inside ``path``."""
+        """Record that a value has replaced the previous value at ``path`` and the values inside of it.
+
+        Args:
+            path: Path of the value.
+            origin: Origin of the new value. None if Python code has set it.
+        """
         replaced_origin = self.origins.get(path)
         for inner in [inner for inner in self.origins if inner[: len(path)] == path]:
             del self.origins[inner]
@@ -257,7 +276,12 @@ class _MergedSettings:
 
 
 def _remove_replaced_source(earlier: Any, later: Any) -> None:
-    """Remove the previous ``data.source`` if the later file sets only ``data.sources``, and vice versa."""
+    """Remove ``source`` from ``earlier`` if ``later`` only sets ``sources``, and vice versa.
+
+    Args:
+        earlier: Section ``data`` merged so far, which is changed in place. Ignored if it is not a mapping.
+        later: Section ``data`` of the next file. Ignored if it is not a mapping.
+    """
     if isinstance(earlier, dict) and isinstance(later, dict):
         for key, replaced_key in (("source", "sources"), ("sources", "source")):
             if later.get(key) and not later.get(replaced_key):
@@ -265,21 +289,21 @@ def _remove_replaced_source(earlier: Any, later: Any) -> None:
 
 
 def _have_different_model_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether two mappings are configs of different model types.
+    """Return whether two mappings are model configs with different values of ``model_type``.
 
-    The later config then replaces the previous one, because their keys have different meanings.
+    Such configs are not merged, because their keys have different meanings.
     """
     types = {config["model_type"] for config in (first, second) if isinstance(config.get("model_type"), str)}
     return len(types) > 1
 
 
 def _describe_key_inside_value(path: KeyPath, value_depth: int, origin: Origin | None) -> str:
-    """Return the message for a key inside a value that is not a mapping.
+    """Return the error message for a key inside a value that is not a mapping.
 
     Args:
         path: Path of the key.
-        value_depth: Number of parts of the path that lead to the value.
-        origin: Origin of the key.
+        value_depth: Number of names at the start of ``path`` that are the path of the value.
+        origin: Origin of the key. None if Python code has set it.
     """
     outer, key = ".".join(path[:value_depth]), ".".join(path)
     start = f"{origin.text}: " if origin else ""

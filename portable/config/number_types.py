@@ -1,7 +1,8 @@
-"""Types of the numbers in the schema, each with bounds and their reason.
+"""Types of the numbers in the schema. Each type has bounds, and a comment with the reason for the bounds.
 
-A field may narrow the bounds of its type with ``Field(ge=1)``. A number that no run can use is most likely a
-mistake, and refusing it before the start costs less than an overflow, an endless loop or a full disk later.
+A field may narrow the bounds of its type, for example with ``Field(ge=1)``. The bounds exist because a number
+that no run can use is most likely a mistake. An error before the start costs less than an overflow, an
+endless loop or a full disk later.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ MAX_TRAINED_VOCABULARY = 1_000_000
 
 @dataclass(frozen=True)
 class BoundsReason:
-    """Reason for the bounds of a number, in the annotation of its type.
+    """Comment on the bounds of a number, in the annotation of its type. It has no effect.
 
     Attributes:
-        text: The reason. It is only for readers of the code.
+        text: Reason for the bounds.
     """
 
     text: str

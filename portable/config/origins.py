@@ -1,4 +1,4 @@
-"""Origins of values, and the format of values in error messages."""
+"""Classes for the origin of a setting's value, which error messages contain: a line of a file, or a flag."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from portable.config import keys
 MAX_VALUE_CHARACTERS = 60
 """Maximum number of characters of a value in an error message."""
 KeyPath = tuple[str, ...]
-"""Names from the top level of the config to a value, such as ``("train", "steps")``."""
+"""Type of a key that is split at its dots, such as ``("train", "steps")``."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,11 @@ class Origin:
     """The origin of a value: a line of a file, or a flag.
 
     Attributes:
-        text: Text in messages, such as ``run.yaml:7`` or ``--train.steps``.
-        order: Position among all origins. Flags override files. Error messages are sorted by it.
+        text: Text that names the origin in messages, such as ``run.yaml:7`` or ``--train.steps``.
+        order: Number by which error messages are sorted. It increases with the line, then with the position
+            of the file on the command line, and flags have the highest numbers.
         is_flag: Whether the origin is a flag.
-        overridden: Origins of the previous values that this value overrides, the latest first.
+        overridden: Texts of the origins whose values this value overrides, the latest first.
     """
 
     text: str
@@ -30,10 +31,10 @@ class Origin:
     overridden: tuple[str, ...] = ()
 
     def add_to_message(self, message: str) -> str:
-        """Return ``message`` with the origin.
+        """Add the origin to an error message.
 
-        The origin of a file precedes the message (``run.yaml:7: train.steps must be ...``). A flag replaces
-        the key that it sets (``--train.steps must be ...``).
+        The line of a file is put before the message (``run.yaml:7: train.steps must be ...``). A flag
+        replaces the key at the beginning of the message (``--train.steps must be ...``).
         """
         key = self.text.removeprefix("--").replace("-", "_")
         if self.is_flag and message.startswith((f"{key} ", f"{key}: ")):
@@ -42,12 +43,12 @@ class Origin:
 
 
 class Assignment(NamedTuple):
-    """A value for one setting, or for one key inside an open mapping.
+    """A value for one setting, or for one key inside a mapping with arbitrary keys such as ``model.config``.
 
     Attributes:
-        path: Path of the setting.
+        path: Path of the setting or key.
         value: Value, not validated yet.
-        origin: Origin. None if Python code has set the value.
+        origin: Origin of the value. None if Python code has set the value.
     """
 
     path: KeyPath

@@ -1,7 +1,7 @@
-"""Generate the reference page and the JSON Schema from the schema.
+"""Command that generates the reference page and the JSON Schema from the classes of the config.
 
-``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``. ``--check``
-only checks that they are up to date.
+``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``. With
+``--check``, it only checks that both files are up to date.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from portable.errors import to_one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_PATH = ROOT / "docs" / "config.md"
-"""The reference page. Its introduction, up to the first section, is written by hand."""
+"""Path of the reference page. The text before the first section of the page is written by hand."""
 
 
 def build_reference_page() -> str:
-    """Return the text of ``docs/config.md``: its present introduction and a new table for each section."""
+    """Build the text of ``docs/config.md``, with the introduction of the existing page and new tables."""
     settings, section_descriptions = (
         keys.get_setting_fields(RunConfig),
         keys.get_section_descriptions(RunConfig),
@@ -38,11 +38,11 @@ def build_reference_page() -> str:
 
 
 def _format_section(title: str, description: str, settings: list[keys.SettingField]) -> str:
-    """Return a heading, a description and a table of settings in Markdown.
+    """Format a heading, a description and a table of settings in Markdown.
 
     Args:
         title: Heading.
-        description: Text below the heading. Empty for no text.
+        description: Text below the heading. Empty if there is no text.
         settings: Settings in the table.
     """
     source_keys = {f"data.{name}" for name in SourceConfig.model_fields}
@@ -59,7 +59,10 @@ def _format_section(title: str, description: str, settings: list[keys.SettingFie
 
 
 def _format_identity_mark(setting: keys.SettingField) -> str:
-    """Return the mark of a setting that defines the run, or an empty string for other settings."""
+    """Return the footnote mark of a setting that defines the run, or an empty string for other settings.
+
+    The mark depends on whether ``checkpoint.allow_changes`` allows changes of the setting.
+    """
     if not setting.is_identity:
         return ""
     return " ††" if setting.key in ADJUSTABLE_SETTINGS else " †"
@@ -79,14 +82,14 @@ def _format_cell(text: str) -> str:
 
 
 def _format_default(setting: keys.SettingField) -> str:
-    """Format the default of a setting for a cell, without the long default of ``model.config``."""
+    """Format the default of a setting for a table cell. Abbreviates the long default of ``model.config``."""
     if isinstance(setting.default, dict) and setting.default:
         return "the quickstart's"
     return describe_default(setting, "`")
 
 
 def build_json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the YAML file, with descriptions, which editors use."""
+    """Build the JSON Schema of the YAML file, with which editors complete and check settings."""
     schema = RunConfig.model_json_schema(by_alias=True)
     for key in DEFAULTS_BY_TRAINING_KIND:  # the default of most runs differs from the schema
         section, _, name = key.partition(".")
@@ -102,9 +105,13 @@ def build_json_schema() -> dict[str, Any]:
 
 
 def _simplify_descriptions(node: Any) -> None:
-    """Join the lines of all descriptions, and remove the titles that pydantic derives from names.
+    """Join the lines of all descriptions in a JSON Schema, and remove all titles, in place.
 
-    Editors would show such a title before the description.
+    pydantic derives the titles from names. They are removed, because editors would show them before the
+    descriptions.
+
+    Args:
+        node: The schema, or a value in it.
     """
     for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         _simplify_descriptions(child)
@@ -116,7 +123,7 @@ def _simplify_descriptions(node: Any) -> None:
 
 
 def build_generated_files() -> dict[Path, str]:
-    """Return the text of every generated file by its path."""
+    """Build the texts of all generated files, keyed by path."""
     return {
         PAGE_PATH: build_reference_page(),
         ROOT / "configs" / "schema.json": json.dumps(build_json_schema(), indent=2, ensure_ascii=False)
@@ -126,6 +133,9 @@ def build_generated_files() -> dict[Path, str]:
 
 def main(argv: list[str]) -> int:
     """Write the generated files, or check that they are up to date.
+
+    Args:
+        argv: Arguments of the command, without the name of the program.
 
     Returns:
         Exit code: 1 if a file is out of date, 2 for wrong arguments, otherwise 0.

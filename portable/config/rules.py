@@ -1,4 +1,4 @@
-"""Problems of settings, and conditions that several checks share.
+"""Class for problems of settings, and helper functions for the checks that find them.
 
 A check is a function ``check_...(config)`` that yields a :class:`SettingProblem` for each setting that is not
 supported. Most checks are in :mod:`portable.checks`. Backends, engines and optimizers add their own checks.
@@ -24,9 +24,9 @@ class SettingProblem:
     """A setting that is not supported, or settings that do not work together.
 
     Attributes:
-        keys: Dotted keys of the settings, beginning with the setting to change. The error message names the
-            origin of one of them.
-        reason: Complete error message without the origin. It begins with the first key.
+        keys: Dotted keys of the settings. The first key is the setting to change.
+        reason: Complete error message, except for the origin of the settings. It usually begins with the
+            first key.
     """
 
     keys: tuple[str, ...]
@@ -34,9 +34,9 @@ class SettingProblem:
 
 
 def format_problem(problem: SettingProblem, config: RunConfig) -> str:
-    """Return the error message of a problem, with the file and line, or the flag, of one of its keys.
+    """Return the error message of a problem, with the file and line, or the flag, of one of its settings.
 
-    Flags take precedence over files, because the user most likely changed a flag last.
+    A setting that was set by a flag takes precedence, because the user has most likely changed the flag last.
     """
     origins = [origin for key in problem.keys for origin in _iter_origins(key, config)]
     origin = next((origin for origin in origins if origin.is_flag), origins[0] if origins else None)
@@ -44,7 +44,7 @@ def format_problem(problem: SettingProblem, config: RunConfig) -> str:
 
 
 def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
-    """Yield the origin of a key, then the origins of the settings that contain it."""
+    """Yield the recorded origins of a key and of the settings that contain the key, the innermost first."""
     names = tuple(key.split("."))
     for length in range(len(names), 0, -1):
         path = names[:length]
@@ -53,14 +53,14 @@ def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
 
 
 def format_value(value: Any) -> str:
-    """Format a value for an error message: ``null``, ``true``, ``0.1``."""
+    """Format a value for an error message as in YAML, such as ``null``, ``true`` or ``0.1``."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def format_setting_with_value(config: RunConfig, key: str) -> str:
-    """Return a key, followed by its value if the value is a plain string or a number."""
+    """Return a key, followed by its value if this is a string or a number, such as ``train.steps 20``."""
     value = config.get(key)
     is_word_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     return f"{key} {format_value(value)}" if is_word_or_number else key
@@ -77,6 +77,6 @@ def uses_zero_strategy(config: RunConfig) -> bool:
 
 
 def has_adapter(config: RunConfig) -> bool:
-    """Return whether an adapter is trained."""
+    """Return whether the run trains an adapter, either a new adapter or an existing adapter."""
     adapter = config.adapter
     return adapter.type is not None or adapter.name_or_path is not None or adapter.config is not None

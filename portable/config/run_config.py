@@ -1,7 +1,7 @@
-"""The typed configuration of a run, the source of flags, YAML, JSON Schema and the reference page.
+"""Schema of the configuration of a run, from which flags, JSON Schema and the reference page are derived.
 
-The defaults are the quickstart: a Llama with four million parameters, trained on the source code of Python's
-standard library.
+The defaults are the settings of the quickstart: a Llama with four million parameters, trained on the source
+code of Python's standard library.
 """
 
 from __future__ import annotations
@@ -118,7 +118,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _apply_derived_defaults(self) -> RunConfig:
-        """Replace the defaults of the schema that depend on other settings; pydantic calls this validator."""
+        """Replace defaults of the schema by the defaults that depend on other settings.
+
+        pydantic calls this validator after all fields are validated. The replaced values do not count as set
+        by the user.
+        """
         for key, value in compute_derived_defaults(self).items():
             setting = keys.get_setting_fields(type(self))[key]
             if not setting.section:  # frozen models do not allow plain assignment
@@ -131,7 +135,7 @@ class RunConfig(Section):
         return self
 
     def _find_attribute(self, key: str) -> _AttributeLocation:
-        """Return the section and the attribute of a setting. Raises ``KeyError`` for an unknown key."""
+        """Find the Python attribute of a setting. Raises ``KeyError`` for an unknown key."""
         setting = keys.get_setting_fields(type(self))[key]
         owner = getattr(self, setting.section) if setting.section else self
         return _AttributeLocation(owner, setting.attribute)
@@ -152,10 +156,7 @@ class RunConfig(Section):
         return attribute in section.model_fields_set
 
     def is_set_or_put(self, key: str) -> bool:
-        """Return whether ``key`` was set by the user or by :meth:`replaced`.
-
-        If not, the value is a default of the schema or a derived default.
-        """
+        """Return whether ``key`` was set by the user or by :meth:`replaced`, so that it is not a default."""
         return self.is_set(key) or key in self._put
 
     def given(self) -> dict[str, Any]:
@@ -164,12 +165,12 @@ class RunConfig(Section):
 
     @property
     def ranks_together(self) -> int:
-        """Number of ranks that process the same sequences, by context and tensor parallelism."""
+        """Number of ranks that together process the same sequences under context or tensor parallelism."""
         return self.context_parallel_size * self.tensor_parallel_size
 
     @property
     def came_from(self) -> dict[str, str]:
-        """Origins of the settings in files and flags, by dotted key, as text for the user.
+        """Descriptions of the origins of the settings that the user has set, by dotted key.
 
         Example: ``{"train.steps": "--train.steps (over run.yaml:7)"}``.
         """
@@ -183,22 +184,25 @@ class RunConfig(Section):
 
     @property
     def origins(self) -> dict[tuple[str, ...], Origin]:
-        """Origins of the settings in files and flags, by path.
+        """Origins of the settings that the user has set in files or by flags, by path.
 
-        :func:`portable.config.load.build_run_config` fills the mapping. Empty if Python code has set all
-        values.
+        :func:`portable.config.load.build_run_config` fills the mapping. It is empty if Python code has set
+        all values.
         """
         return self._origins
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """Parsed files that settings name, by dotted key of the setting. See :meth:`with_document`."""
+        """Parsed contents of the files that settings name, by the dotted key of the setting.
+
+        See :meth:`with_document`.
+        """
         return self._documents
 
     def with_document(self, key: str, document: Any) -> RunConfig:
-        """Return a copy that carries the parsed content of a file that a setting names.
+        """Return a copy of the config that stores the parsed content of a file that a setting names.
 
-        The file is then read only once.
+        Other code and the ranks then use the content instead of reading the file again.
 
         Args:
             key: Dotted key of the setting, such as ``deepspeed.config``.
@@ -232,14 +236,14 @@ class RunConfig(Section):
         }
 
     def replaced(self, values: Mapping[str, Any]) -> RunConfig:
-        """Return a copy with other values, after applying the derived defaults again.
+        """Return a copy of the config in which some settings have other values.
 
         Use this method for values that depend on the machine or on another file, such as ``{"backend":
-        "cuda"}`` for ``auto``. They do not count as set by the user. The rules in :mod:`portable.checks` are
-        not checked.
+        "cuda"}`` for ``auto``. They do not count as set by the user. Defaults that depend on other settings
+        are computed again. The rules in :mod:`portable.checks` are not checked.
 
         Args:
-            values: Values by dotted key.
+            values: New values, by dotted key.
 
         Raises:
             UserError: If a value does not match the schema.
@@ -255,9 +259,9 @@ class RunConfig(Section):
         return copy
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all values are equal.
+        """Return whether all settings of two configs have equal values.
 
-        Origins are ignored, so a config that is read back from its file is equal.
+        Origins are ignored, so a config equals the config that is read back from its file.
         """
         return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
 

@@ -1,7 +1,8 @@
-"""The sections of the configuration, one class each.
+"""The sections of the configuration, each with its own class.
 
-The text below a setting states the effect, the unit and when to change it. Help, the reference page and
-editors show it. Fields marked ``IDENTITY`` define the run; all others may change between its launches.
+The docstring below a setting states its effect, its unit and when to change it. It is shown in help, in the
+reference page and by editors. The settings marked with ``IDENTITY`` define the run. All other settings may
+change between the launches of a run.
 """
 
 from __future__ import annotations
@@ -93,12 +94,13 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "ipython", "f
 SOURCE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 """Regular expression of the names of sources."""
 SINGLE_EVAL_TAG, NAMED_EVAL_TAG = "[one]", "[several]"
-"""Tags of the two forms of ``data.eval``, one source or several named sources, in the paths of pydantic's
-errors. They have brackets like pydantic's ``[key]``, so that they differ from names of sources."""
+"""Tags of the two forms of ``data.eval`` in pydantic's error paths: one source, or several named sources.
+
+They have brackets like pydantic's ``[key]``, so that they differ from all names of sources."""
 
 
 def _build_quickstart_model() -> dict[str, Any]:
-    """Return the config of the default model, which has about four million parameters."""
+    """Return the default of ``model.config``, a Llama with about four million parameters."""
     return {
         "model_type": "llama",
         "vocab_size": 4096,
@@ -159,7 +161,7 @@ Tokens = Annotated[tuple[TokenId, ...], Field(strict=False, min_length=1)]
 
 
 class AdapterConfig(Section):
-    """An adapter, with the names of peft. The weights of the model stay frozen."""
+    """An adapter, with settings named as in peft. The weights of the model stay frozen."""
 
     type: Literal["lora", "ia3"] | None = Field(default=None, json_schema_extra=IDENTITY)
     """Kind of adapter: low-rank matrices that are added to linear layers (lora), or a factor for each output
@@ -196,8 +198,8 @@ class AdapterConfig(Section):
     )
     """Numbers of the layers that get an adapter, starting at 0. Null: all layers."""
     bias: Literal["none", "all", "lora_only"] = Field(default="none", json_schema_extra=IDENTITY)
-    """Biases that are trained, too: all of them, or only the biases of modules with an adapter (lora_only).
-    Only for lora."""
+    """Biases that are trained in addition to the adapter: none, all biases of the model, or only the biases
+    of modules with an adapter (lora_only). Only for lora."""
     init: Flag | Literal["gaussian", "orthogonal"] = Field(default=True, json_schema_extra=IDENTITY)
     """Initial values of lora. true follows the paper, so that training starts exactly at the base model;
     gaussian and orthogonal are as in peft; false makes both matrices random."""
@@ -219,7 +221,7 @@ class AdapterConfig(Section):
 
 
 class SourceConfig(Section):
-    """A source of records, and how they are read."""
+    """A source of records, and settings for reading them."""
 
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.
@@ -284,14 +286,14 @@ class SourceConfig(Section):
     additional column of numbers that train.loss finds in the batch (without packing), such as {weight:
     score}. A list such as [weight, score] contains only additional columns."""
     text_split: Literal["file", "paragraph", "line"] = "file"
-    """Unit of text in a .txt file: the file, a paragraph (separated by blank lines), or a line. It matters
-    without packing, because each text is truncated to data.seq_len."""
+    """Unit of text in a .txt file: the file, a paragraph (separated by blank lines), or a line. The
+    unit matters without packing, because each text is then truncated to data.seq_len."""
 
 
 def _validate_source_name(name: str) -> str:
-    """Return the name of a source.
+    """Check that the name of a source only consists of letters, digits, - and _, and return it unchanged.
 
-    Raises ``ValueError`` if it contains other characters than letters, digits, - and _.
+    Raises ``ValueError`` if it does not.
     """
     if SOURCE_NAME_PATTERN.fullmatch(name) is None:
         raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
@@ -302,7 +304,7 @@ SourceName = Annotated[str, AfterValidator(_validate_source_name)]
 
 
 class MixedSource(SourceConfig):
-    """A source of a mixture."""
+    """A source in ``data.sources``, with its weight or epochs in the mixture."""
 
     name: SourceName
     """Name of the source in logs and files."""
@@ -313,7 +315,7 @@ class MixedSource(SourceConfig):
 
 
 class Phase(Section):
-    """Weights of a mixture from a step on."""
+    """Weights of the sources of a mixture, which apply from a step on."""
 
     step: Steps
     """First step with these weights."""
@@ -322,10 +324,10 @@ class Phase(Section):
 
 
 def _choose_eval_tag(value: Any) -> str:
-    """Return the tag of the form of ``data.eval``, which pydantic uses to select the type.
+    """Return the tag by which pydantic selects the type of a value of ``data.eval``.
 
-    The form is several named sources if all values are mappings and no key is a setting, otherwise one
-    source.
+    The value consists of several named sources if it is a mapping of mappings and none of its keys is a
+    setting. Otherwise, it is a single source.
     """
     several = isinstance(value, dict) and value and not value.keys() & SourceConfig.model_fields.keys()
     return (
@@ -421,7 +423,7 @@ class DataConfig(SourceConfig):
 
     @property
     def max_sequence_length(self) -> int:
-        """Maximum number of tokens of a sequence or of a target sequence."""
+        """Larger of ``data.seq_len`` and ``data.target_seq_len``, in tokens."""
         return max(self.seq_len, self.target_seq_len or 0)
 
 
@@ -437,7 +439,7 @@ class ParameterGroup(Section):
 
 
 class TrainConfig(Section):
-    """Length, batch sizes, loss, optimizer, learning rate, evaluation."""
+    """Length of the run, batch sizes, loss, optimizer, learning rate, evaluation."""
 
     steps: Steps | None = Field(default=200, ge=1, json_schema_extra=IDENTITY)
     """Length of the schedule in optimizer steps. May be null only if train.epochs is set."""
@@ -562,7 +564,8 @@ class TrainConfig(Section):
     """End the run after this many evaluations in a row in which checkpoint.best_metric did not improve. Null:
     never."""
     early_stopping_threshold: Threshold = 0.0
-    """An evaluation is an improvement if it is better than the best so far by more than this."""
+    """Difference by which an evaluation must be better than the best evaluation so far to count as an
+    improvement."""
     callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = ()
     """Custom callbacks, written package.module:name or package.module:name(argument=value). They are called
     at the start, after steps, logs, evaluations and saves, and at the end."""
@@ -599,7 +602,7 @@ class MemoryConfig(Section):
 
 
 class FsdpConfig(Section):
-    """Details of FSDP, with the names of Accelerate. Null: the default of the backend."""
+    """Details of FSDP, with settings named as in Accelerate. Null: the default of the backend."""
 
     shard_group_size: Ranks | None = None
     """Number of ranks (on XLA: devices) that share one sharded copy of the state in hybrid_shard and
@@ -619,13 +622,13 @@ class FsdpConfig(Section):
     backward_prefetch: Annotated[Literal["backward_pre", "backward_post", "no_prefetch"], AnyCase] | None = (
         None
     )
-    """When the backward pass gathers the next unit. backward_pre, the default: before the gradients of the
-    current unit, which hides the most communication. backward_post and no_prefetch are the same in FSDP2:
-    after the gradients, which needs less memory."""
+    """Time at which the backward pass gathers the parameters of the next unit. backward_pre, the default:
+    before it computes the gradients of the current unit, which hides the most communication. backward_post
+    and no_prefetch, which are the same in FSDP2: after it has computed them, which needs less memory."""
 
 
 class Fp16Config(Section):
-    """Dynamic loss scaling for precision fp16, with the names of DeepSpeed."""
+    """Dynamic loss scaling for precision fp16, with settings named as in DeepSpeed."""
 
     initial_scale_power: ScalePower = 16
     """Initial loss scale as a power of 2. Lower it if the first updates are skipped."""
@@ -651,7 +654,7 @@ class XlaConfig(Section):
     """Details of XLA. Null: the default of the backend."""
 
     buffer_dtype: XlaDtype | None = None
-    """Dtype of buffers in the computation."""
+    """Dtype of the model's floating-point buffers in the computation. Null: the dtype of each buffer."""
     shard_param_on_dim_0: Flag | None = None
     """Shard every parameter along its first dimension, even if another dimension is longer."""
     optimization_barrier_in_backward: Flag | None = None
@@ -672,7 +675,7 @@ class XlaConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Saving, resuming, and the export at the end."""
+    """Saving of checkpoints, resuming from them, and the export of the model at the end."""
 
     every_steps: Interval | None = 100
     """Steps between checkpoints. Null: save only when the run stops."""
@@ -752,7 +755,7 @@ class LogConfig(Section):
     sample_prompt: str | None = Field(default=None, min_length=1)
     """Text that a generative model continues at the end of the run. Null: the start of a held-out text."""
     sample_tokens: GeneratedTokens = 64
-    """Number of tokens to generate in that sample. 0: no sample."""
+    """Number of tokens to generate after log.sample_prompt at the end of the run. 0: no sample."""
     quiet: Flag = False
     """Print only warnings and errors (--quiet). Everything else is still written to log.txt in the folder of
     the run."""

@@ -1,6 +1,6 @@
-"""Sources that a run trains and evaluates on, each with a complete ``data`` section.
+"""Functions that list the data sources of a run, and build a complete ``data`` section for each source.
 
-An entry of ``data.sources`` or ``data.eval`` inherits the settings that it does not set from section
+An entry of ``data.sources`` or ``data.eval`` inherits the settings that it does not set from the section
 ``data``.
 """
 
@@ -16,20 +16,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ONLY_SOURCE = ""
-"""Name of a source that is the only source of a run."""
+"""Name of the training source or evaluation source of a run that has only one such source."""
 HELD_OUT_SOURCE = "held_out"
-"""Name of the samples that ``data.eval_fraction`` holds out, if ``data.eval`` has sources as well."""
+"""Name of the held-out samples (``data.eval_fraction``) if ``data.eval`` has evaluation sources as well."""
 _NOT_INHERITED = ("config_name", "split", "max_samples", "format")
-"""Settings that a source of an evaluation or a mixture does not inherit if it names its own data."""
+"""Settings that an entry of ``data.sources`` or ``data.eval`` does not inherit if it sets ``source``."""
 _WITHOUT_MIXTURE: dict[str, Any] = {"eval": None, "sources": (), "weight_schedule": ()}
-"""Settings of a ``data`` section for a single source."""
+"""Values that remove all other sources from the ``data`` section of a single source."""
 
 RECORD_FIELDS = {
     *("text", "target", "label", "messages", "conversations", "prompt", "completion", "chosen"),
     *("rejected", "instruction", "input", "output", "history", "system", "system_prompt"),
     *("tools", "functions", "chat_template_kwargs"),
 }
-"""Fields of records that the formats read by these names. ``data.columns`` may rename them."""
+"""Names of the fields that the values of ``data.format`` expect in a record.
+
+A key of ``data.columns`` with such a name renames a field. Any other key is an additional number column."""
 
 
 def list_number_columns(data: SourceConfig) -> tuple[str, ...]:
@@ -40,34 +42,42 @@ def list_number_columns(data: SourceConfig) -> tuple[str, ...]:
 
 
 def list_renamed_fields(data: SourceConfig) -> tuple[tuple[str, str], ...]:
-    """Return the entries of ``data.columns`` as pairs of two names.
+    """Return the entries of ``data.columns`` as pairs.
+
+    The key of the token cache contains the ``repr`` of the result, so the types must not change.
 
     Returns:
-        Name that a format reads, and the field of a record that has the value. Empty if ``data.columns`` is a
-        list. The token cache depends on the ``repr`` of the result.
+        Pairs of an expected name and the name of the field in a record. Empty if ``data.columns`` is a list.
     """
     return tuple(data.columns.items()) if isinstance(data.columns, dict) else ()
 
 
 def format_training_source_key(name: str) -> str:
-    """Return the dotted key of the training source ``name``, or ``data`` for the only source of a run."""
+    """Return the dotted key of a training source, such as ``data.sources.web``.
+
+    The key is ``data`` if ``name`` is :data:`ONLY_SOURCE`.
+    """
     return f"data.sources.{name}" if name else "data"
 
 
 def format_eval_source_key(name: str) -> str:
-    """Return the dotted key of the evaluation source ``name``, or ``data.eval`` for the only source."""
+    """Return the dotted key of an evaluation source, such as ``data.eval.news``.
+
+    The key is ``data.eval`` if ``name`` is :data:`ONLY_SOURCE`.
+    """
     return f"data.eval.{name}" if name else "data.eval"
 
 
 def list_training_source_names(data: DataConfig) -> tuple[str, ...]:
-    """Return the names of the sources of a mixture. Empty without ``data.sources``."""
+    """Return the names of the sources in ``data.sources``. Empty if the run does not train on a mixture."""
     return tuple(source.name for source in data.sources)
 
 
 def get_training_sources(data: DataConfig) -> dict[str, DataConfig]:
-    """Return the ``data`` section of each training source by name.
+    """Build a complete ``data`` section for each training source.
 
-    The only source has the name :data:`ONLY_SOURCE`.
+    Returns:
+        Sections, keyed by the name of the source. Without a mixture, the only key is :data:`ONLY_SOURCE`.
     """
     return {source.name: _build_source_section(data, source, {}) for source in data.sources} or {
         ONLY_SOURCE: data
@@ -77,18 +87,22 @@ def get_training_sources(data: DataConfig) -> dict[str, DataConfig]:
 def get_weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
     """Return the entries of ``data.weight_schedule`` as pairs.
 
+    The fingerprint of a mixture contains the ``repr`` of the result, so the types must not change.
+
     Returns:
-        First step with the weights, and the weights by the name of the source. The fingerprint of a mixture
-        depends on the ``repr`` of the result.
+        Pairs of the first step with the weights, and the weights, keyed by the name of the source.
     """
     return [(phase.step, phase.weights) for phase in data.weight_schedule]
 
 
 def get_evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
-    """Return the ``data`` section of each source in ``data.eval`` by name.
+    """Build a complete ``data`` section for each source in ``data.eval``.
 
-    The only source has the name :data:`ONLY_SOURCE`. Samples that ``data.eval_fraction`` holds out are not
-    included.
+    Samples that ``data.eval_fraction`` holds out are not included.
+
+    Returns:
+        Sections, keyed by the name of the source. If ``data.eval`` is a single source, the key is
+        :data:`ONLY_SOURCE`. Empty if ``data.eval`` is not set.
     """
     sources = _get_evaluation_settings(data)
     return {
@@ -97,9 +111,10 @@ def get_evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
 
 
 def list_evaluation_source_names(data: DataConfig) -> list[str]:
-    """Return the names of all data that a run evaluates on: evaluation sources, then held-out samples.
+    """Return the names of all evaluation data of a run: the sources in ``data.eval``, then held-out samples.
 
-    Each source of a mixture has held-out samples, unless ``data.eval_fraction`` is 0.
+    In a mixture, each training source has its own held-out samples, which have the name of the source. There
+    are no held-out samples if ``data.eval_fraction`` is 0.
     """
     names = list(_get_evaluation_settings(data))
     return (
@@ -110,9 +125,9 @@ def list_evaluation_source_names(data: DataConfig) -> list[str]:
 
 
 def get_held_out_source_name(data: DataConfig) -> str:
-    """Return the name of the samples that are held out of the only training source.
+    """Return the name of the held-out samples of a run that trains on only one source.
 
-    The name is empty if there is no other evaluation data.
+    The name is :data:`ONLY_SOURCE` if there is no other evaluation data, otherwise :data:`HELD_OUT_SOURCE`.
     """
     return HELD_OUT_SOURCE if data.eval is not None else ONLY_SOURCE
 
@@ -179,14 +194,21 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
 
 
 def _check_names_data(key: str, source: SourceConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if a source sets neither ``source`` nor ``split`` nor ``config_name``."""
+    """Yield a problem if an entry would use the same data as section ``data``.
+
+    This is the case if the entry sets neither ``source`` nor ``split`` nor ``config_name``.
+
+    Args:
+        key: Dotted key of the entry.
+        source: Entry of ``data.sources`` or ``data.eval``.
+    """
     if not source.model_fields_set & {"source", "split", "config_name"}:
         reason = f"{key}: names no separate data; set source, or set split for a hub dataset"
         yield SettingProblem((key,), reason)
 
 
 def _get_evaluation_settings(data: DataConfig) -> dict[str, SourceConfig]:
-    """Return the settings of each source in ``data.eval`` by name, without inherited settings."""
+    """Return the entries of ``data.eval``, keyed by name, without the settings that they inherit."""
     if data.eval is None:
         return {}
     return {ONLY_SOURCE: data.eval} if isinstance(data.eval, SourceConfig) else data.eval
@@ -195,12 +217,13 @@ def _get_evaluation_settings(data: DataConfig) -> dict[str, SourceConfig]:
 def _build_source_section(
     data: DataConfig, source: SourceConfig, extra_settings: dict[str, Any]
 ) -> DataConfig:
-    """Build the ``data`` section of one source.
+    """Build a complete ``data`` section for one source.
 
     Args:
-        data: Section that provides the settings that the source does not set.
-        source: Settings of the source.
-        extra_settings: Further settings. The source may override them.
+        data: Section ``data`` of the run, from which the source inherits the settings that it does not set.
+        source: Entry of ``data.sources`` or ``data.eval``.
+        extra_settings: Settings that take precedence over inherited settings, but not over settings of the
+            source.
     """
     mixture_only_names = MixedSource.model_fields.keys() - SourceConfig.model_fields.keys()
     values = {name: getattr(source, name) for name in source.model_fields_set - mixture_only_names}

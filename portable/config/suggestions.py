@@ -1,8 +1,8 @@
-"""Suggestions for unknown keys and values, including names used by other trainers.
+"""Suggestions in error messages about unknown keys and values, including the names used by other trainers.
 
 The names used by other trainers are in the tables of :mod:`portable.importing`. This package does not import
-them, because they are large. :mod:`portable.command_line` registers a function that loads the names when an
-error message needs them.
+the tables, because they are large. Instead, :mod:`portable.command_line` registers a function that loads them
+when an error message needs them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ def _return_no_program(values: Mapping[str, object]) -> str:
 
 
 class ForeignNameMeaning(NamedTuple):
-    """Meaning of a name used by another trainer, or by a previous release of this trainer.
+    """Meaning of a name of a setting in another trainer, or in a previous release of this trainer.
 
     Attributes:
-        setting: Dotted key of the setting with the same meaning. Empty if there is none.
-        advice: Instruction for the user. Empty if the setting has the same meaning.
+        setting: Dotted key of this trainer's setting with the same meaning. Empty if there is none.
+        advice: Instruction for the user, used in error messages. Empty if ``setting`` can simply be used
+            instead.
     """
 
     setting: str = ""
@@ -41,9 +42,10 @@ class ForeignVocabulary:
     Attributes:
         keys: Meaning of each name of a setting. A name that ends with a star matches all names with this
             prefix.
-        words: Translations of values, by dotted key and value. A translation is a value or a sentence.
-        find_program: Function that receives the top-level content of a config file and returns the name of
-            the program that it is for, or an empty string.
+        words: Translations of values, keyed by the dotted key of the setting and then by the foreign value. A
+            translation is a value of this trainer, or a longer text for the error message.
+        find_program: Function that takes the top-level content of a config file, and returns the name of the
+            program whose config file it is. Returns an empty string for other content.
     """
 
     keys: Mapping[str, ForeignNameMeaning] = field(default_factory=dict)
@@ -55,13 +57,13 @@ _loaders: list[Callable[[], ForeignVocabulary]] = []
 
 
 def register_foreign_vocabulary(load: Callable[[], ForeignVocabulary]) -> None:
-    """Register the function that loads the names used by other trainers for an error message."""
+    """Register the function that loads the names used by other trainers, when an error message needs them."""
     _loaders.append(load)
 
 
 @cache
 def load_foreign_vocabulary() -> ForeignVocabulary:
-    """Load the registered names. The result is empty if no function is registered."""
+    """Load the names used by other trainers. The result is cached, and empty if no function is registered."""
     return _loaders[-1]() if _loaders else ForeignVocabulary()
 
 
@@ -86,13 +88,17 @@ def format_key_hint(name: str, candidates: Iterable[str], prefix: str = "") -> s
 
 
 def format_remedy_hint(name: str) -> str:
-    """Return ``"; "`` and the advice for a name used by another trainer. Empty if there is none."""
+    """Return the end of an error message about a name used by another trainer.
+
+    Returns:
+        ``"; "`` and the advice for the name. Empty if there is no advice.
+    """
     advice = _look_up_foreign_name(name).advice
     return f"; {advice}" if advice else ""
 
 
 def format_word_hint(key: str, word: str, words: Iterable[str]) -> str:
-    """Return the end of an error message about an invalid word.
+    """Return the end of an error message about an invalid value of a setting that takes certain words.
 
     Args:
         key: Dotted key of the setting.
@@ -107,7 +113,10 @@ def format_word_hint(key: str, word: str, words: Iterable[str]) -> str:
 
 
 def _look_up_foreign_name(name: str) -> ForeignNameMeaning:
-    """Return the meaning of a name used by another trainer. Both fields are empty if the name is unknown."""
+    """Find the meaning of a name used by another trainer. Both fields are empty if the name is unknown.
+
+    The complete name is looked up first, then the part after the last dot.
+    """
     names = load_foreign_vocabulary().keys
     name = name.lower().replace("-", "_")
     last_part = name.rpartition(".")[2]

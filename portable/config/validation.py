@@ -1,7 +1,7 @@
-"""Validate values by the schema, and convert pydantic's errors to messages.
+"""Validation of values against the schema, and conversion of pydantic's errors to messages for the user.
 
-A message is one line with the origin of the value, the key, the allowed values and, for a misspelled name,
-the nearest valid name.
+Each message is one line with the origin of the value, the key and the allowed values. If a name is
+misspelled, the message suggests the nearest valid name.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Mistake(NamedTuple):
     Attributes:
         message: The message without its origin.
         origin: Origin of the value, or None if it is not known.
-        is_specific: Whether a validator of the value's type raised the error. Such an error is more useful
-            than the errors of the other alternatives of a union.
+        is_specific: Whether a custom validator raised the error with its own explanation. If the type is a
+            union, such an error is more useful than the errors of the other members of the union.
     """
 
     message: str
@@ -48,32 +48,32 @@ class _Mistake(NamedTuple):
 
     @property
     def message_with_origin(self) -> str:
-        """The message with its origin, in one line."""
+        """Message with the origin of the value, in one line."""
         return to_one_line(self.message if self.origin is None else self.origin.add_to_message(self.message))
 
     @property
     def sort_key(self) -> tuple[int, bool]:
-        """Sort key: the position of the origin, and specific errors before others."""
+        """Key by which mistakes are sorted: the order of the origin, then specific errors before others."""
         return (self.origin.order if self.origin else sys.maxsize, not self.is_specific)
 
 
 def validate_settings(
     model: type[Model], values: Mapping[str, Any], origins: Mapping[KeyPath, Origin] | None = None
 ) -> Model:
-    """Build a config, or the options of a command, from nested values.
+    """Validate nested values, and build a config or the options of a command from them.
 
     Args:
         model: The schema.
-        values: Values as in the YAML file.
-        origins: Origins of values by their path, used in error messages.
+        values: Values, nested as in the YAML file.
+        origins: Origins of the values by path, used in error messages.
 
     Returns:
         An instance of ``model``.
 
     Raises:
         UserError: If there is one mistake.
-        MistakesError: If there are several mistakes. Its lines are sorted by origin, with one line per
-            setting.
+        MultipleMistakesError: If there are several mistakes. Its lines are sorted by origin, with one line
+            per setting.
     """
     origins = origins or {}
     try:
@@ -92,7 +92,11 @@ def validate_settings(
 
 
 def find_setting_mistake(model: type[BaseModel], key: str, value: Any) -> str | None:
-    """Return the error message for a value of one setting, or None if the value is valid."""
+    """Validate the value of a single setting.
+
+    Returns:
+        The error message, or None if the value is valid.
+    """
     try:
         validate_settings(model, keys.nest_dotted_keys({key: value}))
     except UserError as error:
@@ -116,10 +120,11 @@ def describe_unknown_key(model: type[BaseModel], key: str) -> str:
 def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> UserError:
     """Build the exception for one or more mistakes.
 
-    If the values look like another trainer's config, the first line recommends ``portable-train import``.
+    If the values are the content of another trainer's config file, the first line recommends
+    ``portable-train import``.
 
     Args:
-        values: All values. They may be another trainer's config.
+        values: All values that were validated.
         mistakes: The mistakes, sorted by origin.
     """
     lines = list(dict.fromkeys(mistake.message_with_origin for mistake in mistakes))
@@ -133,7 +138,11 @@ def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> Us
 
 
 def _get_setting_path(pydantic_error: Any) -> KeyPath:
-    """Return the path of the setting that an error of pydantic is about: at most section and name."""
+    """Return the path of the setting that an error of pydantic is about.
+
+    The path has at most two names, section and setting, so that errors inside the value of a setting have the
+    same path.
+    """
     return tuple(map(str, pydantic_error["loc"]))[:2] or (str(pydantic_error["msg"]),)
 
 
@@ -144,8 +153,8 @@ def _convert_pydantic_error(
 
     Args:
         model: The schema.
-        values: All values.
-        origins: Origins of values by their path.
+        values: All values that were validated.
+        origins: Origins of the values, by path.
         pydantic_error: An item of ``ValidationError.errors()``.
     """
     path = _remove_pydantic_marks(tuple(map(str, pydantic_error["loc"])), pydantic_error["type"])
@@ -177,9 +186,13 @@ def _convert_pydantic_error(
 
 
 def _remove_pydantic_marks(path: KeyPath, error_type: str) -> KeyPath:
-    """Remove the parts that pydantic adds to the path of an error.
+    """Remove the parts of an error's path that are not keys in the config.
 
-    These are the tags of ``data.eval`` and the mark ``[key]`` of an invalid key in a mapping.
+    pydantic adds the tags of ``data.eval``, and the mark ``[key]`` for an invalid key in a mapping.
+
+    Args:
+        path: Path from pydantic's error.
+        error_type: Type of pydantic's error.
     """
     if path[2:3] in (
         (SINGLE_EVAL_TAG,),
@@ -193,12 +206,12 @@ class _ErrorTarget(NamedTuple):
     """The part of the schema that an error is about.
 
     Attributes:
-        label: Dotted name of the value in messages. Items of a list are labeled by their name, or by a number
-            from 1.
-        setting: The setting. None if the target is an unknown key, a section, or a group of settings in a
-            list.
-        schema: The schema that has the setting: the config, or the group of settings of an item.
-        value: The value of the setting.
+        label: Dotted name of the value, used in error messages. An item of a list has its ``name`` in the
+            label, or its number from 1.
+        setting: The setting that the error is about. None if the error is about an unknown key, a section, or
+            a group of settings in a list.
+        schema: The schema that contains the setting: the config, or the schema of an item.
+        value: The value that the error is about.
     """
 
     label: str
@@ -210,12 +223,12 @@ class _ErrorTarget(NamedTuple):
 def _resolve_error_path(
     schema: type[BaseModel], path: KeyPath, value: Any, *, is_unknown_key: bool
 ) -> _ErrorTarget:
-    """Follow the path of an error through the schema and the values.
+    """Find the setting and the value that the path of an error refers to.
 
     Args:
         schema: The schema of the config.
-        path: Path of the error.
-        value: All values.
+        path: Path of the error, without the marks of pydantic.
+        value: All values that were validated.
         is_unknown_key: Whether the last part of the path is a key that is not in the schema.
     """
     label = ""
@@ -247,14 +260,22 @@ def _resolve_error_path(
 
 
 def _get_item(values: object, name: str) -> Any:
-    """Return an item of a list by its index as text, or of a mapping by its key. None if it is missing."""
+    """Return an item of a list or mapping, or None if it is missing.
+
+    Args:
+        values: List or mapping. The result for other values is None.
+        name: Key, or index as text.
+    """
     if isinstance(values, list | tuple):
         return values[int(name)] if name.isdecimal() and int(name) < len(values) else None
     return values.get(name) if isinstance(values, dict) else None
 
 
 def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Origin | None) -> str:
-    """Return the message for a value of a wrong type or out of range, with advice for common mistakes."""
+    """Return the error message for a value of a wrong type or out of range.
+
+    The message contains advice if the value is a common mistake.
+    """
     message = f"{setting.key} must be {setting.allowed_values}, got {format_short_value(value)}"
     words = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
     if isinstance(value, bool) and setting.choices:
@@ -280,7 +301,7 @@ def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Ori
 
 
 def _describe_wrong_section(model: type[BaseModel], section: str, value: object) -> str:
-    """Return the message for a section whose value is not a mapping, with an example of the correct form."""
+    """Return the error message for a section whose value is not a mapping, with an example value."""
     table = keys.get_setting_fields(model)
     message = (
         f"{section} must be a mapping of {_format_setting_names(model, section)}, got "
@@ -299,7 +320,10 @@ def _describe_wrong_section(model: type[BaseModel], section: str, value: object)
 
 
 def _describe_extra_key(model: type[BaseModel], path: KeyPath) -> str:
-    """Return the message for an unknown key in a file. The key may be dotted, as in a flag."""
+    """Return the error message for an unknown key in a file.
+
+    If the key contains dots, the message explains that a file has nested mappings instead.
+    """
     *parents, name = path
     if "." not in name:
         return describe_unknown_key(model, ".".join(path))
@@ -310,14 +334,17 @@ def _describe_extra_key(model: type[BaseModel], path: KeyPath) -> str:
 
 
 def _format_setting_names(model: type[BaseModel], section: str) -> str:
-    """Return the names in a section (empty for the top level), separated by commas."""
+    """Return the names of the settings in a section, separated by commas.
+
+    If ``section`` is empty, return the names of the top-level settings and of the sections.
+    """
     settings = keys.get_setting_fields(model).values()
     names = [setting.name for setting in settings if setting.section == section]
     return ", ".join(names if section else [*names, *keys.get_section_descriptions(model)])
 
 
 def _format_key(key: str) -> str:
-    """Return a key as it is if it is short and printable, otherwise quoted and truncated."""
+    """Return a key unchanged if it is short and printable. Otherwise, return it quoted and truncated."""
     return key if key.isprintable() and 0 < len(key) <= MAX_VALUE_CHARACTERS else format_short_value(key)
 
 

@@ -1,7 +1,7 @@
-"""Find mistakes in the syntax of a YAML file, with the line to correct.
+"""Explanations of syntax errors in YAML files, with the line to correct.
 
-PyYAML reports the line where its parser stopped, in the terms of the YAML specification. The mistake is often
-in a previous line. For example, if a colon is missing, the parser stops at a later colon.
+PyYAML reports the line at which its parser stopped, in the terms of the YAML specification. The mistake is
+often in a previous line. For example, if a colon is missing, the parser stops at a later colon.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class YamlFault(NamedTuple):
-    """A mistake in a YAML file.
+    """A mistake in the syntax of a YAML file.
 
     Attributes:
-        line_index: Index of the line, starting at 0.
+        line_index: Index of the line with the mistake, from 0.
         reason: Description of the mistake.
-        remedy: Instruction to correct it.
+        remedy: Instruction to correct the mistake.
     """
 
     line_index: int
@@ -77,7 +77,12 @@ def find_yaml_fault(error: yaml.MarkedYAMLError, text: str) -> YamlFault:
 
 
 def _explain_missing_colon(lines: list[str], line_index: int) -> YamlFault:
-    """Explain a line without a colon, or without a space after a dash or colon."""
+    """Explain an error in a line without a colon, or without a space after a dash or colon.
+
+    Args:
+        lines: Lines of the document.
+        line_index: Index of the line with the mistake.
+    """
     text = _remove_comment(lines[line_index])
     if match := re.match(r"-(?=[^\s-])(.+)", text):
         return YamlFault(line_index, f"{text[:60]!r} has no space after the dash", f"write - {match[1][:60]}")
@@ -92,9 +97,14 @@ def _explain_missing_colon(lines: list[str], line_index: int) -> YamlFault:
 
 
 def _explain_unexpected_colon(lines: list[str], line_index: int, column: int) -> YamlFault:
-    """Explain a colon that the parser does not expect.
+    """Explain an error at a colon that the parser did not expect.
 
-    The line has two colons, the line above has none, or the line is indented too far.
+    Either the line has two colons, the line above has no colon, or the line is indented too far.
+
+    Args:
+        lines: Lines of the document.
+        line_index: Index of the line in which the parser stopped.
+        column: Column of the colon.
     """
     text_before_colon = lines[line_index][:column]
     if match := re.search(r":\s+(?!['\"\[{])(\S.*)$", text_before_colon):  # a second colon in the same line
@@ -119,7 +129,9 @@ def _explain_unexpected_colon(lines: list[str], line_index: int, column: int) ->
 
 
 def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> YamlFault:
-    """Explain a line whose indentation differs from the line above, or text after the end of a value.
+    """Explain an error in a line that is indented differently from the line above.
+
+    If the indentation is the same, explain text after the end of a value instead.
 
     Args:
         lines: Lines of the document.
@@ -151,8 +163,10 @@ def _has_content(line: str) -> bool:
 
 
 def _remove_comment(line: str) -> str:
+    """Return a line without its comment and without spaces at both ends."""
     return re.split(r"(?:^|\s)#", line)[0].strip()
 
 
 def _count_leading_spaces(line: str) -> int:
+    """Return the number of spaces with which a line is indented."""
     return len(line) - len(line.lstrip(" "))

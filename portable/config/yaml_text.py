@@ -1,8 +1,9 @@
-"""Read YAML 1.2 as plain values with line numbers: config files, and single values of flags.
+"""Parser for YAML 1.2, which reads config files and the values of flags as plain values with line numbers.
 
-PyYAML implements YAML 1.1: ``3e-4`` is a string, ``no`` is false and ``2020-01-01`` is a date. Scalars here
-follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, tags, and
-recursive or exponentially growing aliases are errors.
+PyYAML implements YAML 1.1, in which ``3e-4`` is a string, ``no`` is false and ``2020-01-01`` is a date. In
+contrast, this module reads scalars by the YAML 1.2 core schema
+(https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, custom tags, and recursive or exponentially
+growing aliases are errors.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 class ScalarRule(NamedTuple):
-    """A rule that determines the type of a plain scalar.
+    """A rule that determines the type of a scalar without quotes.
 
     Attributes:
         tag: Tag of the type without the prefix, such as ``int``.
         pattern: Regular expression that the complete scalar must match.
-        first_characters: Possible first characters. PyYAML uses them to select the rules to try. An empty
-            string represents an empty scalar.
+        first_characters: All characters that a matching scalar can begin with, by which PyYAML selects the
+            rules to try. An empty string in the list means that the rule also applies to an empty scalar.
     """
 
     tag: str
@@ -47,20 +48,20 @@ CORE_SCHEMA = (
     ScalarRule("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
     ScalarRule("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
 )
-"""Rules of the YAML 1.2 core schema. A scalar that matches none of them is text."""
+"""Rules of the YAML 1.2 core schema. A scalar that does not match any rule is text."""
 
 YAML_TAG_PREFIX = "tag:yaml.org,2002:"
 """Prefix of the tags in the core schema."""
 _MAX_NODES = 100_000
-"""Maximum number of values of a document, counting each use of an alias."""
+"""Maximum number of values in a document. The values of an alias count each time that the alias is used."""
 _MAX_DIGITS = 3500
-"""Maximum number of digits of an integer. Python refuses to print longer integers, also in hexadecimal."""
+"""Maximum number of digits of an integer, because Python refuses to print longer integers."""
 _PARSER_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, RecursionError)
 """Exceptions that PyYAML raises for invalid documents."""
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """PyYAML's parser with the scalar rules of YAML 1.2."""
+    """PyYAML's safe loader with the scalar rules of YAML 1.2 instead of YAML 1.1."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -71,11 +72,11 @@ for _tag, _pattern, _first in CORE_SCHEMA:
 
 @dataclass
 class YamlDocument:
-    """A parsed document.
+    """Content of a parsed YAML document, and the line numbers of its keys.
 
     Attributes:
         value: Content of the document as plain values. None if the document is empty.
-        lines: Line number of every key, starting at 1, by the path of the key.
+        lines: Line numbers of all keys, from 1, by the path of the key.
     """
 
     value: Any
@@ -96,7 +97,7 @@ def read_config_text(path: AnyPath, key: str | None = None) -> str:
 
     Args:
         path: The file, on a disk or in an object store.
-        key: Setting that names the file. If given, error messages begin with it.
+        key: Setting that names the file, with which error messages begin. None if no setting names the file.
 
     Raises:
         UserError: If the file cannot be read, is too large, or is not UTF-8 text.
@@ -131,7 +132,7 @@ def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> Yam
     Args:
         text: The document.
         file_name: Name of the file or flag, used in error messages.
-        max_nodes: Maximum number of values, counting each use of an alias.
+        max_nodes: Maximum number of values. The values of an alias count each time that the alias is used.
 
     Raises:
         UserError: If the document is not valid, or too large.
@@ -146,7 +147,7 @@ def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> Yam
 
 
 def parse_yaml_value(text: str) -> Any:
-    """Parse the value of a flag as YAML. A value that is not valid YAML is returned as a string."""
+    """Parse the value of a flag as YAML. If the value is not valid YAML, return it unchanged as a string."""
     try:
         return parse_yaml(text, "value").value
     except UserError:
@@ -154,7 +155,11 @@ def parse_yaml_value(text: str) -> Any:
 
 
 def parse_mapping_or_text(text: str, flag: str) -> Any:
-    """Parse the value of a flag that takes a mapping or text.
+    """Parse the value of a flag as YAML. A value that begins with a brace must be a valid mapping.
+
+    Args:
+        text: Value of the flag.
+        flag: The flag, used in error messages.
 
     Raises:
         UserError: If the text begins with a brace and is not a valid mapping.
@@ -180,12 +185,13 @@ def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
 
 @dataclass
 class _NodeConverter:
-    """Converter from PyYAML's nodes to plain values. It records line numbers.
+    """Converter from PyYAML's nodes to plain values, which also records the line numbers of keys.
 
     Attributes:
-        file_name: Name of the file or flag, used in error messages.
-        max_nodes: Maximum number of nodes to convert, counting each use of an alias.
-        lines: Line number of every key so far, starting at 1, by the path of the key.
+        name: Name of the file or flag, used in error messages.
+        max_nodes: Maximum number of nodes to convert. The nodes of an alias count each time that the alias is
+            used.
+        lines: Line numbers of all keys that have been converted so far, from 1, by the path of the key.
     """
 
     name: str
@@ -195,9 +201,14 @@ class _NodeConverter:
     _num_nodes: int = 0
 
     def convert_node(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Convert a node at ``path`` and the nodes inside it.
+        """Convert a node and all nodes inside it to plain values.
 
-        Raises UserError for recursive aliases, too many nodes, and tags that are not supported.
+        Args:
+            node: Node of PyYAML.
+            path: Path of the node in the document.
+
+        Raises:
+            UserError: If there are recursive aliases, too many nodes, or tags that are not supported.
         """
         self._num_nodes += 1
         # Count nodes, because nested aliases can expand a short file to more than fits in memory.
@@ -210,7 +221,10 @@ class _NodeConverter:
             self._open_node_ids.discard(id(node))
 
     def _convert_by_tag(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Convert a mapping, a list or a scalar. Raises ``UserError`` for a custom tag."""
+        """Convert a mapping, a list or a scalar, depending on the type of the node.
+
+        Raises ``UserError`` for a custom tag.
+        """
         if isinstance(node, yaml.MappingNode) and node.tag == YAML_TAG_PREFIX + "map":
             return self._convert_mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == YAML_TAG_PREFIX + "seq":
@@ -220,7 +234,10 @@ class _NodeConverter:
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config")
 
     def _convert_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        """Convert a mapping, record the lines of its keys, and raise ``UserError`` for a duplicate key."""
+        """Convert a mapping, and record the line numbers of its keys.
+
+        Raises ``UserError`` for a duplicate key, and for a key that is not a scalar.
+        """
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -239,7 +256,8 @@ class _NodeConverter:
     def _convert_scalar(self, node: yaml.ScalarNode) -> Any:
         """Convert a scalar to the type of its tag.
 
-        Raises UserError if it cannot be read or the tag is not allowed.
+        Raises ``UserError`` if the scalar is not valid for this type, or if the tag is not in the core
+        schema.
         """
         kind, text = node.tag.removeprefix(YAML_TAG_PREFIX), str(node.value)
         try:
@@ -260,5 +278,5 @@ class _NodeConverter:
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config")
 
     def _build_error(self, node: yaml.Node, message: str) -> UserError:
-        """Build the error for a node, with its line number."""
+        """Build an error whose message contains the line number of a node."""
         return UserError(to_one_line(f"{self.name}:{node.start_mark.line + 1}: {message}"))

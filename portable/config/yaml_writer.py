@@ -1,4 +1,4 @@
-"""Write configs as YAML that reads back as the same values."""
+"""Functions that write configs and other values as YAML."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LINE_WIDTH = 80
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's writer, which quotes text that YAML 1.1 or 1.2 would read as another type."""
+    """PyYAML's safe dumper, which also quotes text that YAML 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return whether to write out equal values instead of aliases. Always True."""
+        """Return True, so that an object that occurs several times is written each time, without an alias."""
         return True
 
 
@@ -31,7 +31,7 @@ for _tag, _pattern, _first in CORE_SCHEMA:
 
 
 def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
-    """Write a list in one line with brackets, unless it contains lists or mappings."""
+    """Represent a list in one line with brackets, unless it contains lists or mappings."""
     flat = not any(isinstance(item, dict | list) for item in items)
     return dumper.represent_sequence(YAML_TAG_PREFIX + "seq", items, flow_style=flat)
 
@@ -40,9 +40,9 @@ _Dumper.add_representer(list, _represent_list)
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Write every setting of ``config`` as YAML in the order of the schema, with a comment for each section.
+    """Format all settings of a config as YAML in the order of the schema, with a comment for each section.
 
-    In sections whose defaults are all null, settings that are null are omitted.
+    If all defaults of a section are null, its settings that are null are omitted.
     """
     tree, section_descriptions = _nest_settings(config), keys.get_section_descriptions(type(config))
     parts = []
@@ -55,7 +55,7 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _nest_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the values as nested mappings of plain values, in the order of the file."""
+    """Convert a config to nested mappings of plain values, in the order of the YAML file."""
     settings, sections = keys.get_setting_fields(type(config)), keys.get_section_descriptions(type(config))
     tree: dict[str, Any] = {key: config.get(key) for key, setting in settings.items() if not setting.section}
     for section in sections:

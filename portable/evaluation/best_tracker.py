@@ -17,18 +17,18 @@ MAX_LOGGED_CLASSES = 100
 
 @dataclass
 class EvalHistory:
-    """Results of the evaluations so far.
+    """Best evaluation results and the early-stopping counter, which :class:`BestTracker` updates.
 
-    Checkpoints contain the history, so a resumed run makes the same decisions as an uninterrupted one.
+    Checkpoints contain the history, so that a resumed run makes the same decisions as an uninterrupted run.
 
     Attributes:
         metric: Name of the metric that the results belong to.
-        mode: Better direction of the metric, ``min`` or ``max``.
-        step: Step of the last evaluation that was counted.
-        best: Step and value of each of the best evaluations, the best one first.
+        mode: ``max`` if higher values of the metric are better, or ``min`` if lower values are better.
+        step: Step of the last evaluation that was counted. 0 before the first evaluation.
+        best: Step and value of each evaluation whose checkpoint is kept, the best evaluation first.
         mark: Best value so far. None before the first finite value.
-        waited: Number of evaluations since the last improvement by more than the threshold, counted as in
-            transformers.
+        waited: Number of consecutive evaluations that did not improve ``mark`` by more than the threshold.
+            This is the early-stopping counter of transformers.
     """
 
     metric: str = ""
@@ -40,10 +40,13 @@ class EvalHistory:
 
     @classmethod
     def from_json(cls, stored: Any) -> EvalHistory:
-        """Restore the history that a checkpoint stores.
+        """Restore the history from the result of :meth:`to_json` in a checkpoint.
+
+        Args:
+            stored: Parsed JSON.
 
         Returns:
-            The stored history, or an empty one if ``stored`` does not have the expected fields.
+            The stored history. If ``stored`` does not have the expected fields, an empty history.
         """
         try:
             best = [(int(step), float(value)) for step, value in stored["best"]]
@@ -66,11 +69,11 @@ class EvalHistory:
 
 @dataclass(frozen=True)
 class EvalDecision:
-    """Decisions that follow from an evaluation.
+    """Decisions that :class:`BestTracker` makes after an evaluation.
 
     Attributes:
-        save: Whether to save the checkpoint of this step.
-        stop: Whether to end the run.
+        save: Whether to save a checkpoint of this step, because it is one of the best.
+        stop: Whether to end the run, because the metric has not improved for too long.
     """
 
     save: bool = False
@@ -83,11 +86,12 @@ class BestTracker:
 
     Attributes:
         metric: Name of the value to compare, as in ``metrics.jsonl``.
-        mode: Better direction of the value, ``min`` or ``max``.
+        mode: ``max`` if higher values are better, or ``min`` if lower values are better.
         keep_best: Number of best checkpoints to keep.
-        patience: Number of consecutive evaluations without an improvement that end the run. None disables
-            early stopping.
-        threshold: Difference that a value has to exceed to count as an improvement.
+        patience: Number of consecutive evaluations without an improvement after which the run ends. None
+            disables early stopping.
+        threshold: A value only counts as an improvement if it is better than the best previous value by more
+            than this difference.
     """
 
     metric: str
@@ -97,21 +101,22 @@ class BestTracker:
     threshold: float = 0.0
 
     def __call__(self, eval_history: EvalHistory, step: int, values: Mapping[str, Any]) -> EvalDecision:
-        """Count an evaluation in ``eval_history`` and decide what follows from it.
+        """Add an evaluation to ``eval_history``, and decide whether to save a checkpoint and whether to stop.
 
-        An evaluation at a step that was already counted returns the previous decision to stop.
+        An evaluation at a step that was already counted, for example after a resume, does not change the
+        history. Its decision is not to save, and to stop if early stopping has already ended the run.
 
         Args:
-            eval_history: History that is updated in place. It is reset if it belongs to another metric or
-                mode.
+            eval_history: History that is updated in place. It is reset first if it belongs to another metric
+                or mode.
             step: Step of the evaluation.
             values: Values of the evaluation by name.
 
         Returns:
-            Whether to save the checkpoint of this step, and whether to end the run.
+            The decision.
 
         Raises:
-            UserError: If the evaluation has no number with the name ``metric``.
+            UserError: If ``values`` does not contain a number for ``metric``.
         """
         if (eval_history.metric, eval_history.mode) != (self.metric, self.mode):
             # Reset the history, because it belongs to another metric or mode.
@@ -140,6 +145,9 @@ class BestTracker:
         return EvalDecision(save, self.should_end_run(eval_history))
 
     def should_end_run(self, eval_history: EvalHistory) -> bool:
-        """Return whether ``patience`` evaluations in a row did not improve the value."""
+        """Return whether the last ``patience`` evaluations in a row did not improve the value.
+
+        False if early stopping is disabled, or if the history belongs to another metric or mode.
+        """
         compares_same_metric = (eval_history.metric, eval_history.mode) == (self.metric, self.mode)
         return self.patience is not None and compares_same_metric and eval_history.waited >= self.patience

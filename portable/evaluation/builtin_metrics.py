@@ -1,4 +1,4 @@
-"""Metrics that ``train.metrics`` selects by name, for each task."""
+"""Built-in metrics for each task, which ``train.metrics`` selects by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class MetricSettings:
     """Settings that the metrics of a run depend on.
 
     Attributes:
-        task: ``model.task``, or the problem type of a classifier.
+        task: ``model.task``, or for sequence classification the problem type of the classifier. A key of
+            :data:`METRIC_BUILDERS`.
         classes: Names of the classes, in the order of their ids.
         tokenizer: Tokenizer that decodes generated tokens.
         user_loss: Whether ``train.loss`` replaces the cross-entropy.
@@ -50,7 +51,7 @@ class MetricSettings:
 
 
 class Perplexity:
-    """Exponential of the mean loss."""
+    """Perplexity metric: the exponential of the mean loss per token."""
 
     needs = None
     higher_is_better = False
@@ -66,9 +67,9 @@ class Perplexity:
 
 
 class Accuracy:
-    """Fraction of labels that are predicted correctly.
+    """Accuracy metric: the fraction of labels that are predicted correctly.
 
-    A label belongs to a token or, for a classifier, to a text.
+    There is one label per token in a language model, and one label per text in a classifier.
     """
 
     needs = "predictions"
@@ -87,7 +88,7 @@ class Accuracy:
 
 
 class _ConfusionCounts:
-    """Base class of metrics that are computed from the counts of a confusion matrix."""
+    """Base class of metrics that are computed from a confusion matrix, for single-label classification."""
 
     needs = "predictions"
 
@@ -95,7 +96,12 @@ class _ConfusionCounts:
         self.classes = setting.classes
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count how often each label (row) gets each prediction (column), int64 ``[classes, classes]``."""
+        """Compute the confusion matrix of a micro-batch.
+
+        Returns:
+            ``counts``, int64 ``[classes, classes]``. The element ``[i, j]`` is the number of texts with label
+            ``i`` for which the model predicts ``j``.
+        """
         count, labels, predictions = len(self.classes), batch["labels"], outputs.predictions
         assert predictions is not None
         valid = labels != IGNORED_LABEL
@@ -106,7 +112,7 @@ class _ConfusionCounts:
 
 
 class Confusion(_ConfusionCounts):
-    """Confusion matrix with a row for each class of the data and a column for each prediction.
+    """Confusion-matrix metric, with a row for each label and a column for each predicted class.
 
     The matrix is omitted if there are more than 100 classes, because it would fill the log.
     """
@@ -114,9 +120,9 @@ class Confusion(_ConfusionCounts):
     names = ()  # the matrix is not a number that can be compared
 
     def values(self, totals: Totals) -> dict[str, Any]:
-        """Return the names of the classes and the counts.
+        """Return the matrix under the key ``confusion``, together with the names of the classes.
 
-        Empty if there are more than :data:`MAX_LOGGED_CLASSES` classes.
+        Returns an empty dictionary if there are more than :data:`MAX_LOGGED_CLASSES` classes.
         """
         if len(self.classes) > MAX_LOGGED_CLASSES:
             return {}
@@ -125,7 +131,10 @@ class Confusion(_ConfusionCounts):
 
 
 class F1(_ConfusionCounts):
-    """F1 of each class, and ``f1``, the mean over the classes that occur in the labels or the predictions."""
+    """F1 metric for single-label classification: the F1 of each class, and their mean.
+
+    The mean, ``f1``, only includes the classes that occur in the labels or the predictions.
+    """
 
     higher_is_better = True
 
@@ -135,7 +144,7 @@ class F1(_ConfusionCounts):
         return ("f1", *(f"f1.{name}" for name in self.classes))
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the F1 of each class and the mean."""
+        """Return the F1 of each class and their mean, keyed by ``names``."""
         counts = totals["counts"]
         return _compute_f1(counts.diagonal(), counts.sum(dim=0), counts.sum(dim=1), self.classes, "f1")
 
@@ -143,14 +152,17 @@ class F1(_ConfusionCounts):
 def _compute_f1(
     right: Tensor, predicted: Tensor, present: Tensor, classes: Sequence[str], macro_name: str
 ) -> dict[str, float]:
-    """Compute the F1 of each class, and the mean over the classes that occur.
+    """Compute the F1 of each class, and the mean over the classes that occur in labels or predictions.
 
     Args:
-        right: Number of correct predictions of each class.
-        predicted: Number of predictions of each class.
-        present: Number of labels of each class.
+        right: Number of correct predictions of each class, ``[classes]``.
+        predicted: Number of predictions of each class, ``[classes]``.
+        present: Number of labels of each class, ``[classes]``.
         classes: Names of the classes.
-        macro_name: Name of the mean.
+        macro_name: Key of the mean in the result.
+
+    Returns:
+        The mean under ``macro_name``, and the F1 of each class under ``f1.CLASS``.
     """
     f1_by_class = divide_or_zero(2 * right, predicted + present)
     is_present = (predicted + present) > 0
@@ -162,35 +174,33 @@ def _compute_f1(
 
 
 class SubsetAccuracy:
-    """Fraction of texts whose predicted set of classes is exactly right.
-
-    A text may have several classes.
-    """
+    """Accuracy metric for multi-label classification: the fraction of texts whose classes are all correct."""
 
     needs = "logits"
     higher_is_better = True
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count the texts.
+        """Count the texts with labels, and the texts for which all predictions are correct.
 
         Returns:
-            ``rows``, the number of texts with labels, and ``right``, the number of texts whose decisions are
-            all correct.
+            ``rows``, the number of texts with labels, and ``right``, the number of texts among them for which
+            the model predicts exactly the labeled classes. Classes without a label do not count.
         """
         predictions, targets, valid = _compare_multilabel(outputs, batch)
         rows = valid.any(dim=-1)
         return {"right": (((predictions == targets) | ~valid).all(dim=-1) & rows).sum(), "rows": rows.sum()}
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the fraction of texts whose decisions are all correct."""
+        """Return the fraction of texts for which all predictions are correct."""
         return {"accuracy": float(totals["right"]) / max(float(totals["rows"]), 1)}
 
 
 class MultilabelF1:
-    """F1 over all decisions (micro), its mean over classes (macro), and of each class.
+    """F1 metric for multi-label classification: micro F1, macro F1, and the F1 of each class.
 
-    A text may have several classes.
+    Each pair of a text and a class is a binary prediction. Micro F1 is computed over all pairs. Macro F1 is
+    the mean of the F1 of all classes.
     """
 
     needs = "logits"
@@ -218,7 +228,7 @@ class MultilabelF1:
         }
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the F1 values."""
+        """Return micro F1, macro F1 and the F1 of each class, keyed by ``names``."""
         right, predicted, present = (totals[name] for name in ("right", "predicted", "present"))
         micro = float(divide_or_zero(2 * right.sum(), predicted.sum() + present.sum()))
         values = _compute_f1(right, predicted, present, self.classes, "f1_macro")
@@ -228,12 +238,12 @@ class MultilabelF1:
 
 
 class _MultilabelDecisions(NamedTuple):
-    """Decisions about each class of each text, bool ``[texts, classes]``.
+    """Predictions and labels for each class of each text, bool ``[texts, classes]``.
 
     Attributes:
-        predictions: Whether the classifier predicts the class.
-        targets: Whether the text has the class.
-        valid: Whether there is a label.
+        predictions: Whether the classifier predicts the class for the text.
+        targets: Whether the text is labeled with the class.
+        valid: Whether the text has a label for the class. If not, the other two values must not count.
     """
 
     predictions: Tensor
@@ -242,22 +252,31 @@ class _MultilabelDecisions(NamedTuple):
 
 
 def _compare_multilabel(outputs: Outputs, batch: Batch) -> _MultilabelDecisions:
-    """Compare the predicted classes of each text with its labels."""
+    """Convert logits and labels of a multi-label classifier to booleans.
+
+    Args:
+        outputs: Outputs with logits ``[texts, classes]``.
+        batch: Batch whose labels are floats ``[texts, classes]``, with NaN for a missing label.
+    """
     assert outputs.logits is not None
     labels = batch["labels"]
     return _MultilabelDecisions(outputs.logits.float() > 0, labels > 0.5, ~labels.isnan())
 
 
 class _RegressionErrorSums:
-    """Base class of regression metrics.
+    """Base class of regression metrics, which are computed from sums of errors and labels.
 
-    The sums are float64 ``[numbers]``, one for each output of the model.
+    Each sum is a tensor ``[numbers]`` with one element for each number that the model predicts for a text.
     """
 
     needs = "logits"
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Compute the sums of the errors, the labels and the squared labels of a micro-batch."""
+        """Compute sums over a micro-batch: of the errors, the labels, the squared labels, and their count.
+
+        The squared labels are split into two float64 sums, high and low parts, because the variance of the
+        labels would otherwise lose its precision.
+        """
         assert outputs.logits is not None
         labels = batch["labels"].double()
         labels = labels if labels.dim() > 1 else labels[:, None]
@@ -279,7 +298,7 @@ class _RegressionErrorSums:
 
 
 class MeanSquaredError(_RegressionErrorSums):
-    """Mean squared error over all numbers."""
+    """Mean-squared-error metric, which is averaged over all texts and predicted numbers."""
 
     higher_is_better = False
     names = ("mse",)
@@ -290,7 +309,7 @@ class MeanSquaredError(_RegressionErrorSums):
 
 
 class MeanAbsoluteError(_RegressionErrorSums):
-    """Mean absolute error over all numbers."""
+    """Mean-absolute-error metric, which is averaged over all texts and predicted numbers."""
 
     higher_is_better = False
     names = ("mae",)
@@ -301,38 +320,36 @@ class MeanAbsoluteError(_RegressionErrorSums):
 
 
 class R2(_RegressionErrorSums):
-    """Coefficient of determination: the explained fraction of the label variance, averaged over the outputs.
+    """Coefficient of determination (R2): the fraction of the label variance that the model explains.
 
-    Degenerate cases return the same values as scikit-learn. If the labels do not vary, the value is 1.0 for
-    exact predictions and 0.0 otherwise. With fewer than two samples, it is NaN.
+    If a model predicts several numbers, their coefficients are averaged. Degenerate cases have the same
+    values as in scikit-learn: if the labels do not vary, 1.0 for exact predictions and 0.0 otherwise. NaN for
+    fewer than two labels.
     """
 
     higher_is_better = True
     names = ("r2",)
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the coefficient of determination, averaged over the outputs.
-
-        Reads the totals on the host.
-        """
+        """Return the coefficient of determination, averaged over the numbers that the model predicts."""
         names = "squared", "count", "sum", "high parts of squares", "low parts of squares"
         columns = list(zip(*(totals[name].tolist() for name in names), strict=True))
         return {"r2": sum(_compute_r2(*column) for column in columns) / len(columns)}
 
 
 def _compute_r2(squared: float, count: float, total: float, high: float, low: float) -> float:
-    """Compute the coefficient of determination of one output.
+    """Compute the coefficient of determination for one of the numbers that the model predicts.
 
     Args:
         squared: Sum of the squared errors.
         count: Number of labels.
         total: Sum of the labels.
         high: Sum of the high parts of the squared labels.
-        low: Sum of the low parts of the squared labels.
+        low: Sum of the low parts of the squared labels. ``high + low`` is the sum of the squared labels.
 
     Returns:
-        The coefficient. NaN for fewer than two labels or sums that are not finite. If all labels are equal, 1
-        if the errors are 0, otherwise 0.
+        The coefficient. NaN if there are fewer than two labels, or if a sum is not finite. If all labels are
+        equal, 1 if all errors are 0, otherwise 0.
     """
     if count < 2 or not all(map(math.isfinite, (squared, total, high, low))):
         return math.nan
@@ -360,8 +377,10 @@ METRIC_BUILDERS: dict[str, dict[str, Callable[[MetricSettings], Metric]]] = {
         "r2": lambda _: R2(),
     },
 }
-"""Functions that build the metrics of each task, by the name of the metric. By default, all of them are
-computed. None of them generates text.
+"""Functions that build the metrics of each task. The keys are the task and the name of the metric.
+
+By default, a run computes all metrics of its task in this table. Metrics of generated text are not part of
+the table, because generation takes much longer than a forward pass.
 """
 
 
@@ -369,15 +388,16 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
     """Build the metrics that ``train.metrics`` selects.
 
     Args:
-        names: Names and import paths of metrics. If None, all metrics of the task, or only the loss if
+        names: Names and import paths of metrics. The name ``loss`` is ignored, because every evaluation
+            computes the loss. If ``names`` is None, all metrics of the task are built, or none if
             ``train.loss`` is set.
         settings: Settings that the metrics depend on.
 
     Returns:
-        The metrics. The loss is always part of an evaluation, so the name ``loss`` adds nothing.
+        The metrics.
 
     Raises:
-        UserError: If the task has no metric with a name, or an import path does not lead to a metric.
+        UserError: If a name is not a metric of the task, or if an import path does not lead to a metric.
     """
     builders = {
         name: make
@@ -389,7 +409,8 @@ def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> Metr
         from portable.evaluation.generation import TEXT_METRICS, TextMetrics
 
         text_metrics = TEXT_METRICS
-    # With a custom loss, predictions need all logits. The loss itself may not need them.
+    # With a custom loss, no metric is computed by default, because predictions require all logits, and the
+    # loss itself may not need them.
     default = () if settings.user_loss else builders
     for name in default if names is None else names:
         if name == "loss":  # every evaluation computes the loss

@@ -1,9 +1,9 @@
 """Metrics of generated text, for encoder-decoder models.
 
-Texts are decoded greedily, without a cache. A pass of the model predicts every position from a guess of the
-preceding tokens, and the predictions are the next guess. After ``n`` passes the first ``n`` tokens are final,
-so the guess reaches the greedy text after at most one pass per token. Each pass has the shapes of an ordinary
-evaluation pass, so generation works on every engine.
+Texts are decoded greedily and without a key-value cache, by fixed-point iteration. Each forward pass predicts
+the token at every position from a guess of the preceding tokens, and the predictions become the next guess.
+After ``n`` passes, the first ``n`` tokens are final, so at most one pass per token is needed. Each pass has
+the shapes of an ordinary evaluation pass, so generation works on every engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compute_rouge_l(text: str, target: str) -> float:
         target: Target text.
 
     Returns:
-        A value from 0 to 1. 0 if no word is common.
+        A value from 0 to 1. 0 if the texts have no word in common.
     """
     words, target_words = _WORD.findall(text.lower()), _WORD.findall(target.lower())
     row = [0] * (len(target_words) + 1)
@@ -62,17 +62,18 @@ TEXT_METRICS: dict[str, Callable[[str, str], float]] = {
     "exact_match": compute_exact_match,
     "rouge_l": compute_rouge_l,
 }
-"""Functions that rate a generated text by its target, by the name of the metric. The metric is the mean over
-texts, and higher values are better.
+"""Functions that score a generated text against its target text, keyed by the name of the metric.
+
+The value of the metric is the mean score over all texts. Higher values are better.
 """
 
 
 @dataclass(frozen=True)
 class TextMetrics:
-    """Metrics of the text that a run's model generates.
+    """Metrics of the text that the model in training generates.
 
     Attributes:
-        names: Keys of ``TEXT_METRICS``.
+        names: Names of the metrics, which are keys of :data:`TEXT_METRICS`.
         tokenizer: Tokenizer that decodes the tokens.
     """
 
@@ -82,7 +83,7 @@ class TextMetrics:
     def compute_sums(
         self, backend: Backend, engine: Engine, batch: Batch, device_batch: Batch
     ) -> dict[str, float]:
-        """Generate texts for a micro-batch and add up their metrics. All ranks have to call this method.
+        """Generate texts for a micro-batch, and sum their scores. Must be called on all ranks.
 
         Args:
             backend: Backend of the run.
@@ -91,7 +92,8 @@ class TextMetrics:
             device_batch: The same micro-batch on the device.
 
         Returns:
-            Number of texts with a target as ``texts``, and the sum of each metric by name.
+            The number of texts with a target under the key ``texts``, and the sum of the scores of each
+            metric under its name.
         """
         end = self.tokenizer.eos_token_id
         tokens = generate_greedily(backend, engine, batch, device_batch, end)
@@ -105,11 +107,15 @@ class TextMetrics:
         return totals
 
     def _decode_tokens(self, tokens: list[int]) -> str:
+        """Decode token ids without special tokens."""
         return decode(self.tokenizer, tokens, skip_special_tokens=True)
 
 
 class _PredictionReader:
-    """Measure that returns the predictions of a pass. See :class:`portable.model.loss.MicroBatchMeasure`."""
+    """Measure that returns the most likely token at each position of an evaluation pass as ``guess``.
+
+    Implements :class:`portable.model.loss.MicroBatchMeasure`.
+    """
 
     needs: Literal["logits", "predictions"] | None = "predictions"
     pass_name = "generation"
@@ -122,19 +128,21 @@ class _PredictionReader:
 def generate_greedily(
     backend: Backend, engine: Engine, batch: Batch, device_batch: Batch, end_token: int | None
 ) -> Tensor:
-    """Generate the most likely tokens after the first decoder input of each row.
+    """Generate a target text for each row of a micro-batch with greedy decoding.
 
-    All ranks have to call this function, because they stop together.
+    The decoder starts from the first token of ``decoder_input_ids``. Must be called on all ranks, because
+    they run the same number of passes.
 
     Args:
         backend: Backend of the run.
         engine: Engine with the model.
         batch: Micro-batch on the host.
         device_batch: The same micro-batch on the device.
-        end_token: End-of-sequence token. It also fills the rest of the row. None if no token does.
+        end_token: Id of the end-of-sequence token. After its first occurrence in a row, the rest of the row
+            is filled with it. None if the tokenizer has no such token.
 
     Returns:
-        Tokens, int64 ``[rows, tokens]`` on the host, with the shape of the labels.
+        Token ids, int64 ``[rows, tokens]`` on the host. The shape is the same as of the labels.
     """
     guess = torch.zeros_like(batch["labels"])
     for _ in range(guess.shape[1]):

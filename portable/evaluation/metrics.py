@@ -1,8 +1,9 @@
 """Evaluation of a model, and metrics that are computed from sums over the evaluation set.
 
-A metric adds up sums over micro-batches, and computes its values from the totals at the end. The sums stay on
-the device, so an evaluation reads from the device only once. The values do not depend on the number of ranks,
-the size of a micro-batch, or the padding.
+A metric computes sums for each micro-batch, for example the number of correct predictions. The sums of all
+micro-batches and ranks are added up, and the metric computes its values from these totals. Therefore, the
+values do not depend on the number of ranks, the size of a micro-batch, or the padding. Since the sums stay on
+the device until the end, an evaluation reads from the device only once.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ if TYPE_CHECKING:
     from portable.model.training_loss import Outputs
 
 Totals = Mapping[str, "Tensor"]
-"""Sums over the evaluation set by name, on the host: float64, with the shapes of a micro-batch's sums."""
+"""Sums over the complete evaluation set, keyed by name: float64 tensors on the host.
+
+The shapes are the shapes of the sums of a micro-batch.
+"""
 LABELS, LOSS, WEIGHTS = "labels", "loss", "weights"
-"""Names of totals. Every metric gets the number of valid labels and the summed loss. ``weights`` is the
-divisor of the loss, which may differ from the number of labels if ``train.loss`` is set.
+"""Names of totals that are always computed: number of valid labels, summed loss, and divisor of the loss.
+
+The divisor may differ from the number of labels if ``train.loss`` is set. Every metric receives the first
+two.
 """
 
 
@@ -43,11 +49,11 @@ class Metric(Protocol):
 
     A metric may also have these attributes:
 
-    - ``needs``: ``"predictions"``, ``"logits"`` (the default), or None. Predictions are the most likely class
-      of each position, and need no more memory than the loss. With logits, a language model keeps all logits
-      of a micro-batch in memory.
+    - ``needs``: Outputs of the model that :meth:`sums` reads: ``"predictions"``, ``"logits"`` (the default),
+      or None. Predictions are the most likely class at each position, and require no more memory than the
+      loss. With ``"logits"``, all logits of a micro-batch are in memory at the same time.
     - ``higher_is_better``: Whether higher values are better. ``checkpoint.best_mode: auto`` reads it.
-    - ``names``: Names of the values.
+    - ``names``: Names of the values that :meth:`values` returns.
     """
 
     def sums(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
@@ -62,36 +68,42 @@ class Metric(Protocol):
             batch: Micro-batch on the device.
 
         Returns:
-            Sums by name, integers or floats. Names and shapes must be equal for all micro-batches.
+            Sums of integers or floats, keyed by name. The names and shapes must be the same for all
+            micro-batches.
         """
 
     def values(self, totals: Totals) -> Mapping[str, float]:
-        """Compute the values by name.
+        """Compute the values of the metric at the end of an evaluation.
 
         Args:
-            totals: Totals of the sums, and of ``labels`` and ``loss``. See :data:`Totals`.
+            totals: Sums over all micro-batches of all ranks, keyed by the names from :meth:`sums`. Also
+                contains ``labels``, the number of valid labels, and ``loss``, the summed loss.
+
+        Returns:
+            Values, keyed by their names in ``metrics.jsonl``.
         """
 
 
 @dataclass(frozen=True)
 class RatioMetric:
-    """Metric that is defined by a function, and whose values are quotients of two sums.
+    """Metric that calls a custom function for each micro-batch, and divides a sum by a count.
 
     Attributes:
-        function: Function that returns a sum and its divisor for each name, computed from a micro-batch.
+        function: Function of the outputs and a micro-batch. It returns a sum and its count for each value of
+            the metric, keyed by the name of the value.
     """
 
     function: Callable[[Outputs, Batch], Mapping[str, tuple[Tensor, Tensor]]]
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Call the function and return the sums and their divisors.
+        """Call the function, and return the sums and counts under separate names.
 
         Args:
             outputs: Outputs of the model.
             batch: Micro-batch on the device.
 
         Returns:
-            ``sum of NAME`` and ``count of NAME`` for each name.
+            Entries ``sum of NAME`` and ``count of NAME`` for each name.
 
         Raises:
             TypeError: If the function does not return a mapping from names to pairs.
@@ -108,16 +120,18 @@ class RatioMetric:
         return sums | {f"count of {name}": pair[1] for name, pair in pairs.items()}
 
     def values(self, totals: Totals) -> dict[str, float]:
-        """Return the quotient for each name."""
+        """Return the total sum divided by the total count for each name."""
         names = [key.removeprefix("sum of ") for key in totals if key.startswith("sum of ")]
         return {name: float(totals[f"sum of {name}"] / totals[f"count of {name}"]) for name in names}
 
 
 class MetricSet:
-    """All metrics of a run as one measure that an engine calls on each micro-batch.
+    """Set of all metrics of a run. An engine calls it on each micro-batch of an evaluation.
+
+    Implements :class:`portable.model.loss.MicroBatchMeasure`.
 
     Args:
-        metrics: Metrics by name.
+        metrics: Metrics, keyed by name.
         texts: Metrics of generated text. None if there are none.
     """
 
@@ -132,14 +146,14 @@ class MetricSet:
         )
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Compute the sums of all metrics for a micro-batch.
+        """Compute the sums of all metrics for a micro-batch, except for metrics of generated text.
 
         Args:
             outputs: Outputs of the model that ``needs`` names.
             batch: Micro-batch on the device.
 
         Returns:
-            Sums with the keys ``metric/name``.
+            Sums, keyed by ``METRIC/NAME``, where ``NAME`` is the metric's own name for the sum.
         """
         return {
             f"{name}/{key}": value
@@ -151,10 +165,12 @@ class MetricSet:
         """Compute the values of all metrics from the totals.
 
         Args:
-            totals: Totals by name, on the host.
+            totals: Totals on the host, keyed by the names from :meth:`__call__`. Also contains ``labels``,
+                ``loss``, and optionally ``weights``, the sums that a custom loss logs, and the sums of
+                generated texts.
 
         Returns:
-            Values by name, with the mean loss first.
+            Values, keyed by their names in ``metrics.jsonl``. The mean loss is first.
 
         Raises:
             UserError: If two metrics have a value with the same name.
@@ -182,13 +198,13 @@ class MetricSet:
         return results
 
     def get_better_direction(self, value_name: str) -> Literal["min", "max"] | None:
-        """Return the better direction of a value.
+        """Return whether lower or higher values are better.
 
         Args:
-            value_name: Name of a value.
+            value_name: Name of a value in the result of an evaluation, such as ``f1`` or ``f1.CLASS``.
 
         Returns:
-            ``min`` or ``max``. None if the metric does not define it.
+            ``min`` if lower values are better, or ``max``. None if the metric does not define it.
         """
         higher = {"loss": False} | dict.fromkeys(() if self.texts is None else self.texts.names, True)
         for name, metric in self._metrics.items():
@@ -199,7 +215,7 @@ class MetricSet:
 
     @property
     def value_names(self) -> list[str] | None:
-        """Names of all values. None if a custom metric does not define its names."""
+        """Names of all values of an evaluation. None if a custom metric does not define ``names``."""
         names_by_metric = [getattr(metric, "names", None) for metric in self._metrics.values()]
         generated = () if self.texts is None else self.texts.names
         if None in names_by_metric:
@@ -208,7 +224,7 @@ class MetricSet:
 
 
 LOSS_ONLY = MetricSet()
-"""Measure without metrics: it computes only the loss."""
+"""Set without metrics, for an evaluation that computes only the loss."""
 
 
 def load_user_metric(path: str) -> Metric:
@@ -219,7 +235,8 @@ def load_user_metric(path: str) -> Metric:
             :class:`RatioMetric`.
 
     Returns:
-        The metric. Its exceptions are reported as errors of ``train.metrics``.
+        A wrapper of the metric that converts exceptions of the custom code to a UserError about
+        ``train.metrics``.
 
     Raises:
         UserError: If the path does not lead to a metric, or if the value of the attribute ``needs`` is not
@@ -244,7 +261,14 @@ def load_user_metric(path: str) -> Metric:
 
 
 class _UserMetric:
-    """Wrapper of a custom metric that reports its exceptions as errors of the setting."""
+    """Wrapper of a custom metric that converts exceptions of its methods to a UserError.
+
+    Sums are moved to the device of the batch, and scalar tensors among the values become numbers.
+
+    Args:
+        key: Setting and import path, with which the error message begins.
+        metric: Custom metric.
+    """
 
     def __init__(self, key: str, metric: Metric) -> None:
         self._key = key
@@ -265,12 +289,12 @@ class _UserMetric:
 
 
 def compute_exp_or_inf(exponent: float) -> float:
-    """Return the exponential, or infinity if it overflows."""
+    """Return e to the power of ``exponent``, or infinity if the result would overflow."""
     return math.exp(exponent) if exponent < 700 else math.inf
 
 
 def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide elementwise. The quotient is 0 if the denominator is 0."""
+    """Divide elementwise. If a denominator is 0, its quotient is 0. Denominators must not be negative."""
     return torch.where(denominator > 0, numerator / denominator.clamp(min=1e-300), 0.0)
 
 
@@ -279,7 +303,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate a model on the micro-batches of all ranks.
 
-    All ranks have to call this function with the same number of micro-batches, and get the same values.
+    Must be called on all ranks with the same number of micro-batches. The result is the same on all ranks.
 
     Args:
         backend: Backend of the run.
@@ -288,8 +312,8 @@ def evaluate(
         metric_set: Metrics to compute.
 
     Returns:
-        Values of all metrics by name. ``loss`` is the mean over all valid labels, or over the weights of a
-        custom loss.
+        Values of all metrics, keyed by name. ``loss`` is the summed loss divided by the number of valid
+        labels, or by the sum of the weights of a custom loss.
     """
     totals: dict[str, Tensor] = {}
     texts: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""The keys of an ``accelerate config`` file, and the environment variables that ``accelerate launch`` sets.
+"""Table of the keys of an ``accelerate config`` file, and of the variables that ``accelerate launch`` sets.
 
-The file defines launch and sharding, but not model, data or training. As in Accelerate, the sections for FSDP
-and DeepSpeed apply only if ``distributed_type`` names them.
+The file defines launch and sharding, but not the model, the data or the training. As in Accelerate, the
+sections for FSDP and DeepSpeed only apply if ``distributed_type`` names them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys, KeyPath
 
 FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""FSDP strategies, in the order of Accelerate's numbers. The numbers begin at 1."""
+"""FSDP strategies, in the order of the numbers by which Accelerate's files may name them, from 1."""
 SHARDING_WORDS = {word: name for n, name in enumerate(FSDP_STRATEGIES, 1) for word in (str(n), name)}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
 START_ON_EVERY_HOST = "start it on every host of the slice, as described in docs/tpu.md"
@@ -49,12 +49,12 @@ ONLY_LAYERS_WRAPPED = "under SPMD nothing is wrapped, and each transformer layer
 
 
 def get_distributed_type(file: ForeignFile) -> str:
-    """Return the distributed type of a file, in capitals. The default is ``NO``."""
+    """Return ``distributed_type`` of a file in capitals, or ``NO`` if it is not set."""
     return str(file.values.get("distributed_type", "NO")).upper()
 
 
 def is_for_xla(file: ForeignFile) -> bool:
-    """Return whether a file is for TPUs, or for FSDP under XLA."""
+    """Return whether a file is for TPUs, or enables XLA for FSDP."""
     sections = (file.values, file.values.get("fsdp_config"))
     return get_distributed_type(file) in ("XLA", "TPU") or any(
         isinstance(section, dict) and section.get("xla") is True for section in sections
@@ -62,23 +62,24 @@ def is_for_xla(file: ForeignFile) -> bool:
 
 
 def uses_deepspeed_json(file: ForeignFile) -> bool:
-    """Return whether a file names a DeepSpeed JSON. The JSON then replaces the other DeepSpeed keys."""
+    """Return whether a file names a DeepSpeed JSON, which replaces the other DeepSpeed keys of the file."""
     return file.get_value("deepspeed_config.deepspeed_config_file") not in (*EMPTY_VALUES, "none")
 
 
 def get_zero_stage(file: ForeignFile) -> int:
-    """Return the ZeRO stage of a file.
+    """Return the ZeRO stage of a file. The default is 2.
 
-    It is assumed to be 3 if the stage is in a DeepSpeed JSON, because the JSON is not read here.
+    Returns 3, the stage that allows the most settings, if the stage is in a DeepSpeed JSON, because the JSON
+    is not read here.
     """
     stage = str(file.get_value("deepspeed_config.zero_stage", 2))
     return int(stage) if stage in "0123" and not uses_deepspeed_json(file) else 3
 
 
 def parse_quoted_number(value: Any) -> Any:
-    """Parse a number in quotes. Other values are returned unchanged.
+    """Convert a string that contains a number to the number. Other values are returned unchanged.
 
-    Accelerate accepts quoted numbers, because it reads them from environment variables.
+    Accelerate accepts such strings, because it passes all values in environment variables.
     """
     try:
         number = float(value) if isinstance(value, str) else value
@@ -89,20 +90,20 @@ def parse_quoted_number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class TpuLauncherKey(CounterpartlessKey):
-    """A key for starting TPU hosts. It is refused under XLA, and otherwise has no effect.
+    """A key with which Accelerate starts TPU hosts. It is refused for TPUs, and otherwise has no effect.
 
     Attributes:
-        advice: End of the error message under XLA.
+        advice: Advice at the end of the error message for TPUs.
     """
 
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Raise an exception, because no value is converted.
+        """Raise an exception, because no value can be converted.
 
         Raises:
-            NoCounterpart: Under XLA.
-            NoEffect: Otherwise.
+            NoCounterpart: If the file is for TPUs.
+            NoEffect: If it is not.
         """
         if is_for_xla(file):
             raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
@@ -110,15 +111,19 @@ class TpuLauncherKey(CounterpartlessKey):
 
     @property
     def remedy(self) -> str:
-        """The advice."""
+        """Advice at the end of the error message."""
         return self.advice
 
 
 def convert_sharding_strategy(value: Any, file: ForeignFile) -> Any:
     """Convert ``fsdp_sharding_strategy`` (FSDP1) or ``fsdp_reshard_after_forward`` (FSDP2) to the strategy.
 
+    Returns:
+        Value of ``strategy``. None if the value is empty.
+
     Raises:
-        NoEffect: If the key belongs to the other version of FSDP than ``fsdp_version``.
+        NoEffect: If Accelerate does not read the key with the ``fsdp_version`` of the file.
+        NoCounterpart: If the value is unknown.
     """
     version = str(file.get_value("fsdp_config.fsdp_version", file.get_value("fsdp_version", 1)))
     is_key_of_fsdp2 = file.path[-1] == "fsdp_reshard_after_forward"
@@ -131,7 +136,7 @@ def convert_sharding_strategy(value: Any, file: ForeignFile) -> Any:
 
 
 def note_unused_use_orig_params(value: Any, _: ForeignFile) -> None:
-    """Raise ``NoEffect`` if the value is false, because FSDP2 always keeps the original parameters."""
+    """Raise ``NoEffect`` if ``fsdp_use_orig_params`` is false, because FSDP2 always keeps the parameters."""
     if parse_boolean_word(value) not in (True, *EMPTY_VALUES):
         raise NoEffect(
             f"{format_short_value(value)} has no effect: FSDP2 always keeps the original parameters"
@@ -139,7 +144,7 @@ def note_unused_use_orig_params(value: Any, _: ForeignFile) -> None:
 
 
 def convert_group_size(value: Any, _: ForeignFile) -> Any:
-    """Convert the number of ranks of a group. Returns None if the group size is 1, the default."""
+    """Convert the number of context-parallel or tensor-parallel ranks. Returns None for 1, the default."""
     size = parse_quoted_number(value)
     return None if size == 1 else size
 
@@ -148,7 +153,7 @@ def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
     """Convert ``use_cpu`` to the backend. Returns None if it is false.
 
     Raises:
-        NoEffect: If the distributed type is ``MULTI_GPU``, because Accelerate then uses GPUs.
+        NoEffect: If ``distributed_type`` is ``MULTI_GPU``, because Accelerate then uses GPUs nevertheless.
     """
     if not parse_flag(value):
         return None
@@ -158,10 +163,11 @@ def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the backend of torch.compile. Older files have it at the top level.
+    """Convert ``dynamo_backend``, the backend of torch.compile.
 
     Returns:
-        Settings. Empty if the value is empty. ``NO`` turns compilation off.
+        The settings ``compile`` and ``compile_backend``. Compilation is off if the value is ``NO``. Empty if
+        the value is empty.
 
     Raises:
         NoEffect: If the distributed type is ``DEEPSPEED``, because Accelerate then ignores the key.
@@ -176,10 +182,14 @@ def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def store_gpu_ids(value: Any, file: ForeignFile) -> None:
-    """Store the GPUs to use, a list or text with commas, in ``gpu_ids`` of the result.
+    """Store the ids of the GPUs to use in ``file.result.gpu_ids``, because they are not a setting of a run.
+
+    Args:
+        value: List of ids, or text with ids and commas.
+        file: The file.
 
     Raises:
-        NoEffect: Always, so that a note reports the environment variable that will be set.
+        NoEffect: Always. Its text becomes a note about the environment variable that will be set.
     """
     ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
     file.result.gpu_ids = ids.replace(" ", "")
@@ -187,10 +197,10 @@ def store_gpu_ids(value: Any, file: ForeignFile) -> None:
 
 
 def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
-    """Convert ``fp16``, the key of older versions of Accelerate for ``mixed_precision``.
+    """Convert ``fp16``, the switch that older versions of Accelerate have instead of ``mixed_precision``.
 
     Returns:
-        ``fp16`` or ``fp32``. None if the value is empty, or if ``mixed_precision`` is set too.
+        ``fp16`` or ``fp32``. None if the value is empty, or if ``mixed_precision`` is set as well.
     """
     if value in EMPTY_VALUES or file.get_value("mixed_precision"):
         return None
@@ -198,7 +208,7 @@ def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_class_names(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert the layer classes to wrap, a list or a string with commas.
+    """Convert the class names of the layers to wrap, which are a list or a string with commas.
 
     Returns None if there are no names.
     """
@@ -206,19 +216,19 @@ def convert_class_names(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def convert_min_num_params(value: Any, file: ForeignFile) -> Any:
-    """Convert the size of a layer to wrap.
+    """Convert ``fsdp_min_num_params``, the minimum size of a module for size-based wrapping.
 
-    It is ignored for other policies, because Accelerate writes it for all of them.
+    Returns None for other wrap policies, because Accelerate writes the key into files with any policy.
     """
     policy = str(file.get_value("fsdp_config.fsdp_auto_wrap_policy", "")).upper()
     return parse_quoted_number(value) if policy == "SIZE_BASED_WRAP" else None
 
 
 def convert_wrap_policy(value: Any, file: ForeignFile) -> str:
-    """Convert the policy of wrapping.
+    """Convert the FSDP wrap policy to lower case.
 
     Raises:
-        NoCounterpart: If it is not ``transformer_based_wrap`` under XLA.
+        NoCounterpart: If the policy is unknown, or if it is not ``transformer_based_wrap`` in a file for XLA.
     """
     policy = translate_word(
         value, {word: word for word in ("transformer_based_wrap", "size_based_wrap", "no_wrap")}
@@ -229,13 +239,14 @@ def convert_wrap_policy(value: Any, file: ForeignFile) -> str:
 
 
 def convert_xla_reshard(value: Any, file: ForeignFile) -> str | None:
-    """Convert the key of XLA that selects between ``full_shard`` and ``shard_grad_op``.
+    """Convert ``reshard_after_forward`` of FSDP under XLA to ``full_shard`` or ``shard_grad_op``.
 
     Returns:
-        The strategy. None if the file also has ``fsdp_sharding_strategy``.
+        The strategy. None if the value is empty, or if ``fsdp_sharding_strategy`` already determines the
+        strategy.
 
     Raises:
-        NoCounterpart: If it contradicts ``fsdp_sharding_strategy``.
+        NoCounterpart: If the value contradicts ``fsdp_sharding_strategy``.
     """
     if value in EMPTY_VALUES:
         return None
@@ -254,10 +265,10 @@ def convert_xla_reshard(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
-    """Convert the key of XLA for the compute dtype to the precision.
+    """Convert ``compute_dtype`` of FSDP under XLA, such as ``torch.bfloat16``, to the precision.
 
     Raises:
-        NoCounterpart: If it contradicts ``mixed_precision``.
+        NoCounterpart: If the dtype is unknown, or contradicts ``mixed_precision``.
     """
     dtypes = {"float32": "fp32", "bfloat16": "bf16"}
     precision = str(translate_word(str(value).removeprefix("torch."), dtypes))
@@ -270,14 +281,14 @@ def convert_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
 
 
 def convert_xla_buffer_dtype(value: Any, _: ForeignFile) -> str:
-    """Convert a dtype, with or without ``torch.``."""
+    """Convert the name of a dtype, such as ``torch.bfloat16``, to ``bfloat16``."""
     return str(value).removeprefix("torch.")
 
 
 def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] | None:
-    """Convert the accumulation steps to a key of a DeepSpeed JSON.
+    """Convert the number of gradient accumulation steps in the section ``deepspeed_config``.
 
-    The section ``deepspeed_config`` abbreviates the JSON.
+    The number becomes a key of a DeepSpeed JSON, because the section is an abbreviation of such a JSON.
 
     Returns:
         Content of the JSON. None if the value is 1 or ``auto``.
@@ -299,7 +310,7 @@ def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] 
 
 
 def convert_deepspeed_json_path(value: Any, file: ForeignFile) -> Any:
-    """Return the path of a DeepSpeed JSON, or None if the file does not name one.
+    """Convert the path of a DeepSpeed JSON. Returns None if the value is empty or ``none``.
 
     Raises:
         NoCounterpart: If the JSON does not exist.
@@ -354,10 +365,11 @@ XLA_KEYS: ForeignKeys = {
     ),
     "xla_fsdp_settings.auto_wrap_policy": RefusedKey(ONLY_LAYERS_WRAPPED, unless=("transformer_based_wrap",)),
 }
-"""Keys of FSDP under XLA. Some guides have them at the top level, and the Trainer has them in
-``fsdp_config``."""
+"""Keys of FSDP under XLA.
+
+They may be at the top level of a file, as in some guides, or in ``fsdp_config``, as for the Trainer."""
 XLA_SECTIONS = {name.partition(".")[0] for name in XLA_KEYS}
-"""Names of the keys in :data:`XLA_KEYS` without the names inside their sections."""
+"""First parts of the dotted keys in :data:`XLA_KEYS`."""
 FSDP_KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"),
@@ -528,14 +540,17 @@ RENAMED_SETTINGS: ForeignKeys = {
     for name, key in XLA_KEYS.items()
     if name != "xla" and not any(target.startswith("xla.") for target in key.targets)
 } | {"xla.xla_fsdp_v2": IgnoredKey("sharding is always by SPMD; remove it")}
-"""Settings of previous releases that had a single value, or that were renamed."""
+"""Settings of previous releases that were removed or renamed. The entries explain their replacements."""
 
 
 def normalize_accelerate_file(file: ForeignFile) -> None:
-    """Remove sections that Accelerate would not read, and add the missing prefixes to the keys of the others.
+    """Bring a file into the form that the table of keys expects, in place.
+
+    Removes sections that Accelerate does not read with this ``distributed_type``. Adds the prefixes ``fsdp_``
+    and ``dynamo_`` to keys in the corresponding sections that do not have them.
 
     Args:
-        file: A file whose keys have not been converted.
+        file: A file whose keys have not been converted yet.
     """
     values = file.values
     for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
@@ -547,7 +562,7 @@ def normalize_accelerate_file(file: ForeignFile) -> None:
     is_read = {
         "fsdp_config": get_distributed_type(file) == "FSDP" or is_for_xla(file),
         "deepspeed_config": get_distributed_type(file) == "DEEPSPEED",
-        "megatron_lm_config": False,  # distributed_type refuses Megatron-LM
+        "megatron_lm_config": False,  # because distributed_type refuses Megatron-LM
     }
     for section, read in is_read.items():
         if section in values and (values[section] in EMPTY_VALUES or isinstance(values[section], dict)):
@@ -558,11 +573,11 @@ def normalize_accelerate_file(file: ForeignFile) -> None:
 
 
 def complete_accelerate_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add Accelerate's defaults for the sharding, and the number of ranks.
+    """Add the default strategy of Accelerate, and store the number of ranks in ``file.result.num_processes``.
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Not used, because the file contains the number of ranks.
+        num_devices: Number of devices. Not used, because the file contains the number of ranks.
     """
     kind, path, result = get_distributed_type(file), ("distributed_type",), file.result
     if kind == "FSDP" and "strategy" not in result.values:
@@ -576,7 +591,8 @@ def complete_accelerate_settings(file: ForeignFile, num_devices: int) -> None:
         file.get_value("fsdp_config") or any(key in file.values for key in XLA_SECTIONS)
     ):
         file.add_note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
-    # One process uses all TPUs, or a launcher has started the ranks.
+    # Do not set the number of ranks if one process drives all TPUs, or if a launcher has already started the
+    # ranks.
     if is_for_xla(file) or "RANK" in os.environ:
         return
     machines, processes = file.values.get("num_machines", 1), file.values.get("num_processes")
@@ -601,18 +617,18 @@ DISTRIBUTED_TYPES = {
     "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED",
     "ACCELERATE_USE_MEGATRON_LM": "MEGATRON_LM",
 }
-"""Values of ``distributed_type`` by the environment variable that selects them."""
+"""Values of ``distributed_type``, keyed by the environment variable that selects them if it is true."""
 
 
 @dataclass(frozen=True)
 class LaunchVariable:
-    """An environment variable that ``accelerate launch`` sets for each rank.
+    """Meaning of an environment variable that ``accelerate launch`` sets for each rank.
 
     Attributes:
-        key: Dotted key of a config file that the variable sets. A star is replaced by the rest of the
-            variable's name.
-        values_without_meaning: Values to ignore, in lower case, because the launcher always sets the
-            variable.
+        key: Dotted key of a config file that corresponds to the variable. A star is replaced by the rest of
+            the variable's name in lower case.
+        values_without_meaning: Values in lower case that are ignored, because the launcher sets the variable
+            to its default even if the user has not set it.
     """
 
     key: str
@@ -648,18 +664,18 @@ LAUNCH_VARIABLES: dict[str, LaunchVariable] = {
     ),
     "ACCELERATE_DEEPSPEED_*": LaunchVariable("deepspeed_config.*"),
 }
-"""Variables by name. A name that ends with a star matches all variables with this beginning."""
+"""Variables, keyed by name. A name that ends with a star matches all other variables with this prefix."""
 
 
 def find_variable_key(variable_name: str, value: str) -> str:
-    """Return the dotted key of a config file that an environment variable sets.
+    """Find the key of a config file that corresponds to an environment variable.
 
     Args:
         variable_name: Name of the variable.
         value: Value of the variable.
 
     Returns:
-        The key. Empty if the value is ignored, or the variable is not one of Accelerate's.
+        The dotted key. Empty if the value is ignored, or if Accelerate does not set such a variable.
     """
     if variable_name in LAUNCH_VARIABLES:
         entry = LAUNCH_VARIABLES[variable_name]
@@ -671,11 +687,11 @@ def find_variable_key(variable_name: str, value: str) -> str:
 
 
 class LaunchEnvironment(NamedTuple):
-    """The variables of ``accelerate launch`` as the content of a config file.
+    """Environment variables of ``accelerate launch``, converted to the content of a config file.
 
     Attributes:
         values: Content of the file.
-        variables: Name of the environment variable of each key, by the path of the key.
+        variables: Names of the environment variables, by the path of the key in ``values``.
     """
 
     values: dict[str, Any]
@@ -694,7 +710,8 @@ def parse_launch_variables(environment: Mapping[str, str]) -> LaunchEnvironment:
         if parse_boolean_word(environment.get(variable, "").replace("1", "true")) is True and not values:
             values["distributed_type"] = kind
             variables[("distributed_type",)] = variable
-    # Ignore the key of the other version of FSDP, because the launcher sets the keys of both.
+    # Ignore the key of the FSDP version that is not used, because the launcher sets the keys of both
+    # versions.
     unread = "sharding_strategy" if environment.get("FSDP_VERSION") == "2" else "reshard_after_forward"
     for variable, text in sorted(environment.items()):
         dotted = find_variable_key(variable, text)

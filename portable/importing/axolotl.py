@@ -1,4 +1,8 @@
-"""The keys of axolotl that the Trainer does not have."""
+"""Table of the keys of axolotl that the Trainer does not have, and their converters.
+
+A converter is a function of the value of a key and the file, which returns settings. See
+:mod:`portable.importing.foreign_keys`.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +52,11 @@ if TYPE_CHECKING:
 
 PAIR_LOSSES = ("dpo", "ipo", "orpo", "simpo")
 FORMAT_BY_TYPE = {"completion": "text", "pretrain": "text", "None": "auto"}
-"""Value of ``data.format`` for types of records that have no further keys."""
+"""Values of ``data.format``, by the ``type`` of an entry of ``datasets``, for types without further keys."""
 QUESTION_FIELDS = {"alpaca_chat.load_qa": "question", "context_qa.load_v2": "question"}
-"""Field of the question, for types of records with a question and an answer."""
+"""Field of a record with the question, by the ``type`` of an entry, for questions and answers."""
 MESSAGE_FIELDS = {("role", "content"): "messages", ("from", "value"): "conversations"}
-"""Field of the messages, by the keys of role and content in a message."""
+"""Field of a record with the messages, by the keys of role and content in a message."""
 PAIR_COLUMNS = {
     "field_prompt": "prompt",
     "field_chosen": "chosen",
@@ -65,16 +69,16 @@ ROLE_NAMES = {
     "system": {"system"},
     "tool": {"tool"},
 }
-"""Names in records that are supported for each role."""
+"""Names of roles in messages that are recognized, keyed by the name of the role in this project."""
 USE_CUSTOM_CODE = "custom code goes into train.loss, train.callbacks or model.function; leave it out"
 SET_TEMPLATE = "write a template into a .jinja file, and name it in data.chat_template"
 TURN_END = "the token that ends a trained turn is trained, and no other; leave it out"
 
 
 def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert ``roles_to_train``. The list may contain the role names of ShareGPT.
+    """Convert ``roles_to_train``, a role or a list of roles, in which ``human`` and ``gpt`` are translated.
 
-    Returns None if the list is the default, only the assistant.
+    Returns None if the list only contains the assistant, because this is the default.
     """
     names = {"human": "user", "gpt": "assistant"}
     roles = [names.get(role, role) for role in map(str, value if isinstance(value, list) else [value])]
@@ -83,10 +87,10 @@ def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def check_role_names(value: Any, _: ForeignFile) -> None:
-    """Check that a mapping from roles to names in the records has only the usual names.
+    """Check ``roles``, a mapping from roles to their names in the records, which must be the usual names.
 
     Raises:
-        NoCounterpart: If a role name is not supported.
+        NoCounterpart: If a name is not in :data:`ROLE_NAMES`.
     """
     others = {
         role: words
@@ -101,7 +105,7 @@ def check_role_names(value: Any, _: ForeignFile) -> None:
 
 
 def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
-    """Add a note for each plugin that only replaces kernels, and a refusal for each other plugin."""
+    """Check ``plugins``: add a note to the file for each plugin with faster kernels, and refuse others."""
     for name in [
         str(item) for item in (value if isinstance(value, list) else [value]) if not is_off_or_empty(item)
     ]:
@@ -114,12 +118,12 @@ def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
 
 
 def convert_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the W&B project, and select W&B as the tracker. Empty if the project is not set."""
+    """Convert ``wandb_project`` to the project, and select W&B as tracker. Empty if there is no project."""
     return {"log.project": value, "log.trackers": ["wandb"]} if value else {}
 
 
 def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``rl``, the name of a loss of pairs.
+    """Convert ``rl``, the name of a loss on preference pairs, with its beta to ``train.loss``.
 
     Raises:
         NoCounterpart: If the loss is not supported.
@@ -130,10 +134,10 @@ def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert a dataset or a list of datasets.
+    """Convert ``datasets`` or ``pretraining_dataset``, an entry or a list of entries.
 
     Returns:
-        Settings of the source or of the mixture.
+        Settings of the section ``data`` for a single source or for a mixture.
 
     Raises:
         NoCounterpart: If an entry has no path.
@@ -150,6 +154,9 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 def _convert_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> dict[str, Any]:
     """Convert one entry of ``datasets`` to the settings of a source, without the prefix ``data.``.
+
+    Notes and refusals are added to the file, and ``data.chat_template`` is set there, because it is not a
+    setting of a source. Values of settings that are not set are None.
 
     Args:
         entry: Keys of the entry.
@@ -191,7 +198,8 @@ class RecordFormat(NamedTuple):
 
     Attributes:
         name: Value of ``data.format``.
-        columns: Value of ``data.columns``: fields of the records by the names that the format reads.
+        columns: Value of ``data.columns``: names of the fields in the records, keyed by the names that the
+            format expects.
     """
 
     name: str
@@ -199,14 +207,14 @@ class RecordFormat(NamedTuple):
 
 
 def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
-    """Convert the type of an entry of ``datasets``.
+    """Convert ``type`` of an entry of ``datasets``, and the keys of the entry with names of fields.
 
     Args:
         kind: Value of ``type``, such as ``alpaca`` or ``chat_template``.
         entry: Keys of the entry.
 
     Raises:
-        NoCounterpart: If no format reads such records.
+        NoCounterpart: If no value of ``data.format`` corresponds to such records.
     """
     if kind in QUESTION_FIELDS:
         return RecordFormat("alpaca", {"instruction": QUESTION_FIELDS[kind], "output": "answer"})
@@ -225,11 +233,12 @@ def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
 
 
 def _convert_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> RecordFormat:
-    """Convert an entry of ``datasets`` with conversations.
+    """Convert the keys of an entry of ``datasets`` whose records are conversations.
 
     Args:
         entry: Keys of the entry.
-        is_sharegpt: Whether the messages have the keys ``from`` and ``value`` by default.
+        is_sharegpt: Whether the entry has a type for which messages have the keys ``from`` and ``value`` by
+            default.
 
     Raises:
         NoCounterpart: If the messages have other keys than ``role`` and ``content``, or ``from`` and
@@ -324,7 +333,7 @@ ENTRY_KEYS: ForeignKeys = {
     ),
     "preprocess_shards": IgnoredKey(),
 }
-"""Keys of an entry of ``datasets`` and of ``pretraining_dataset``."""
+"""Table of the keys of an entry of ``datasets`` or ``pretraining_dataset``."""
 
 KEYS: ForeignKeys = {
     # Model and adapter
@@ -458,7 +467,7 @@ def complete_axolotl_settings(file: ForeignFile, num_devices: int) -> None:
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
     """
     if file.result.values.get("hub.repo") is not None:
         file.set_default_setting("hub.push", convert_push_time(True, file), "axolotl pushes to hub_model_id")

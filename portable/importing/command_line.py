@@ -1,4 +1,4 @@
-"""Conversion of the command line of another trainer's script to the content of a config file."""
+"""Parser for the command line of another trainer's script, which returns the content of a config file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from portable.config.yaml_text import parse_yaml_value
 from portable.errors import UserError, to_one_line
 
 PROCESS_COUNT_OPTIONS = ("nproc_per_node", "num_processes", "num_gpus", "nproc")
-"""Options of launchers for the number of processes on a machine."""
+"""Options with which launchers such as torchrun specify the number of processes on a machine."""
 
 
 class LaunchedScript(NamedTuple):
-    """A command line, separated into its launcher and its script.
+    """A command line, after the launcher and its options have been removed.
 
     Attributes:
-        num_processes: Number of processes per machine. None if the launcher does not specify it.
-        words: The script and its arguments. All arguments if there is no script.
+        num_processes: Number of processes per machine. None if the options of the launcher do not specify it.
+        words: The script and its arguments. The complete command line if it does not contain a script.
     """
 
     num_processes: int | None
@@ -24,10 +24,10 @@ class LaunchedScript(NamedTuple):
 
 
 def split_launcher_and_script(words: list[str]) -> LaunchedScript:
-    """Separate a launcher from the script that it starts: ``torchrun --nproc_per_node 2 train.py --bf16``.
+    """Separate a launcher from its script, as in ``torchrun --nproc_per_node 2 train.py --bf16``.
 
     Args:
-        words: Words of the command line.
+        words: Words of the command line. The script is the first word that ends in ``.py``.
 
     Raises:
         UserError: If the script has no arguments.
@@ -46,7 +46,7 @@ def split_launcher_and_script(words: list[str]) -> LaunchedScript:
 
 
 def build_script_error(path: str, prefix: str = "") -> UserError:
-    """Build the error for a Python script, because settings in its code cannot be read.
+    """Build the error for a Python script without arguments, because settings in its code cannot be read.
 
     Args:
         path: Path of the script.
@@ -62,9 +62,12 @@ def build_script_error(path: str, prefix: str = "") -> UserError:
 def parse_script_arguments(words: list[str]) -> dict[str, Any]:
     """Parse the arguments of a script, such as ``--bf16 --learning_rate 1e-5``.
 
+    Args:
+        words: Words of the command line. Words before the first argument, such as the script, are ignored.
+
     Returns:
-        Values by name, like the content of a config file. An argument without a value is True, and several
-        values form a list.
+        Values, keyed by the name of the argument with underscores, as in a config file. An argument without a
+        value is True, and several values form a list.
 
     Raises:
         UserError: If there are no arguments.

@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed JSON that correspond to settings, have no effect, or are refused.
+"""Table of the keys of a DeepSpeed JSON that correspond to settings, have no effect, or are refused.
 
-All other keys are passed on to DeepSpeed, in ``deepspeed.config``. DeepSpeed itself checks them when a run
-starts (:mod:`portable.gpu.zero.config`), so that this module works without DeepSpeed.
+All other keys are passed on to DeepSpeed in the setting ``deepspeed.config``. DeepSpeed itself checks these
+keys when a run starts (:mod:`portable.gpu.zero.config`), so this module works without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 LEARNING_RATE_PARAMS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
-"""Params of schedulers that set the learning rate."""
+"""Params of DeepSpeed's schedulers that set the learning rate."""
 TORCH_ADAMW_WEIGHT_DECAY = 0.01
-"""Default weight decay of torch's AdamW, selected by ``torch_adam``."""
+"""Default weight decay of torch's AdamW, which DeepSpeed uses if ``torch_adam`` is true."""
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     "adam": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     "sgd": {"lr": 0.001, "momentum": 0, "weight_decay": 0.0},
 }
-"""Supported optimizers, with DeepSpeed's defaults for the params that correspond to settings."""
+"""DeepSpeed's defaults for the params that correspond to settings, by supported optimizer in lower case."""
 SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_num_steps": 1000},
     "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 0.001},
@@ -51,7 +51,7 @@ SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {
     "OneCycle": {},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001},
 }
-"""Supported schedulers, with DeepSpeed's defaults for the params that correspond to settings."""
+"""DeepSpeed's defaults for the params that correspond to settings, by supported scheduler."""
 UNSUPPORTED_UPDATE = "another update of the weights is not supported; remove it"
 CHECKED_LATER = (
     "The keys in deepspeed.config are passed on. The installed DeepSpeed checks them when the run starts."
@@ -60,16 +60,16 @@ _BOOLEAN = TypeAdapter(bool)
 
 
 def parse_deepspeed_json(text: str, file_name: str) -> dict[str, Any]:
-    """Parse a DeepSpeed JSON. Like DeepSpeed, it accepts comments and trailing commas (Hjson).
+    """Parse a DeepSpeed JSON.
 
-    Hjson is supported if the package hjson is installed.
+    If the package hjson is installed, comments and trailing commas (Hjson) are allowed, as in DeepSpeed.
 
     Args:
         text: Text of the file.
         file_name: Name of the file, used in error messages.
 
     Raises:
-        UserError: If the text is not valid, is empty, is not a mapping, or has a duplicate key.
+        UserError: If the text is not valid JSON or Hjson, is empty, is not a mapping, or has a duplicate key.
     """
     require(
         bool(text.strip()), f"{file_name}: is empty; write {{}} for a DeepSpeed JSON that changes nothing"
@@ -91,7 +91,15 @@ def parse_deepspeed_json(text: str, file_name: str) -> dict[str, Any]:
 
 
 def _build_unique_dict(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
-    """Build a mapping from pairs. Raises ``UserError`` for a duplicate key that is not a comment."""
+    """Build a mapping from pairs of keys and values. A hook of the JSON parser.
+
+    Args:
+        pairs: Keys and values of a JSON object.
+        name: Name of the file, used in error messages.
+
+    Raises:
+        UserError: If a key that is not a comment occurs twice.
+    """
     keys = [key for key, _ in pairs if not _is_comment(key)]
     duplicate_key = next((key for key in keys if keys.count(key) > 1), None)
     require(duplicate_key is None, f"{name}: duplicate key {duplicate_key}; remove one")
@@ -99,7 +107,7 @@ def _build_unique_dict(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any
 
 
 def _remove_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``values`` without keys that are comments, and without keys whose value is null."""
+    """Return a copy of a nested mapping without comments, and without keys whose value is null."""
     return {
         key: _remove_comments_and_nulls(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -108,15 +116,18 @@ def _remove_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_comment(key: object) -> bool:
-    """Return whether a key begins with an underscore or two slashes, as comments in JSON often do."""
+    """Return whether a key is a comment, because it begins with an underscore or two slashes."""
     return str(key).startswith(("_", "//"))
 
 
 def normalize_deepspeed_file(file: ForeignFile) -> None:
-    """Rename deprecated keys that DeepSpeed's own config classes do not rename, and add notes.
+    """Bring a file into the form that the table of keys expects, in place.
+
+    Removes comments and null values. Renames deprecated keys that DeepSpeed's own config classes do not
+    rename, and adds a note about each renamed key.
 
     Args:
-        file: A file whose keys have not been converted.
+        file: A file whose keys have not been converted yet.
     """
     file.values = values = _remove_comments_and_nulls(file.values)
     zero = values.get("zero_optimization")
@@ -149,7 +160,10 @@ def normalize_deepspeed_file(file: ForeignFile) -> None:
 
 
 def parse_switch(value: Any) -> Any:
-    """Return the boolean that pydantic reads from a value, as in DeepSpeed, or the value if it is not one."""
+    """Convert a value such as ``"yes"`` or 1 to a boolean, with the rules of pydantic that DeepSpeed uses.
+
+    Values that are not booleans by these rules are returned unchanged.
+    """
     try:
         return _BOOLEAN.validate_python(value)
     except ValidationError:
@@ -157,20 +171,20 @@ def parse_switch(value: Any) -> Any:
 
 
 def get_zero_stage(file: ForeignFile) -> Any:
-    """Return the ZeRO stage of a file, or None if the file does not set it."""
+    """Return the ZeRO stage in a file, which may be ``auto``. None if the file does not set it."""
     return file.get_value("zero_optimization.stage")
 
 
 def pass_key_to_deepspeed(file: ForeignFile, value: Any) -> None:
-    """Copy the key that is being converted to ``deepspeed.config``.
+    """Add the key that is being converted to ``deepspeed.config`` in the result.
 
     Args:
         file: The file. ``file.path`` is the path of the key.
         value: Value of the key.
 
     Raises:
-        NoCounterpart: If it is a param of the optimizer or the scheduler, because DeepSpeed does not build
-            them in a run.
+        NoCounterpart: If the key is in the section ``optimizer`` or ``scheduler``, because the run builds
+            optimizer and scheduler itself instead of DeepSpeed.
     """
     if file.path[0] in ("optimizer", "scheduler"):
         raise NoCounterpart(f"{format_short_value(value)} is not supported; remove it")
@@ -189,7 +203,7 @@ class PassThroughKey(ForeignKey):
 
     Attributes:
         check_value: Function that raises ``NoEffect`` or ``NoCounterpart`` for a value that is not passed on.
-        docs_text: Text in docs/wild.md.
+        docs_text: Text about the key in docs/wild.md.
     """
 
     check_value: Callable[[Any, ForeignFile], None]
@@ -197,23 +211,28 @@ class PassThroughKey(ForeignKey):
     converts_empty_values: bool = field(default=True, kw_only=True)
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether the value is ignored. Always False, because DeepSpeed interprets the value."""
+        """Return False, so that no value is ignored, because DeepSpeed interprets the values."""
         return False
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Pass the value on to DeepSpeed. The result has no settings."""
+        """Add the value to ``deepspeed.config`` in the result, and return no settings.
+
+        Raises:
+            NoEffect: If ``check_value`` raises it.
+            NoCounterpart: If ``check_value`` raises it.
+        """
         self.check_value(value, file)
         pass_key_to_deepspeed(file, value)
         return {}
 
     @property
     def remedy(self) -> str:
-        """Text in docs/wild.md."""
+        """Text about the key in docs/wild.md."""
         return self.docs_text
 
 
 def keep_value(value: Any, _: ForeignFile) -> Any:
-    """Return ``value`` unchanged."""
+    """Return ``value`` unchanged, including negative numbers. A converter for :class:`SettingKey`."""
     return value
 
 
@@ -221,11 +240,11 @@ def convert_precision(value: Any, file: ForeignFile) -> str | None:
     """Convert ``bf16.enabled`` or ``fp16.enabled`` to the precision.
 
     Returns:
-        The dtype that is enabled. ``fp32`` if the dtype is off and the other dtype is neither on nor
-        ``auto``. None if the run determines the precision.
+        The name of the section, ``bf16`` or ``fp16``, if it is enabled. ``fp32`` if it is disabled, and the
+        other section is neither enabled nor ``auto``. Otherwise None, so that the value is not converted.
 
     Raises:
-        NoCounterpart: If both are enabled.
+        NoCounterpart: If both sections are enabled.
     """
     sections = [section for section in ("bf16", "fp16") if isinstance(file.get_value(section), dict)]
     switches = [parse_switch(file.get_value(f"{section}.enabled")) for section in sections]
@@ -238,9 +257,12 @@ def convert_precision(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
-    """Convert a param of the dynamic loss scale.
+    """Convert a param of the dynamic loss scale in the section ``fp16``.
 
-    Unless fp16 is certainly on, the param is also passed on to DeepSpeed. Returns None if fp16 is off.
+    If ``fp16.enabled`` is not true, the param is also passed on to DeepSpeed.
+
+    Returns:
+        The value. None if fp16 is disabled or not set.
     """
     is_on = parse_switch(file.get_value("fp16.enabled", False))
     if is_on is not True:
@@ -249,26 +271,29 @@ def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
 
 
 def check_fixed_loss_scale(value: Any, file: ForeignFile) -> None:
-    """Raise ``NoEffect`` for a fixed loss scale without ZeRO, because the loss scale is then dynamic."""
+    """Raise ``NoEffect`` for a fixed loss scale at ZeRO stage 0, because it is always dynamic there."""
     if value and parse_switch(file.get_value("fp16.enabled")) is True and get_zero_stage(file) == 0:
         raise NoEffect("has no effect without ZeRO: the loss scale is dynamic")
 
 
 def convert_gradient_clipping(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the maximum gradient norm. Zero turns clipping off. ``auto`` and null set nothing."""
+    """Convert the maximum gradient norm to ``train.max_grad_norm``.
+
+    Zero becomes None, which disables clipping. Returns no settings for ``auto`` and null.
+    """
     return {} if value in (None, AUTO) else {"train.max_grad_norm": float(value) or None}
 
 
 def build_offload_device_converter(
     offloaded_state: str, stage_getter: Callable[[ForeignFile], Any]
 ) -> ValueConverter:
-    """Build the converter of the offload device of a part of the state.
+    """Build a converter for the device to which the optimizer state or the parameters are offloaded.
 
-    The converter raises ``NoEffect`` at ZeRO stages that do not offload this part. At the stages 1 and 2, it
-    converts ``nvme`` to ``cpu``, like DeepSpeed, and adds a note.
+    The converter raises ``NoEffect`` if the ZeRO stage of the file does not support this offloading. At the
+    stages 1 and 2, it converts ``nvme`` to ``cpu``, like DeepSpeed, and adds a note.
 
     Args:
-        offloaded_state: The offloaded part of the state: ``optimizer`` or ``params``.
+        offloaded_state: ``optimizer`` or ``params``.
         stage_getter: Function that returns the ZeRO stage of a file.
     """
 
@@ -290,10 +315,13 @@ def build_offload_device_converter(
 
 
 def build_cpu_offload_converter(offloaded_state: str) -> ValueConverter:
-    """Build the converter of ``cpu_offload``, a switch in old versions of DeepSpeed.
+    """Build a converter for the switch that old versions of DeepSpeed have instead of an offload device.
+
+    The switches are ``cpu_offload`` and ``cpu_offload_param``. The converter returns ``cpu`` if the switch is
+    true, and otherwise None.
 
     Args:
-        offloaded_state: The offloaded part of the state: ``optimizer`` or ``params``.
+        offloaded_state: ``optimizer`` or ``params``.
     """
     convert_device = build_offload_device_converter(offloaded_state, get_zero_stage)
     return lambda value, file: convert_device("cpu" if parse_switch(value) is True else AUTO, file)
@@ -302,13 +330,14 @@ def build_cpu_offload_converter(offloaded_state: str) -> ValueConverter:
 def build_nvme_path_converter(
     device_key: str, stage_getter: Callable[[ForeignFile], Any]
 ) -> Callable[[Any, ForeignFile], None]:
-    """Build the converter of the folder on an NVMe disk.
+    """Build a converter for the folder on an NVMe disk, which sets ``memory.nvme_path`` in the file's result.
 
-    The setting is only assumed, because folders differ between machines. The converter does nothing unless
-    the device is ``nvme`` and the ZeRO stage may be 3. It raises NoCounterpart if two folders differ.
+    The converter does nothing unless the offload device is ``nvme`` and the ZeRO stage may be 3. It marks the
+    setting as assumed, so that the user's config can override it, because folders differ between machines. It
+    raises ``NoCounterpart`` if the file already names a different folder.
 
     Args:
-        device_key: Key of the device.
+        device_key: Dotted key of the offload device in the file.
         stage_getter: Function that returns the ZeRO stage of a file.
     """
 
@@ -325,7 +354,7 @@ def build_nvme_path_converter(
 
 
 def convert_optimizer_type(value: Any, _: ForeignFile) -> str:
-    """Convert the type of the optimizer, ignoring case.
+    """Convert the type of the optimizer, in any case, to ``adamw`` or ``sgd``.
 
     Raises:
         NoCounterpart: If the optimizer is not supported.
@@ -341,10 +370,10 @@ def convert_optimizer_type(value: Any, _: ForeignFile) -> str:
 
 
 def convert_optimizer_rate(value: Any, file: ForeignFile) -> Any:
-    """Convert the learning rate of the optimizer.
+    """Return the learning rate of the optimizer unchanged.
 
     Raises:
-        NoEffect: If the scheduler sets the learning rate.
+        NoEffect: If a param of the scheduler overrides the learning rate.
     """
     rate = find_scheduler_rate_param(file)
     if rate is not None:
@@ -353,7 +382,11 @@ def convert_optimizer_rate(value: Any, file: ForeignFile) -> Any:
 
 
 def find_scheduler_rate_param(file: ForeignFile) -> str | None:
-    """Return the param of the scheduler that sets the learning rate, or None if the optimizer sets it."""
+    """Find the param of the scheduler that sets the learning rate, including params with their defaults.
+
+    Returns:
+        Name of the param. None if the optimizer sets the learning rate.
+    """
     params = {
         **SCHEDULER_DEFAULTS.get(str(file.get_value("scheduler.type")), {}),
         **get_params(file, "scheduler"),
@@ -362,24 +395,27 @@ def find_scheduler_rate_param(file: ForeignFile) -> str | None:
 
 
 def get_params(file: ForeignFile, section: str) -> dict[str, Any]:
-    """Return the params of the optimizer or the scheduler. Empty if there are none."""
+    """Return the params of the section ``optimizer`` or ``scheduler`` of a file. Empty if there are none."""
     params = file.get_value(f"{section}.params")
     return params if isinstance(params, dict) else {}
 
 
 def convert_momentum_to_betas(value: Any, _: ForeignFile) -> list[Any]:
-    """Convert the momentum of SGD to both betas, because the first beta is the momentum."""
+    """Convert the momentum of SGD to ``train.betas``, whose first value is the momentum of SGD."""
     return [value, 0.95]
 
 
 def check_adam_w_mode(value: Any, file: ForeignFile) -> None:
-    """Raise ``NoCounterpart`` for Adam with L2 regularization. The switch does not change AdamW."""
+    """Raise ``NoCounterpart`` if ``adam_w_mode`` is false, because Adam with L2 decay is not supported.
+
+    Does nothing if the type of the optimizer is AdamW, because DeepSpeed then ignores the switch.
+    """
     if parse_switch(value) is False and str(file.get_value("optimizer.type")).lower() != "adamw":
         raise NoCounterpart(f"{format_short_value(value)}: {UNSUPPORTED_UPDATE}")
 
 
 def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
-    """Return the type of the scheduler. It is also the name of the schedule.
+    """Return the type of the scheduler unchanged, because ``train.schedule`` has the same names.
 
     Raises:
         NoCounterpart: If the scheduler is not supported.
@@ -393,7 +429,7 @@ def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
 
 
 def convert_scheduler_param(value: Any, _: ForeignFile) -> Any:
-    """Return the value of a param of the scheduler.
+    """Return the value of a param of the scheduler unchanged.
 
     Raises:
         NoCounterpart: If it is a list with one value for each parameter group.
@@ -404,15 +440,25 @@ def convert_scheduler_param(value: Any, _: ForeignFile) -> Any:
 
 
 def convert_to_schedule_params(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Return ``train.schedule_params`` with the param of the scheduler that is being converted."""
+    """Add the param of the scheduler that is being converted to the previous ``train.schedule_params``.
+
+    Returns:
+        The setting ``train.schedule_params`` with all params that have been converted so far.
+
+    Raises:
+        NoCounterpart: If the value is a list with one value for each parameter group.
+    """
     params = file.result.values.get("train.schedule_params", {})
     return {"train.schedule_params": {**params, file.path[-1]: convert_scheduler_param(value, file)}}
 
 
 def convert_recomputation(value: Any, file: ForeignFile) -> str | None:
-    """Convert the switch for activation checkpointing with CPU checkpointing. Returns None if it is off.
+    """Convert ``cpu_checkpointing``, which implies activation checkpointing.
 
-    Adds a note to the file if ZeRO is not used.
+    Adds a note to the file at ZeRO stage 0, because nothing is then offloaded to the CPU.
+
+    Returns:
+        ``full``, or None if the switch is off.
     """
     if value is True and get_zero_stage(file) == 0:
         file.add_note(
@@ -422,12 +468,13 @@ def convert_recomputation(value: Any, file: ForeignFile) -> str | None:
 
 
 def build_implied_recomputation_converter(reason: str) -> ValueConverter:
-    """Build the converter of a switch that implies activation checkpointing.
+    """Build a converter for a switch that implies activation checkpointing, but has another effect as well.
 
-    Its own effect is not supported, so the converter adds a note.
+    The converter returns ``full`` if the switch is on, and adds a note that the other effect is not
+    supported.
 
     Args:
-        reason: Reason why its own effect is not supported.
+        reason: Reason why the other effect is not supported, used in the note.
     """
 
     def convert_switch(value: Any, file: ForeignFile) -> str | None:
@@ -439,7 +486,7 @@ def build_implied_recomputation_converter(reason: str) -> ValueConverter:
 
 
 def note_full_weights_export(value: Any, file: ForeignFile) -> None:
-    """Add a note that the full weights are written in any case."""
+    """Add a note at ZeRO stage 3 that the switch has no effect: the full weights are always exported."""
     if value is True and get_zero_stage(file) == 3:
         file.add_note(
             file.path,
@@ -448,7 +495,9 @@ def note_full_weights_export(value: Any, file: ForeignFile) -> None:
 
 
 def check_is_step_count(value: Any, _: ForeignFile) -> None:
-    """Check a number of accumulation steps. It is used later to compute the global batch size.
+    """Check that the number of gradient accumulation steps is a positive integer.
+
+    The number is not converted, but :meth:`ForeignFile.set_global_batch_size` uses it later.
 
     Raises:
         NoCounterpart: If the value is not a positive integer.
@@ -458,7 +507,11 @@ def check_is_step_count(value: Any, _: ForeignFile) -> None:
 
 
 def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
-    """Raise ``NoCounterpart`` if gradients are divided before ZeRO reduces and scatters them."""
+    """Check ``prescale_gradients`` or ``gradient_predivide_factor``.
+
+    Raises:
+        NoCounterpart: If the value scales gradients, and ZeRO reduces them with reduce-scatter.
+    """
     scatters = get_zero_stage(file) != 0 and file.get_value("zero_optimization.reduce_scatter") is not False
     if scatters and (value is True or value not in (None, AUTO, False, 1)):
         raise NoCounterpart(
@@ -468,7 +521,7 @@ def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
 
 
 def check_accumulation_dtype(value: Any, file: ForeignFile) -> None:
-    """Raise ``NoCounterpart`` if gradients are accumulated in fp32 at stage 1."""
+    """Raise ``NoCounterpart`` if gradients are to be accumulated in fp32 with bf16 at ZeRO stage 1."""
     if value == "fp32" and get_zero_stage(file) == 1 and parse_switch(file.get_value("bf16.enabled")) is True:
         raise NoCounterpart(
             "fp32 is supported at stages 2 and 3, where gradients are sharded; use zero_optimization.stage 2"
@@ -658,15 +711,17 @@ KEYS: ForeignKeys = {
     ),
 }
 REFUSED_KEYS = {name for name, key in KEYS.items() if isinstance(key, RefusedKey)}
-"""Keys and sections of DeepSpeed that cannot be used."""
+"""Dotted keys of a DeepSpeed JSON that are refused unless their value is off."""
 
 
 def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add DeepSpeed's defaults and the global batch size, and notes about unused sections without ZeRO.
+    """Add DeepSpeed's defaults and the global batch size to the result.
+
+    At ZeRO stage 0, also add a note about the keys that have no effect there.
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices that a batch is spread over. 0 if it is not known.
+        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
     """
     reason = "default of DeepSpeed"
     kind, scheduler = str(file.get_value("optimizer.type", "")).lower(), str(file.get_value("scheduler.type"))
@@ -683,7 +738,8 @@ def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
     for name in SCHEDULER_DEFAULTS.get(scheduler, {}).keys() - get_params(file, "scheduler").keys():
         (target,) = KEYS[f"scheduler.params.{name}"].targets
         file.set_default_setting(target, SCHEDULER_DEFAULTS[scheduler][name], reason)
-    if scheduler == "OneCycle" and kind == "sgd":  # SGD has no betas, so its momentum is not cycled
+    # Disable the cycling of momentum for SGD, because OneCycle cycles betas, which SGD does not have.
+    if scheduler == "OneCycle" and kind == "sgd":
         schedule_params = file.result.values.get("train.schedule_params", {})
         without_momentum = {**schedule_params, "cycle_momentum": False}
         file.set_setting(("scheduler", "type"), "train.schedule_params", without_momentum)
@@ -704,7 +760,10 @@ def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
 
 
 def _turns_something_on(value: Any) -> bool:
-    """Return whether a value turns a feature on: ``enabled`` of a section, or any of its values."""
+    """Return whether the value of a key or section turns something on.
+
+    In a section, ``enabled`` decides. If a section does not have this key, any of its values may turn it on.
+    """
     if isinstance(value, dict):
         return (
             _turns_something_on(value["enabled"])

@@ -1,8 +1,8 @@
-"""Config file of another trainer, and its conversion to settings of a run, key by key.
+"""Classes for the config file of another trainer and for its conversion to settings of a run, key by key.
 
-:meth:`ForeignFile.convert_keys` looks up each key in the table of its program (:class:`ForeignProgram`). The
-entry (a :class:`ForeignKey`) converts the value to settings, or raises :class:`NoEffect` or
-:class:`NoCounterpart`. The result is an :class:`ImportedRun`.
+:meth:`ForeignFile.convert_keys` looks up each key of a file in the table of the program
+(:class:`ForeignProgram`). The entry of the table (a :class:`ForeignKey`) converts the value to settings, or
+raises :class:`NoEffect` or :class:`NoCounterpart`. The result is an :class:`ImportedRun`.
 """
 
 from __future__ import annotations
@@ -20,37 +20,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KeyPath = tuple[str, ...]
-"""Names from the top level of a file to a key."""
+"""Type of a key in a nested file: the names of the sections that contain it, and its own name."""
 ConvertedSettings = Mapping[str, Any]
-"""Values by dotted key of the config of a run."""
+"""Type of settings of a run: values, keyed by the dotted key of the setting."""
 EMPTY_VALUES: tuple[Any, ...] = (None, "", {}, [])
-"""Values that have no meaning for most keys."""
+"""Values with which most keys of other trainers mean "not set"."""
 
 
 class NoEffect(Exception):  # noqa: N818  (not an error)
-    """Raised by a conversion if a value has no effect in a run. Its text is the reason."""
+    """Exception that a converter raises if a value has no effect in a run. Its text becomes a note."""
 
 
 class NoCounterpart(ValueError):  # noqa: N818
-    """Raised by a conversion if a run has no equivalent of a value. Its text ends with advice."""
+    """Exception that a converter raises if a run has no equivalent of a value.
+
+    Its text, which ends with advice, becomes a refusal. See :attr:`ImportedRun.refusals`.
+    """
 
 
 def is_off_or_empty(value: Any) -> bool:
-    """Return whether ``value`` is null, false or empty. Zero is not."""
+    """Return whether ``value`` is null, false or an empty string, list or mapping. Returns False for zero."""
     return value is False or value in EMPTY_VALUES
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignKey:
-    """Conversion of the values of one key of another trainer.
+    """Base class of entries in a table of keys. An entry converts the values of one key of another trainer.
 
-    Null, false and empty values of a key are ignored, and so are the values in ``unless``.
+    By default, null, false and empty values of a key are ignored.
 
     Attributes:
         unless: Further values to ignore, such as the default of the program.
-        converts_empty_values: Whether :meth:`convert` also gets null, false and empty values.
-        hint: Advice for error messages about this name in the config of a run. Empty if the target setting is
-            enough.
+        converts_empty_values: Whether null, false and empty values are passed to :meth:`convert` instead.
+        hint: Advice for the error message if a user writes this key into the config of a run. Empty if the
+            message should only name the settings in :attr:`targets`.
     """
 
     unless: Sequence[Any] = ()
@@ -58,7 +61,10 @@ class ForeignKey:
     hint: str = ""
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` is ignored, because it does not change anything."""
+        """Return whether ``value`` is ignored without a note.
+
+        This is the case for values that mean "not set" in the program, and for the values in ``unless``.
+        """
         silent = (*self.unless, *file.program.unset_values)
         if value in silent or parse_boolean_word(value) in silent or str(value) in map(str, silent):
             return True
@@ -68,11 +74,11 @@ class ForeignKey:
         """Convert a value to settings.
 
         Args:
-            value: Value of the key. :meth:`has_no_effect` must be false for it.
+            value: Value of the key, for which :meth:`has_no_effect` has returned False.
             file: The file. ``file.path`` is the path of the key.
 
         Returns:
-            Values by dotted key. May be empty.
+            Settings, which may be empty.
 
         Raises:
             NoEffect: If the value has no effect in a run.
@@ -82,12 +88,12 @@ class ForeignKey:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Settings that values may be converted to, as dotted keys."""
+        """Dotted keys of all settings that :meth:`convert` may return."""
         return ()
 
     @property
     def remedy(self) -> str:
-        """Replacement for this name in the config of a run: a setting, or a sentence."""
+        """Replacement for this key in the config of a run: dotted keys of settings, or advice."""
         return self.hint or ", ".join(self.targets)
 
     @property
@@ -97,8 +103,9 @@ class ForeignKey:
 
 
 ForeignKeys = Mapping[str, ForeignKey]
-"""Table of a program: entries by dotted key. A key that ends with a star matches all keys with this
-beginning."""
+"""Type of a table of keys: entries, by the dotted key in the file of the program.
+
+A dotted key that ends with a star matches all keys with this prefix that have no separate entry."""
 
 
 @dataclass
@@ -106,14 +113,14 @@ class ImportedRun:
     """Settings that were converted from files of other trainers.
 
     Attributes:
-        values: Values by dotted key of the config of a run.
-        origins: File, line and key of each value.
-        assumed_keys: Settings that are defaults of the program. Values in other files take precedence over
-            them.
+        values: Settings of a run, by dotted key.
+        origins: Origin (file, line and foreign key) of each setting in ``values``.
+        assumed_keys: Settings in ``values`` that are not in the files, but are defaults of the program.
+            Settings in the user's own config take precedence over them.
         notes: Messages about keys that are ignored or have a different meaning in a run.
         refusals: Messages about keys that have no counterpart, with advice.
-        differences: Sentences about differences between a run and the program that remain although all keys
-            were converted.
+        differences: Sentences about differences between a run and the original program that remain although
+            all keys were converted.
         num_processes: Number of local ranks to start. None if a launcher or the backend determines it.
         gpu_ids: Value for ``CUDA_VISIBLE_DEVICES``. None to keep its value.
     """
@@ -128,10 +135,10 @@ class ImportedRun:
     gpu_ids: str | None = None
 
     def raise_first_refusal(self) -> ImportedRun:
-        """Return this object, unless a key has no counterpart.
+        """Raise an error if a key has no counterpart. Otherwise, return this object.
 
         Raises:
-            UserError: The first refusal.
+            UserError: With the message of the first refusal.
         """
         if self.refusals:
             raise UserError(self.refusals[0])
@@ -140,11 +147,12 @@ class ImportedRun:
 
 @dataclass(frozen=True)
 class ProgramDifference:
-    """Difference between a run and the trainer of the imported file that no setting removes.
+    """Difference in behavior between a run and another trainer that no setting can remove.
 
     Attributes:
-        text: A sentence.
-        setting: The setting that must be on for the difference to matter. Empty if it always matters.
+        text: Sentence about the difference, which is shown to the user.
+        setting: Dotted key of a setting. The difference is only shown if the imported run sets the setting to
+            a value that is not empty, false or 0. If ``setting`` is empty, the difference is always shown.
     """
 
     text: str
@@ -152,13 +160,18 @@ class ProgramDifference:
 
 
 def refuse_unknown_key(file: ForeignFile, value: Any) -> None:
-    """Refuse a key that is not in the table.
+    """Handle a key that is not in the table of the program, by refusing most values.
 
-    False and empty values are ignored, because a later release of the program may have added a key that is
-    off. They are only refused if the table has a similar name, because then the key may be misspelled.
+    Null is ignored. False and empty values are also ignored, because a later release of the program may have
+    added a key that is off by default. However, if the table contains a similar name, they are refused,
+    because the key may be misspelled.
+
+    Args:
+        file: The file. ``file.path`` is the path of the key.
+        value: Value of the key.
 
     Raises:
-        NoCounterpart: If the key may have a meaning.
+        NoCounterpart: If the value is not ignored.
     """
     section = ".".join((*file.path[:-1], ""))
     inside = [name.removeprefix(section) for name in file.program.keys if name.startswith(section)]
@@ -172,33 +185,35 @@ def refuse_unknown_key(file: ForeignFile, value: Any) -> None:
 
 
 def _keep_file(file: ForeignFile) -> None:
-    """Do nothing: the default of :attr:`ForeignProgram.normalize_file`."""
+    """Do nothing. This function is the default of :attr:`ForeignProgram.normalize_file`."""
 
 
 def _keep_settings(file: ForeignFile, num_devices: int) -> None:
-    """Do nothing: the default of :attr:`ForeignProgram.complete_settings`."""
+    """Do nothing. This function is the default of :attr:`ForeignProgram.complete_settings`."""
 
 
 @dataclass(frozen=True)
 class ForeignProgram:
-    """Another program, with the table of its keys.
+    """Another trainer whose files can be imported, with the table of its keys.
 
     Attributes:
-        name: Name in messages.
-        keys: Table of its keys.
-        unique_keys: Keys that no other program has. They identify a file of the program.
-        usual_keys: Further keys that its files usually have.
-        title: Name in the list of programs, if it differs from ``name``.
-        defaults: Defaults of the program that differ from the defaults of a run, by dotted key of the run.
-        differences: Differences that remain although all keys were converted.
-        unset_values: Values that are ignored for all keys.
-        unknown_key_message: Message about an unknown key. ``{value}`` is replaced by its value.
+        name: Name of the program in messages.
+        keys: Table of the keys in its files.
+        unique_keys: Top-level keys that identify a file of the program, because no other program has them.
+        usual_keys: Further top-level keys that its files usually have.
+        title: Name of the program in the list of programs, if it differs from ``name``. Otherwise empty.
+        defaults: Defaults of the program that differ from the defaults of a run, by dotted key of the
+            setting.
+        differences: Differences in behavior that remain although all keys were converted.
+        unset_values: Values that are ignored for all keys, because they mean "not set" in the program.
+        unknown_key_message: Message about an unknown key, in which ``{value}`` is replaced by the value of
+            the key.
         convert_unknown_key: Function that handles a key that is not in the table.
-        normalize_file: Function that changes a file to the form that the table expects, before the
-            conversion.
-        complete_settings: Function that adds the settings that depend on several keys, after all keys have
-            been converted. Its second argument is the number of devices that share a batch, or 0 if it is not
-            known.
+        normalize_file: Function that is called before the conversion, and brings a file into the form that
+            the table expects.
+        complete_settings: Function that is called after all keys have been converted, and adds the settings
+            that depend on several keys. Its second argument is the number of devices among which a batch is
+            divided, or 0 if it is unknown.
     """
 
     name: str
@@ -215,25 +230,30 @@ class ForeignProgram:
     complete_settings: Callable[[ForeignFile, int], None] = _keep_settings
 
     def is_program_of(self, file_content: Mapping[str, object], *, is_foreign_file: bool) -> bool:
-        """Return whether a file is probably a file of this program.
+        """Return whether a file is probably a config file of this program.
 
-        At least two of its unique and usual keys must be in the file.
+        The file must contain at least two of the program's unique and usual keys.
 
         Args:
             file_content: Content of the file.
-            is_foreign_file: Whether the file is certainly from one of the programs. Then a single unique key
-                is enough.
+            is_foreign_file: Whether it is known that the file belongs to one of the programs. If so, a single
+                unique key is sufficient.
         """
         present = {*self.unique_keys, *self.usual_keys} & file_content.keys()
         return len(present) > 1 or (is_foreign_file and not present.isdisjoint(self.unique_keys))
 
     def find_key_entry(self, dotted_key: str) -> ForeignKey | None:
-        """Return the entry of a dotted key, or None. See :func:`find_key_entry`."""
+        """Call :func:`find_key_entry` with the table of this program."""
         return find_key_entry(self.keys, dotted_key)
 
 
 def find_key_entry(keys: ForeignKeys, dotted_key: str) -> ForeignKey | None:
-    """Return the entry of a dotted key, or the entry with a star that matches the key, or None."""
+    """Find the entry of a dotted key in a table.
+
+    Returns:
+        The entry of exactly this key. If there is none, the first entry with a star that matches the key.
+        None if no entry matches.
+    """
     if dotted_key in keys:
         return keys[dotted_key]
     starred = (
@@ -243,11 +263,12 @@ def find_key_entry(keys: ForeignKeys, dotted_key: str) -> ForeignKey | None:
 
 
 class ForeignValue(NamedTuple):
-    """Value in a file of another trainer.
+    """Key in a file of another trainer that is converted as a unit, and its value.
 
     Attributes:
-        path: Path of its key.
-        value: The value. It may be a mapping if the table has an entry for the key.
+        path: Path of the key.
+        value: Value of the key. It is only a mapping if the table has no entries for the keys inside the
+            mapping, or if it also has an entry for the mapping itself.
     """
 
     path: KeyPath
@@ -256,13 +277,13 @@ class ForeignValue(NamedTuple):
 
 @dataclass
 class ForeignFile:
-    """File of another trainer while its keys are converted.
+    """Config file of another trainer, and the state of its conversion.
 
     Attributes:
-        program: The program.
+        program: The program whose file it is.
         values: Content of the file.
-        build_origin: Function that returns the origin of a key, given its path.
-        result: The settings that have been converted so far.
+        build_origin: Function that takes the path of a key, and returns its origin.
+        result: Settings, notes and refusals from the keys that have been converted so far.
         path: Path of the key that is being converted.
     """
 
@@ -273,11 +294,11 @@ class ForeignFile:
     path: KeyPath = ()
 
     def get_value(self, dotted_key: str, default: Any = None) -> Any:
-        """Return a value of the file.
+        """Return the value of a key in the file.
 
         Args:
-            dotted_key: Path of the value, such as ``optimizer.params.lr``.
-            default: Result if the value is missing or null.
+            dotted_key: Dotted key, such as ``optimizer.params.lr``.
+            default: Result if the key is missing or its value is null.
         """
         value: Any = self.values
         for part in dotted_key.split("."):
@@ -285,7 +306,7 @@ class ForeignFile:
         return default if value is None else value
 
     def set_setting(self, source_path: KeyPath, setting: str, value: Any) -> None:
-        """Set a setting of the run, because of a key of the file.
+        """Set a setting in the result, and record the key of the file that it results from.
 
         Args:
             source_path: Path of the key in the file, which becomes the origin of the setting.
@@ -296,12 +317,14 @@ class ForeignFile:
         self.result.origins[setting] = self.build_origin(source_path)
 
     def set_default_setting(self, setting: str, value: Any, reason: str) -> None:
-        """Set a setting of the run to a default, unless a key of the file has set it.
+        """Set a setting in the result to a default value, unless the result already contains the setting.
+
+        The setting is marked as assumed, so that the user's own config takes precedence.
 
         Args:
             setting: Dotted key of the setting.
             value: Value of the setting.
-            reason: Origin of the value in messages, such as ``default of TRL``.
+            reason: Text that names the origin of the value in messages, such as ``default of TRL``.
         """
         if setting not in self.result.values:
             self.result.values[setting] = value
@@ -309,13 +332,14 @@ class ForeignFile:
             self.result.assumed_keys.add(setting)
 
     def set_global_batch_size(self, num_devices: int) -> None:
-        """Set the global batch size: micro-batch size times accumulation steps times data-parallel devices.
+        """Set the global batch size, unless the file has set it.
 
-        Other programs compute the global batch size when a run starts. Here, it is a setting and does not
-        change with the number of devices. Nothing is set if one of the factors is not known.
+        Other programs multiply micro-batch size, accumulation steps and number of data-parallel devices when
+        a run starts. In this project, the product is a setting, which does not change with the number of
+        devices. Nothing is set if one of the factors is unknown.
 
         Args:
-            num_devices: Number of devices that a batch is spread over. 0 if it is not known.
+            num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
         """
         micro = self.result.values.get("train.micro_batch_size")
         steps = self.get_value("gradient_accumulation_steps", 1)
@@ -329,17 +353,27 @@ class ForeignFile:
             self.set_default_setting("train.global_batch_size", micro * steps * num_devices, reason)
 
     def add_note(self, path: KeyPath, message: str) -> None:
-        """Add a note about the key at ``path``."""
+        """Add a note about a key to the result, after the origin of the key.
+
+        Args:
+            path: Path of the key.
+            message: Text of the note.
+        """
         self.result.notes.append(to_one_line(f"{self.build_origin(path).text}: {message}"))
 
     def add_refusal(self, path: KeyPath, message: str) -> None:
-        """Add the message that the key at ``path`` has no counterpart. The message ends with advice."""
+        """Add a message to the result that a key has no counterpart, after the origin of the key.
+
+        Args:
+            path: Path of the key.
+            message: Text of the message, which ends with advice.
+        """
         self.result.refusals.append(to_one_line(f"{self.build_origin(path).text}: {message}"))
 
     def convert_keys(self) -> None:
-        """Convert every key of the file into :attr:`result`.
+        """Convert every key of the file, and add the settings to :attr:`result`.
 
-        Exceptions of a conversion become notes and refusals.
+        Exceptions of converters become notes and refusals in the result.
         """
         for path, value in self._iter_key_values(self.values, ()):
             self.path = path
@@ -350,15 +384,20 @@ class ForeignFile:
             except NoCounterpart as reason:
                 self.add_refusal(path, str(reason))
             except (TypeError, ValueError, AttributeError, LookupError):
-                # Raised by a conversion that expects another type.
+                # A converter raises these exceptions if it expects a value of another type.
                 self.add_refusal(
                     path, f"{format_short_value(value)} has no counterpart: it is not of the expected kind"
                 )
 
     def _iter_key_values(self, values: Mapping[str, Any], section: KeyPath) -> Iterator[ForeignValue]:
-        """Yield each key with its value. For a section of the table, yield the keys inside of it instead.
+        """Yield the keys to convert. The keys inside a section are yielded instead of the section itself.
 
-        A section that is not a mapping is refused, unless its value is off.
+        A mapping counts as a section if the table has entries for keys inside of it. If the value of a
+        section is not a mapping, a refusal is added, unless the value is off or empty.
+
+        Args:
+            values: Mapping from keys to values.
+            section: Path of the mapping in the file. Empty for the top level.
         """
         for key, value in values.items():
             path = (*section, str(key))
@@ -372,7 +411,7 @@ class ForeignFile:
                 yield ForeignValue(path, value)
 
     def _convert_key(self, path: KeyPath, value: Any) -> None:
-        """Convert one key with its entry in the table, or with ``convert_unknown_key``."""
+        """Convert one key with its entry in the table, or with ``convert_unknown_key`` if it has no entry."""
         key = self.program.find_key_entry(".".join(path))
         if key is None:
             self.program.convert_unknown_key(self, value)

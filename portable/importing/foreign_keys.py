@@ -1,7 +1,7 @@
-"""Types of entries in the key tables of other trainers. An entry converts the values of one key.
+"""Types of entries in the tables of other trainers' keys. An entry converts the values of one key.
 
-A table is a mapping from a key of the other program (dotted, if it is nested) to an entry. A key that ends in
-a star matches all keys with this beginning that have no separate entry::
+A table maps keys of another program to entries. A nested key is written with dots. A key that ends with a
+star matches all keys with this prefix that have no separate entry::
 
     KEYS: ForeignKeys = {
         "learning_rate": SettingKey("train.learning_rate"),
@@ -29,17 +29,20 @@ from portable.importing.foreign_file import (
 )
 
 ValueConverter = Callable[[Any, "ForeignFile"], Any]
-"""Function from the value of a key and its file to the value of a setting. None leaves the setting out."""
+"""Type of functions that convert the value of a key, given the file, to the value of a setting.
+
+The setting is not set if the function returns None. The function may raise ``NoEffect`` or ``NoCounterpart``.
+"""
 
 
 def drop_unset_value(value: Any, _: ForeignFile) -> Any:
-    """Return ``value`` unchanged. None if it is ``auto`` or a negative number that means "not set"."""
+    """Return ``value`` unchanged, or None if it means "not set": ``auto`` or a negative number."""
     negative = isinstance(value, int | float) and not isinstance(value, bool) and value < 0
     return None if negative or value == "auto" else value
 
 
 def parse_flag(value: Any) -> bool:
-    """Return a boolean. The value may be a string such as ``yes``.
+    """Convert a boolean, or a string such as ``yes``, to a boolean.
 
     Raises:
         NoCounterpart: If ``value`` is not a boolean.
@@ -51,20 +54,23 @@ def parse_flag(value: Any) -> bool:
 
 
 def parse_name_list(value: Any) -> list[str]:
-    """Parse a list of names. The value may also be a single string with commas."""
+    """Convert a list of names, or a string with names and commas, to a list without empty names."""
     names = value.split(",") if isinstance(value, str) else value
     return [name for name in (str(name).strip() for name in names) if name]
 
 
 def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
-    """Return the translation of a value, ignoring case.
+    """Look up the meaning of a word, ignoring case.
 
     Args:
-        value: The word, or a boolean. None has the meaning None.
-        meanings: Meanings by word.
+        value: The word, a boolean, or None.
+        meanings: Meanings, keyed by word.
+
+    Returns:
+        The meaning. None if ``value`` is None and there is no word ``null``.
 
     Raises:
-        NoCounterpart: If ``value`` is not a key of ``words``. The message lists them.
+        NoCounterpart: If ``value`` is not a key of ``meanings``. The message lists the keys.
     """
     word = find_matching_word(value, meanings)
     if word is None and value is not None:
@@ -75,9 +81,9 @@ def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
 
 
 def find_matching_word(value: Any, words: Mapping[str, Any]) -> str | None:
-    """Return the key of ``words`` that equals ``value`` ignoring case, or None.
+    """Find the key of ``words`` that equals ``value``, ignoring case. Returns None if there is no such key.
 
-    The words ``yes``, ``no``, ``on`` and ``off`` also match ``true`` and ``false``.
+    A boolean, or a word such as ``yes`` or ``off``, also matches the key ``true`` or ``false``.
     """
     by_upper_case = {word.upper(): word for word in words}
     for item in (value, parse_boolean_word(value)):
@@ -89,7 +95,7 @@ def find_matching_word(value: Any, words: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class SingleTargetKey(ForeignKey):
-    """A key whose values become values of one setting.
+    """Base class of entries for a key whose values are converted to values of a single setting.
 
     Attributes:
         target: Dotted key of the setting.
@@ -99,91 +105,94 @@ class SingleTargetKey(ForeignKey):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The setting."""
+        """Dotted key of the setting, as the only element."""
         return (self.target,)
 
     @property
     def summary(self) -> str:
-        """The setting without the hint, because the hint only explains its values."""
+        """Dotted key of the setting. The hint is left out, because it only explains the values."""
         return self.target
 
 
 @dataclass(frozen=True)
 class WordKey(ForeignKey):
-    """Key with a fixed set of string values.
+    """Base class of entries for a key with a fixed set of values.
 
     Attributes:
-        words: Meaning of each word.
+        words: Meanings, keyed by the possible values of the key.
     """
 
     words: Mapping[str, Any]
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` is ignored. A value in :attr:`words` is never ignored."""
+        """Return whether ``value`` is ignored. False for every key of :attr:`words`, such as ``false``."""
         return find_matching_word(value, self.words) is None and super().has_no_effect(value, file)
 
 
 @dataclass(frozen=True)
 class SettingKey(SingleTargetKey):
-    """A key that corresponds to one setting.
+    """Entry for a key that corresponds to one setting.
 
     Attributes:
-        converter: Function that converts the value.
+        converter: Function that converts the value of the key to the value of the setting.
     """
 
     converter: ValueConverter = drop_unset_value
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the setting. The result is empty if :attr:`converter` returns None."""
+        """Return the setting with its converted value, or no settings if :attr:`converter` returns None."""
         converted = self.converter(value, file)
         return {} if converted is None else {self.target: converted}
 
 
 @dataclass(frozen=True)
 class WordSettingKey(WordKey, SingleTargetKey):
-    """Key whose values are translated to values of one setting.
+    """Entry for a key with a fixed set of values, each of which has a corresponding value of one setting.
 
-    A word with the meaning None leaves the setting out.
+    The setting is not set if the meaning of a value in :attr:`words` is None.
     """
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the setting for a value."""
+        """Return the setting with the meaning of the value, or no settings if the meaning is None."""
         meaning = translate_word(value, self.words)
         return {} if meaning is None else {self.target: meaning}
 
 
 @dataclass(frozen=True)
 class PresetKey(WordKey):
-    """Key whose values each select values of several settings."""
+    """Entry for a key with a fixed set of values, each of which selects values of several settings.
+
+    The meanings in :attr:`words` are mappings from dotted keys to values.
+    """
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the settings for a value."""
+        """Return the settings that a value selects."""
         settings: ConvertedSettings = translate_word(value, self.words)
         return settings
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """All settings of all values."""
+        """Dotted keys of all settings that any value selects."""
         return tuple(dict.fromkeys(key for settings in self.words.values() for key in settings))
 
     @property
     def remedy(self) -> str:
-        """The hint, because the names of the settings do not determine which value to write."""
+        """Hint of the entry, because the names of the settings alone do not determine the values to write."""
         return self.hint
 
 
 @dataclass(frozen=True)
 class SwitchKey(ForeignKey):
-    """A switch that selects values of settings if it is true. The values ``auto`` and ``full`` count as true.
+    """Entry for a switch that selects values of settings if it is true, ``auto`` or ``full``.
 
     Attributes:
-        settings: Values by dotted key if the switch is true.
+        settings: Values that are set if the switch is true, by dotted key.
     """
 
     settings: Mapping[str, str]
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the settings if the switch is true."""
+        """Return the settings if the switch is true, and no settings if it is false."""
         settings_if_true = self.settings
         settings: ConvertedSettings = translate_word(
             value, {"true": settings_if_true, "auto": settings_if_true, "full": settings_if_true, "false": {}}
@@ -192,86 +201,86 @@ class SwitchKey(ForeignKey):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The settings."""
+        """Dotted keys of the settings."""
         return tuple(self.settings)
 
     @property
     def remedy(self) -> str:
-        """Instruction to set the settings."""
+        """Instruction to set the settings, such as ``set data.packing to documents``."""
         return "set " + ", and ".join(f"{key} to {value}" for key, value in self.settings.items())
 
     @property
     def summary(self) -> str:
-        """Instruction to set the settings, with the condition."""
+        """Instruction to set the settings, after the condition ``if true``."""
         return f"if true: {self.remedy}"
 
 
 @dataclass(frozen=True)
 class MultiSettingKey(ForeignKey):
-    """A key whose value determines which settings are set.
+    """Entry for a key whose converter chooses the settings and their values.
 
     Attributes:
-        possible_settings: Settings that values may be converted to, as dotted keys.
-        converter: Function that converts the value to some of these settings. None means no settings.
+        possible_settings: Dotted keys of the settings that the converter may return.
+        converter: Function of the value and the file. It returns settings, or None for no settings.
     """
 
     possible_settings: tuple[str, ...]
     converter: Callable[[Any, ForeignFile], ConvertedSettings | None]
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the settings for the value."""
+        """Return the result of the converter."""
         return self.converter(value, file) or {}
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The settings that values may be converted to."""
+        """Dotted keys of the settings that the converter may return."""
         return self.possible_settings
 
 
 @dataclass(frozen=True)
 class CompanionKey(ForeignKey):
-    """A key that only the conversion of another key reads.
+    """Entry for a key that is not converted by itself, because the converter of another key reads its value.
 
     Attributes:
-        advice: Replacement for the key: a setting, or a sentence.
+        advice: Replacement for the key in the config of a run: a setting, or a sentence with advice.
     """
 
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return no settings, because the conversion of the other key returns them."""
+        """Return no settings, because the converter of the other key returns them."""
         return {}
 
     @property
     def remedy(self) -> str:
-        """The replacement for the key."""
+        """Replacement for the key in the config of a run."""
         return self.advice
 
 
 @dataclass(frozen=True)
 class CounterpartlessKey(ForeignKey):
-    """A key that has no equivalent in a run."""
+    """Base class of entries for a key without an equivalent in a run. Values that turn it off are ignored."""
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` is ignored, like zero and ``no``."""
+        """Return whether ``value`` is ignored because it turns the key off, such as zero or ``no``."""
         return value == 0 or is_off_or_empty(parse_boolean_word(value)) or super().has_no_effect(value, file)
 
 
 @dataclass(frozen=True)
 class IgnoredKey(CounterpartlessKey):
-    """A key that has no effect in a run.
+    """Entry for a key that has no effect in a run.
 
     Attributes:
-        reason: Reason, or advice. The key is ignored without a note if it is empty.
+        reason: Reason or advice for the note about the key. If it is empty, there is no note.
     """
 
     reason: str = ""
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return no settings.
+        """Return no settings if :attr:`reason` is empty.
 
         Raises:
-            NoEffect: If there is a reason.
+            NoEffect: If :attr:`reason` is not empty, so that a note is added.
         """
         if self.reason:
             raise NoEffect(f"{format_short_value(value)} has no effect: {self.reason}")
@@ -279,53 +288,53 @@ class IgnoredKey(CounterpartlessKey):
 
     @property
     def remedy(self) -> str:
-        """The reason."""
+        """Reason or advice. Empty for a key that is ignored without a note."""
         return self.reason
 
     @property
     def summary(self) -> str:
-        """The reason. Empty for a key that is ignored without a note, so that it is not listed."""
+        """Reason or advice, after ``no effect``. Empty for a key that is ignored without a note."""
         return self.reason and f"no effect: {self.reason}"
 
 
 @dataclass(frozen=True)
 class RefusedKey(CounterpartlessKey):
-    """A key that has no counterpart and is refused, unless its value is off.
+    """Entry for a key that has no counterpart, and is an error unless its value turns it off.
 
     Attributes:
-        advice: End of the error message.
+        advice: Advice at the end of the error message.
     """
 
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Raise ``NoCounterpart``."""
+        """Raise ``NoCounterpart`` for every value that is not ignored."""
         raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
 
     @property
     def remedy(self) -> str:
-        """The advice."""
+        """Advice for the user."""
         return self.advice
 
     @property
     def summary(self) -> str:
-        """The advice, marked as a refusal."""
+        """Advice for the user, after ``refused``."""
         return f"refused: {self.advice}"
 
 
 @dataclass(frozen=True)
 class NeverFalseKey(ForeignKey):
-    """A switch whose effect cannot be turned off in a run.
+    """Entry for a switch whose effect cannot be turned off in a run.
 
     Attributes:
-        reason: Reason and advice, for the error message.
+        reason: Reason and advice for the error message if the switch is off.
     """
 
     reason: str
     converts_empty_values: bool = field(default=True, kw_only=True)
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return no settings for a switch that is on.
+        """Return no settings for a switch that is on or not set.
 
         Raises:
             NoCounterpart: If the value is false or zero.
@@ -336,10 +345,10 @@ class NeverFalseKey(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """The reason and advice."""
+        """Reason and advice, after ``never false``."""
         return self.summary
 
     @property
     def summary(self) -> str:
-        """The reason and advice."""
+        """Reason and advice, after ``never false``."""
         return f"never false: {self.reason}"

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 
 
 def _find_program_title(values: Mapping[str, object]) -> str:
-    """Return the name of the program whose config file has these values, or an empty string."""
+    """Return the name of the program that a config file belongs to. Empty if it is unknown."""
     program = programs.detect_program(values)
     return "" if program is None else program.title or program.name
 
 
 def _build_foreign_meaning(key: ForeignKey) -> ForeignNameMeaning:
-    """Return the meaning of a key: a setting, or advice."""
+    """Convert an entry of a table of keys to its meaning in error messages.
+
+    The meaning is a setting if the remedy of the entry is the dotted key of a setting. Otherwise, it is
+    advice.
+    """
     is_setting = key.remedy in keys.get_setting_fields(RunConfig)
     return ForeignNameMeaning(setting=key.remedy) if is_setting else ForeignNameMeaning(advice=key.remedy)
 
@@ -45,4 +49,4 @@ FOREIGN_VOCABULARY = ForeignVocabulary(
     },
     find_program=_find_program_title,
 )
-"""All names and values that the importer supports."""
+"""All foreign names and values, for :func:`portable.config.suggestions.register_foreign_vocabulary`."""

@@ -1,4 +1,4 @@
-"""The keys of LLaMA-Factory that the Trainer does not have."""
+"""Table of the keys of LLaMA-Factory that the Trainer does not have, and their converters."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 
 def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the names of datasets if they are hub datasets.
+    """Convert ``dataset``, the names of datasets, to data sources if they are datasets on the hub.
 
-    They are if the names contain a slash and ``dataset_dir`` is not a folder of LLaMA-Factory.
+    The names are hub datasets if all of them contain a slash, and ``dataset_dir`` is ``ONLINE`` or not set.
 
     Raises:
         NoCounterpart: If the names refer to LLaMA-Factory's ``dataset_info.json``.
@@ -61,7 +61,7 @@ def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the training stage: conversations (``sft``), text (``pt``), or preference pairs (``dpo``).
+    """Convert ``stage``: training on conversations (``sft``), text (``pt``), or preference pairs (``dpo``).
 
     Returns:
         Settings. Empty for ``sft``, because it is the default for conversations.
@@ -159,7 +159,7 @@ def complete_llama_factory_settings(file: ForeignFile, num_devices: int) -> None
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
     """
     rank = file.result.values.get("adapter.r", DEFAULTS["adapter.r"])
     if file.result.values.get("adapter.type") is not None and isinstance(rank, int):

@@ -1,4 +1,4 @@
-"""Keys of ms-swift that the Trainer does not have, or that have a different meaning in ms-swift."""
+"""Table of the keys of ms-swift that the Trainer does not have, or that have a different meaning there."""
 
 from __future__ import annotations
 
@@ -44,12 +44,15 @@ if TYPE_CHECKING:
 SET_PATTERN = "set train.frozen or train.trainable to a pattern of the names that begin like this"
 CUSTOM_CODE = "custom code is named by its import path, package.module:name; leave it out"
 SEQUENCES_PER_STEP = 16
-"""Sequences per optimizer step if a file does not set ``gradient_accumulation_steps``."""
+"""Number of sequences in an optimizer step that ms-swift aims at if accumulation is not set."""
 _DATASET = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>[^:#]+)(?::(?P<subsets>[^#]+))?(?:#(?P<count>\d+))?")
 
 
 def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert names of datasets, each with its subsets and number of samples: ``name:subset#500``.
+    """Convert ``dataset``, one or several datasets with optional subsets and numbers of samples.
+
+    An example is ``name:subset1/subset2#500``. Each subset becomes a separate source. Adds a note to the file
+    for each number of samples, because a run uses the first samples instead of random samples.
 
     Raises:
         NoCounterpart: If a name cannot be parsed.
@@ -77,7 +80,7 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert ``rlhf_type``, the name of a loss of pairs.
+    """Convert ``rlhf_type``, the name of a loss on preference pairs, with its arguments to ``train.loss``.
 
     Raises:
         NoCounterpart: If the loss is not supported, or combines several formulas.
@@ -97,7 +100,10 @@ def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_deepspeed_name(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the name of a DeepSpeed config in ms-swift, such as ``zero3_offload``, or a path."""
+    """Convert ``deepspeed``: the name of a config in ms-swift, such as ``zero3_offload``, or a path.
+
+    A name is converted to the strategy and the offloading. A path becomes ``deepspeed.config``.
+    """
     match = re.fullmatch(r"zero([0-3])(_offload)?", str(value))
     if match is None:
         return {"deepspeed.config": value}
@@ -233,11 +239,11 @@ DIFFERENCES = (
 
 
 def complete_ms_swift_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the defaults that depend on other keys, and call :func:`complete_run_settings`.
+    """Add the defaults of ms-swift that depend on other keys, and call :func:`complete_run_settings`.
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices that a batch is spread over. 0 if it is not known.
+        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
     """
     values = file.result.values
     if file.get_value("tuner_type", file.get_value("train_type", "lora")) == "lora":

@@ -1,4 +1,4 @@
-"""Programs whose files can be imported, and the functions that convert their files."""
+"""List of the programs whose files can be imported, and functions that detect and convert their files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignKeys, KeyPath
 
 TRAINER_KEYS: ForeignKeys = {**axolotl.KEYS, **llama_factory.KEYS, **trl.KEYS, **trl.FSDP_KEYS}
-"""Keys of the Trainer and of the programs that are built on it.
+"""Table of the keys of the Trainer and of the programs that are built on the Trainer.
 
-They share one table, because their files mix the names: axolotl and LLaMA-Factory accept the arguments of the
-Trainer, and recipes for TRL contain names of axolotl."""
+The programs share one table, because their files mix the names: axolotl and LLaMA-Factory accept the
+arguments of the Trainer, and recipes for TRL contain names of axolotl."""
 TORCHTUNE = ForeignProgram(
     name="torchtune",
     keys=torchtune.KEYS,
@@ -96,18 +96,21 @@ DEEPSPEED = ForeignProgram(
     complete_settings=deepspeed.complete_deepspeed_settings,
 )
 FOREIGN_PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, MS_SWIFT, TRL, DEEPSPEED)
-"""All programs, in the order of comparison with a file."""
+"""All programs, in the order in which :func:`detect_program` tries them."""
 
 
 def detect_program(
     file_content: Mapping[str, object], *, is_foreign_file: bool = False
 ) -> ForeignProgram | None:
-    """Return the program that a file is from, or None.
+    """Find the program to which a config file belongs, by the keys in the file.
 
     Args:
         file_content: Content of the file.
-        is_foreign_file: Whether the file is certainly from one of the programs. Then fewer keys are enough to
-            identify the program.
+        is_foreign_file: Whether it is known that the file belongs to one of the programs. If so, fewer keys
+            are sufficient to identify the program.
+
+    Returns:
+        The program. None if the file does not seem to belong to any of them.
     """
     return next(
         (
@@ -120,23 +123,23 @@ def detect_program(
 
 
 def format_program_names() -> str:
-    """Return the names of the programs, separated by commas."""
+    """Return the names of all programs for a message, separated by commas."""
     return ", ".join(program.title or program.name for program in FOREIGN_PROGRAMS)
 
 
 def convert_foreign_file(document: YamlDocument, file_name: str, *, num_devices: int = 1) -> ImportedRun:
-    """Convert a file of any of the programs.
+    """Detect the program of a config file, and convert the file.
 
     Args:
-        document: Content of the file, with the lines of its keys.
+        document: Content of the file, with the line numbers of its keys.
         file_name: Name of the file, used in messages.
-        num_devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices among which a batch is divided.
 
     Returns:
         The settings, notes and refusals. Keys without a counterpart do not raise an error.
 
     Raises:
-        UserError: If the file is from none of the programs.
+        UserError: If the file does not belong to any of the programs.
     """
     program = (
         detect_program(document.value, is_foreign_file=True) if isinstance(document.value, dict) else None
@@ -150,10 +153,10 @@ def convert_foreign_file(document: YamlDocument, file_name: str, *, num_devices:
 
 
 def convert_accelerate_file(document: YamlDocument, file_name: str) -> ImportedRun:
-    """Convert a file of ``accelerate config``.
+    """Convert a file that ``accelerate config`` has written.
 
     Args:
-        document: Content of the file, with the lines of its keys.
+        document: Content of the file, with the line numbers of its keys.
         file_name: Name of the file, used in messages.
 
     Raises:
@@ -167,10 +170,10 @@ def convert_accelerate_file(document: YamlDocument, file_name: str) -> ImportedR
 
 
 def convert_accelerate_environment(environment: Mapping[str, str]) -> ImportedRun:
-    """Convert the environment of a process that ``accelerate launch`` has started.
+    """Convert the environment variables with which ``accelerate launch`` has started this process.
 
     Args:
-        environment: Environment variables.
+        environment: Environment variables of the process.
 
     Raises:
         UserError: If a variable has no counterpart.
@@ -186,9 +189,9 @@ def convert_accelerate_environment(environment: Mapping[str, str]) -> ImportedRu
 
 
 def build_deepspeed_file(values: Mapping[str, Any], name: str) -> ForeignFile:
-    """Build a file from the content of a DeepSpeed JSON, and rename its deprecated keys.
+    """Build the file for :func:`convert_deepspeed_file` from the content of a DeepSpeed JSON.
 
-    The caller reads the renamed keys, and passes the file to :func:`convert_deepspeed_file`.
+    Deprecated keys are renamed in the file, so the caller can read its values before the conversion.
 
     Args:
         values: Content of the JSON.
@@ -198,14 +201,18 @@ def build_deepspeed_file(values: Mapping[str, Any], name: str) -> ForeignFile:
 
 
 def convert_deepspeed_file(file: ForeignFile) -> ImportedRun:
-    """Convert a DeepSpeed JSON. The global batch size is not set if it depends on the number of ranks."""
+    """Convert the file of a DeepSpeed JSON. See :func:`build_deepspeed_file`.
+
+    The global batch size is only set if the JSON contains it, because the number of ranks is unknown.
+    """
     return _convert_file(file, num_devices=0)
 
 
 def _build_origin_finder(document: YamlDocument, file_name: str) -> Callable[[KeyPath], Origin]:
-    """Return the function from the path of a key to its origin, with its line in the file.
+    """Return a function that takes the path of a key, and returns its origin with the line in the file.
 
-    Accelerate's keys may have got the prefix ``fsdp_``, which is not in the file.
+    The function also finds a key to which :func:`accelerate.normalize_accelerate_file` has added the prefix
+    ``fsdp_``.
     """
 
     def build_origin(path: KeyPath) -> Origin:
@@ -218,23 +225,32 @@ def _build_origin_finder(document: YamlDocument, file_name: str) -> Callable[[Ke
 def _build_normalized_file(
     program: ForeignProgram, values: Mapping[str, Any], build_origin: Callable[[KeyPath], Origin]
 ) -> ForeignFile:
-    """Build a file and change it to the form that the table of its program expects."""
+    """Build a file, and bring it into the form that the table of its program expects.
+
+    Args:
+        program: The program whose file it is.
+        values: Content of the file.
+        build_origin: Function that takes the path of a key, and returns its origin.
+    """
     file = ForeignFile(program, dict(values), build_origin)
     program.normalize_file(file)
     return file
 
 
 def _convert_file(file: ForeignFile, *, num_devices: int = 1) -> ImportedRun:
-    """Convert all keys of a file, and add the settings that depend on several keys."""
+    """Convert all keys of a normalized file, and add the settings that depend on several keys."""
     file.convert_keys()
     file.program.complete_settings(file, num_devices)
     return file.result
 
 
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace references to other top-level values of a file, such as ``${output_dir}/logs``.
+    """Replace references to top-level values of the same file, such as ``${output_dir}/logs``.
 
-    A reference to an unknown value is not replaced.
+    A reference to an unknown value, such as an environment variable, is not replaced.
+
+    Args:
+        values: Content of the file, which is not changed.
     """
 
     def resolve_value(value: Any, depth: int = 0) -> Any:

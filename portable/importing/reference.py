@@ -1,6 +1,7 @@
-"""Generate docs/wild.md, the page about other trainers' keys, from their tables.
+"""Command that generates docs/wild.md, the page about other trainers' keys, from the tables of keys.
 
-``python -m portable.importing.reference`` writes the page. ``--check`` only checks that it is up to date.
+``python -m portable.importing.reference`` writes the page. With ``--check``, it only checks that the page is
+up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignKeys
 
 PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "wild.md"
-"""The page. The text above each table is written by hand."""
+"""Path of the page. The text above each table of the page is written by hand."""
 TABLE_BY_CHAPTER: dict[str, ForeignKeys] = {
     "DeepSpeed JSON": deepspeed.KEYS,
     "Accelerate YAML": {name: key for name, key in accelerate.KEYS.items() if ".xla" not in name},
@@ -27,11 +28,11 @@ TABLE_BY_CHAPTER: dict[str, ForeignKeys] = {
     "Entries of TRL's dataset_mixture": trl.MIXTURE_ENTRY_KEYS,
     "torchtune": {name: key for name, key in torchtune.KEYS.items() if not name.endswith("*")},
 }
-"""The table of keys for each chapter of the page."""
+"""Tables of keys, by the title of the chapter of the page that lists the keys."""
 
 
 def build_foreign_keys_page() -> str:
-    """Return the text of docs/wild.md: its present text with new rows in each table."""
+    """Build the text of docs/wild.md from the existing page, by replacing the rows of all tables."""
     head, *chapters = PAGE_PATH.read_text("utf-8").split("\n## ")
     parts = [head]
     for chapter in chapters:
@@ -43,10 +44,10 @@ def build_foreign_keys_page() -> str:
 
 
 def build_table_rows(keys: ForeignKeys) -> list[str]:
-    """Return the rows of a table. Keys with the same meaning share a row.
+    """Build the rows of a Markdown table. Keys with the same meaning share a row.
 
-    A key with the same name as its setting, ignoring sections, is skipped. A key that has no effect and does
-    not need a replacement is skipped, too.
+    Two types of keys are skipped: keys with the same name as their setting, ignoring sections, and keys that
+    have no effect and do not need a replacement.
     """
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():
@@ -60,6 +61,9 @@ def build_table_rows(keys: ForeignKeys) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Write the page, or check that it is up to date.
+
+    Args:
+        argv: Arguments of the command, without the name of the program.
 
     Returns:
         Exit code: 1 if the page is out of date, 2 for wrong arguments, otherwise 0.

@@ -1,4 +1,4 @@
-"""The keys of torchtune's recipes."""
+"""Table of the keys in the configs of torchtune's recipes, and their converters."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ DATASETS: dict[str, dict[str, Any]] = {
     "instruct_dataset": {"format": "alpaca", "columns": {"instruction": "input", "output": "output"}},
     "preference_dataset": {"format": "preference"},
 }
-"""Settings of a source, by the name of its dataset builder."""
+"""Settings of a source without the prefix ``data.``, by the name of torchtune's dataset builder."""
 LOSSES = {"DPOLoss": "dpo", "RSOLoss": "dpo(loss_type='hinge')", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
-"""Value of ``train.loss``, by the name of the class."""
+"""Values of ``train.loss``, by the name of torchtune's class."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"adapter.type": "lora"},
     "dora": {"adapter.type": "lora", "adapter.use_dora": True},
     "qlora": {"adapter.type": "lora", "adapter.base": "nf4"},
 }
-"""Settings of the adapter, by the prefix of the model builder."""
+"""Settings of the adapter, by the prefix in the name of torchtune's model builder."""
 
 
 def get_component_name(component: Any) -> str:
-    """Return the last part of the dotted path of a component."""
+    """Return the last part of the dotted path of a component, such as ``DPOLoss``."""
     return str(component).rpartition(".")[2]
 
 
 def check_checkpointer(value: Any, _: ForeignFile) -> None:
-    """Raise ``NoCounterpart`` for the checkpointer that reads Meta's own files."""
+    """Raise ``NoCounterpart`` for a checkpointer that reads Meta's own format of weights."""
     if "Meta" in str(value):
         raise NoCounterpart("reads Meta's own files; set model.name_or_path to a folder of transformers'")
 
@@ -70,7 +70,10 @@ def convert_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
 
 
 def convert_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
-    """Convert the modules with an adapter to the module names of transformers."""
+    """Convert ``lora_attn_modules``, names of attention modules with an adapter, to transformers' names.
+
+    The modules of the MLP are added if ``apply_lora_to_mlp`` is true.
+    """
     names = ["o_proj" if name == "output_proj" else name for name in value or ()]
     adapts_mlp = file.get_value("model.apply_lora_to_mlp") is True
     return names + (["gate_proj", "up_proj", "down_proj"] if adapts_mlp else [])
@@ -107,41 +110,43 @@ def convert_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_optimizer_class(value: Any, file: ForeignFile) -> Any:
-    """Convert the class of the optimizer."""
+    """Convert the dotted path of an optimizer's class to a value of ``train.optimizer``."""
     return translate_setting_word("train.optimizer", get_component_name(value).lower(), file)
 
 
 def convert_schedule_function(value: Any, _: ForeignFile) -> str:
-    """Convert the function that builds the schedule to the name of a schedule.
+    """Convert the dotted path of the function that builds the schedule to a value of ``train.schedule``.
 
-    The cosine schedule is translated. Other names are returned unchanged, and checked by the schema.
+    Only the name of torchtune's cosine schedule is translated. Other names are returned unchanged, so that
+    the validation of the config reports unknown names.
     """
     name = get_component_name(value)
     return "cosine" if name == "get_cosine_schedule_with_warmup" else name
 
 
 def convert_loss_class(value: Any, _: ForeignFile) -> str | None:
-    """Convert the class of the loss. Returns None if the loss is the default, not a preference loss."""
+    """Convert the dotted path of a loss class to ``train.loss``. None if it is not a preference loss."""
     return LOSSES.get(get_component_name(value))
 
 
 def convert_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the class of the logger. Only the class for W&B selects a tracker."""
+    """Convert the dotted path of the logger's class to ``log.trackers``. Empty for loggers other than W&B."""
     return {"log.trackers": ["wandb"]} if "WandB" in str(value) else {}
 
 
 def convert_to_bool(value: Any, _: ForeignFile) -> bool:
-    """Return whether the value is true."""
+    """Convert any value to a boolean, including null."""
     return bool(value)
 
 
 def convert_to_lower_case(value: Any, _: ForeignFile) -> str:
-    """Return the value as text in lower case."""
+    """Convert a value to text in lower case."""
     return str(value).lower()
 
 
 KEYS: ForeignKeys = {
-    # Keys with the same prefix, such as wandb_*, mean the same in the files of all programs.
+    # Include the keys with a star, such as wandb_*, because they have the same meaning in the files of all
+    # programs.
     **{
         name: key
         for keys in (trl.KEYS, axolotl.KEYS, llama_factory.KEYS)

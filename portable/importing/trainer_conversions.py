@@ -1,4 +1,4 @@
-"""Converters, messages and settings that TRL, axolotl, LLaMA-Factory, ms-swift and torchtune share."""
+"""Converters and messages that the tables of TRL, axolotl, LLaMA-Factory, ms-swift and torchtune share."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ NO_LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens s
 
 
 def convert_module_names(value: Any, _: ForeignFile) -> Any:
-    """Convert module names, a list or text with commas. ``all`` becomes ``all-linear``."""
+    """Convert a list of module names, or text with names and commas, to ``adapter.target_modules``.
+
+    The name ``all`` becomes ``all-linear``. Returns None if there are no names.
+    """
     names = parse_name_list(value or ())
     return "all-linear" if names in (["all"], ["all-linear"]) else names or None
 
 
 def convert_eval_fraction(value: Any, _: ForeignFile) -> Any:
-    """Convert the fraction of the records that is held out.
+    """Convert the fraction of the records to hold out for evaluation. Null becomes 0.
 
     Raises:
         NoCounterpart: If the value is a number of records.
@@ -53,10 +56,11 @@ def convert_chat_template(value: Any, _: ForeignFile) -> str | None:
     """Convert the name of a chat template.
 
     Returns:
-        ``chatml``. None if the tokenizer's template is used.
+        ``chatml`` for this name. None for ``tokenizer_default``, because the tokenizer's template is the
+        default.
 
     Raises:
-        NoEffect: For another name, because other programs have their own templates by these names.
+        NoEffect: For any other name, because it refers to a template that is part of the other program.
     """
     if value == "chatml":
         return "chatml"
@@ -71,12 +75,16 @@ def convert_chat_template(value: Any, _: ForeignFile) -> str | None:
 def build_interval_converter(
     steps_setting: str, epochs_setting: str, unit_key: str
 ) -> Callable[[Any, ForeignFile], dict[str, Any]]:
-    """Build the converter of an interval between two events: a number of steps, or a fraction of all steps.
+    """Build a converter for the Trainer's ``eval_steps`` or ``save_steps``.
+
+    The value is an interval: a number of steps, or a fraction of all steps. A fraction is converted to steps
+    if ``max_steps`` is set, and otherwise to epochs.
 
     Args:
         steps_setting: Setting for the interval in steps.
         epochs_setting: Setting for the interval in epochs.
-        unit_key: Key that must be ``steps``, otherwise the interval is ignored.
+        unit_key: Key of the file with the unit of the interval. The interval is ignored if the unit is not
+            ``steps``.
     """
 
     def convert_interval(value: Any, file: ForeignFile) -> dict[str, Any]:
@@ -94,7 +102,7 @@ def build_interval_converter(
 
 
 def convert_events_per_epoch(value: Any, _: ForeignFile) -> float | None:
-    """Convert a number of events per epoch to epochs per event. Returns None if the number is 0 or unset."""
+    """Convert a number of events per epoch to the interval in epochs. Returns None for 0 and null."""
     return 1 / value if value else None
 
 
@@ -109,12 +117,13 @@ def convert_push_time(value: Any, file: ForeignFile) -> str | None:
 
 
 def format_pair_loss(kind: Any, beta: Any, sft: Any = None) -> str:
-    """Format ``train.loss`` for a loss of pairs.
+    """Format the value of ``train.loss`` for a loss on preference pairs.
 
     Args:
-        kind: Name of the loss in the programs. None means DPO.
-        beta: Its ``beta``. None means the default.
+        kind: Name of the loss in other programs: ``orpo``, ``simpo``, or a type of DPO loss. None means DPO.
+        beta: Argument ``beta`` of the loss. None selects the default. Ignored for ORPO.
         sft: Weight of an additional cross-entropy on the chosen answer. None or 0 for no cross-entropy.
+            Ignored for ORPO and SimPO.
 
     Returns:
         The value, such as ``dpo(beta=0.1, loss_type='hinge')``.
@@ -129,16 +138,15 @@ def format_pair_loss(kind: Any, beta: Any, sft: Any = None) -> str:
 def convert_dataset_entry(
     entry: Mapping[str, Any], keys: ForeignKeys, entry_number: int, file: ForeignFile
 ) -> dict[str, Any]:
-    """Convert the keys of one entry of a list of datasets.
+    """Convert the keys of one entry in a list of datasets.
 
-    Notes and refusals of the entry are added to the file. A key without a counterpart does not affect the
-    other keys.
+    Notes and refusals about keys of the entry are added to the file.
 
     Args:
-        entry: Keys of the entry.
+        entry: Keys and values of the entry.
         keys: Table of the keys of such an entry.
-        entry_number: Position of the entry in its list, counted from 1, used in error messages.
-        file: File of the list.
+        entry_number: Position of the entry in the list, counted from 1, used in messages.
+        file: File that contains the list. ``file.path`` is the path of the list.
 
     Returns:
         Settings of the source, without the prefix ``data.``.
@@ -158,13 +166,15 @@ def convert_dataset_entry(
 def build_source_settings(sources: list[dict[str, Any]]) -> dict[str, Any]:
     """Build the settings for one source, or for a mixture of several sources.
 
-    A mixture reads each source once per epoch. Its sources are named after the last part of their paths.
+    The sources of a mixture have no weights, so each source is read once per epoch. They are named after the
+    last part of their paths, with a number if a name occurs twice.
 
     Args:
-        sources: Settings of each source, without the prefix ``data.``. None values are skipped.
+        sources: Settings of each source, without the prefix ``data.``. Settings with the value None are
+            skipped.
 
     Returns:
-        Values by dotted key. Empty if there are no sources.
+        Settings, by dotted key. Empty if there are no sources.
     """
     sources = [{key: value for key, value in entry.items() if value is not None} for entry in sources]
     if len(sources) == 1:
@@ -182,25 +192,26 @@ SOURCE_SETTINGS = (
     *("data.source", "data.sources", "data.split", "data.config_name", "data.format", "data.columns"),
     *("data.text_field", "data.train_on", "data.roles_to_train"),
 )
-"""Settings that a list of datasets may be converted to."""
+"""Dotted keys of the settings to which a list of datasets may be converted."""
 _EXCLUDED_BY = {
     "train.steps": "train.epochs",
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every_steps",
     "train.warmup_ratio": "train.warmup_steps",
 }
-"""Settings that exclude another setting, with the excluded setting."""
+"""Pairs of settings. If both settings of a pair are set, only the first setting is used."""
 
 
 def complete_run_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the defaults of the program, the global batch size and the differences.
+    """Add the defaults of the program, the global batch size and the differences to the result of a file.
 
-    Settings without an effect are removed: settings of section ``adapter`` or ``hub`` if there is no adapter
-    or no push, and settings that another setting excludes.
+    Settings that would have no effect are removed: the section ``adapter`` if there is no adapter, the
+    section ``hub`` if nothing is pushed, evaluation intervals if nothing is held out for evaluation, and
+    settings that another setting replaces.
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices that a batch is spread over. 0 if it is not known.
+        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
     """
     values, program = file.result.values, file.program
     if "train.loss" in values:

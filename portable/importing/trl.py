@@ -1,7 +1,7 @@
-"""The keys of the Trainer, of TRL, and of transformers' example scripts.
+"""Table of the keys of the Trainer, of TRL, and of transformers' example scripts, and their converters.
 
-The files of axolotl and LLaMA-Factory also have these keys, because both programs pass most arguments on to
-the Trainer.
+The files of axolotl and LLaMA-Factory also contain these keys, because both programs pass most arguments on
+to the Trainer.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ SCRIPT_ARGUMENTS = {
     *("text_column", "text_column_name", "summary_column", "max_source_length", "source_prefix"),
     *("config_overrides", "max_seq_length", "overwrite_cache", "model_type"),
 }
-"""Arguments of transformers' example scripts for training on plain text. TRL does not have them."""
+"""Arguments that identify a file of transformers' example scripts, because TRL does not have them."""
 
 
 def build_betas_converter(default_second_beta: float) -> ValueConverter:
-    """Build the converter of ``adam_beta1`` or ``adam_beta2``. It returns both betas.
+    """Build a converter for ``adam_beta1`` or ``adam_beta2``, which returns ``train.betas`` with both values.
 
     Args:
-        default_second_beta: Default of the second beta.
+        default_second_beta: Value of the second beta if the file does not set ``adam_beta2``.
     """
     return lambda _, file: [
         file.get_value("adam_beta1", 0.9),
@@ -72,17 +72,20 @@ def build_betas_converter(default_second_beta: float) -> ValueConverter:
 
 
 def convert_logging_steps(value: Any, _: ForeignFile) -> int:
-    """Convert the number of steps between two logs. A fraction of all steps becomes 1."""
+    """Convert ``logging_steps``, the interval of logs in steps. A fraction of all steps becomes 1."""
     return max(1, int(value))
 
 
 def convert_tf32(value: Any, file: ForeignFile) -> str | None:
-    """Return ``tf32`` as the precision if the value is true, unless bf16 is on."""
+    """Convert the switch ``tf32`` to the precision. Returns None if it is off, or if ``bf16`` is set."""
     return "tf32" if parse_boolean_word(value) is True and not file.get_value("bf16") else None
 
 
 def convert_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the arguments of the scheduler: the lowest learning rate, or its ratio to the learning rate.
+    """Convert ``lr_scheduler_kwargs`` to ``train.min_learning_rate_ratio``.
+
+    Only ``min_lr``, the lowest learning rate, and ``min_lr_rate``, its ratio to the learning rate, are
+    supported.
 
     Raises:
         NoCounterpart: If there are other arguments.
@@ -96,14 +99,14 @@ def convert_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]
 
 
 def convert_warmup(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Convert the number of warmup steps, or their fraction of all steps."""
+    """Convert ``warmup_steps``, which is a number of steps, or a fraction of all steps if it is below 1."""
     return {"train.warmup_ratio" if 0 < value < 1 else "train.warmup_steps": value}
 
 
 def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
-    """Convert the list of trackers. ``none`` becomes an empty list.
+    """Convert ``report_to``, a tracker or a list of trackers. ``none`` becomes an empty list.
 
-    Returns None if the list contains ``all``, because it has no counterpart.
+    Returns None if the list contains ``all``, because no setting selects all trackers.
     """
     names = [
         str(name) for name in (value if isinstance(value, list) else [value]) if not is_off_or_empty(name)
@@ -112,9 +115,9 @@ def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert TRL's switches for the loss mask.
+    """Convert TRL's switches ``assistant_only_loss`` and ``completion_only_loss`` to ``data.train_on``.
 
-    If both are on, ``assistant_only_loss`` takes precedence.
+    If both switches are on, ``assistant_only_loss`` takes precedence. Returns no settings if neither is set.
     """
     if parse_boolean_word(file.get_value("assistant_only_loss")) is True:
         return {"data.train_on": "assistant"}
@@ -128,7 +131,10 @@ def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert TRL's ``dataset_mixture``, or the mapping ``dataset_mixer`` of older recipes."""
+    """Convert TRL's ``dataset_mixture``, or ``dataset_mixer`` of older recipes, to data sources.
+
+    The value of ``dataset_mixer`` is a mapping from datasets to fractions of their samples.
+    """
     if value.get("test_split_size"):
         file.add_note(file.path, f"test_split_size has no effect: {SET_EVAL}")
     entries = value.get("datasets") or [{"id": name, "weight": share} for name, share in value.items()]
@@ -136,7 +142,10 @@ def convert_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_mixture_entries(entries: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the list of datasets in TRL's ``dataset_mixture``."""
+    """Convert the list of datasets in TRL's ``dataset_mixture`` to data sources.
+
+    A fraction of the samples below 1 becomes a slice of the split, such as ``train[:10%]``.
+    """
     sources = []
     for number, entry in enumerate(entries, start=1):
         convert_dataset_entry(entry, MIXTURE_ENTRY_KEYS, number, file)
@@ -158,7 +167,7 @@ MIXTURE_ENTRY_KEYS: ForeignKeys = {
     "columns": IgnoredKey("the columns of data.format are read"),
     "data_dir": RefusedKey("name the files in data.source"),
 }
-"""Keys of an entry of TRL's ``dataset_mixture``."""
+"""Table of the keys of an entry in TRL's ``dataset_mixture``."""
 
 _MODEL: ForeignKeys = {
     **dict.fromkeys(("model_name_or_path", "model_name"), SettingKey("model.name_or_path")),
@@ -450,9 +459,9 @@ _LAUNCH: ForeignKeys = {
 
 
 def _build_fsdp_config_keys() -> dict[str, ForeignKey]:
-    """Build the table of the Trainer's ``fsdp_config`` from Accelerate's keys.
+    """Build the table of the keys in the Trainer's ``fsdp_config`` from the table of Accelerate.
 
-    The Trainer accepts the keys with and without the prefix ``fsdp_``.
+    Each key of Accelerate is added with and without the prefix ``fsdp_``, because the Trainer accepts both.
     """
     keys = {
         name.replace(".fsdp_", start): key
@@ -460,7 +469,7 @@ def _build_fsdp_config_keys() -> dict[str, ForeignKey]:
         if name.startswith("fsdp_config.")
         for start in (".fsdp_", ".")
     }
-    # Without the prefix, the value is always a boolean, as under XLA.
+    # Use the entry for XLA, because the Trainer's key without the prefix always has a boolean value.
     keys["fsdp_config.reshard_after_forward"] = accelerate.KEYS["xla_fsdp_settings.reshard_after_forward"]
     return keys
 
@@ -476,7 +485,7 @@ KEYS: ForeignKeys = {
     **_LAUNCH,
 }
 FSDP_KEYS: ForeignKeys = _build_fsdp_config_keys()
-"""Keys of the Trainer's ``fsdp_config``."""
+"""Table of the keys in the Trainer's ``fsdp_config``."""
 DEFAULTS: dict[str, Any] = {
     "seed": 42,
     "train.epochs": 3,
@@ -518,11 +527,13 @@ DIFFERENCES = (
 
 
 def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the loss of pairs and TRL's default for conversations, and call :func:`complete_run_settings`.
+    """Add the loss on preference pairs and TRL's default for conversations to the result of a file.
+
+    Then call :func:`complete_run_settings`.
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices among which a batch is divided. 0 if it is unknown.
     """
     _set_pair_loss(file)
     if "train.loss" not in file.result.values and not any(map(file.get_value, SCRIPT_ARGUMENTS)):
@@ -532,10 +543,11 @@ def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
 
 
 def _set_pair_loss(file: ForeignFile) -> None:
-    """Set ``train.loss`` if the file has a key of TRL's DPO.
+    """Set ``train.loss`` and TRL's default learning rate for DPO if the file is for TRL's DPO trainer.
 
-    The keys decide, because the file does not name its trainer. The function also sets TRL's default learning
-    rate for DPO, and refuses a combination of several formulas.
+    A file does not name its trainer, so it counts as a file for DPO if it has a key that only TRL's trainers
+    for preference pairs have. Adds a note about this to the file. Adds a refusal if the file combines several
+    formulas.
     """
     key = next(
         (key for key in ("beta", "max_prompt_length", "loss_weights") if file.get_value(key) is not None),

@@ -1,7 +1,7 @@
-"""Setting values as other trainers spell them.
+"""Table of setting values in the spelling of other trainers.
 
-When a file is imported, the values of the settings in :data:`TRANSLATED_SETTINGS` are translated. The values
-of the other settings only improve the error message about a wrong value.
+For the settings in :data:`TRANSLATED_SETTINGS`, the table is used to convert values when a file is imported.
+For all other settings, it is only used for suggestions in error messages about invalid values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class WordMeaning(NamedTuple):
-    """Meaning of a value as another trainer spells it.
+    """Value of a setting that corresponds to another trainer's value, with a remark.
 
     Attributes:
         value: Value of the setting.
-        advice: Addition to the value in messages: another setting to change, or a difference in meaning.
+        advice: Remark that follows the value in messages: another setting to change, or a difference in
+            meaning.
     """
 
     value: str
@@ -90,24 +91,28 @@ FOREIGN_WORDS: dict[str, dict[str, str | WordMeaning]] = {
         **dict.fromkeys(("instruct", "instruction"), "alpaca"),
     },
 }
-"""Values as other trainers spell them, by setting or section.
+"""Values of settings and sections, keyed by the dotted key and then by the value of another trainer.
 
-For settings that are not in :data:`TRANSLATED_SETTINGS`, the text may be advice.
+For settings that are not in :data:`TRANSLATED_SETTINGS`, a value may contain advice.
 """
 TRANSLATED_SETTINGS = ("model.attention", "precision", "train.optimizer", "train.schedule")
-"""Settings whose values are translated when a file is imported."""
+"""Settings for which :func:`translate_setting_word` converts values of an imported file."""
 
 
 def translate_setting_word(setting: str, value: Any, file: ForeignFile) -> Any:
-    """Translate a value as another trainer spells it to a value of a setting.
+    """Convert another trainer's value to the value of a setting.
+
+    If the value is ``adafactor``, this function also sets ``train.adafactor_rule`` in the result of the file,
+    so that the update rule stays the same.
 
     Args:
-        setting: One of :data:`TRANSLATED_SETTINGS`.
-        value: The word. Unknown values are returned as strings.
-        file: The file. For Adafactor, ``train.adafactor_rule`` is also set in its result.
+        setting: Dotted key, one of :data:`TRANSLATED_SETTINGS`.
+        value: Value in the file of the other trainer.
+        file: The file.
 
     Returns:
-        The value, or None if the word is a boolean, empty or ``auto``.
+        The converted value. An unknown value is returned as a string. None if the value is a boolean, empty
+        or ``auto``.
     """
     if value == "adafactor":
         file.set_setting(file.path, "train.adafactor_rule", "transformers")
@@ -118,5 +123,9 @@ def translate_setting_word(setting: str, value: Any, file: ForeignFile) -> Any:
 
 
 def build_word_converter(setting: str) -> ValueConverter:
-    """Return the converter that translates other trainers' values to values of ``setting``."""
+    """Build a converter that calls :func:`translate_setting_word` for a setting.
+
+    Args:
+        setting: Dotted key, one of :data:`TRANSLATED_SETTINGS`.
+    """
     return lambda value, file: translate_setting_word(setting, value, file)

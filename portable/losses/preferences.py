@@ -1,7 +1,8 @@
-"""Preference losses. They compare a chosen and a rejected answer to a prompt.
+"""Preference losses, which compare a chosen and a rejected answer to the same prompt.
 
-A sample consists of two sequences, first the chosen one (``data.format: preference``). Labels mark the tokens
-of the answers. Each loss is a mean over pairs.
+A sample is a pair of sequences (``data.format: preference``): first the prompt with the chosen answer, then
+the prompt with the rejected answer. Only the tokens of the answers have labels. The loss of a step is the
+mean over all pairs of the global batch.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ REFERENCE_COLUMN = "reference_log_probs"
 
 
 def _mark_pairs(batch: Batch) -> Tensor:
-    """Return a mask of the samples that are pairs, bool ``[batch]``. Other samples only fill up the batch.
+    """Return a mask of the samples in which both answers have labels, bool ``[batch]``.
 
-    Raises ValueError if the labels of the batch are not pairs.
+    The other samples only fill up the batch and must not count in the loss.
+
+    Raises:
+        ValueError: If the labels do not have the shape ``[batch, 2, tokens]``.
     """
     labels = batch["labels"]
     if labels.dim() != 3 or labels.shape[1] != 2:
@@ -38,7 +42,11 @@ def _mark_pairs(batch: Batch) -> Tensor:
 
 
 class _PreferenceLoss:
-    """Base class of preference losses, with the interface of :class:`portable.model.training_loss.Loss`."""
+    """Base class of preference losses, with the interface of :class:`portable.model.training_loss.Loss`.
+
+    Subclasses implement :meth:`losses`. This class sums the losses over the pairs, and computes the values to
+    log.
+    """
 
     needs: ClassVar[tuple[Statistic, ...]] = ("log_probs",)
     sequences: ClassVar[int] = 2
@@ -69,13 +77,15 @@ class _PreferenceLoss:
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the loss and the rewards of each pair. Implemented by subclasses.
 
+        In all tensors of shape ``[batch, 2]``, index 0 is the chosen and index 1 the rejected answer.
+
         Args:
             log_probs: Log-probabilities of the answers, summed over their tokens, ``[batch, 2]``.
             lengths: Number of tokens of the answers, ``[batch, 2]``.
             batch: Columns of the micro-batch, on the device.
 
         Returns:
-            Losses ``[batch]``, and rewards ``[batch, 2]``.
+            Losses ``[batch]``, and rewards ``[batch, 2]``. The rewards are only logged.
         """
         raise NotImplementedError
 
@@ -86,13 +96,14 @@ class DPO(_PreferenceLoss):
 
     Attributes:
         beta: Strength of the regularization toward the reference model.
-        label_smoothing: Probability that a preference is reversed, as in cDPO and the loss type ``robust``.
-        loss_type: Formula of the loss, by its name in TRL: one of ``LOSS_TYPES``.
+        label_smoothing: Assumed probability that the two answers of a pair are swapped in the data. Only the
+            loss types ``sigmoid`` (then called cDPO) and ``robust`` allow values above 0.
+        loss_type: Formula of the loss, by its name in TRL: a key of :data:`LOSS_TYPES`.
         sft: Weight of the mean cross-entropy of the chosen answer, which is added to the loss.
-        reference: Reference model. ``"adapter"`` is the base model, computed by a pass with the adapter
-            disabled. For a folder or the name of a model on the Hub, each rank keeps a frozen copy. If None,
-            the weights at the start of the run. Their log-probabilities are computed once and cached with the
-            data.
+        reference: Reference model. If None, the model with its weights at the start of the run, whose
+            log-probabilities are computed once and cached with the data. If ``"adapter"``, the model without
+            its adapter, which runs in an additional forward pass before each step. Otherwise, a folder or the
+            name of a model on the Hub. In the last case, each rank keeps a frozen copy of this model.
     """
 
     beta: float = 0.1
@@ -110,7 +121,8 @@ class DPO(_PreferenceLoss):
             raise ValueError(
                 f"label_smoothing {self.label_smoothing:g} does not fit loss_type {self.loss_type}"
             )
-        # The log-probabilities of the reference are computed once for all samples, or before each step.
+        # The trainer calls `once` to compute reference log-probabilities for all samples before training, and
+        # `before` to compute them for the batch of each step.
         self.once = _compute_reference_log_probs if self.reference is None else None
         self.before = None if self.reference is None else self._compute_reference_columns
 
@@ -133,10 +145,11 @@ class DPO(_PreferenceLoss):
     def compute_losses(self, ratios: Tensor, lengths: Tensor) -> Tensor:
         """Compute the loss of each pair from the log-ratios to the reference model.
 
-        A custom loss can override this method.
+        A custom subclass can override this method to implement another formula.
 
         Args:
-            ratios: Log-ratios of the answers, ``[batch, 2]``.
+            ratios: Log-probability of each answer under the model minus its log-probability under the
+                reference model, ``[batch, 2]``.
             lengths: Number of tokens of the answers, ``[batch, 2]``.
 
         Returns:
@@ -147,9 +160,17 @@ class DPO(_PreferenceLoss):
     def _compute_reference_columns(
         self, forward: Callable[..., Outputs], batch: Batch
     ) -> Mapping[str, Tensor]:
-        """Compute the log-probabilities of the reference: the model without its adapter, or a separate model.
+        """Compute the log-probabilities of the answers under the reference model.
 
-        The separate model is loaded at the first call, and kept.
+        If the reference is a separate model, the first call loads it, and later calls reuse it.
+
+        Args:
+            forward: Function that runs a forward pass on the batch. It runs the trained model without its
+                adapter if called with ``adapter=False``, or the model that it receives as argument.
+            batch: Columns of the micro-batch, on the device.
+
+        Returns:
+            Columns to add to the batch, keyed by name.
         """
         if self.reference == "adapter":
             return _compute_reference_log_probs(lambda: forward(adapter=False), batch)
@@ -160,18 +181,33 @@ class DPO(_PreferenceLoss):
 
 @dataclass
 class IPO(DPO):
-    """Identity preference optimization (Azar et al., 2023). Log-ratios are means over tokens, as in TRL."""
+    """Identity preference optimization (Azar et al., 2023), which is DPO with ``loss_type="ipo"``.
+
+    As in TRL, the log-ratio of an answer is the mean over its tokens instead of the sum.
+    """
 
     loss_type: str = "ipo"
 
 
 def _compute_reward_margin(rewards: Tensor) -> Tensor:
-    """Return the reward of the chosen answer minus the reward of the rejected answer."""
+    """Return the reward of the chosen answer minus the reward of the rejected answer, ``[batch]``.
+
+    Args:
+        rewards: Rewards of the chosen and the rejected answer, ``[batch, 2]``.
+    """
     return rewards[:, 0] - rewards[:, 1]
 
 
 def _compute_smoothed_loss(loss: DPO, rewards: Tensor, sign: float = 1.0) -> Tensor:
-    """Mix the losses of a preference and of the reversed preference, weighted by ``label_smoothing``."""
+    """Combine the sigmoid losses of the pairs as labeled and with swapped answers, ``[batch]``.
+
+    With ``e = loss.label_smoothing``, the result is ``(1 - e) * labeled + sign * e * swapped``.
+
+    Args:
+        loss: Loss with the label smoothing.
+        rewards: Rewards of the chosen and the rejected answer, ``[batch, 2]``.
+        sign: Sign of the second term: 1 for cDPO, and -1 for robust DPO.
+    """
     right, wrong = (
         -functional.logsigmoid(_compute_reward_margin(rewards)),
         -functional.logsigmoid(-_compute_reward_margin(rewards)),
@@ -192,8 +228,10 @@ LOSS_TYPES: dict[str, Callable[[DPO, Tensor, Tensor], Tensor]] = {
         torch.sigmoid(rewards[:, 0]) + torch.sigmoid(-_compute_reward_margin(rewards))
     ),
 }
-"""Formulas of DPO by their names in TRL. Each is a function of the loss object, the rewards ``[batch, 2]``,
-and the rewards divided by the number of tokens.
+"""Formulas of DPO, keyed by their names in TRL.
+
+Each formula is a function that returns the loss of each pair, ``[batch]``. Its arguments are the loss object,
+the rewards ``[batch, 2]``, and the rewards divided by the number of tokens of the answers, ``[batch, 2]``.
 """
 
 
@@ -202,7 +240,7 @@ class SimPO(_PreferenceLoss):
     """Simple preference optimization (Meng et al., 2024). Does not need a reference model.
 
     Attributes:
-        beta: Scale of the mean log-probabilities.
+        beta: Scale of the rewards. The reward of an answer is beta times its mean log-probability per token.
         gamma: Target margin between the rewards of the chosen and the rejected answer.
     """
 
@@ -229,7 +267,8 @@ class ORPO(_PreferenceLoss):
     """Odds ratio preference optimization (Hong et al., 2024). Does not need a reference model.
 
     Attributes:
-        beta: Weight of the odds ratio (lambda in the paper), relative to the mean loss of the chosen answer.
+        beta: Weight of the odds-ratio term (lambda in the paper). The other term of the loss is the mean
+            cross-entropy per token of the chosen answer, with weight 1.
     """
 
     beta: float = 0.1
@@ -253,7 +292,16 @@ class ORPO(_PreferenceLoss):
 
 
 def _compute_reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mapping[str, Tensor]:
-    """Run a forward pass of the reference, and return the log-probabilities of the answers as a column."""
+    """Run a forward pass of the reference model, and return its log-probabilities as a column of the batch.
+
+    Args:
+        forward: Function that runs the reference model on the batch.
+        batch: Columns of the micro-batch. Not used.
+
+    Returns:
+        Column ``REFERENCE_COLUMN``: log-probabilities of the answers, summed over their tokens, fp32
+        ``[batch, 2]``.
+    """
     log_probs = forward().log_probs
     assert log_probs is not None
     return {REFERENCE_COLUMN: log_probs.float().sum(dim=-1)}

@@ -1,1 +1,4 @@
-"""Planning of a run before it starts: memory, communication, time, and price under each strategy."""
+"""Planner that computes the memory, communication, time, and price of a run under each strategy.
+
+No weights are loaded, and the devices do not have to exist on this machine.
+"""

@@ -1,8 +1,9 @@
-"""Memory of the forward and backward pass of a micro-batch, without parameters and gradients.
+"""Measurement of the activation memory: the forward and backward pass without parameters and gradients.
 
-The model runs on fake tensors, which have shapes, dtypes, and storages, but no memory. Therefore, all
-allocations are counted, regardless of the architecture, attention kernel, autocast, recomputation, and loss.
-Only one and then two layers of each kind are run, and the difference is the memory of each further layer.
+The model runs on fake tensors, which have shapes, dtypes, and storages, but no memory. This counts all
+allocations, regardless of the architecture, attention kernel, autocast, recomputation, and loss. To save
+time, only two copies of the model with few layers are run. They differ by one layer, and the difference of
+their memory is the memory of each further layer.
 """
 
 from __future__ import annotations
@@ -45,24 +46,30 @@ if TYPE_CHECKING:
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODEL, _GRADIENT, _COPY, _WORK = range(4)
+"""Types of storages: parameters and buffers, complete gradients, copies of weights in the compute dtype, and
+all other storages. Only the last two types are activation memory.
+"""
 
 
 def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
     """Measure the peak memory of the passes of a model by running it on fake tensors.
 
-    The model is run at two depths, and the results are extrapolated to the number of its layers.
+    For each type of layers, the model is run with few layers and with one more layer. The results are
+    extrapolated to the actual number of layers.
 
     Args:
         model: Model on the meta device, which is not changed.
         request: Pass to run.
 
     Raises:
-        Exception: Any error that the model raises if its control flow depends on values.
+        Exception: Any error of the model. The usual cause is control flow that depends on the values of
+            tensors, because fake tensors have no values.
     """
     kinds = group_layers_by_kind(model)
-    # If most parameters are frozen, or if a graph returns the gradients, the first gradient of a layer is
-    # ready late in its backward pass. In this case, a second layer is necessary to measure the memory before
-    # it.
+    # The phase before the first gradient should end when the backward pass enters the layers. If most
+    # parameters of a layer are frozen, or if a graph returns all gradients, the first gradient is ready only
+    # late in the backward pass of the layer. In this case, run at least two layers, so that the phase
+    # contains a complete layer in each run.
     late = request.compiler is not None or request.compiled
     base = {
         kind: min(len(names), 1 + (late or _is_mostly_frozen(model, names[0])))
@@ -89,7 +96,12 @@ def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
 
 
 def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
-    """Return whether some, but less than half, of the parameters of a layer are trained."""
+    """Return whether less than half of the elements of a layer's parameters are trained, but not none.
+
+    Args:
+        model: Model that contains the layer.
+        layer: Dotted name of the layer's module.
+    """
     parameters = list(model.get_submodule(layer).parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return 0 < trained < sum(p.numel() for p in parameters) / 2
@@ -98,20 +110,27 @@ def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
 def _measure_passes(
     model: nn.Module, request: PassRequest, kinds: LayerKinds, counts: dict[Any, int]
 ) -> list[Peak]:
-    """Measure the peaks of three phases with a given number of layers of each kind.
+    """Run the pass with some of the model's layers, and measure the peak memory of three phases.
+
+    Args:
+        model: Model on the meta device, which is not changed.
+        request: Pass to run.
+        kinds: Names of the layers of each type, keyed by type.
+        counts: Number of layers to run of each type, keyed by type.
 
     Returns:
-        The peaks of the forward pass, of the backward pass until a layer has gradients, and of the remaining
-        backward pass.
+        Three peaks: of the forward pass, of the backward pass until the first parameter of a layer has its
+        gradient, and of the rest of the backward pass.
     """
     layer_names = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
     small = copy_with_only_layers(model, layer_names)
     dtype = TORCH_DTYPES[request.precision]
-    # Install it before the fake tensors, because this tests the model on the meta device.
+    # Install the head before the parameters become fake tensors, because the installation tests the model on
+    # the meta device.
     chunked = install_chunked_head(small, request.loss_chunk_tokens)
     shrink_to_one_rank(small, request.tensor_parallel_size)
     if chunked is not None:
-        chunked.max_chunks = 2  # More parts have the same peak, and a large vocabulary has hundreds of parts.
+        chunked.max_chunks = 2  # because hundreds of chunks would have the same peak
     with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Warnings about fake tensors
@@ -163,7 +182,14 @@ def _measure_passes(
 def _compute_loss(
     model: nn.Module, batch: Batch, head: ChunkedHead | None, request: PassRequest
 ) -> torch.Tensor:
-    """Compute the loss of a micro-batch with the precision of the request."""
+    """Run the forward pass, and return the summed loss of a micro-batch.
+
+    Args:
+        model: Model with fake tensors.
+        batch: Micro-batch of fake tensors.
+        head: Output head that computes the loss in chunks. None to compute all logits at once.
+        request: Request with the precision, and with the type of autocast.
+    """
     with ExitStack() as stack:
         stack.enter_context(skip_mask_value_checks())
         if request.compute == "autocast":
@@ -175,9 +201,10 @@ def _compute_loss(
 
 
 class _OriginalLayer(nn.Module):
-    """Module that keeps the original forward method of a layer.
+    """Module that calls the original forward method of a layer, even after the layer's method is replaced.
 
-    The layer's own `forward` is replaced afterward.
+    Args:
+        layer: Layer whose `forward` has not been replaced yet.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -189,8 +216,12 @@ class _OriginalLayer(nn.Module):
 def _replace_layers_by_graphs(model: nn.Module) -> None:
     """Replace the forward method of each layer by graphs that save the same activations as inductor's graphs.
 
-    The partitioner of torch chooses the activations. Layers of the same kind share one graph, so only one
-    layer per kind is traced.
+    torch's partitioner, which inductor uses as well, chooses the activations to save. Only one layer of each
+    type is traced, and all layers of the type share the graphs. Layers are traced in their first forward
+    pass.
+
+    Args:
+        model: Model with fake tensors, which is changed in place.
     """
     for names in group_layers_by_kind(model).values():
         layers = [_OriginalLayer(model.get_submodule(name)) for name in names]
@@ -201,15 +232,16 @@ def _replace_layers_by_graphs(model: nn.Module) -> None:
 
 
 def _call_graphs(graphs: Any, state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Call the graphs of a layer with its parameters and buffers, and the arguments of its forward method."""
     return graphs(state, args, kwargs)
 
 
 def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replace all parameters and buffers by fake tensors.
+    """Replace all parameters and buffers by fake tensors. Must be called in a fake tensor mode.
 
     Args:
-        model: Model on the meta device.
-        dtype: Dtype of the floating-point parameters. None keeps their dtypes.
+        model: Model on the meta device, which is changed in place.
+        dtype: Dtype for the floating-point parameters. None to keep their dtypes.
     """
 
     def make_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
@@ -220,15 +252,23 @@ def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Non
 
 
 def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
-    """Build a micro-batch with the shapes of the real data. See :class:`portable.batch.Batch`."""
+    """Build a micro-batch with the columns and shapes of the run's batches, and placeholder values.
+
+    In a fake tensor mode, the tensors are fake tensors.
+
+    Args:
+        model: Model that receives the batch. Not used.
+        request: Request with the sizes, the task, and the packing.
+    """
     shape = (request.micro_batch, request.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     targets = torch.zeros(request.micro_batch, request.target_seq_len, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": targets}
     if not request.packed:
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
-    # On a CPU, attention runs on one document at a time. The largest document is a complete sample. On other
-    # devices, the documents are separated by a mask.
+    # On other devices than a CPU, position ids lead to a mask that separates the documents. On a CPU,
+    # attention runs on one document at a time without a mask, and needs the most memory if the document is a
+    # complete sample.
     if request.packed == "documents" and (request.on_gpu or request.compiler):
         batch["position_ids"] = torch.zeros(shape, dtype=torch.int64)
     if request.task == "seq2seq-lm":
@@ -258,12 +298,12 @@ class LiveStorageTracker:
                 parameter.register_post_accumulate_grad_hook(self._mark_complete_gradient)
 
     def end_phase(self) -> None:
-        """End a phase, and begin the next phase with a separate peak."""
+        """Record the peak of the current phase, and begin the next phase."""
         self._peaks.append(self._peak)
         self._peak = Peak(self._live[_WORK], self._live[_COPY])
 
     def get_peaks(self) -> list[Peak]:
-        """Return the peak of each completed phase."""
+        """Return the peak of each phase that has ended."""
         return self._peaks
 
     def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -294,10 +334,18 @@ class LiveStorageTracker:
         return results
 
     def _get_storage_kind(self, tensor: torch.Tensor) -> int | None:
+        """Return the type of a tensor's storage, such as `_WORK`. None if the storage is not tracked."""
         return self._kinds.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _track_storage(self, tensor: torch.Tensor, kind: int) -> None:
-        """Count the storage of a tensor until it is freed. Does nothing if the storage is already tracked."""
+        """Count the storage of a tensor until the storage is freed.
+
+        Does nothing if the storage is already tracked.
+
+        Args:
+            tensor: Fake tensor.
+            kind: Type of the storage, such as `_WORK`.
+        """
         storage = tensor.untyped_storage()
         key, size = torch_internals.get_storage_id(storage), storage.nbytes()
         if key in self._kinds:
@@ -312,7 +360,7 @@ class LiveStorageTracker:
         self._live[kind] += size
 
     def _mark_complete_gradient(self, parameter: torch.Tensor) -> None:
-        """Stop counting the storage of a complete gradient."""
+        """Stop counting a complete gradient as activation memory. Called after its accumulation."""
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
         key = torch_internals.get_storage_id(storage)
@@ -341,12 +389,13 @@ def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tenso
 
 
 def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
-    """Create an attention function that computes the scores of some tokens at a time.
+    """Create an attention function that computes the scores of `chunk_rows` query tokens at a time.
 
-    The scores are recomputed in the backward pass.
+    Like the compiled loop that it simulates, the function recomputes the scores in the backward pass. To save
+    time, only two chunks are computed, because further chunks do not raise the peak.
 
     Args:
-        chunk_rows: Number of tokens whose scores exist at the same time.
+        chunk_rows: Number of query tokens whose scores exist at the same time.
         attention: Attention function to call for each chunk.
     """
 
@@ -368,10 +417,11 @@ def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
 
 
 def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
-    """Create the attention function of a context-parallel rank.
+    """Create an attention function with the memory of a context-parallel rank.
 
-    It computes the attention of complete sequences with a fraction of the heads, instead of a part of the
-    sequences with all heads.
+    The rest of the model runs on the rank's part of each sequence with all heads. For attention, the ranks
+    exchange data, so that each rank has the complete sequences with a fraction of the heads. The exchange is
+    simulated by a reshape.
 
     Args:
         num_ranks: Number of context-parallel ranks.
@@ -392,7 +442,13 @@ def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Dispatch mode that makes the CPU compute the same operations in fp32 as autocast on CUDA."""
+    """Function mode that converts inputs to fp32 for the operations that CUDA's autocast runs in fp32.
+
+    The fake tensors are on the CPU, whose autocast runs fewer operations in fp32.
+
+    Args:
+        dtype: Dtype of autocast. Only inputs with this dtype are converted.
+    """
 
     _IN_FP32 = ("layer_norm", "softmax", "log_softmax", "group_norm", "softplus", "cumsum", "norm")
 

@@ -1,4 +1,4 @@
-"""Plan of a run on given devices: the function behind ``portable-plan`` and :func:`portable.plan`."""
+"""Functions behind ``portable-plan`` and :func:`portable.plan`: choose the devices, and compute the plan."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ def resolve_target(
     host_memory: str | None = None,
     notes: bool = True,
 ) -> ConfigAndTarget:
-    """Choose the target that the options describe.
+    """Convert the options of ``portable-plan`` to a target, and resolve the config for this target.
 
     Args:
         config: Config of the run.
         device: Name of the accelerator, for example ``h100``. None if it is unknown.
         devices: Number of devices.
-        device_memory: Memory of a device, for example ``80GB``. If None, the memory of the named device.
+        device_memory: Memory of a device, for example ``80GB``. If None, the memory of ``device`` is used. If
+            ``device`` is None, a device with this memory and otherwise typical properties is used.
         host_memory: Memory of a node, for example ``512GB``. None if it is unknown.
-        notes: Whether to print notes, for example about a backend that was chosen.
+        notes: Whether to print the backend's notes about the config.
 
     Returns:
-        The config with the backend of the target, and the target.
+        The config with the backend of the target, and the target. The device of the target is None if neither
+        ``device`` nor ``device_memory`` is set.
 
     Raises:
         UserError: If the device is unknown, a size is not valid, or the config names another backend.
@@ -56,6 +58,9 @@ def resolve_target(
 
 def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] | None = None) -> Plan:
     """Compute the resources that a run requires on a target under each strategy, and recommend an option.
+
+    If the run does not fit without offloading, options with an adapter and with context parallelism are
+    searched as well.
 
     Args:
         config: Config of the run, checked, with the backend of the target.
@@ -86,19 +91,32 @@ def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] |
 
 
 def _fits_without_offloading(option: PlanOption | None) -> bool:
-    """Return whether there is an option, and it does not use offloading."""
+    """Return whether ``option`` is not None and does not use offloading.
+
+    Args:
+        option: Option that fits, or None if no option fits.
+    """
     return option is not None and not option.setting.offload_targets
 
 
 def _find_option_with_adapter(planner: Planner) -> PlanOption | None:
-    """Find an option that trains an adapter instead of all weights. None if it does not fit or is refused."""
+    """Find an option that fits because it trains a LoRA adapter instead of all weights.
+
+    Returns:
+        The option. None if no option fits without offloading, if the config already has an adapter, or if an
+        adapter does not work with its other settings.
+    """
     if planner.config.adapter.type is not None:
         return None
     return _find_option_with_settings(planner, {"adapter.type": "lora"})
 
 
 def _find_option_with_shared_sequences(planner: Planner) -> PlanOption | None:
-    """Find the smallest ``context_parallel_size`` that makes a sequence fit. None if there is none."""
+    """Find an option that fits because devices share sequences, with the smallest ``context_parallel_size``.
+
+    Returns:
+        The option. None if no option with a larger size than the config's fits without offloading.
+    """
     devices = planner.target.cluster.devices
     for size in range(planner.config.context_parallel_size + 1, devices + 1):
         if devices % size == 0:
@@ -111,12 +129,15 @@ def _find_option_with_shared_sequences(planner: Planner) -> PlanOption | None:
 def _find_option_with_settings(
     planner: Planner, settings: dict[str, Any], model: MetaModel | None = None
 ) -> PlanOption | None:
-    """Find an option that fits with other settings. None if no option fits, or if the settings are refused.
+    """Find the best option for a config with some settings changed.
 
     Args:
-        planner: Planner of the config as it is.
-        settings: Settings to change, keyed by their names.
-        model: The model, if the settings do not change it.
+        planner: Planner of the unchanged config.
+        settings: New values of the settings to change, keyed by setting.
+        model: Model of the planner, if the settings do not change the model. None to build the model again.
+
+    Returns:
+        The option. None if no option fits without offloading, or if the changed settings are not supported.
     """
     try:
         config = planner.config.replaced(settings)

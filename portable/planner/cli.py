@@ -62,26 +62,26 @@ class PlanOptions(CommandOptions):
     device: str = ""
     """Accelerator to plan for: h100, h200, a100-80, l4, v5e, v5p, v6e ..."""
     device_memory: str = ""
-    """Memory of a device, instead of its name or to override it: 80GB."""
+    """Memory of a device, such as 80GB, instead of --device or to override it."""
     devices: PositiveCount = 1
-    """Number of devices; default 1."""
+    """Number of devices; default: 1."""
     host_memory: str = ""
-    """Host memory of a node, a limit for offloading: 512GB."""
+    """Host memory of a node, such as 512GB, which limits offloading."""
     compile: Flag = False
-    """Also compile the run's graphs for the device, a TPU (v4, v5e, v5p, v6e), with its own compiler, and
-    compare the plan with it. Takes minutes, and no TPU."""
+    """Also compile the run's graphs with the compiler of the device, a TPU (v4, v5e, v5p, v6e), and compare
+    the plan with the compiler's report. Takes minutes, but does not need a TPU."""
     only_memory: Flag = False
-    """With --compile: end once memory is assigned and collectives are scheduled, before the compiler makes
-    code: seconds in place of minutes."""
+    """With --compile: stop as soon as memory is assigned and collectives are scheduled, before code is
+    generated. Takes seconds instead of minutes."""
     topology: str = ""
-    """With --compile: the chips along each axis of the slice, 4x4."""
+    """With --compile: number of chips along each axis of the slice, such as 4x4."""
     price_per_hour: str = ""
-    """What an hour of one device costs: 2.50, or by names: h100=2.50,a100-80=1.30. With --budget, else
-    SkyPilot's catalog, where it is installed."""
+    """Price of one device for an hour, such as 2.50, or prices by name: h100=2.50,a100-80=1.30. If it is not
+    set, --budget takes the prices from SkyPilot's catalog, if SkyPilot is installed."""
     budget: str = ""
-    """Sort machines by what the run costs on them, up to this sum."""
+    """Sort machines by the cost of the run, and mark costs above this sum."""
     wide: Flag = False
-    """Show what the device memory of each option consists of."""
+    """Show the composition of each option's device memory."""
     json_: Flag = Field(default=False, alias="json")
     """Print the plan as JSON."""
 
@@ -98,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         argv = sys.argv[1:]
-        # Prevent transformers from importing torch_xla, because the import takes seconds and is not needed
-        # here.
+        # Prevent transformers from importing torch_xla, because the import takes seconds and a plan does not
+        # need it.
         os.environ.setdefault("USE_TORCH_XLA", "0")
-        gc.disable()  # The process only runs for seconds.
+        gc.disable()  # because the process only runs for seconds
     try:
         return run_command(argv)
     except UserError as error:
@@ -110,7 +110,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Compute the plan for the arguments of the command, and print it. Returns the exit code."""
+    """Compute the plan for the arguments of the command, and print it.
+
+    With ``--budget``, a table of the machines and their costs is printed instead.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: If an option or the config is not valid.
+    """
     config, options = parse_command_line(argv, PlanOptions, USAGE)
     check_config(config)
     _check_compile_options(options)
@@ -137,10 +146,19 @@ _DEVICE_COUNTS = (1, 2, 4, 8)
 
 
 def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[str, float]) -> int:
-    """Print the machines that the run fits on, sorted by the cost of the run. Returns the exit code.
+    """Print the machines that the run fits on, sorted by the cost of the run.
 
-    For each device type, the table shows the smallest number of devices that the run fits on without
-    offloading. More devices finish sooner, but cost the same.
+    For each type of device, the table shows the smallest number of devices that the run fits on without
+    offloading. More devices would finish sooner, but cost about the same.
+
+    Args:
+        config: Config of the run.
+        options: Options on the command line, keyed by name. ``budget`` is set.
+        prices: Price of a device per hour, keyed by the name of the device. If empty, prices are read from
+            SkyPilot's catalog.
+
+    Returns:
+        The exit code.
 
     Raises:
         UserError: If an option is invalid or has no effect, if prices or the number of tokens are unknown, or
@@ -210,7 +228,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
 
 
 def _check_compile_options(options: dict[str, Any]) -> None:
-    """Check that options for the compiler are only set with ``--compile``."""
+    """Raise UserError if an option for the compiler is set without ``--compile``."""
     compiles = options.get("compile")
     require(
         compiles or "topology" not in options,
@@ -223,17 +241,19 @@ def _check_compile_options(options: dict[str, Any]) -> None:
 
 
 class _CompilerResult(NamedTuple):
-    """Compiled graphs of a run, and a comparison of the plan with the compiler's figures."""
+    """Statistics of a run's compiled graphs, and a comparison of the plan with them."""
 
     compiled: CompiledRun
     comparisons: list[compiled_report.Comparison]
 
 
 def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _CompilerResult | None:
-    """Compile the configured run with the compiler of the target device, if ``--compile`` is set.
+    """Compile the run with the compiler of the target device, if ``--compile`` is set. Takes minutes.
+
+    The run is compiled with its configured strategy, not with the recommended option.
 
     Returns:
-        The compiled graphs and the comparison with the plan, or None if ``--compile`` is not set.
+        The statistics of the graphs, and the comparison with the plan. None if ``--compile`` is not set.
     """
     if not options.get("compile"):
         return None
@@ -256,7 +276,7 @@ def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _Compile
 
 
 def _resolve_target(config: RunConfig, options: dict[str, Any], *, notes: bool = True) -> ConfigAndTarget:
-    """Choose the target that the options describe. See :func:`resolve_target`."""
+    """Call :func:`resolve_target` with the options on the command line, which are keyed by name."""
     names = ("device", "devices", "device_memory", "host_memory")
     return resolve_target(config, **{name: options[name] for name in names if name in options}, notes=notes)
 

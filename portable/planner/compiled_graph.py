@@ -1,4 +1,4 @@
-"""Statistics of the compiled graphs of a training step."""
+"""Classes for the statistics that a device's compiler reports about the graphs of a training step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class CollectiveStatistics:
-    """Statistics of all collectives of one kind in a graph.
+    """Statistics of all collectives of one type, such as all-gather, in a graph.
 
     A collective in a loop counts once per iteration.
     """
 
     count: int = 0
     bytes: int = 0
-    """Number of bytes that a device sends on a ring."""
+    """Number of bytes that a device sends, if the collectives use ring algorithms."""
     asynchronous: int = 0
     """Number of collectives with a separate start and end in the schedule."""
     overlapped: int = 0
     """Number of asynchronous collectives that overlap with computation."""
     compute_cycles: int = 0
-    """Number of cycles of this computation, as the compiler estimates it."""
+    """Number of cycles of the computation that overlaps with collectives, as the compiler estimates it."""
 
     def __add__(self, other: CollectiveStatistics) -> CollectiveStatistics:
         return CollectiveStatistics(
@@ -33,20 +33,24 @@ class CollectiveStatistics:
 
 @dataclass(frozen=True)
 class LargeValue:
-    """Result in device memory with at least as many elements as the logits of a device's micro-batch."""
+    """Value in device memory that has at least as many elements as the logits of a device's micro-batch.
+
+    Such values are worth reporting, because they often determine the peak memory.
+    """
 
     shape: str
     bytes: int
     operation: str
-    """Operation of the model that computes the value. Empty if the compiler has not kept it."""
+    """Name of the model's operation that computes the value. Empty if the compiler does not report it."""
     source: str
     """Line of code that computes the value, such as ``models/llama.py:12``. Empty if it is unknown."""
     count: int = 1
+    """Number of values in the graph with this shape and origin."""
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """Compiled graph. Sizes are in bytes, and FLOPs and memory traffic are per device."""
+    """Statistics of a compiled graph. All sizes, FLOPs and memory traffic are per device."""
 
     name: str
     argument_bytes: int
@@ -63,17 +67,17 @@ class CompiledGraph:
     large_values: tuple[LargeValue, ...] = ()
     custom_calls: dict[str, int] = field(default_factory=dict)
     host_transfers: tuple[str, ...] = ()
-    """Instructions that wait for the host."""
+    """Instructions that transfer data to or from the host, so that the device waits for the host."""
     notes: tuple[str, ...] = ()
 
     @property
     def working_bytes(self) -> int:
-        """Device memory that the running graph requires in addition to its arguments and its code."""
+        """Device memory in bytes that the running graph requires in addition to its arguments and code."""
         return self.output_bytes - self.alias_bytes + self.temporary_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """Number of bytes that a device sends in all collectives."""
+        """Number of bytes that a device sends in all collectives of the graph."""
         return sum(collective.bytes for collective in self.collectives.values())
 
 
@@ -85,37 +89,41 @@ class CompiledRun:
     compiler: str
     """Name and version of the compiler."""
     hbm_bytes: int
-    """Device memory that is available to programs."""
+    """Memory of a device that is available to programs."""
     graphs: tuple[CompiledGraph, ...]
+    """Graphs that the compiler could compile."""
     problems: tuple[str, ...] = ()
-    """Reasons why a graph or the graphs together do not fit, one line per reason. ``graphs`` does not contain
-    a graph that does not fit by itself.
+    """Reasons why the run does not fit into device memory, one line per reason.
+
+    If the compiler fails for a graph because the graph does not fit, ``graphs`` does not contain the graph.
     """
     needed_bytes: int = 0
-    """Largest memory that such a graph would require, according to the compiler. 0 if there is no such graph.
-    """
+    """Largest memory that any graph that does not fit would require. 0 if each graph fits by itself."""
     notes: tuple[str, ...] = ()
     host_bytes: int = 0
     """Peak memory of the compiler on this machine."""
 
     @property
     def state_bytes(self) -> int:
-        """Size of the largest arguments: the state and a batch."""
+        """Size of the arguments of the graph with the largest arguments: the training state and a batch."""
         return max((graph.argument_bytes for graph in self.graphs), default=0)
 
     @property
     def working_bytes(self) -> int:
-        """Largest working memory of a graph."""
+        """Working memory of the graph that requires the most."""
         return max((graph.working_bytes for graph in self.graphs), default=0)
 
     @property
     def code_bytes(self) -> int:
-        """Size of the code of all graphs. All programs stay loaded."""
+        """Size of the code of all graphs. They are added up, because all programs stay loaded."""
         return sum(graph.code_bytes for graph in self.graphs)
 
     @property
     def peak_bytes(self) -> int:
-        """Size of the state, the code of all graphs, and the working memory of the largest graph."""
+        """Peak memory of a device: the state, the code of all graphs, and the largest working memory.
+
+        At least ``needed_bytes``.
+        """
         return max(self.state_bytes + self.code_bytes + self.working_bytes, self.needed_bytes)
 
     @property
@@ -128,6 +136,10 @@ class CompiledRun:
         return next((graph for graph in self.graphs if graph.name == name), None)
 
     def compute_sent_bytes_per_step(self, micro_batches: int) -> int:
-        """Compute the number of bytes that a device sends in a step with a number of micro-batches."""
+        """Compute the number of bytes that a device sends in all collectives of an optimizer step.
+
+        Args:
+            micro_batches: Number of micro-batches in the step.
+        """
         times = {"step": 1, "micro-batch": micro_batches, "update": 1}
         return sum(graph.sent_bytes * times.get(graph.name, 0) for graph in self.graphs)

@@ -1,4 +1,4 @@
-"""Report of the compiled graphs of a run, and a comparison with the plan."""
+"""Report on the compiled graphs of a run, as text and as JSON, with a comparison to the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from portable.planner.plan import PlanOption
 
 MAX_COLUMNS = 100
-"""Maximum number of characters in a line of the report."""
+"""Number of characters after which the lines about large values, host transfers and notes are cut off."""
 _MAX_SHOWN_VALUES = 5
 """Maximum number of large values to list per graph."""
 
@@ -27,13 +27,13 @@ GRAPH_ADAPTER = TypeAdapter(CompiledGraph)
 
 
 def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
-    """Add a remedy to each problem of a compiled run.
+    """Return a copy of a compiled run in which each problem ends with a remedy.
 
-    If the compiler found no problem but the graphs do not fit, a problem is added.
+    If the compiler reported no problem but the graphs together do not fit, a problem is added first.
 
     Args:
         compiled: Result of the compiler.
-        remedy: Settings that reduce the memory.
+        remedy: Settings that reduce the memory, as text.
     """
     problems = compiled.problems
     if not problems and not compiled.fits:
@@ -47,7 +47,11 @@ def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
 
 
 def _describe_largest_value(compiled: CompiledRun) -> str:
-    """Describe the largest value of all graphs. Empty if there are no large values."""
+    """Describe the largest value of all graphs, as the end of a sentence.
+
+    Returns:
+        Text that begins with a comma. Empty if the graphs have no large values.
+    """
     values = [value for graph in compiled.graphs for value in graph.large_values]
     if not values:
         return ""
@@ -60,7 +64,7 @@ def _describe_largest_value(compiled: CompiledRun) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Figure of the plan and the corresponding figure of the compiler."""
+    """Number of bytes according to the plan, and the corresponding number according to the compiler."""
 
     name: str
     planned: int
@@ -68,22 +72,22 @@ class Comparison:
 
     @property
     def percent(self) -> float | None:
-        """Excess of the compiler's figure over the plan's figure, in percent.
+        """Percentage by which the compiler's number exceeds the plan's number. Negative if it is lower.
 
-        None if the plan's figure is 0.
+        None if the plan's number is 0.
         """
         return (self.compiled / self.planned - 1) * 100 if self.planned else None
 
 
 def compare_with_plan(compiled: CompiledRun, option: PlanOption, micro_batches: int) -> list[Comparison]:
-    """Compare the figures of the plan with the compiler's figures.
+    """Compare the memory and the sent bytes in the plan with the compiler's numbers.
 
-    If a step has several micro-batches, the accumulated gradients are arguments of the graphs. Otherwise,
-    they are temporary values.
+    The gradients are compared with the arguments of the graphs if they are accumulated over micro-batches.
+    Otherwise, they are compared with the temporary values, because the single graph of a step frees them.
 
     Args:
         compiled: Result of the compiler.
-        option: Plan of the configured settings.
+        option: Plan for the settings that were compiled.
         micro_batches: Number of micro-batches in a step.
     """
     planned = option.device_bytes
@@ -104,11 +108,11 @@ def compare_with_plan(compiled: CompiledRun, option: PlanOption, micro_batches: 
 
 
 def to_json_values(compiled: CompiledRun, compared: Sequence[Comparison]) -> dict[str, Any]:
-    """Convert the report to plain values for JSON. Sizes are in bytes per device.
+    """Convert the report to a dictionary for JSON. Sizes are in bytes per device.
 
     Args:
         compiled: Result of the compiler.
-        compared: Comparison with the plan.
+        compared: Result of :func:`compare_with_plan`.
     """
     return {
         "topology": compiled.topology,
@@ -128,11 +132,11 @@ def to_json_values(compiled: CompiledRun, compared: Sequence[Comparison]) -> dic
 
 
 def format_report(compiled: CompiledRun, compared: Sequence[Comparison]) -> str:
-    """Format the report as text with lines of at most :data:`MAX_COLUMNS` characters.
+    """Format the report as text, with tables of the graphs, of their collectives, and of the comparison.
 
     Args:
         compiled: Result of the compiler.
-        compared: Comparison with the plan.
+        compared: Result of :func:`compare_with_plan`.
     """
     parts = [f"compiled for {compiled.topology} by {compiled.compiler}; bytes and FLOPs of one device"]
     parts += compiled.problems
@@ -154,7 +158,7 @@ def format_report(compiled: CompiledRun, compared: Sequence[Comparison]) -> str:
 
 
 def _format_graphs(compiled: CompiledRun) -> str:
-    """Format a table with the sizes of each graph."""
+    """Format a table with a row for each graph: its sizes, its FLOPs, and the time to compile it."""
     head = ("graph", "arguments", "results", "aliased", "temporary", "code", "TFLOP", "accessed", "seconds")
     lines = [
         (
@@ -174,7 +178,7 @@ def _format_graphs(compiled: CompiledRun) -> str:
 
 
 def _format_collectives(compiled: CompiledRun) -> str:
-    """Format a table with the collectives of each graph. Empty if there are none."""
+    """Format a table with a row for each type of collective in each graph. Empty if there are none."""
     head = ("graph", "collective", "count", "sends", "asynchronous", "overlapped")
     lines = [
         (
@@ -195,7 +199,7 @@ def _format_findings(graph: CompiledGraph) -> list[str]:
     """Format the large values, host transfers, and notes of a graph as one block of lines.
 
     Returns:
-        A list with the block. Empty if there are no findings.
+        A list with the block as its only element. Empty if the graph has none of these.
     """
     lines = [
         f"{graph.name}: {value.count} x {value.shape} ({format_bytes(value.bytes)}), as large as the logits"
@@ -212,9 +216,11 @@ def _format_findings(graph: CompiledGraph) -> list[str]:
 
 
 def _format_comparison(line: Comparison) -> tuple[str, ...]:
+    """Format the cells of a table row: name, planned bytes, compiled bytes, and difference in percent."""
     percent = "" if line.percent is None else f"{line.percent:+.1f} %"
     return line.name, format_bytes(line.planned), format_bytes(line.compiled), percent
 
 
 def _align_columns(lines: Sequence[tuple[str, ...]], left_columns: int = 1) -> str:
+    """Format rows of cells as an indented table. The first ``left_columns`` columns are left-aligned."""
     return textwrap.indent(format_columns(lines, left_columns), "  ")

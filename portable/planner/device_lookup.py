@@ -1,4 +1,4 @@
-"""Lookup of devices by name, and parsing of memory sizes."""
+"""Functions that find devices by name, and parse memory sizes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from portable.registry import BACKENDS, DEFAULT_PLANNED_BACKEND, load_backend_pa
 
 
 def build_generic_device(backend: str) -> Device:
-    """Build a device with unknown properties except for its memory.
+    """Build a device of unknown type. The caller replaces its memory size.
 
-    The other properties are copied from a common device of the backend.
+    The other properties are copied from a typical device of the backend, except that the speed of links and
+    the reached utilization are unknown.
 
     Args:
         backend: Name of the backend, or ``auto``.
@@ -32,26 +33,30 @@ def build_generic_device(backend: str) -> Device:
 
 
 def list_known_devices() -> dict[str, Device]:
-    """Return all devices of all backends, keyed by name."""
+    """Return all types of devices of all backends, keyed by name."""
     return {device.name: device for name in BACKENDS for device in load_backend_package(name).list_devices()}
 
 
 _MAKERS = re.compile("^(nvidia-|amd-|google-)?(tpu-|geforce-|instinct-)?(tesla-|rtx-?)?")
 _VARIANTS = re.compile(r"-?(sxm\d?|hbm\de?|oam|pcie)(?=-|$)")
-"""Variants of a card in names that drivers report. Variants with different speeds are separate devices."""
+"""Matches the variant of a card in a name from a driver, such as ``-pcie``.
+
+The variant is removed from the name if there is no separate device with the complete name.
+"""
 _SIZE = re.compile(r"-?(\d+)gb$")
 _SIZE_OF_HOST = ("gh200", "gb200")
 """Devices whose drivers report the memory of the CPU in the name, such as ``GH200 480GB``."""
 _SAME_SIZE = 0.15
-"""Largest relative difference between a size in a name and the memory that a program can use."""
+"""Maximum relative difference between the memory size in a name and the memory size of a known device."""
 _APPLE = re.compile("(apple-)?m[1-9](-?(pro|max|ultra))?|mps")
 
 
 def find_device(name: str, flag: str = "--device") -> Device:
-    """Find a device by the name that a person or a driver uses, such as ``RTX 4090`` or ``v5litepod``.
+    """Find a type of device by a name that people or drivers use, such as ``RTX 4090`` or ``v5litepod``.
 
     Args:
-        name: Name of the device. ``cpu`` is the CPU of this machine.
+        name: Name of the device, in any case, with or without the manufacturer. ``cpu`` is the CPU of this
+            machine.
         flag: Option or setting that contains the name, used in error messages.
 
     Raises:
@@ -81,17 +86,18 @@ def find_device(name: str, flag: str = "--device") -> Device:
 
 
 class DeviceAndCount(NamedTuple):
-    """Kind of device, and number of devices."""
+    """Type of device, and number of devices."""
 
     device: Device
     num_devices: int
 
 
 def parse_devices(text: str) -> DeviceAndCount:
-    """Parse the value of ``--device``, such as ``h100:8``.
+    """Parse a device with an optional number of devices, such as ``h100:8``.
 
     Returns:
-        The device, and the number of devices. The number is 1 if the value does not contain a count.
+        The device, and the number of devices, which is 1 if ``text`` does not contain a number. The memory of
+        this machine is divided among several ranks on the CPU.
 
     Raises:
         UserError: If no device has this name, or if the count is not a positive number.
@@ -102,14 +108,17 @@ def parse_devices(text: str) -> DeviceAndCount:
             f"--device: {text}: the count is not a positive number; write NAME:COUNT, such as h100:8"
         )
     device, count = find_device(name, f"--device: {text}"), int(digits or 1)
-    # Ranks on the CPU share the memory of the machine.
+    # Divide the memory, because ranks on the CPU share the memory of the machine.
     if device.backends == ("cpu",):
         device = device.with_memory(device.memory_bytes // count)
     return DeviceAndCount(device, count)
 
 
 def _build_cpu_device() -> Device:
-    """Describe the CPU of this machine, with the memory limit of the container if there is one."""
+    """Build a device for the CPU of this machine.
+
+    Its memory is the memory of the machine, or the limit of the container (cgroup) if it is lower.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else ""
@@ -125,11 +134,11 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def load_rental_device_names() -> dict[str, Any]:
-    """Load the names that programs for renting machines use for the devices.
+    """Load the names that programs for renting machines, such as SkyPilot, use for the devices.
 
     Returns:
-        Names in each program, keyed by the name of the device, and the topologies of TPU slices under the key
-        ``topologies``.
+        A dictionary for each device, keyed by the name of the device. It contains the device's names, keyed
+        by program. The additional key ``topologies`` contains the topologies of TPU slices.
     """
     text = files("portable").joinpath("configs", "machines", "names.yaml").read_text("utf-8")
     entries: dict[object, Any] = yaml.safe_load(text)
@@ -142,6 +151,9 @@ def parse_bytes(text: str, flag: str) -> int:
     Args:
         text: Text to parse.
         flag: Option that contains the text, used in error messages.
+
+    Returns:
+        The number of bytes.
 
     Raises:
         UserError: If the text is not a memory size.

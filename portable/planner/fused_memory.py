@@ -1,9 +1,9 @@
-"""Memory of a pass that a compiler runs with fused operations.
+"""Measurement of the activation memory of a pass that a compiler such as XLA runs with fused operations.
 
-A compiler does not store cheap results, but computes them again for each operation that reads them. So these
-results require no memory. First, the operations of the pass are recorded. Then, the memory at each point
-follows from the results that the compiler writes to memory. The backend defines which results are written.
-See :class:`portable.planner.pass_cost.CompilerModel`.
+A compiler does not store the results of cheap operations, but computes them again in each operation that
+reads them, so these results require no memory. Therefore, :class:`OperationTape` first records the operations
+of the pass. Then, :func:`compute_phase_peaks` simulates the results that the compiler writes to memory. The
+backend defines which results are written, with a :class:`portable.planner.pass_cost.CompilerModel`.
 """
 
 from __future__ import annotations
@@ -27,30 +27,33 @@ if TYPE_CHECKING:
     from portable.planner.pass_cost import CompilerModel, ResultKind
 
 _MAX_RECOMPUTED_SIZES = 5
-"""Limit for recomputing a result that several operations read.
+"""Limit above which a cheap result that several operations read is written to memory.
 
-The result is written to memory if the number of its readers, plus the ratio of its input size to its own
-size, exceeds this limit. Otherwise, each reader recomputes it.
+The value that is compared with the limit is the number of operations that read the result, plus the total
+size of the stored values that it is computed from, divided by its own size. Below the limit, each operation
+that reads the result recomputes it.
 """
 
 
 @dataclass(frozen=True)
 class RecordedValue:
-    """Result of an operation. Views of the result are the same value."""
+    """Result of an operation. A view of a result does not count as a separate value."""
 
     bytes: int
+    """Size of the storage in bytes."""
     inputs: tuple[int, ...]
-    """Indices of the values that this value is computed from."""
+    """Indices of the recorded values that the operation reads."""
     result: ResultKind
+    """Treatment of the result by the compiler."""
 
 
 class OperationTape:
-    """Recorder for the operations of a pass on fake tensors.
+    """Recorder for the operations of a pass, from which it computes the peak memory of each phase.
 
     Args:
-        model: Model that is run. Its parameters and buffers are not values of the pass, and neither are
-            gradients after they are complete.
-        compiler: Compiler of the pass.
+        model: Model with fake tensors. Its parameters and buffers are not counted. A gradient of a parameter
+            is only counted until it is complete.
+        compiler: Compiler that would run the pass.
     """
 
     def __init__(self, model: nn.Module, compiler: CompilerModel) -> None:
@@ -69,11 +72,11 @@ class OperationTape:
                 self._mark_saved_tensors(layer)
 
     def end_phase(self) -> None:
-        """End a phase, and begin the next phase with a separate peak."""
+        """Record the end of the current phase, and begin the next phase."""
         self._phase_ends.append(len(self._values))
 
     def get_peaks(self) -> list[Peak]:
-        """Compute the peak of each completed phase."""
+        """Compute the peak of each phase that has ended."""
         return [
             Peak(peak, 0)
             for peak in compute_phase_peaks(self._values, self._phase_ends, self._transient_values)
@@ -112,7 +115,12 @@ class OperationTape:
         return results
 
     def _set_newest(self, tensor: torch.Tensor, value: int) -> None:
-        """Record that the storage of a tensor contains a new value."""
+        """Record which value the storage of a tensor contains. The record is removed with the storage.
+
+        Args:
+            tensor: Result of an operation.
+            value: Index of the recorded value.
+        """
         storage = tensor.untyped_storage()
         key = torch_internals.get_storage_id(storage)
         if key not in self._references:
@@ -125,16 +133,20 @@ class OperationTape:
         self._newest_values[key] = value
 
     def _remove_gradient(self, parameter: torch.Tensor) -> None:
-        """Count the value of a complete gradient as transient, because gradients are not part of the pass."""
+        """Count a complete gradient only while it is computed, because gradients are not activation memory.
+
+        Hook that runs after gradient accumulation.
+        """
         assert parameter.grad is not None
         value = self._newest_values.pop(_get_storage_id(parameter.grad), None)
         if value is not None:
             self._transient_values.add(value)
 
     def _mark_saved_tensors(self, layer: nn.Module) -> None:
-        """Wrap the layer's ``forward`` to mark all values that autograd saves in it as written.
+        """Wrap the layer's ``forward``, so that all values that autograd saves in the layer count as stored.
 
-        The compiler runs the layers in a loop and passes these values to the backward loop.
+        A compiler that runs the layers in a loop must store these values, because the backward loop reads
+        them.
         """
         forward = layer.forward
 
@@ -152,6 +164,7 @@ class OperationTape:
 
 
 def _get_storage_id(tensor: torch.Tensor) -> int:
+    """Return an integer that identifies the storage of a tensor while the storage exists."""
     key: int = torch_internals.get_storage_id(tensor.untyped_storage())
     return key
 
@@ -159,21 +172,26 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 def compute_phase_peaks(
     values: Sequence[RecordedValue], phase_ends: Sequence[int], transient: set[int]
 ) -> list[int]:
-    """Compute the peak memory of each phase in bytes.
+    """Simulate which values a compiler writes to memory, and compute the peak memory of each phase in bytes.
+
+    A value that is written to memory occupies it until the last operation that reads it, directly or through
+    values that are recomputed.
 
     Args:
-        values: Values, in the order of computation.
-        phase_ends: Number of values at the end of each phase.
-        transient: Numbers of the values that only require memory while they are computed.
+        values: Recorded values, in the order of computation.
+        phase_ends: Number of recorded values at the end of each phase.
+        transient: Indices of the values that only occupy memory while they are computed.
     """
     values = _fuse_elementwise_into_products(values)
     readers = [0] * len(values)
     for value in values:
         for behind in value.inputs:
             readers[behind] += 1
-    # For each value, the written values that are necessary to compute it
+    # For each value: the indices of the stored values that it is read or recomputed from
     sources: list[frozenset[int]] = []
+    # For each value: the index of the last value whose computation reads it
     last = list(range(len(values)))
+    # For each value: the change of the live bytes when it is computed
     change = [0] * (len(values) + 1)
     for i, value in enumerate(values):
         needs = frozenset[int]().union(*(sources[j] for j in value.inputs))
@@ -185,7 +203,8 @@ def compute_phase_peaks(
             for j in needs:
                 last[j] = i
         sources.append(needs if computed else frozenset((i,)))
-    # A loop keeps the saved values of all layers until its end.
+    # Keep the saved values of all layers until the last one is read, because the backward loop frees them at
+    # its end.
     end = max((last[i] for i, value in enumerate(values) if value.result == "saved"), default=0)
     for i, value in enumerate(values):
         if value.result == "saved":
@@ -206,10 +225,17 @@ def compute_phase_peaks(
 
 
 def _fuse_elementwise_into_products(values: Sequence[RecordedValue]) -> list[RecordedValue]:
-    """Move matrix products to the elementwise operations that consume them.
+    """Fuse each matrix product with the elementwise operation that reads it.
 
-    If a single elementwise operation reads a product and its result is not larger, the compiler writes the
-    result of the elementwise operation instead of the product.
+    If a product is read by a single elementwise operation whose result is not larger, the compiler writes
+    only the result of the elementwise operation to memory.
+
+    Args:
+        values: Recorded values, in the order of computation.
+
+    Returns:
+        Copy of the values, in which the type of a fused product is ``computed`` and the type of the
+        elementwise result is ``product``.
     """
     readers: list[list[int]] = [[] for _ in values]
     for i, value in enumerate(values):
@@ -222,7 +248,7 @@ def _fuse_elementwise_into_products(values: Sequence[RecordedValue]) -> list[Rec
         reader = readers[i][0]
         if moved[reader].result != "computed" or moved[reader].bytes > value.bytes:
             continue
-        # otherwise, the operation runs later
+        # Do not fuse across another product, because the elementwise operation then runs after it.
         if all(other.result != "product" for other in values[i + 1 : reader]):
             moved[i] = replace(moved[i], result="computed")
             moved[reader] = replace(moved[reader], result="product")

@@ -1,7 +1,7 @@
-"""Memory and communication of an engine for a model, computed without the engine.
+"""Interface and data classes with which a backend describes the memory and communication of its engines.
 
-Each backend package has a module ``footprint`` for its engines. It must not import an accelerator library.
-See :class:`FootprintModule`.
+Each backend package has a module ``footprint`` that computes them from the sizes of a model, without building
+an engine. The module must not import an accelerator library. See :class:`FootprintModule`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from portable.planner.pass_cost import CompilerModel, ComputeMode
 
 PLACEHOLDER_DISK_PATH = "/a/folder/on/a/local/disk"
-"""Value of ``memory.nvme_path`` if the config does not set it."""
+"""Value of ``memory.nvme_path`` in a planned config if the user has not set it."""
 COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
-"""Element size of each precision in bytes."""
+"""Size in bytes of an element in the compute dtype, keyed by the value of ``precision``."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of a run."""
+    """Number of devices of a run, and their distribution over nodes."""
 
     devices: int
-    """Number of all devices."""
+    """Total number of devices."""
     per_node: int
-    """Number of devices of a machine, or of a TPU slice."""
+    """Number of devices in a node, or in a TPU slice."""
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Number of nodes, rounded up."""
         return -(-self.devices // self.per_node)
 
 
 @dataclass(frozen=True)
 class StrategySetting:
-    """Strategy with its offloading."""
+    """Combination of ``strategy`` with ``memory.offload_optimizer`` and ``memory.offload_params``."""
 
     strategy: str
     offload_optimizer: str = "none"
@@ -50,25 +50,30 @@ class StrategySetting:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> StrategySetting:
-        """Return the setting of a config."""
+        """Return the combination of settings that a config contains."""
         return cls(config.strategy, config.memory.offload_optimizer, config.memory.offload_params)
 
     @property
     def offload_targets(self) -> dict[str, str]:
-        """Target of each offloaded part: ``cpu`` or ``nvme``, keyed by ``optimizer`` and ``params``."""
+        """Offloading targets, ``cpu`` or ``nvme``, keyed by ``optimizer`` and ``params``.
+
+        A key is missing if nothing is offloaded for it.
+        """
         places = {"optimizer": self.offload_optimizer, "params": self.offload_params}
         return {part: place for part, place in places.items() if place != "none"}
 
     @property
     def uses_disk(self) -> bool:
-        """Whether a part is offloaded to a disk."""
+        """Whether the optimizer state or the parameters are offloaded to a disk."""
         return "nvme" in self.offload_targets.values()
 
     def apply_to(self, config: RunConfig) -> RunConfig:
-        """Return a config with this setting.
+        """Return a copy of a config with this combination of settings.
+
+        ``memory.nvme_path`` is set to a placeholder if the combination needs a path and the config has none.
 
         Raises:
-            UserError: If the setting is not possible with the other settings.
+            UserError: If the combination is not valid together with the other settings.
         """
         return config.replaced(
             {
@@ -84,21 +89,25 @@ class StrategySetting:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of bytes that a device sends."""
+    """Number of bytes that a device sends to other devices in a training step."""
 
     per_pass: float = 0.0
-    """Number of bytes per micro-batch."""
+    """Number of bytes for each micro-batch."""
     per_step: float = 0.0
-    """Number of bytes per optimizer update."""
+    """Number of bytes for each step in addition, for example for the optimizer update."""
 
     def compute_step_bytes(self, micro_batches: int) -> float:
-        """Compute the number of bytes in a step with a number of micro-batches."""
+        """Compute the total number of bytes in a step that has ``micro_batches`` micro-batches."""
         return self.per_pass * micro_batches + self.per_step
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Number of bytes on the device of the rank with the most memory, and on its host."""
+    """Memory of an engine for a model, without activations, and its communication. Sizes are in bytes.
+
+    The sizes are for the rank that requires the most memory. They only include sizes that do not depend on
+    the micro-batch.
+    """
 
     parameters: int
     """Size of the resident shard of the parameters. Under ZeRO, this is the copy in the compute dtype."""
@@ -107,9 +116,9 @@ class Footprint:
     optimizer: int
     """Size of the moments. Under ZeRO, this includes the fp32 master weights, as in the ZeRO paper."""
     compute: ComputeMode
-    """Mode in which the compute dtype is reached."""
+    """Mechanism by which the engine computes in the compute dtype, such as autocast."""
     compiler: CompilerModel | None = None
-    """Compiler of the step. See :class:`portable.planner.pass_cost.PassRequest`."""
+    """Compiler that runs the complete pass. See :class:`portable.planner.pass_cost.PassRequest`."""
     gathered: int = 0
     """Size of gathered parameters and communication buffers until the backward pass reaches a layer."""
     in_layers: int = 0
@@ -121,24 +130,29 @@ class Footprint:
     activations have been freed.
     """
     in_update: int = 0
-    """Additional size during the update, when nothing is gathered and the activations have been freed."""
+    """Size of temporary values during the optimizer update, when the activations have been freed."""
     host: int = 0
-    """Host memory of a rank."""
+    """Host memory for each rank."""
     disk: int = 0
-    """Disk space of a rank that offloads to a disk."""
+    """Disk space for each rank, if the rank offloads to a disk."""
     also_saved: int = 0
-    """Size of a checkpoint of all ranks in addition to the fp32 weights and the optimizer state."""
+    """Size of the data that a checkpoint contains in addition to the fp32 weights and the optimizer state.
+
+    This is the total for all ranks.
+    """
     links: Traffic = Traffic()
-    """Traffic between the devices of a node."""
+    """Bytes that a device sends to other devices of its node."""
     network: Traffic = Traffic()
-    """Traffic between nodes."""
+    """Bytes that a device sends to other nodes."""
 
 
 class FootprintModule(Protocol):
-    """Interface of the module ``footprint`` of a backend package."""
+    """Interface of the module ``footprint`` that each backend package contains."""
 
     def resolve_config(self, config: RunConfig, cluster: Cluster) -> RunConfig:
-        """Replace defaults by the settings in an engine's own file (a DeepSpeed JSON), and check the config.
+        """Replace defaults by the values in the engine's own config file, such as a DeepSpeed JSON.
+
+        Also checks the config.
 
         Args:
             config: Config of the run.
@@ -149,7 +163,7 @@ class FootprintModule(Protocol):
         """
 
     def iter_settings(self, config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
-        """Yield the settings that this backend supports for a run.
+        """Yield the combinations of strategy and offloading that this backend supports for a run.
 
         Args:
             config: Config of the run.
@@ -157,35 +171,36 @@ class FootprintModule(Protocol):
         """
 
     def find_gathered_units(self, model: nn.Module, config: RunConfig) -> list[nn.Module]:
-        """Find the modules that are gathered as one unit, with outer modules before inner modules.
+        """Find the modules whose parameters an engine such as FSDP gathers together.
 
         Args:
             model: Model on the meta device.
-            config: Config of the run.
+            config: Config of the run, whose section ``fsdp`` may select the modules.
 
         Returns:
-            The modules. Empty if the footprint does not depend on them.
+            The modules, with outer modules before inner modules. Empty if the footprint of this backend's
+            engines does not depend on such modules.
 
         Raises:
-            UserError: If the model has no such modules as configured.
+            UserError: If the config selects modules that the model does not have.
         """
 
     def compute_footprint(self, model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-        """Compute the footprint of a model.
+        """Compute the memory and communication of the engine for ``config.strategy``.
 
         Args:
-            model: Inventory of the model.
+            model: Inventory of the model, with the sizes of its parameters.
             config: Config of the run.
             cluster: Devices of the run.
         """
 
 
 class UpdateCost(NamedTuple):
-    """Device memory and traffic of an optimizer's update.
+    """Device memory and communication of an optimizer update.
 
     Attributes:
         temporary_bytes: Device memory that the update requires in addition to the optimizer state.
-        sent_bytes: Number of bytes that a device sends.
+        sent_bytes: Number of bytes that a device sends to other devices during the update.
     """
 
     temporary_bytes: int
@@ -195,26 +210,27 @@ class UpdateCost(NamedTuple):
 def compute_muon_update_cost(
     model: ModelInventory, compute_itemsize: int, ranks: int, *, replicated: bool
 ) -> UpdateCost:
-    """Compute the device memory and traffic of an update with Muon.
+    """Compute the device memory and communication of an update with Muon.
 
-    In each round, a rank holds a complete matrix. Its memory consists of the received matrix, the parts of
-    other ranks' matrices before and after the update, and the operands and results of the products.
+    The matrices of the model are distributed among the ranks, and each rank orthogonalizes one complete
+    matrix at a time. Its memory consists of the received matrix, the parts of other ranks' matrices before
+    and after the update, and the operands and results of the matrix products.
 
     Args:
         model: Inventory of the model. Its largest matrix determines the memory.
-        compute_itemsize: Element size of the products in bytes.
+        compute_itemsize: Size in bytes of an element in the matrix products.
         ranks: Number of ranks among which the matrices are distributed.
-        replicated: Whether each rank holds all matrices.
+        replicated: Whether each rank has a complete copy of all matrices, as in DDP.
 
     Returns:
-        The cost. 0 if the model does not have matrices that Muon updates.
+        The cost. Both numbers are 0 if Muon does not update any matrix of the model.
     """
     matrices = [weight for weight in model.trained_weights if weight.uses_muon]
     sizes = [(math.prod(w.shape[-2:]), min(w.shape[-2:])) for w in matrices]
     most = max((5 * size + 2 * least * least for size, least in sizes), default=0)
     if ranks > 1 and replicated:
         most += max((size for size, _ in sizes), default=0) * ranks
-    # The matrices of a stack are already distributed among the ranks.
+    # A stack of matrices is not sent if it is sharded, because its shards consist of complete matrices.
     moved = sum(w.num_elements for w in matrices if replicated or len(w.shape) == 2) * compute_itemsize
     sent = moved * (ranks - 1) / ranks if replicated else 2 * moved * (ranks - 1) / ranks**2
     return UpdateCost(compute_itemsize * most, sent)

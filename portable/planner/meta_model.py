@@ -1,4 +1,4 @@
-"""Model on the meta device, with its inventory and the memory of its passes."""
+"""Model on the meta device, from which the planner reads parameter sizes and measures activation memory."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ContextParallelTraffic(NamedTuple):
     """Number of bytes that a context-parallel rank sends in a micro-batch.
 
     Attributes:
-        sent_bytes: Number of bytes that it sends to all other ranks of its group.
-        sent_between_nodes: Number of these bytes that it sends to ranks on other nodes.
+        sent_bytes: Number of bytes that the rank sends to all other ranks of its group.
+        sent_between_nodes: Number of bytes among them that go to ranks on other nodes.
     """
 
     sent_bytes: float
@@ -43,7 +43,11 @@ class ContextParallelTraffic(NamedTuple):
 
 
 class MetaModel:
-    """Model on the meta device, with its inventory and the memory of its passes.
+    """Model on the meta device, together with the numbers that the planner derives from the model.
+
+    Attribute ``inventory`` contains the parameters. If the strategy cannot split the model into FSDP units,
+    the constructor does not raise an error but stores the message in ``inventory.unit_error``, because other
+    strategies may not need units.
 
     Args:
         model: Model on the meta device, which is not changed.
@@ -59,7 +63,7 @@ class MetaModel:
                 load_backend_package(config.backend).load_footprint().find_gathered_units(model, config),
                 sharing=sharing,
             )
-        except UserError as error:  # This only concerns strategies that gather units.
+        except UserError as error:  # Store the error, because only some strategies gather units.
             self.inventory = replace(
                 build_inventory(model, config.train, sharing=sharing), unit_error=str(error)
             )
@@ -79,9 +83,9 @@ class MetaModel:
     def compute_context_parallel_traffic(self, config: RunConfig, cluster: Cluster) -> ContextParallelTraffic:
         """Compute the number of bytes that a context-parallel rank sends in a micro-batch.
 
-        Each of the ``context_parallel_size`` ranks sends its share of the queries, keys, values, and results
-        of all layers to the other ranks: in the forward pass, again if layers are recomputed, and for the
-        gradients in the backward pass.
+        In the attention of each layer, a rank sends its share of the queries, keys, values, and results to
+        the other ranks of its group. This occurs in the forward pass, in the backward pass for the gradients,
+        and once more if the layer is recomputed. Returns zeros without context parallelism.
 
         Args:
             config: Config of the run.
@@ -94,7 +98,7 @@ class MetaModel:
         heads, keys = count_attention_heads(self._model)
         head = getattr(text, "head_dim", None) or text.hidden_size // heads
         query, value = getattr(text, "qk_head_dim", head), getattr(text, "v_head_dim", head)
-        # Key heads are replicated so that each rank has at least one.
+        # Use at least `parts` key heads, because key heads are replicated until each rank has one.
         width = text.num_hidden_layers * (heads + max(keys, parts)) * (query + value)
         assert micro != "auto"
         tokens = micro * data.sequences_per_sample * data.max_sequence_length // parts
@@ -105,8 +109,8 @@ class MetaModel:
     def measure_activations(self, request: PassRequest) -> Activations:
         """Measure the peak memory of a pass. Results are cached.
 
-        If the control flow of the model depends on values, which do not exist on the meta device, the result
-        is an estimate.
+        If the model cannot be run without values, for example because its control flow depends on them, the
+        result is estimated with a formula. In this case, ``failure`` of the result is set.
 
         Args:
             request: Pass to run.
@@ -117,7 +121,7 @@ class MetaModel:
             try:
                 peaks = measure_activations(self._model, request)
             except Exception as error:
-                if request.compiled:  # A graph cannot be traced or breaks, so layers are not fused.
+                if request.compiled:  # Without compilation, because the graph cannot be traced or breaks.
                     peaks = self.measure_activations(replace(request, compiled=False))
                 else:
                     why = f"{type(error).__name__}: {to_one_line(error)}"
@@ -129,18 +133,19 @@ class MetaModel:
 def build_inventory(
     module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = (), *, sharing: int = 1
 ) -> ModelInventory:
-    """Build the inventory of a transformers model.
+    """Build the inventory of a transformers model: its parameters and sizes as plain data.
 
     Args:
         module: Model on any device.
         train: Settings that determine the trained parameters and the parameter groups.
-        units: Modules that FSDP gathers as one unit, with outer modules before inner modules.
+        units: Modules whose parameters FSDP gathers together, with outer modules before inner modules.
         sharing: Number of tensor-parallel ranks.
     """
     model = cast("PreTrainedModel", module)
     layers = [layer for _, layer in find_transformer_layers(model)]
-    # A parameter that several layers share belongs to the first layer. A parameter in nested units belongs to
-    # the innermost unit.
+    # Iterate over the layers in reverse order, because a parameter that several layers share belongs to the
+    # first layer. A parameter in nested units belongs to the innermost unit, because later units overwrite
+    # earlier ones.
     layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
     groups = assign_parameter_groups(model, train)
@@ -174,16 +179,17 @@ def build_inventory(
 
 
 def _estimate_activations(model: ModelInventory, request: PassRequest, failure: str) -> Activations:
-    """Estimate activations with a formula, for a model that cannot run without values.
+    """Estimate the activation memory with a formula, for a model that cannot be run on fake tensors.
 
-    The formula has 34 bytes per token, layer, and hidden unit in 16-bit precision (Korthikanti et al., 2022,
-    "Reducing Activation Recomputation in Large Transformer Models", without attention scores), 2 bytes for
-    recomputed layers, and three copies of the logits in fp32.
+    For each token, layer, and hidden unit, the formula counts 34 bytes in 16-bit precision (Korthikanti et
+    al., 2022, "Reducing Activation Recomputation in Large Transformer Models", without attention scores), or
+    2 bytes if the layer is recomputed. The formula also adds the activations of one layer during its backward
+    pass, three copies of the logits in fp32, and for autocast a 16-bit copy of all weights.
 
     Args:
         model: Inventory of the model.
         request: Pass to estimate.
-        failure: Reason why the model cannot run, for the user.
+        failure: Reason why the model cannot be run. Stored in the result, to be shown to the user.
     """
     tokens = request.micro_batch * max(request.seq_len, request.target_seq_len)
     width = 2 if request.compute == "plain" else 1

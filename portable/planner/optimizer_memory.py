@@ -1,4 +1,4 @@
-"""Size of the optimizer state of a parameter."""
+"""Functions that compute the size of the optimizer state of a parameter, without creating the state."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
 FP32_BYTES = 4
-"""Element size of a master weight, of its gradient, and of a moment. All are fp32."""
+"""Size in bytes of an element of a master weight, its gradient, or a moment, which are all fp32."""
 
 
 class CustomStateBytes(NamedTuple):
     """Size of the state that a custom optimizer keeps for a parameter, in bytes.
 
     Attributes:
-        sharded: State with the shape of the parameter, which is sharded like the parameter.
-        replicated: Other state, such as step counters.
+        sharded: Size of the state tensors with the shape of the parameter, which are sharded like the
+            parameter.
+        replicated: Size of all other state, such as step counters, which each rank stores completely.
     """
 
     sharded: int
@@ -32,11 +33,10 @@ class CustomStateBytes(NamedTuple):
 def compute_custom_state_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> CustomStateBytes:
     """Compute the size of the state that a custom optimizer keeps for a shard of a parameter.
 
-    State whose shape differs from the parameter's is counted completely. The optimizer is run on meta
-    tensors.
+    To find out which state the optimizer creates, it is run on tensors of the meta device.
 
     Args:
-        train: Settings with the optimizer.
+        train: Settings, whose ``optimizer`` names the custom optimizer.
         shape: Shape of the complete parameter.
         elements: Number of elements of the shard.
     """
@@ -60,14 +60,15 @@ def compute_optimizer_state_bytes(
     keeps_fp32_moments: bool,
     uses_muon: bool = False,
 ) -> int:
-    """Compute the size of the optimizer state of a parameter or of some of its rows.
+    """Compute the size in bytes of the optimizer state for a parameter, or for a shard with some of its rows.
 
-    This includes the average of the weights if it is enabled.
+    This includes the exponential moving average of the weights if ``train.ema`` is set.
 
     Args:
-        train: Settings with the optimizer.
+        train: Settings that select the optimizer.
         shape: Shape of the complete parameter.
-        num_rows: Number of rows along the first dimension.
+        num_rows: Number of rows of the shard along the first dimension. ``shape[0]`` for the complete
+            parameter.
         keeps_fp32_moments: Whether 8-bit AdamW keeps the moments of this parameter in fp32.
         uses_muon: Whether Muon updates the parameter.
     """
@@ -88,7 +89,16 @@ def _compute_state_bytes_without_average(
     keeps_fp32_moments: bool,
     uses_muon: bool,
 ) -> int:
-    """Compute the size of the optimizer state without the average. See `compute_optimizer_state_bytes`."""
+    """Compute the size of the optimizer state without the moving average of the weights.
+
+    Args:
+        train: Settings that select the optimizer.
+        shape: Shape of the complete parameter.
+        num_rows: Number of rows of the shard along the first dimension.
+        elements: Number of elements of the shard.
+        keeps_fp32_moments: Whether 8-bit AdamW keeps the moments of this parameter in fp32.
+        uses_muon: Whether Muon updates the parameter.
+    """
     row, step = math.prod(shape[1:]), FP32_BYTES
     if is_plugin_name(train.optimizer):
         return sum(compute_custom_state_bytes(train, shape, elements))

@@ -1,7 +1,7 @@
-"""Parameters of a model and other properties that a plan requires, as plain data.
+"""Data classes for the parameters of a model, and for other properties of the model that a plan requires.
 
-:func:`portable.planner.meta_model.build_inventory` reads them from the model on the meta device. This module
-does not import torch.
+:func:`portable.planner.meta_model.build_inventory` creates them from a model on the meta device. This module
+does not import torch, so footprint modules can use it cheaply.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """Parameter of a model. A tied parameter is listed once."""
+    """Properties of a parameter of a model. A tied parameter has a single entry."""
 
     name: str
-    """Name of the parameter. A tied parameter has the first of its names."""
+    """Name of the parameter. For a tied parameter, the first of its names."""
     shape: tuple[int, ...]
     group: OptimizerGroup | None
-    """Parameter group. None if the parameter is frozen."""
+    """Optimizer group of the parameter. None if the parameter is frozen."""
     is_embedding: bool
     """Whether the parameter is an embedding table."""
     is_output_head: bool
     """Whether the parameter is the matrix of the output head."""
     layer_index: int | None
-    """Index of the transformer layer. None outside of the layers."""
+    """Index of the transformer layer that contains the parameter. None if no layer contains it."""
     unit_index: int | None
-    """Index of the innermost FSDP unit. None outside of the units."""
+    """Index of the innermost FSDP unit that contains the parameter. None if no unit contains it."""
     itemsize: int = 4
-    """Element size in bytes in FSDP2, DDP, and XLA. It is 4 if the parameter is trained."""
+    """Size of an element in bytes in FSDP2, DDP, and XLA. Always 4 if the parameter is trained."""
     sharded_dim: int | None = None
     """Dimension along which tensor-parallel ranks split the parameter. None if each rank has the complete
     parameter.
@@ -45,12 +45,12 @@ class ParameterEntry:
 
     @cached_property
     def num_elements(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter, computed from its shape."""
         return math.prod(self.shape)
 
     @property
     def is_trained(self) -> bool:
-        """Whether the parameter is trained."""
+        """Whether the parameter is trained, and not frozen."""
         return self.group is not None
 
     @property
@@ -61,9 +61,10 @@ class ParameterEntry:
 
 @dataclass(frozen=True)
 class ModelInventory:
-    """Parameters of a model, and other properties that a plan requires."""
+    """Parameters of a model, and other properties of the model that a plan requires."""
 
     architecture: str
+    """Name of the transformers class, such as ``LlamaForCausalLM``."""
     weights: tuple[ParameterEntry, ...]
     state_bytes: int
     """Size of the weights and persistent buffers in a checkpoint, in bytes."""
@@ -72,9 +73,12 @@ class ModelInventory:
     """Number of layers that a token passes through. Layers that share parameters count several times."""
     vocab_size: int
     num_parameters: int
-    """Number of parameters of the model. Quantized weights have fewer elements than parameters."""
+    """Number of parameters before quantization.
+
+    It may exceed ``num_elements``, because an element of a quantized weight can store several parameters.
+    """
     unit_error: str | None = None
-    """Error message that explains why FSDP cannot split the model into units. None if it can."""
+    """Error message that explains why FSDP cannot split the model into units. None if FSDP can split it."""
 
     @cached_property
     def num_elements(self) -> int:
@@ -87,9 +91,10 @@ class ModelInventory:
         return tuple(w for w in self.weights if w.is_trained)
 
     def shard_for_tensor_parallel(self, ranks: int) -> ModelInventory:
-        """Return the inventory of one tensor-parallel rank out of ``ranks``.
+        """Return the inventory of a single tensor-parallel rank, in which the split parameters are smaller.
 
-        Returns self if ``ranks`` is 1.
+        Args:
+            ranks: Number of tensor-parallel ranks. If it is 1, this object itself is returned.
         """
 
         def cut_weight(weight: ParameterEntry) -> ParameterEntry:
@@ -103,11 +108,14 @@ class ModelInventory:
     def count_elements_by_part(
         self, part: Literal["layer", "unit"], *, only_trained: bool = False
     ) -> list[int]:
-        """Count the elements of each transformer layer or FSDP unit.
+        """Count the parameters' elements in each transformer layer or in each FSDP unit.
 
         Args:
-            part: ``layer`` or ``unit``.
-            only_trained: Whether to count only trained elements.
+            part: ``layer`` to count per transformer layer, or ``unit`` to count per FSDP unit.
+            only_trained: Whether to count only the elements of trained parameters.
+
+        Returns:
+            A list of counts, in no particular order. Layers or units without parameters are omitted.
         """
         counts: Counter[int] = Counter()
         for weight in self.trained_weights if only_trained else self.weights:
@@ -121,7 +129,7 @@ class ModelInventory:
         return self.state_bytes + self.compute_optimizer_state_bytes(train)
 
     def compute_optimizer_state_bytes(self, train: TrainConfig) -> int:
-        """Compute the size of the complete optimizer state."""
+        """Compute the size in bytes of the optimizer state of all trained parameters, before sharding."""
         return sum(
             compute_optimizer_state_bytes(
                 train,

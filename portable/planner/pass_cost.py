@@ -1,6 +1,6 @@
-"""Description of a forward and backward pass, and its memory.
+"""Data classes that describe a forward and backward pass, and its measured memory.
 
-:mod:`portable.planner.activations` runs the passes and requires torch. This module does not.
+This module does not import torch. :mod:`portable.planner.activations`, which runs the passes, does.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 ComputeMode = Literal["plain", "autocast", "cast"]
-"""Mode in which the compute dtype is reached. ``plain``: the compute dtype is fp32. ``autocast``: autocast
-keeps a copy of each weight. ``cast``: the parameters themselves have the compute dtype, as in FSDP2 and
-DeepSpeed.
+"""Mechanism by which an engine computes in the compute dtype.
+
+``plain``: The compute dtype is fp32, so nothing is converted. ``autocast``: ``torch.autocast`` converts the
+fp32 weights, and keeps a copy of each weight. ``cast``: The parameters have the compute dtype during the
+pass, as in FSDP2 and DeepSpeed.
 """
 
 
 class Peak(NamedTuple):
-    """Peak number of bytes on a device."""
+    """Peak of the activation memory on a device, in bytes."""
 
     work_bytes: int
     """Size of saved activations and temporary tensors of the backward pass, including the logits and the
@@ -38,97 +40,101 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Activations:
-    """Peaks of the two parts of a pass."""
+    """Peak memory of a pass, before and after the backward pass has computed gradients of layers.
+
+    The phases are separate, because engines keep different amounts of gathered parameters in memory in them.
+    """
 
     before_layers: Peak
     """Peak of the forward pass, and of the backward pass until the first layer has gradients."""
     in_layers: Peak
     """Peak of the backward pass after the first layer has gradients."""
     failure: str | None = None
-    """Reason why the model could not be run, for the user. In this case, the peaks are an estimate. None if
-    the model was run.
+    """Reason why the model could not be run, in which case the peaks are estimated with a formula.
+
+    None if the peaks were measured.
     """
 
     @property
     def total_bytes(self) -> int:
-        """Larger total of both peaks."""
+        """Larger of the totals of both peaks."""
         return max(self.before_layers.total_bytes, self.in_layers.total_bytes)
 
 
 ResultKind = Literal["written", "product", "computed", "rows", "saved"]
-"""Treatment of the result of an operation by a compiler. ``written``: the result is in memory. ``product``:
-like ``written``, but if a single elementwise operation reads the result, the result of that operation is in
-memory instead. ``computed``: the result requires no memory, because each reader computes it. ``rows``: like
-``computed``, after a reduction of values in memory. ``saved``: written for a backward loop.
+"""Treatment of the result of an operation by a compiler that fuses operations.
+
+``written``: The result is stored in memory. ``product``: Like ``written``, but if a single elementwise
+operation reads the result, the result of that operation is stored instead. ``computed``: The result requires
+no memory, because each operation that reads it recomputes it. ``rows``: Like ``computed``, but for an
+operation that reduces rows, which is not fused into a matrix product. ``saved``: The result is stored until
+the end of the backward loop over layers.
 """
 
 
 class ResultRule(Protocol):
-    """Function that returns how a compiler treats the result of an operation of torch."""
+    """Type of functions that return the treatment of an operation's result by a compiler."""
 
     def __call__(self, operation: str, *, elementwise: bool) -> ResultKind:
-        """Return how the compiler treats the result of an operation.
+        """Return the treatment of the result of an operation by the compiler.
 
         Args:
-            operation: Name of the operation, such as ``mm`` or ``_to_copy``.
-            elementwise: Whether the operation is elementwise.
+            operation: Name of the ATen operation, such as ``mm`` or ``_to_copy``.
+            elementwise: Whether torch tags the operation as pointwise.
         """
         ...
 
 
 @dataclass(frozen=True)
 class CompilerModel:
-    """Properties of a compiler that determine the memory of a pass."""
+    """Properties of a compiler for complete passes, such as XLA, that determine the memory of a pass."""
 
     classify_result: ResultRule
-    """Function that takes the name of an operation, such as ``mm`` or ``_to_copy``, and returns a
-    `ResultKind`.
-    """
+    """Function that takes the name of an operation, and returns the treatment of its result."""
     loops_over_layers: bool = False
-    """Whether layers run in a loop. In this case, tensors that autograd saves in a layer are written to
-    memory.
+    """Whether the compiled pass runs the layers in a loop.
+
+    If so, the tensors that autograd saves in a layer are stored in memory for the backward loop.
     """
     attention_rows: int | None = None
-    """Number of rows of attention scores in memory at the same time, recomputed in the backward pass.
+    """Number of query tokens whose attention scores are in memory at the same time.
 
-    None means all rows.
+    The scores are recomputed in the backward pass. None if the scores of all tokens are computed at once.
     """
     context_parallel_size: int = 1
-    """Number of context-parallel devices. Each device computes the attention of complete sequences with its
-    share of the heads.
+    """Number of context-parallel devices.
+
+    Each device computes the attention of complete sequences with its share of the heads.
     """
     prepare_model: Callable[[Any], None] | None = None
-    """Function that modifies a model's modules in place, in the same way as the engine.
+    """Function that changes a model in place in the same way as the engine does before it compiles the model.
 
-    None if the engine does not.
+    None if the engine does not change the model.
     """
 
 
 @dataclass(frozen=True)
 class PassRequest:
-    """Pass to run, with all values that its memory depends on."""
+    """Description of a forward and backward pass, with all values that its memory depends on."""
 
     micro_batch: int
     """Number of sequences in a micro-batch."""
     seq_len: int
     """Number of tokens of a sequence on one device."""
     target_seq_len: int
-    """Length of the labels and, in an encoder-decoder model, of the decoder's input."""
+    """Number of tokens of the labels and, in an encoder-decoder model, of the decoder's input."""
     task: str
     """Value of ``model.task``."""
     packed: bool | Literal["documents"]
     """Value of ``data.packing``."""
     compute: ComputeMode
-    """Mode in which the compute dtype is reached."""
+    """Mechanism by which the engine computes in the compute dtype."""
     precision: str
     """``fp32``, ``bf16``, or ``fp16``."""
     recompute: str
     """Value of ``memory.activation_checkpointing``."""
     on_gpu: bool
-    """Whether autocast follows the rules of CUDA.
-
-    They compute more operations in fp32 than the rules of the CPU.
-    """
+    """Whether autocast follows the rules of CUDA, which run more operations in fp32 than the CPU's rules."""
     loss_chunk_tokens: int | Literal["auto"]
     """Number of tokens whose loss is computed at a time, or 0 for all tokens. See
     ``memory.loss_chunk_tokens``.
@@ -136,12 +142,12 @@ class PassRequest:
     tensor_parallel_size: int = 1
     """Number of tensor-parallel ranks."""
     compiler: CompilerModel | None = None
-    """Compiler of the pass. None if the pass is not compiled.
+    """Compiler that compiles the complete pass, such as XLA. None if there is no such compiler.
 
-    A compiled pass has no fused attention kernel.
+    With such a compiler, the pass has no fused attention kernel.
     """
     compiled: bool = False
-    """Whether inductor compiles each layer, and chooses the tensors that are kept for the backward pass."""
+    """Whether inductor compiles each layer, and therefore chooses the tensors to save for backward."""
 
     @classmethod
     def from_config(
@@ -153,14 +159,15 @@ class PassRequest:
         on_gpu: bool,
         compiler: CompilerModel | None = None,
     ) -> PassRequest:
-        """Return the pass of a run.
+        """Build the description of the pass that a run takes for each micro-batch.
 
         Args:
             config: Config of the run.
             micro_batch: Number of samples in a micro-batch.
-            compute: Mode in which the engine reaches the compute dtype.
+            compute: Mechanism by which the engine computes in the compute dtype. Ignored if the precision is
+                fp32.
             on_gpu: Whether autocast follows the rules of CUDA.
-            compiler: Compiler of the pass. None if the pass is not compiled.
+            compiler: Compiler that compiles the complete pass. None if there is no such compiler.
         """
         precision = "fp32" if config.precision == "tf32" else config.precision
         in_parts = not (compiler or config.strategy.startswith("zero"))
@@ -184,6 +191,7 @@ class PassRequest:
             config.memory.loss_chunk_tokens if in_parts else 0,
             config.tensor_parallel_size,
             compiler,
-            # If a layer is recomputed, inductor does not choose the tensors that are kept.
+            # With activation checkpointing, inductor does not choose the saved tensors, so measure eager
+            # layers.
             config.compile and compiler is None and config.memory.activation_checkpointing == "none",
         )

@@ -1,6 +1,6 @@
-"""Plan of the memory of a run under each strategy, before a machine is rented.
+"""Planner that computes the memory of a run under each strategy, and finds the best strategy that fits.
 
-The order of the strategies is fixed. Strategies that send fewer bytes per step are preferred. See
+Strategies are tried in a fixed order, in which strategies that send fewer bytes per step come first. See
 docs/planning.md.
 """
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from portable.planner.meta_model import MetaModel
     from portable.planner.parameter_inventory import ModelInventory
 
-# Strategies with less communication are preferred. DDP and ZeRO-1 sum gradients once per step, and ZeRO-2
-# once per micro-batch. Keeping gathered parameters (shard_grad_op) adds one gather of the parameters, and
-# sharding them (full_shard, zero3) adds two. Links inside a node are fast, so hybrid_shard is preferred to
-# full_shard. Offloading is the last resort, because copies to the host are slower than collectives, and a
-# disk is slower than the host. Settings with equal numbers cost about the same. Among equals, the configured
-# family is preferred. FSDP2 is the default.
+# Position of each combination in the order of strategies. Lower positions are preferred, because they cost
+# less communication. DDP and ZeRO-1 sum gradients once per step, and ZeRO-2 once per micro-batch. Keeping
+# gathered parameters (shard_grad_op) adds one gather of the parameters, and sharding them (full_shard, zero3)
+# adds two. Links inside a node are fast, so hybrid_shard is preferred to full_shard. Offloading is the last
+# resort, because copies to the host are slower than collectives, and a disk is slower than the host.
+# Combinations with equal positions cost about the same. Among these, the family of the configured strategy
+# (FSDP2 or ZeRO) is preferred.
 _ORDER: dict[StrategySetting, int] = {
     StrategySetting("no_shard"): 0,
     StrategySetting("shard_grad_op"): 1,
@@ -58,19 +59,19 @@ _LAST_POSITION = 11
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """Backend and devices to plan the run for."""
+    """Backend and devices to plan a run for."""
 
     backend: str
-    """Name of the backend: cpu, cuda, or xla."""
+    """Name of the backend, such as ``cuda``."""
     cluster: Cluster
     device: Device | None
-    """Kind of device. If it is None, the plan does not determine which options fit."""
+    """Type of device. None if it is unknown, so that the plan cannot determine which options fit."""
     host_memory: int | None
     """Memory of a node in bytes. None if it is unknown."""
 
 
 class ConfigAndTarget(NamedTuple):
-    """Config for a target, and the target."""
+    """Config that is resolved for a target, and the target."""
 
     config: RunConfig
     target: PlanTarget
@@ -78,7 +79,7 @@ class ConfigAndTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Peak number of bytes on the device of the rank with the most memory."""
+    """Composition of the peak memory on the device of the rank that requires the most, in bytes."""
 
     parameters: int
     gathered: int
@@ -94,13 +95,13 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        """Number of all bytes."""
+        """Peak memory, which is the sum of all attributes."""
         return self.resident + self.gathered + self.activations
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """Strategy setting for a config, and the resources that it requires."""
+    """Combination of settings for a run, and the resources that the run requires with these settings."""
 
     setting: StrategySetting
     micro_batch: int
@@ -111,19 +112,25 @@ class PlanOption:
     host_bytes: int
     """Host memory of a node for all of its ranks."""
     disk_bytes: int
-    """Space on the local disk of a node for offloading."""
+    """Space for offloading on the local disk of a node, for all ranks of the node."""
     checkpoint_bytes: int
     """Size of the tensors of a checkpoint."""
     communication_bytes: int
-    """Number of bytes that a device sends in a step."""
+    """Number of bytes that a device sends in a step: within its node or between nodes, the larger of both."""
     fits: bool | None
-    """Whether the memory of the devices, and of the hosts if it is known, is sufficient. None if the memory
-    of the devices is unknown.
+    """Whether the memory of the devices, and of the hosts if it is known, is sufficient.
+
+    None if the memory of the devices is unknown.
     """
     context_parallel_size: int = 1
+    """Value of ``context_parallel_size``."""
 
     def format_config_yaml(self, config: RunConfig) -> str:
-        """Format the settings of this option as YAML lines for the config file of the run."""
+        """Format the settings of this option as YAML lines that the user can copy into the config file.
+
+        Args:
+            config: Config of the run, from which the precision and ``memory.nvme_path`` are taken.
+        """
         memory = {
             "activation_checkpointing": self.recompute,
             "offload_optimizer": self.setting.offload_optimizer,
@@ -141,10 +148,13 @@ class PlanOption:
 
 
 class Planner:
-    """Planner that computes the resources of a run under each setting. Results are cached.
+    """Planner that computes the resources of a run for different strategies and micro-batch sizes.
+
+    Footprints and measured activations are cached.
 
     Args:
-        config: Config of the run. Its precision must not be ``auto``.
+        config: Config of the run. Its precision must not be ``auto``. If ``train.micro_batch_size`` is
+            ``auto``, plans begin with a size of 1.
         model: Model on the meta device.
         target: Devices to plan for.
     """
@@ -175,7 +185,7 @@ class Planner:
         return None if device is None else dict(device.peak_flops_by_precision).get(self.config.precision)
 
     def compute_max_tokens_per_second(self) -> float | None:
-        """Compute an upper bound of the training throughput: all devices at their peak FLOP/s.
+        """Compute an upper bound of the training throughput, if all devices reached their peak FLOP/s.
 
         Returns None if the peak is unknown.
         """
@@ -187,15 +197,15 @@ class Planner:
     def build_option(
         self, setting: StrategySetting, *, micro_batch: int | None = None, recompute: str | None = None
     ) -> PlanOption:
-        """Compute the resources that the run requires under a setting.
+        """Compute the resources that the run requires with a combination of settings.
 
         Args:
-            setting: Strategy with its offloading.
-            micro_batch: Micro-batch size. By default, this is the configured size.
-            recompute: Value of ``memory.activation_checkpointing``. By default, this is the configured value.
+            setting: Strategy and offloading.
+            micro_batch: Micro-batch size. If None, the size of the config is used.
+            recompute: Value of ``memory.activation_checkpointing``. If None, the value of the config is used.
 
         Raises:
-            UserError: If the setting is not possible with the other settings.
+            UserError: If the combination is not valid together with the other settings.
         """
         micro_batch = micro_batch or self.micro_batch
         config = setting.apply_to(self.config).replaced({"train.micro_batch_size": micro_batch})
@@ -229,7 +239,7 @@ class Planner:
         )
 
     def _get_footprint(self, config: RunConfig) -> Footprint:
-        """Return the footprint of a config. Results are cached."""
+        """Compute the memory of the engine for a config, without activations. Results are cached."""
         key = (
             StrategySetting.from_config(config),
             config.train.micro_batch_size,
@@ -242,9 +252,14 @@ class Planner:
         return self._footprints[key]
 
     def _measure_activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
-        """Measure the activations of a config.
+        """Measure the activation memory for a config.
 
-        If the result is an estimate, the reason is stored in ``failure``.
+        If the memory is only estimated with a formula, the reason is stored in ``self.failure``.
+
+        Args:
+            config: Config of the run.
+            footprint: Footprint for this config.
+            micro_batch: Micro-batch size.
         """
         request = PassRequest.from_config(
             config,
@@ -260,14 +275,21 @@ class Planner:
     # -- all of them ---------------------------------------------------------------------------------------
 
     def build_options(self, *, offloading: bool = True) -> list[PlanOption]:
-        """Compute an option for each supported setting. Other settings stay as configured.
+        """Compute an option for each supported combination of strategy and offloading.
 
-        Options that fit are listed first. Apart from that, the options have the order of the strategies.
+        All other settings, such as the micro-batch size, have the values of the config. A combination that
+        does not work with the other settings is omitted.
 
         Args:
-            offloading: Whether to include offloading. If False, the result only contains options without
-                offloading that fit with micro-batches of one sample and full recomputation. For other
-                settings, no pass is run.
+            offloading: Whether to include offloading. If False, the result is also restricted to strategies
+                that fit at least with micro-batches of one sample and full recomputation, which saves time.
+
+        Returns:
+            The options that fit, or whose fit is unknown, in the order of strategies, and then the options
+            that do not fit.
+
+        Raises:
+            UserError: If the configured combination is not valid together with the other settings.
         """
         configured = StrategySetting.from_config(self.config)
         settings = list(self._footprint_module.iter_settings(self.config, self.target.cluster))
@@ -285,14 +307,19 @@ class Planner:
 
     @staticmethod
     def get_order_position(setting: StrategySetting) -> int:
-        """Return the position of a setting in the order of strategies, from 0.
+        """Return the position of a combination in the order of strategies, from 0 for the most preferred.
 
-        Settings that cost about the same have the same position.
+        Combinations that cost about the same have the same position.
         """
         return _ORDER.get(setting, _LAST_POSITION)
 
     def _compute_order_key(self, setting: StrategySetting) -> tuple[int, bool, int]:
-        """Return the sort key of a setting: its position, and whether it belongs to the other family."""
+        """Return the sort key of a combination.
+
+        Returns:
+            Position of the combination in the order of strategies, whether its family (FSDP2 or ZeRO) differs
+            from the family of the configured strategy, and a number that makes the order unique.
+        """
         family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
         return (
             self.get_order_position(setting),
@@ -301,15 +328,18 @@ class Planner:
         )
 
     def comes_before(self, option: PlanOption, other: PlanOption) -> bool:
-        """Return whether an option precedes another option in the order of strategies."""
+        """Return whether ``option`` precedes ``other`` in the order of strategies."""
         return self._compute_order_key(option.setting) < self._compute_order_key(other.setting)
 
     def describe_next_setting(self, setting: StrategySetting) -> str | None:
-        """Describe the setting that follows a setting in the order of strategies.
+        """Describe the next combination of the same family in the order of strategies, for a user to try.
 
-        None if there is no further setting.
+        Args:
+            setting: Combination that does not fit.
 
-        The description consists of settings of the config.
+        Returns:
+            Text such as ``strategy zero2 with memory.offload_optimizer cpu``. None if there is no further
+            combination.
         """
         later = [
             s
@@ -324,17 +354,18 @@ class Planner:
         return f"strategy {next_setting.strategy}" + (f" with {' and '.join(moved)}" if moved else "")
 
     def find_best_option(self, options: list[PlanOption]) -> PlanOption | None:
-        """Find the first option that fits.
+        """Find the option that fits and is expected to be the fastest.
 
-        Strategies without offloading are tried in order: first as configured, then with smaller micro-batches
-        (more accumulation, which costs little), then with full recomputation (a third more computation).
-        Strategies with offloading are tried last.
+        Strategies without offloading are tried first, in the order of strategies: with the config's
+        micro-batch size and recomputation, then with smaller micro-batches (more accumulation, which costs
+        little), and then with full recomputation (a third more computation). Strategies with offloading are
+        tried last.
 
         Args:
-            options: Options to start with, from `build_options`.
+            options: Result of `build_options`.
 
         Returns:
-            The option, or None if no option fits or if the memory of the device is unknown.
+            The option. None if no option fits or if the memory of the device is unknown.
         """
         if self.target.device is None:
             return None
@@ -344,7 +375,13 @@ class Planner:
         return None
 
     def _iter_candidates(self, options: list[PlanOption]) -> Iterator[PlanOption]:
-        """Yield options in the order that `find_best_option` tries them."""
+        """Yield options in the order in which `find_best_option` tries them.
+
+        Strategies whose training state does not fit are omitted.
+
+        Args:
+            options: Result of `build_options`.
+        """
         ordered = sorted(
             (option for option in options if self._has_room_for_state(option.setting)),
             key=lambda option: self._compute_order_key(option.setting),
@@ -364,7 +401,10 @@ class Planner:
             yield from self._iter_largest_fitting(option.setting, [self.micro_batch, *sizes], "full")
 
     def _has_room_for_state(self, setting: StrategySetting) -> bool:
-        """Return whether the memory that does not depend on the micro-batch size or recomputation fits."""
+        """Return whether parameters, gradients and optimizer state fit on the devices and hosts.
+
+        Their size depends neither on the micro-batch size nor on recomputation.
+        """
         target, footprint = self.target, self._get_footprint(setting.apply_to(self.config))
         assert target.device is not None
         resident = footprint.parameters + footprint.gradients + footprint.optimizer
@@ -374,15 +414,19 @@ class Planner:
         )
 
     def _can_fit_without_offloading(self, setting: StrategySetting) -> bool:
-        """Return whether a setting fits with a micro-batch of one sample and full recomputation."""
+        """Return whether the run fits with a micro-batch of one sample and full recomputation.
+
+        Args:
+            setting: Strategy without offloading.
+        """
         return self._has_room_for_state(setting) and bool(
             self.build_option(setting, micro_batch=1, recompute="full").fits
         )
 
     def compute_min_device_bytes(self) -> int:
-        """Compute the smallest device memory of a plan without offloading, in bytes.
+        """Compute the smallest device memory in bytes with which the run fits without offloading.
 
-        Such a plan has micro-batches of one sequence and recomputes all activations.
+        This is the minimum over all strategies, with micro-batches of one sequence and full recomputation.
         """
         sizes = []
         for setting in self._footprint_module.iter_settings(self.config, self.target.cluster):
@@ -399,20 +443,20 @@ class Planner:
         """Yield the option with the largest micro-batch size that fits. Yields nothing if no size fits.
 
         Args:
-            setting: Strategy with its offloading.
-            sizes: Micro-batch sizes in descending order. If the smallest size does not fit, no other is
-                tried.
-            recompute: Value of ``memory.activation_checkpointing``. If None, the configured value.
+            setting: Strategy and offloading.
+            sizes: Micro-batch sizes to try, in descending order. The smallest size is tried first, because no
+                size fits if it does not.
+            recompute: Value of ``memory.activation_checkpointing``. If None, the value of the config is used.
         """
         if sizes and self.build_option(setting, micro_batch=sizes[-1], recompute=recompute).fits:
             options = (self.build_option(setting, micro_batch=size, recompute=recompute) for size in sizes)
             yield next(option for option in options if option.fits)
 
     def _list_smaller_micro_batches(self) -> list[int]:
-        """Return at most two smaller micro-batch sizes, in descending order.
+        """Return one or two micro-batch sizes that are smaller than the configured size, in descending order.
 
-        They are the largest divisor up to half of the configured size, and 1. Empty if the configured size is
-        1.
+        They are 1 and the largest divisor of the group's sequences that does not exceed half of the
+        configured size. The list is empty if the configured size is 1.
         """
         if self.micro_batch == 1:
             return []
@@ -422,13 +466,13 @@ class Planner:
     # -- micro-batches -------------------------------------------------------------------------------------
 
     def find_largest_micro_batch(self, sizes: list[int]) -> int | None:
-        """Find the largest micro-batch size that fits under the configured setting, with a binary search.
+        """Find the largest micro-batch size that fits with the configured strategy, by binary search.
 
         Args:
             sizes: Micro-batch sizes in ascending order.
 
         Returns:
-            The size, or None if no size fits or if the memory of the device is unknown.
+            The size. None if no size fits or if the memory of the device is unknown.
         """
         if self.target.device is None:
             return None
@@ -446,14 +490,14 @@ class Planner:
 def _compute_device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
     """Compute the peak memory of a device.
 
-    The peak occurs before the backward pass reaches the layers, in the layers, at the end of the backward
-    pass, or in the update. Gradients are assumed to be complete, as they are from the second micro-batch of a
-    step on. If a step has only one micro-batch, gradients appear while activations are freed, so the actual
-    peak is lower.
+    The peak is the largest memory at four moments: before the backward pass reaches the layers, while it is
+    in the layers, at its end, and in the update. All gradients are assumed to be in memory at each moment,
+    which is true from the second micro-batch of a step on. If a step has only one micro-batch, gradients
+    appear while activations are freed, so the actual peak is lower.
 
     Args:
-        footprint: Footprint of the engine.
-        working: Peaks of the passes.
+        footprint: Memory of the engine, without activations.
+        working: Peaks of the activation memory.
     """
     before, layers = working.before_layers, working.in_layers
     moments = [

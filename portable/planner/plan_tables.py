@@ -1,4 +1,4 @@
-"""Plan of a run as text and as JSON."""
+"""Class for the plan of a run, and functions that format it as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TEXT_COLUMNS = ("strategy", "offload", "recompute")
 _MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
-"""Columns with the parts of the device memory. Only a wide table has them."""
+"""Columns with the composition of the device memory, which are only shown in a wide table."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Plan:
 
     Attributes:
         planner: Planner that computed the plan.
-        options: All options for running the config.
+        options: One option for each supported combination of strategy and offloading.
         best: Recommended option. None if no option fits, or if the memory of the devices is unknown.
-        adapter: Option that fits with an adapter. None if no such option fits, or if it was not searched
-            because the best option fits without offloading.
-        shared: Option that fits with the smallest `context_parallel_size`. None under the same conditions as
-            `adapter`.
+        adapter: Option that fits without offloading because it trains an adapter. None if there is no such
+            option, or if none was searched because `best` fits without offloading.
+        shared: Option that fits without offloading because it has a larger `context_parallel_size`. None
+            under the same conditions as `adapter`.
         work: Amount of training. None if it is unknown.
         price: Price of a device per hour. None if it is unknown.
     """
@@ -47,7 +47,7 @@ class Plan:
     price: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values for programs. Sizes are in bytes."""
+        """Return the plan as a dictionary that can be converted to JSON. Sizes are in bytes."""
         return plan_to_json(self)
 
     def __str__(self) -> str:
@@ -55,19 +55,19 @@ class Plan:
 
     @cached_property
     def hours(self) -> Hours | None:
-        """Hours that the run takes under the recommended option. None if they are unknown."""
+        """Range of hours that the run takes with the recommended option. None if it is unknown."""
         return estimate_run_hours(self.planner, self.best, self.work) if self.best and self.work else None
 
     @cached_property
     def cost(self) -> Hours | None:
-        """Range of the run's cost in the currency of the price. None if it is unknown."""
+        """Range of the run's cost, in the currency of `price`. None if the hours or the price are unknown."""
         if self.hours is None or self.price is None:
             return None
         return self.hours.compute_cost(self.price * self.planner.target.cluster.devices)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Convert a plan to plain values for JSON. Sizes are in bytes."""
+    """Convert a plan to a dictionary for JSON. Sizes are in bytes, and unknown values are None."""
     planner, target, hours = plan.planner, plan.planner.target, plan.hours
     device, devices = target.device, target.cluster.devices
     reached = device.reached if device and hours else None
@@ -96,7 +96,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _option_to_json(option: PlanOption) -> dict[str, Any]:
-    """Convert an option to plain values for JSON."""
+    """Convert an option to a dictionary for JSON. Sizes are in bytes."""
     return {
         **asdict(option.setting),
         "context_parallel_size": option.context_parallel_size,
@@ -112,12 +112,12 @@ def _option_to_json(option: PlanOption) -> dict[str, Any]:
 
 
 def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
-    """Format a plan as text.
+    """Format a plan as the text that `portable-plan` prints.
 
     Args:
         plan: Plan to format.
-        wide: Whether to show the parts of the device memory.
-        width: Maximum number of characters in a line of prose.
+        wide: Whether the table of options shows the composition of the device memory.
+        width: Maximum number of characters in a line, except for lines of the table of options.
     """
     planner, best = plan.planner, plan.best
     device, cluster = planner.target.device, planner.target.cluster
@@ -159,7 +159,12 @@ def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
 
 
 def build_time_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return table rows with the time and the cost of the run. Empty if they are unknown."""
+    """Build table rows with the time and the cost of the run.
+
+    Returns:
+        Pairs of a name and a description. Empty if the time is unknown, and without a cost if the price is
+        unknown.
+    """
     device, work = plan.planner.target.device, plan.work
     if device is None or work is None or plan.hours is None:
         return []
@@ -183,13 +188,13 @@ def wrap_text(text: str, width: int) -> str:
 
 
 def format_option_table(plan: Plan, *, wide: bool = False) -> str:
-    """Format a table with one row per option. The best option is first and has a star.
+    """Format a table with one row per option. The best option, if there is one, is first and has a star.
 
-    Columns whose values are the same as in the config are omitted.
+    Columns that contain only dashes, or only the values of the config, are omitted.
 
     Args:
         plan: Plan with the options.
-        wide: Whether to show the parts of the device memory.
+        wide: Whether to show the composition of the device memory, and the columns with the config's values.
     """
     planner, best = plan.planner, plan.best
     shown = [*plan.options]
@@ -214,7 +219,15 @@ def format_option_table(plan: Plan, *, wide: bool = False) -> str:
 
 
 def _format_cells(option: PlanOption, star: str) -> dict[str, str]:
-    """Format the cells of an option's row in the table, keyed by column."""
+    """Format the cells of an option's row in the table.
+
+    Args:
+        option: Option to format.
+        star: Text before the name of the strategy, which marks the best option.
+
+    Returns:
+        Text of the cells, keyed by the name of the column.
+    """
     size = option.device_bytes
     numbers = {name: getattr(size, name) for name in _MEMORY_COLUMNS}
     numbers |= {"device": size.total, "host": option.host_bytes, "disk": option.disk_bytes}
@@ -230,7 +243,7 @@ def _format_cells(option: PlanOption, star: str) -> dict[str, str]:
 
 
 def format_offloading_cell(option: PlanOption) -> str:
-    """Format the offloading of an option for a table cell."""
+    """Format the offloading of an option for a table cell, such as ``optimizer+params nvme``, or ``-``."""
     moved = option.setting.offload_targets
     if len(moved) == 2 and len(set(moved.values())) == 1:
         moved = {"all": next(iter(moved.values()))}
@@ -238,16 +251,20 @@ def format_offloading_cell(option: PlanOption) -> str:
 
 
 def describe_option(option: PlanOption) -> str:
-    """Return the name of an option for a sentence."""
+    """Describe the strategy and offloading of an option, such as ``zero3 with optimizer on the host``."""
     moved = "+".join(option.setting.offload_targets)
     location = "on a disk" if option.setting.uses_disk else "on the host"
     return option.setting.strategy + (f" with {moved} {location}" if moved else "")
 
 
 def explain_choice(plan: Plan) -> str:
-    """Explain why the best option is recommended, and which settings reduce the memory further.
+    """Explain in a few sentences why the best option is recommended, and how to reduce the memory further.
 
-    The explanation includes options with an adapter or context parallelism if they were searched.
+    If there is no best option, explain why nothing fits. Options with an adapter or with context parallelism
+    are mentioned if the plan has them.
+
+    Args:
+        plan: Plan whose device is known.
     """
     planner, best = plan.planner, plan.best
     device = planner.target.device
@@ -295,7 +312,11 @@ def explain_choice(plan: Plan) -> str:
 
 
 def list_changed_settings(planner: Planner, option: PlanOption) -> list[str]:
-    """List the settings of an option, except for its strategy, that differ from the config."""
+    """Describe the settings of an option that differ from the config, except for strategy and offloading.
+
+    Returns:
+        A description of each setting, such as ``train.micro_batch_size 2 instead of 4``.
+    """
     changes = []
     if option.micro_batch != planner.micro_batch:
         changes.append(f"train.micro_batch_size {option.micro_batch} instead of {planner.micro_batch}")
@@ -305,14 +326,14 @@ def list_changed_settings(planner: Planner, option: PlanOption) -> list[str]:
 
 
 def describe_largest_part(option: PlanOption) -> str:
-    """Describe the largest part of an option's device memory, with its size."""
+    """Describe the largest part of an option's device memory, such as ``activations (20.0 GiB)``."""
     parts = asdict(option.device_bytes)
     name = max(parts, key=lambda part: parts[part])
     return f"{name} ({format_bytes(parts[name])})"
 
 
 def describe_next_reductions(planner: Planner, option: PlanOption) -> str:
-    """Describe the next two settings to change if an option does not fit."""
+    """Describe at most two settings to change, in this order, if an option runs out of memory."""
     steps = []
     if option.micro_batch > 1:
         steps.append(f"train.micro_batch_size {max(1, option.micro_batch // 2)}")
@@ -326,7 +347,7 @@ def describe_next_reductions(planner: Planner, option: PlanOption) -> str:
 
 
 def _list_backend_remedies(planner: Planner) -> list[str]:
-    """List the backend's remedies that are not part of an option."""
+    """List the backend's suggestions for less memory, except for settings that the planner varies itself."""
     remedies = load_backend_package(planner.target.backend).iter_memory_remedies(
         planner.config, planner.target.cluster.devices
     )
@@ -335,7 +356,7 @@ def _list_backend_remedies(planner: Planner) -> list[str]:
 
 
 def _describe_last_resorts(planner: Planner) -> str:
-    """Describe the settings to change if even the smallest option does not fit."""
+    """Describe changes to the run for the case that even the option with the least memory does not fit."""
     more = [*_list_backend_remedies(planner), "more devices", "a shorter data.seq_len"]
     if planner.config.train.optimizer == "adamw":
         more.append("train.optimizer adafactor")

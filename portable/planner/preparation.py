@@ -1,4 +1,4 @@
-"""Prepare a plan: choose the target devices, and build the model on the meta device."""
+"""Functions that prepare a plan: they choose the target devices, and build the model on the meta device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 class ModelAndWork(NamedTuple):
-    """Model on the meta device, and amount of training, or None if it is unknown."""
+    """Model on the meta device, and amount of training in the run."""
 
     model: MetaModel
     work: TrainingWork | None
+    """Number of steps and tokens. None if it is unknown."""
 
 
 def choose_target(
@@ -33,17 +34,19 @@ def choose_target(
     *,
     notes: bool = True,
 ) -> ConfigAndTarget:
-    """Choose the backend for a kind of device, and resolve the config for it.
+    """Choose the backend for a type of device, and resolve the settings that depend on the backend.
+
+    If the device is unknown and the config does not set a backend, the backend is CUDA.
 
     Args:
         config: Config of the run.
-        device: Kind of device. None if it is unknown.
+        device: Type of device. None if it is unknown.
         devices: Number of devices.
         host_memory: Memory of a node, in bytes. None if it is unknown.
         notes: Whether to print the backend's notes on the config.
 
     Returns:
-        The config as the target would run it, and the target.
+        The resolved config, whose backend and precision are not ``auto``, and the target.
 
     Raises:
         UserError: If the config names a backend that does not drive the device, or if the batch cannot be
@@ -52,7 +55,7 @@ def choose_target(
     backend: str = config.backend
     if device is not None and backend not in device.backends:
         backend = device.backends[0]
-    # The CPU backend lists no devices, so a config for it may be planned for any device.
+    # A config for the CPU may be planned for any device, because the CPU backend lists no devices.
     lists_devices = config.backend != "auto" and load_backend_package(config.backend).list_devices()
     if device is not None and lists_devices and config.backend != backend:
         raise UserError(
@@ -62,7 +65,7 @@ def choose_target(
     backend = DEFAULT_PLANNED_BACKEND if backend == "auto" else backend
     cluster = Cluster(devices, device.devices_per_node if device is not None else 8)
     target = PlanTarget(backend, cluster, device, host_memory)
-    # Raise an error if the batch cannot be divided among the devices.
+    # The result is not used. This call raises an error if the batch cannot be divided among the devices.
     smallest = config.replaced({"train.micro_batch_size": 1})
     compute_batch_plan(smallest, world_size=1, rank=0, devices_per_rank=devices)
     config = (
@@ -78,22 +81,22 @@ def choose_target(
 
 
 def resolve_data_dependent_defaults(config: RunConfig) -> RunConfig:
-    """Set the defaults that depend on the data and the model, because the memory depends on their values."""
+    """Resolve the defaults that depend on the data and the model, because the memory depends on them."""
     with show_loading_message():
         from portable.adapters.assemble import resolve_defaults
     return resolve_defaults(config)
 
 
 def build_model_and_work(config: RunConfig, *, with_data: bool = True) -> ModelAndWork:
-    """Build the model on the meta device, and compute the amount of training.
+    """Build the model on the meta device, and compute the amount of training in the run.
 
     Args:
         config: Config of the run.
-        with_data: Whether to read the data and the tokenizer, if they are on this machine.
+        with_data: Whether to read the size of the data and the tokenizer, if they are on this machine.
 
     Returns:
-        The model, and the amount of training. Without the data, the amount is None unless ``train.steps`` is
-        set.
+        The model, and the amount of training. If the size of the data is unknown, the amount is None unless
+        ``train.steps`` is set.
     """
     with show_loading_message():
         from portable.adapters.assemble import resolve_and_build_model

@@ -1,8 +1,9 @@
-"""Range of the time that a run takes, and its price.
+"""Functions that estimate the time and the price of a run, as ranges.
 
-The time is the number of FLOPs of all tokens, divided by the peak FLOP/s of the devices and the utilization
-that published runs have reached. If sending takes longer, the time is the number of bytes that a device sends
-within its node, divided by the speed of its links.
+The estimate is the time of the computation or of the communication, whichever is longer. The time of the
+computation is the number of FLOPs for all tokens, divided by the peak FLOP/s of the devices and by the
+utilization that published runs have reached. The time of the communication is the number of bytes that a
+device sends, divided by the speed of its links. It is only counted if all devices are in one node.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """Amount of training in a run."""
+    """Number of steps and tokens of a run."""
 
     steps: int
-    """Number of steps."""
+    """Number of optimizer steps."""
     tokens: int
-    """Number of positions in all sequences, including padding."""
+    """Number of tokens in all sequences, including padding."""
     is_upper_bound: bool = False
-    """Whether the number of tokens is an upper bound: one token per byte of text that is not tokenized yet.
+    """Whether both numbers are upper bounds, because the text is not tokenized yet.
+
+    They are computed as if each byte of the text were a token.
     """
 
 
 @dataclass(frozen=True)
 class Hours:
-    """Range of hours from the fastest to the slowest run, or range of a cost."""
+    """Range of the hours that a run takes, or of its cost."""
 
     least: float
     most: float
@@ -50,7 +53,11 @@ class Hours:
         return (self.least + self.most) / 2
 
     def compute_cost(self, price_per_hour: float) -> Hours:
-        """Return the range of the cost if all devices together cost ``price_per_hour``."""
+        """Convert a range of hours to a range of the cost.
+
+        Args:
+            price_per_hour: Price of all devices together for an hour.
+        """
         return Hours(self.least * price_per_hour, self.most * price_per_hour)
 
     def __str__(self) -> str:
@@ -65,14 +72,18 @@ def format_two_digits(value: float) -> str:
 
 
 def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> TrainingWork | None:
-    """Compute the amount of training in a run.
+    """Compute the number of steps and tokens of a run.
+
+    If the length of the run is set in epochs and the data is not tokenized yet, the numbers are upper bounds
+    from the size of the text.
 
     Args:
         config: Config of the run.
         sizes: Sizes of the data. None if the data is not on this machine.
 
     Returns:
-        The amount, or None if it depends on the number of samples and this number is unknown.
+        The numbers. None if they depend on the number of samples, and this number can neither be read nor
+        bounded.
     """
     at_most, samples = False, None if sizes is None else sizes.train_samples
     if samples is None and config.train.epochs is not None:
@@ -86,14 +97,15 @@ def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> Traini
 def compute_hours(
     device: Device, devices: int, precision: str, flops: float, sending_hours: float = 0.0
 ) -> Hours | None:
-    """Compute the range of hours for a number of FLOPs.
+    """Compute the range of hours that devices take for a number of FLOPs.
 
     Args:
-        device: Kind of device.
+        device: Type of device.
         devices: Number of devices.
         precision: Precision of the matrix products.
         flops: Number of FLOPs of all tokens in the forward and backward pass, without recomputation.
-        sending_hours: Hours that a device spends sending data, overlapped with the computation.
+        sending_hours: Hours that a device spends sending data. Since sending overlaps with the computation,
+            this is a lower bound of the result.
 
     Returns:
         The range, or None if the peak FLOP/s of the device in this precision is unknown.
@@ -106,15 +118,15 @@ def compute_hours(
 
 
 def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork) -> Hours | None:
-    """Estimate the hours of a run under an option.
+    """Estimate the hours that a run takes with the settings of an option.
 
     Args:
         planner: Planner of the run.
         option: Option of the plan.
-        work: Amount of training.
+        work: Number of steps and tokens of the run.
 
     Returns:
-        The range, or None if it cannot be estimated, for example with offloading.
+        The range. None if the device or its peak FLOP/s are unknown, or if the option uses offloading.
     """
     device, devices = planner.target.device, planner.target.cluster.devices
     if device is None or option.setting.offload_targets:
@@ -137,14 +149,14 @@ def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
 
     Args:
         text: Price such as ``2.50`` for the device of ``--device``, or prices by name such as
-            ``h100=2.50,a100-80=1.30``.
+            ``h100=2.50,a100-80=1.30``. None if the option is not set.
         device: Value of ``--device``, if it is set.
 
     Returns:
-        Price of a device for an hour, keyed by the name of the device.
+        Price of a device for an hour, keyed by the name of the device. Empty if ``text`` is None.
 
     Raises:
-        UserError: If the string cannot be parsed, or if a device has two prices.
+        UserError: If the string cannot be parsed, if a device is unknown, or if a device has two prices.
     """
     prices: dict[str, float] = {}
     for part in () if text is None else text.split(","):
@@ -163,7 +175,7 @@ def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
 
 
 def fetch_sky_prices() -> dict[str, float]:
-    """Read the lowest price of each device from SkyPilot's catalog.
+    """Read the lowest price of each GPU from SkyPilot's catalog. TPUs are not included.
 
     Returns:
         Price of a device for an hour, keyed by the name of the device. Empty if SkyPilot is not installed.

@@ -1,4 +1,4 @@
-"""Plan of a run for the machine that it runs on."""
+"""Functions that plan the memory of a run for the machine that the run is started on."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 def build_planner_for_backend(
     config: RunConfig, model: PreTrainedModel, backend: Backend, ranks: int = 1
 ) -> Planner:
-    """Build a planner for the devices of a backend.
+    """Build a planner for the devices of this run's backend.
+
+    The memory of a device is queried from its driver. If there is no driver, the planner's device is unknown.
 
     Args:
         config: Resolved config of the run.
         model: Model on the meta device.
-        backend: Backend whose driver reports the memory of a device, if there is a driver.
+        backend: Backend of this process.
         ranks: Number of ranks that this process will start. 1 if the process itself is a rank.
     """
     count = max(ranks, backend.world_size) * backend.devices_per_rank
@@ -47,7 +49,12 @@ def build_planner_for_backend(
 
 
 def build_memory_table_rows(planner: Planner) -> list[tuple[str, str]]:
-    """Build rows of a table with the memory that the configured run requires."""
+    """Build table rows with the memory that the run requires with its configured settings.
+
+    Returns:
+        Pairs of a name and a description. Rows about host memory and disk are omitted if nothing is
+        offloaded.
+    """
     option = planner.build_option(StrategySetting.from_config(planner.config))
     size = option.device_bytes
     parts = ("parameters", "gathered", "gradients", "optimizer", "activations")
@@ -65,11 +72,11 @@ def build_memory_table_rows(planner: Planner) -> list[tuple[str, str]]:
 
 
 def describe_best_fit(planner: Planner) -> str | None:
-    """Describe the best option that fits.
+    """Describe the best option that fits, as a suggestion for the user.
 
     Returns:
-        Settings of the option. None if the config has these settings already, if no option fits, or if the
-        memory of the device is unknown.
+        The settings of the option and its device memory, as text. None if the config already has these
+        settings, if no option fits, or if the memory of the device is unknown.
     """
     best = planner.find_best_option(planner.build_options())
     configured = (
