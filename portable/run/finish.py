@@ -371,7 +371,7 @@ def _may_have_several_export_files(prepared: PreparedRun) -> bool:
 
 
 class ExportWork(NamedTuple):
-    """Part of this rank in the export of the final model."""
+    """Checkpoint to export as the final model, and the ranks that write it."""
 
     checkpoint: AnyPath | None
     """Checkpoint to export. None if the run has none."""
@@ -417,7 +417,10 @@ def _is_chat_model(prepared: PreparedRun) -> bool:
 
 
 class UntrainedTensors(NamedTuple):
-    """Names of the base model's tensors that transformers does not load. Numbers are replaced with ``*``."""
+    """Names of the base model's tensors that transformers does not load.
+
+    The numbers of layers in ``copied`` are replaced with ``*``.
+    """
 
     copied: list[str]
     """Tensors that the export copies from the base model."""
@@ -455,7 +458,10 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
 
 
 def _build_export_card(prepared: PreparedRun, metrics_folder: Path, checkpoint: AnyPath) -> str:
-    """Build the text of the model card of an export. See :func:`export_with_card`."""
+    """Build the text of the model card of an export. See :func:`export_with_card` for the arguments.
+
+    The card shows the metrics up to the step of the checkpoint.
+    """
     last = parse_checkpoint_step(checkpoint.name)
     copied, missing = _list_untrained_tensors(prepared)
     dropped = (

@@ -90,9 +90,9 @@ def find_largest_fitting(
 
 @dataclass(frozen=True)
 class MicroBatchSearch:
-    """Values for a search for a micro-batch size.
+    """Inputs of a search for a micro-batch size.
 
-    A search references no model, because each trial builds its own.
+    They do not include a model, because each trial builds a new model.
 
     Attributes:
         backend: Backend that has not joined the other ranks yet, or that has left them.
@@ -219,10 +219,16 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
 
 
 def _take_trial_steps(engine: Engine, search: MicroBatchSearch, plan: BatchPlan, size: int) -> None:
-    """Take a step that creates the optimizer state, and then a step with ``size`` sequences.
+    """Take a step that creates the optimizer state, and then a step with micro-batches of ``size`` sequences.
 
     The second step accumulates two micro-batches if the run accumulates gradients, because the gradients then
-    need memory during the forward pass.
+    need memory during the forward pass of the second micro-batch.
+
+    Args:
+        engine: Engine of the trial.
+        search: Config, data and backend of the run.
+        plan: Batch plan of this rank for micro-batches of one sequence.
+        size: Number of sequences of a micro-batch on each device.
     """
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.max_sequences_per_rank else 1)):
@@ -287,7 +293,7 @@ def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -
 
     Args:
         search: Config, data and backend of the run.
-        failed_sequences: Sequences of a micro-batch on each device that did not fit.
+        failed_sequences: Number of sequences per micro-batch on each device that did not fit.
     """
     try:
         fitting = (

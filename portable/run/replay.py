@@ -154,7 +154,7 @@ def _take_steps_before(
 
 
 class HookedStep(NamedTuple):
-    """Forward and backward passes of a step, without its update."""
+    """Results of the forward and backward passes of a step. The optimizer step is not included."""
 
     micro_batches: list[ReplayedMicroBatch]
     """Results of this rank's micro-batches."""
@@ -165,7 +165,10 @@ class HookedStep(NamedTuple):
 def _run_step_with_hooks(
     run: PreparedRun, engine: Engine, batches: Iterator[Batch], progress: RunProgress
 ) -> HookedStep:
-    """Run the forward and backward passes of the next step while checking the output of each module."""
+    """Run the forward and backward passes of the next step while checking the output of each module.
+
+    The gradients remain in the engine, so that the caller can check them and take the optimizer step.
+    """
     backend, plan = run.backend, run.batch_plan
     step_batches = [next(batches) for _ in range(plan.accumulation_steps)]
     valid = backend.sum_host_numbers(sum(engine.objective.compute_weight(batch) for batch in step_batches))
@@ -220,7 +223,11 @@ def drop_tensor_parallel_duplicates(micro_batches: Sequence[ReplayedMicroBatch])
 
 
 class _NonFiniteOutputRecorder:
-    """Checks the output of each module for values that are not finite, within a context.
+    """Recorder that checks the output of each module for values that are not finite, within a context.
+
+    Args:
+        model: Model whose modules get forward hooks.
+        rows: Number of samples in the micro-batch.
 
     Attributes:
         names: Names and classes of the modules, in the order of completed forward passes.
@@ -255,7 +262,7 @@ class _NonFiniteOutputRecorder:
         return record_output
 
     def _find_first_bad_row(self, tensor: Tensor) -> Tensor:
-        """Return the value for :attr:`first_bad_rows` as a device scalar, without a host-device sync."""
+        """Compute the value of an output for :attr:`first_bad_rows`, without a host-device sync."""
         if tensor.dim() == 0 or tensor.shape[0] != self._rows:
             return torch.where(torch.isfinite(tensor).all(), float(self._rows), -1.0)
         finite = (
