@@ -204,7 +204,11 @@ class StreamSamples(Samples):
         return self._total
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """See :meth:`Samples.locate_sample`. The seed of the stream is used instead of ``seed``."""
+        """Return epoch and index of the sample at a position of the stream.
+
+        See :meth:`Samples.locate_sample`. The argument ``seed`` is ignored, because the seed of the stream
+        determines the order. Shards may be tokenized, because their numbers of samples are needed.
+        """
         with self._lock:
             return self._locate_position(position)
 
@@ -309,7 +313,7 @@ class StreamSamples(Samples):
     # -- samples ----------------------------------------------------------------------------------------
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build all columns of the samples. Loads shards that are not open."""
+        """Build all columns of the samples. Loads (and tokenizes, if necessary) shards that are not open."""
         rows: dict[int, list[int]] = {}
         for row, (_, index) in enumerate(indices):
             rows.setdefault(index >> _INDEX_BITS, []).append(row)

@@ -271,7 +271,7 @@ class RunReporter(Callback):
         LOG.log(logging.INFO if self.bar is None else logging.DEBUG, "%s", line)
 
     def on_save(self, run: Run) -> None:
-        """Record the save as an event."""
+        """Record the save as an event, and update the HTML report if this is due."""
         self.record_event("save", run.progress, checkpoint=f"step-{run.step:06d}")
         self._update_report_if_due()
 
@@ -298,6 +298,8 @@ class RunReporter(Callback):
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
         """Write the values of an evaluation to ``metrics.jsonl`` and the trackers, and print the numbers.
+
+        Also updates the HTML report if this is due.
 
         Args:
             run: The run.

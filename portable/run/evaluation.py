@@ -175,7 +175,7 @@ class EvaluationCallback(Callback):
             counts: Whether the evaluation counts for the best checkpoints and for early stopping.
 
         Returns:
-            Whether to save a checkpoint, and whether to end the run. The same on all ranks.
+            Whether to save a checkpoint, and whether to end the run. Both values are equal on all ranks.
         """
         with self._run.measure_pause():
             values = evaluate_all_sources(

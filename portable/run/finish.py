@@ -365,7 +365,10 @@ def finish_run(
 
 
 def _may_have_several_export_files(prepared: PreparedRun) -> bool:
-    """Return whether the export may consist of several files. An adapter always has one file."""
+    """Return whether the export may consist of several files, so that several nodes can write it together.
+
+    False if nothing is exported, or only an adapter, which is a single file.
+    """
     export = prepared.config.checkpoint.export
     return bool(export) and (prepared.adapter is None or export in ("merged", "like_base"))
 

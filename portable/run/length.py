@@ -23,7 +23,10 @@ SEQ_LEN_KEY = "data.seq_len"
 MIN_USEFUL_STEPS = 30
 """Number of optimizer steps below which a run over all data hardly changes a model."""
 MAX_STEPS_BETWEEN_CHECKPOINTS = 1000
-"""Number of steps between checkpoints above which a run prints a warning, because a crash would lose them."""
+"""Number of steps between checkpoints above which a run prints a warning.
+
+A crash loses the steps since the last checkpoint.
+"""
 
 
 def describe_warmup(config: RunConfig, steps: int) -> str:

@@ -59,7 +59,8 @@ def find_largest_fitting(
 ) -> int | None:
     """Find the largest of ``sizes`` that fits, with few trials.
 
-    Tries ``first_guess`` and then larger sizes at growing distances until a size does not fit. Then bisects.
+    Tries ``first_guess`` and then larger sizes at growing distances, until a size does not fit. Then bisects
+    between the largest size that fits and the smallest size that does not fit.
 
     Args:
         sizes: Sizes in ascending order. If a size does not fit, larger sizes do not fit either.
@@ -125,8 +126,9 @@ def build_micro_batch_search(prepared: PreparedRun) -> MicroBatchSearch:
 def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
     """List the micro-batch sizes that the global batch allows, in ascending order.
 
-    They are divisors of a rank group's share of the global batch or, if the batch cannot be split evenly,
-    divisors of the global batch that do not exceed the share.
+    A group of ranks, such as tensor-parallel ranks, processes the same samples. If the global batch can be
+    divided evenly among the groups, the sizes are the divisors of a group's share. Otherwise, they are the
+    divisors of the global batch that do not exceed the largest share.
 
     Args:
         config: Config of the run.

@@ -124,7 +124,11 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
 
 
 def _find_checkpoint_before(run: PreparedRun, step: int) -> AnyPath | None:
-    """Return the newest checkpoint before ``step``, or None to start at the beginning."""
+    """Return the checkpoint from which to replay ``step``, or None to start at the beginning of the run.
+
+    This is the newest checkpoint of the run before ``step``. If there is none, it is the checkpoint that
+    ``checkpoint.resume`` names, if any.
+    """
     complete = open_checkpoints(run.resolved.output_place).list_complete()
     before: list[AnyPath] = [folder for done_steps, folder in complete if done_steps < step]
     if before:
@@ -301,7 +305,7 @@ def _format_replay_report(
 
     Args:
         run: The run.
-        engine: Engine, whose parameters have the model order.
+        engine: Engine of this rank, whose model determines the order of the parameters.
         step: Step, counted from 1.
         micro_batches: Results of all ranks.
         gradients: Names of the parameters whose gradient is not finite on some rank.

@@ -135,7 +135,10 @@ def _build_and_load_engine(
 
 
 def _find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
-    """Find the samples whose precomputed values are missing and that the loss needs. A collective call."""
+    """Find the sets of samples for which precomputed values of the loss are missing. A collective call.
+
+    Empty if the loss has no precomputed values. See :mod:`portable.run.precompute`.
+    """
     if prepared.config.train.loss is None:
         return []
     from portable.run.precompute import find_samples_to_precompute
@@ -188,7 +191,8 @@ def _build_engine(prepared: PreparedRun, read_tensors: Callable[[], Mapping[str,
 def _read_newest_tensors(candidates: Sequence[AnyPath], backend: Backend) -> Mapping[str, Any]:
     """Return the tensors of the newest readable checkpoint, or an empty dict if none can be read.
 
-    Only dtypes are used, and all checkpoints of a run have the same dtypes.
+    The caller only uses the dtypes of the tensors. Any checkpoint is therefore sufficient, because the dtypes
+    are equal in all checkpoints of a run.
     """
     for candidate in candidates:
         try:

@@ -44,7 +44,7 @@ class Samples(ABC):
     """
 
     num_samples: int
-    """Number of samples."""
+    """Number of sample indices. For a stream, whose size is not known, it is an upper bound."""
     valid_labels_per_sample: int | None = None
     """Number of labels per sample that contribute to the loss. None if it differs between samples."""
     padding_share: float = 0.0
@@ -343,7 +343,7 @@ class CacheSamples(Samples):
         return self.sample_range.get_document_range(index)
 
     def _find_block_documents(self, index: int) -> range:
-        """Find the documents that a block of concatenated tokens overlaps."""
+        """Return the range of the documents that a block of concatenated tokens overlaps."""
         start = self.sample_range(index) * self.seq_len
         return self.token_cache.find_documents_of_tokens("text", start, start + self.seq_len)
 

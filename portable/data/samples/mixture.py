@@ -75,7 +75,10 @@ class WeightedInterleaving:
         return middle, (2 * positions * left_weight + total) // (2 * total) if total else 0
 
     def __call__(self, position: int) -> SourceIndex:
-        """Return the source at ``position``, and the number of previous positions with the same source."""
+        """Return the source at a position, and how many previous positions have the same source.
+
+        This number is the position within the source.
+        """
         first, last = 0, len(self)
         while last - first > 1:
             middle, before = self._split_at_middle_source(first, last, position)
@@ -127,7 +130,10 @@ class MixtureSchedule:
             self._before.append([a + b for a, b in zip(self._before[-1], counted, strict=True)])
 
     def __call__(self, position: int) -> SourceIndex:
-        """Return the source at ``position``, and the number of previous positions with the same source."""
+        """Return the source at a position, and how many previous positions (of all phases) have that source.
+
+        This number is the position within the source.
+        """
         phase = bisect_right(self._starts, position) - 1
         source, index = self._phases[phase](position - self._starts[phase])
         return SourceIndex(source, self._before[phase][source] + index)

@@ -58,7 +58,7 @@ class PackedWindow(NamedTuple):
 
 
 class PackedBins(NamedTuple):
-    """Items packed into bins.
+    """Result of packing items into bins.
 
     Attributes:
         items: Indices of the items, bin after bin, int64 ``[items]``.

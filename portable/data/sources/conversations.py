@@ -790,7 +790,7 @@ def _join_with_commas(names: Any) -> str:
 
 
 def _build_record_error(location: str, reason: str) -> UserError:
-    """Build the error for a record that is not valid."""
+    """Build the error for a record that is not valid, from its location and the reason."""
     return RecordError(f"data.source: {location}: {to_one_line(reason)}")
 
 
@@ -804,7 +804,14 @@ def _build_format_error(kind: RecordFormat, location: str, reason: str) -> UserE
 def _build_missing_field_error(
     kind: RecordFormat, location: str, key: str, row: Mapping[str, Any]
 ) -> UserError:
-    """Build the error for a record without the field ``key``."""
+    """Build the error for a record without the field ``key``, which suggests a field with a similar name.
+
+    Args:
+        kind: Expected format of the record.
+        location: Location of the record in its source.
+        key: Name of the missing field.
+        row: Values of the record, keyed by field.
+    """
     near = find_similar_names(key, map(str, row))
     hint = f" (did you mean {near[0]}?)" if near else ""
     remedy = "" if near else f"; set data.columns, such as {{{key}: NAME}}, if another field has it"

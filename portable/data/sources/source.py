@@ -100,7 +100,7 @@ class SourceSettings:
         )
 
     def with_format(self, kind: RecordFormat) -> SourceSettings:
-        """Return a copy of the settings with the format of the records."""
+        """Return a copy of the settings in which ``data.format`` is ``kind``."""
         return replace(self, data=self.data.model_copy(update={"format": kind}))
 
     @property
@@ -113,7 +113,7 @@ class SourceSettings:
 
     @property
     def packing(self) -> bool | Literal["documents"]:
-        """Value of ``data.packing`` for tasks with packing, otherwise False."""
+        """Value of ``data.packing``, or False if the task does not support packing."""
         return self.data.packing if self.task in (CAUSAL, MASKED) else False
 
     @property
@@ -486,7 +486,7 @@ class TokenChunk(NamedTuple):
 
 
 class TokenSource(DataSource):
-    """Base class of sources that another program has tokenized."""
+    """Base class of sources that contain tokens instead of text, because they were tokenized before."""
 
     has_tokens = True
     only_text = "files of tokens"

@@ -139,7 +139,7 @@ class StreamSource(DataSource):
 
     @cached_property
     def _shard_identities(self) -> list[str]:
-        """Identities of all shards."""
+        """Attribute ``identity`` of each shard, in order."""
         return [shard.identity for shard in self.shards]
 
     def compute_digest(self) -> str:

@@ -806,7 +806,10 @@ class TokenCache:
 
     @cached_property
     def offsets(self) -> dict[str, CheckedArray]:
-        """Offset of the first token of each document, and the number of all tokens, keyed by field."""
+        """Offsets of the documents in ``tokens``, uint64 ``[documents + 1]``, keyed by field.
+
+        Document *d* consists of the tokens ``[offsets[d], offsets[d + 1])``.
+        """
         return {name: self.arrays[f"{name}.idx"] for name in self.meta["tokens"]}
 
     @property

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from portable.data.sources.documents import Document, Message
 
 TrainOn = Literal["assistant", "completion", "last_assistant", "all"]
-"""Values of ``data.train_on``."""
+"""Values of ``data.train_on``, which select the parts of a conversation that contribute to the loss."""
 TEMPLATE_DATE = "2025-01-01"
 """Date for templates that write the current date, so that the tokens do not depend on the day."""
 _PROBE_TEXT = "What is shown of this?"

@@ -1,4 +1,4 @@
-"""Tokenize the documents of a source into a token cache."""
+"""Tokenization of the documents of a source, whose tokens are written to a token cache."""
 
 from __future__ import annotations
 

@@ -378,7 +378,7 @@ class Vocabulary:
 
     @staticmethod
     def from_tokenizer(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
-        """Inspect a tokenizer by encoding a short text.
+        """Find the special tokens and the size of a tokenizer. The tokenizer encodes a short text for this.
 
         Args:
             tokenizer: Tokenizer of transformers.
@@ -444,7 +444,7 @@ class PairFrame:
 
     @staticmethod
     def from_tokenizer(tokenizer: Any) -> PairFrame:
-        """Inspect a tokenizer by encoding a short pair of texts.
+        """Find the special tokens that a tokenizer adds to a pair of texts, by encoding a short pair.
 
         Raises:
             UserError: If the tokenizer does not concatenate the texts.
