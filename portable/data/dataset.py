@@ -160,7 +160,7 @@ class ModelDataHints(TypedDict, total=False):
     """
     with_last: bool
     """Whether the inputs of a causal model include the last token of a text if the text fits into
-    ``data.seq_len``. Longer texts are not changed.
+    ``data.seq_len``. The last token of a longer text is only a label.
     """
 
 

@@ -66,7 +66,7 @@ def evaluate_all_sources(
 def _format_metric_key(metric: str, source: str) -> str:
     """Format the key of a metric in ``metrics.jsonl``, such as ``eval_loss/books``.
 
-    If ``source`` is empty, because the source has no name, the key is ``eval_loss``.
+    If ``source`` is empty, because the source has no name, the key has no suffix, as in ``eval_loss``.
     """
     return f"{EVALUATION_PREFIX}{metric}/{source}" if source else f"{EVALUATION_PREFIX}{metric}"
 

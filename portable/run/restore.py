@@ -353,7 +353,7 @@ def load_checkpoint(
 def _compute_start_progress(
     source: AnyPath, state: TrainerState, prepared: PreparedRun, *, is_changed: bool, is_same_data: bool
 ) -> RunProgress:
-    """Compute the position at which a run in a different folder continues.
+    """Compute the position at which a run starts from a checkpoint of a run in another folder.
 
     Args:
         source: Checkpoint of the other run.

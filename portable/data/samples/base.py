@@ -207,7 +207,7 @@ class SampleRange:
     """
 
     def __call__(self, index: int) -> int:
-        """Return the index in the source of the sample ``index`` of the dataset."""
+        """Convert the index of a sample in the dataset to its index in the source."""
         position = self.start + index
         return position if self.order is None else self.order(position)
 

@@ -105,8 +105,8 @@ class TrainLoader:
     """Iterable over the micro-batches of a rank, without end.
 
     It yields dictionaries of CPU tensors with the arguments of ``model.forward`` and with ``labels``. Labels
-    are int64 ``[micro_batch_size, seq_len]``, or ``[micro_batch_size]`` for a classifier, with float32 for a
-    regression. After *s* steps, the run has consumed ``position + s * global_batch_size`` samples.
+    of a language model are int64 ``[micro_batch_size, seq_len]``. :class:`ClassificationSamples` describes
+    those of a classifier. After *s* steps, the run has consumed ``position + s * global_batch_size`` samples.
 
     If ``num_workers`` is 0, a thread of this process prefetches micro-batches. This is fastest for
     memory-mapped data: a micro-batch of 8 x 2048 tokens takes 0.07 ms, compared to 1 ms with worker

@@ -41,7 +41,7 @@ EXAMPLE_RECORDS: dict[RecordFormat, str] = {
     "preference": '{"prompt": ..., "chosen": ..., "rejected": ...}, all strings or all lists of messages',
     "alpaca": '{"instruction": "...", "input": "...", "output": "..."}, all strings',
 }
-"""Example of a record of each format, used in error messages."""
+"""Example of a record, keyed by format, used in error messages."""
 SYSTEM_ROLES = ("system", "developer")
 RARE_ROLES = ("ipython", "function", "observation")
 """Roles of a tool that some templates do not support."""
@@ -74,7 +74,7 @@ _OPTIONAL_KEYS = {"tool_calls", "function_call", *_REASONING_KEYS, "name", "tool
 A key with an empty value is treated like a missing key.
 """
 _SYSTEM_FIELDS = ("system", "system_prompt")
-"""Fields of a record with a system prompt, in all formats of conversations."""
+"""Names of the fields that may contain a system prompt, in records of all conversation formats."""
 _MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of a record with media, which are not supported. A record with such a field is rejected."""
 _QUESTION_FIELDS = (

@@ -78,7 +78,8 @@ class FileRangeSource(DataSource):
     def _has_changed(self, old_digest: str) -> bool:
         """Return whether the file has changed. See :meth:`DataSource._has_changed`.
 
-        For a remote file, only its size and version are compared, without reading it.
+        For a remote file, only its size and version are compared, without reading it. A file on the hub
+        cannot change, because its URL contains the revision.
         """
         if not is_in_store(self._path) or self._object is None:
             return super()._has_changed(old_digest)
@@ -105,7 +106,10 @@ class JsonlRangeSource(FileRangeSource):
         return (line for _, line in self._iter_lines())
 
     def _iter_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each line that begins in the range, after the offset of its first byte in the file."""
+        """Yield pairs of an offset and a line, for each line that begins in the range.
+
+        The offset is the position of the line's first byte in the file.
+        """
         with (
             self._open_file() as raw,
             io.BufferedReader(raw, _BUFFER if self.downloads_to_read else 1 << 20) as file,

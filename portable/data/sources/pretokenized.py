@@ -32,7 +32,7 @@ INDEX_FILE = "tokens.json"
 BEGUN_FILE = "begun.json"
 TOKENIZER_FOLDER = "tokenizer"
 LAST_FILE = "meta.json"
-"""File of a shard that is written last. A shard with this file is complete."""
+"""Name of the file that is written last into the folder of a shard. A shard with this file is complete."""
 
 
 class ShardRecord(NamedTuple):

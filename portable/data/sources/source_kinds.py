@@ -358,7 +358,10 @@ class StandardLibrarySource(DataSource):
             )
 
     def _list_files(self) -> list[Path]:
-        """List the files in the order of a hash of their names."""
+        """List the Python files of the library, without tests and large files.
+
+        They are sorted by a hash of their paths relative to the folder of the library.
+        """
         files = []
         for folder, subfolders, names in os.walk(self._root):
             subfolders[:] = [name for name in subfolders if not _STDLIB_SKIPS.fullmatch(name)]

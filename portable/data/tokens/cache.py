@@ -567,7 +567,7 @@ class _LabelWriter:
         """Sort the class names, and replace the class numbers in the file by indices into the sorted names.
 
         Args:
-            class_numbers: Number in the file of each class, keyed by label.
+            class_numbers: Class number that the file contains for each label.
 
         Returns:
             The sorted names.

@@ -183,7 +183,8 @@ class WorkerProcess:
 def serve() -> None:
     """Run the loop of a worker process: receive the function, then receive items and send results.
 
-    Exceptions are sent as results. The process exits when the parent closes the connection.
+    If the function raises an exception, a UserError or RunError is sent as its result. The process exits when
+    the parent closes the connection.
     """
     global is_worker_process
     is_worker_process = True

@@ -639,7 +639,7 @@ def _compile_template(text: str) -> Any:
 def _validate_length(conversation: Conversation, text: str) -> str:
     """Check that a rendered text is not far longer than its conversation, and replace lone surrogates.
 
-    Otherwise, a malicious template could write gigabytes of text.
+    A malicious template could otherwise make the run tokenize gigabytes of text.
 
     Returns:
         The text with ``?`` for lone surrogates.
