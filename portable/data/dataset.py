@@ -71,7 +71,7 @@ class RunData:
     train: Samples
     """Samples to train on. A :class:`MixtureSamples` if ``data.sources`` has several sources."""
     evals: Mapping[str, Samples]
-    """Samples to evaluate on, keyed by source name. A single source has the empty name."""
+    """Samples to evaluate on, keyed by source name. The name is empty if there is only one source."""
     sizes: DataSizes
     """Numbers of documents, tokens and samples, for the first lines of the run and for the plan."""
     fingerprint: str

@@ -247,7 +247,7 @@ def _decode_sequence(data: RunData, arrays: Any) -> _SequenceText:
 
     for index in range(filled):
         add(inputs[index], index > 0 and labels[index - 1] == inputs[index])
-        # The last token of a document is only a label.
+        # Add the last token of a document here, because it is only a label and not an input.
         if labels[index] != IGNORED_LABEL and (index + 1 == filled or inputs[index + 1] != labels[index]):
             add(labels[index], True)
     pieces, remaining = [], _MAX_CHARS

@@ -224,7 +224,7 @@ class StreamSamples(Samples):
         last = len(self._order) - 1
         while (not self._ends or self._ends[-1] <= offset) and len(self._ends) <= last:
             self._extend_ends(len(self._ends))
-        # The position is in a later epoch, and the size of an epoch is known now.
+        # Locate the position again: it is in a later epoch, and the size of an epoch is known now.
         if self._ends[-1] <= offset:
             return self._locate_position(position)
         window = bisect_right(self._ends, offset) // self._window

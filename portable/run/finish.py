@@ -201,7 +201,7 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
         requested_tokens if max_positions is None else min(requested_tokens, max_positions - prompt.shape[1])
     )
     model: Any = engine.model
-    if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # a custom model
+    if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # custom models may not
         return
     try:
         text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)

@@ -139,6 +139,11 @@ def _start_and_run(
 
     Returns:
         The exit code.
+
+    Raises:
+        UserError: If a setting, a file or a checkpoint is not valid, or if device memory runs out.
+        RunError: If the run fails for another reason that is not a bug.
+        ReportedElsewhereError: If another rank has failed first.
     """
     try:
         backend.start()

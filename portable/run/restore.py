@@ -284,7 +284,7 @@ def load_checkpoint(
         UserError: If the checkpoint belongs to another run of this program.
     """
     try:
-        with convert_storage_errors("checkpoint.resume"):  # not damage of the checkpoint
+        with convert_storage_errors("checkpoint.resume"):  # such errors do not mean that it is damaged
             if adopted is not None:
                 if prepared.adapter is not None:
                     blueprint = _build_blueprint(prepared)

@@ -124,7 +124,7 @@ class TokenizeJob:
 
     def get_cache_folder(self, source: DataSource) -> Path:
         """Return the folder of the token cache of ``source``. It may not exist yet."""
-        # Older versions added a second prefix to texts that begin with it.
+        # Do not use caches of older versions: they added a second prefix to texts that begin with it.
         version = " one prefix" if self.frame.prefix else ""
         return self.cache / TOKENS_FOLDER / compute_text_digest(f"{source.cache_key} {self.digest}{version}")
 
@@ -333,7 +333,7 @@ class _TokenizeProgress:
 def _count_processes() -> int:
     """Return the number of processes that encode texts.
 
-    In a worker process this is 1, because worker processes start no further processes.
+    In a worker process this is 1, because other worker processes use the other cores.
     """
     return 1 if parallel_map.is_worker_process else min(count_usable_cores(), _MAX_PROCESSES)
 
