@@ -714,7 +714,7 @@ def _format_launch(launch: dict[str, Any]) -> str:
 def _list_short_names(folders: Sequence[AnyPath]) -> list[str]:
     """Return a short unique name of each run.
 
-    The names are those of the folders, or the complete paths if two folders have equal names. Equal paths are
+    These are the names of the folders, or the complete paths if two folders have equal names. Equal paths are
     numbered.
     """
     names = [resolve_links(folder).name for folder in folders]

@@ -330,8 +330,8 @@ class CacheSamples(Samples):
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build all columns. See :meth:`Samples.build_arrays_with_columns`.
 
-        The additional columns are int64 or float32 ``[len(indices)]``. They are those of the first document
-        of each sample.
+        The additional columns are int64 or float32 ``[len(indices)]``. Each sample has the values of its
+        first document.
         """
         if not self.includes_columns:
             return self.build_arrays(indices)

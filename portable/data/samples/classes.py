@@ -279,8 +279,8 @@ def map_labels_to_class_ids(
 ) -> LabelMapping:
     """Map each label of the data to a class id of the model.
 
-    Class names are compared with those of the model, first exactly and then without letter case. Integers are
-    class ids if the model has no numeric names.
+    Class names are compared with the model's class names, first exactly and then without letter case.
+    Integers are class ids if the model has no numeric names.
 
     Args:
         labels: Distinct labels, sorted.

@@ -61,10 +61,10 @@ def iter_rank_positions(
     """Yield the sample positions of each micro-batch of a rank, without end.
 
     For a global batch of *G* samples, step *s* (counted from 0) uses the samples
-    ``[position + s*G, position + (s+1)*G)`` of the run. Of these, rank *r* of *W* uses the samples
-    ``[r*G // W, (r+1)*G // W)`` in order. All ranks have the same number of micro-batches per step, with the
-    same size. If a rank does not have enough samples, its last micro-batches are filled with copies of its
-    last sample.
+    ``[position + s*G, position + (s+1)*G)`` of the run. Rank *r* of *W* uses the samples
+    ``[r*G // W, (r+1)*G // W)`` of the step in order. All ranks have the same number of micro-batches per
+    step, with the same size. If a rank does not have enough samples, its last micro-batches are filled with
+    copies of its last sample.
 
     Args:
         position: Number of samples of the run that are already consumed.
@@ -106,7 +106,8 @@ class TrainLoader:
 
     It yields dictionaries of CPU tensors with the arguments of ``model.forward`` and with ``labels``. Labels
     of a language model are int64 ``[micro_batch_size, seq_len]``. :class:`ClassificationSamples` describes
-    those of a classifier. After *s* steps, the run has consumed ``position + s * global_batch_size`` samples.
+    the labels of a classifier. After *s* steps, the run has consumed ``position + s * global_batch_size``
+    samples.
 
     If ``num_workers`` is 0, a thread of this process prefetches micro-batches. This is fastest for
     memory-mapped data: a micro-batch of 8 x 2048 tokens takes 0.07 ms, compared to 1 ms with worker

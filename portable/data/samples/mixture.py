@@ -245,7 +245,7 @@ class MixtureSamples(Samples):
         return self._epoch_samples
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """Return epoch and index of the sample at a position of a run. The epoch is that of its source.
+        """Return epoch and index of the sample at a position of a run. The epoch is counted for its source.
 
         Args:
             position: Position of the sample in the run.

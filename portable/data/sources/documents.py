@@ -158,7 +158,7 @@ def get_field_value(row: Mapping[str, Any], name: str, default: Any = None) -> A
 def iter_field_names(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the fields of a record.
 
-    For a field that is a nonempty mapping, the dotted names of its own fields are yielded instead.
+    For a field that is a nonempty mapping, the dotted names of the nested fields are yielded instead.
     """
     for name, value in row.items():
         if isinstance(value, Mapping) and value:

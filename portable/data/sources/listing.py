@@ -114,7 +114,7 @@ def _match_local_files(name: str) -> list[Path] | None:
 def list_remote_files(url: str) -> dict[AnyPath, ListedFile]:
     """List the files in an object store that a URL selects.
 
-    The URL is that of a single file, a pattern, or a folder. In a folder, hidden files and files with
+    The URL names a single file or a folder, or is a pattern. In a folder, hidden files and files with
     unsupported formats are skipped.
 
     Returns:

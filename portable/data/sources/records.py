@@ -273,7 +273,7 @@ class Fields:
     def cache_key(self) -> str:
         """All settings that determine the documents of a record, as text for cache keys.
 
-        If the format is not detected yet, the key is that of the format ``text``.
+        If the format is not detected yet, the format in the key is ``text``.
         """
         roles = () if self.roles == DEFAULT_TRAINED_ROLES else sorted(self.roles)
         kinds = () if self.label is None else ("whole numbers are classes",)

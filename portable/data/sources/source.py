@@ -107,7 +107,7 @@ class SourceSettings:
     def has_conversations(self) -> bool:
         """Whether the records are conversations, completions or preferences instead of texts.
 
-        Always False as long as ``data.format`` is ``auto``, before the format is detected.
+        Always False if ``data.format`` is ``auto``, because the format is not detected yet.
         """
         return self.data.format not in ("auto", "text", CUSTOM_SAMPLES)
 

@@ -228,7 +228,7 @@ def build_evaluation_settings(
 def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) -> str:
     """Detect the common format of a run's records, if ``data.format`` is ``auto``.
 
-    If some training sources have conversations and others have texts, the common format is that of the
+    If some training sources have conversations and others have texts, the common format is the format of the
     conversations.
 
     Args:

@@ -127,7 +127,7 @@ def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters:
         tokenizer: Tokenizer that ``function`` calls. Slow tokenizers have more time.
         function: Function to call.
         characters: Number of characters of the text, which determines the limits.
-        action: Verb phrase for error messages, such as "encode a text".
+        action: Verb phrase, such as "encode a text", used in error messages.
 
     Returns:
         The result of ``function``.

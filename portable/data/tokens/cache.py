@@ -11,7 +11,7 @@ A cache is a folder with these files:
   are in ``values.bin`` instead, as float64.
 - ``columns.bin`` for the additional columns of ``data.columns``: float64 ``[documents, columns]``.
 - ``blocks.crc``: a CRC-32 of each block of 64 KiB of these files.
-- ``meta.json``: sizes, names and fingerprint, with a digest of its own content.
+- ``meta.json``: sizes, names and fingerprint, with a digest of these entries.
 
 The folder is written under a temporary name and then renamed. One process writes, and other processes wait on
 a file lock. The kernel releases the lock if the writer dies.

@@ -105,7 +105,7 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 
     Returns:
         Text of the template. If ``setting`` is None and the tokenizer has several templates, their texts
-        keyed by name, of which only ``default`` and ``tool_use`` are used.
+        keyed by name. Only ``default`` and ``tool_use`` are used.
 
     Raises:
         UserError: If there is no such template.
@@ -152,7 +152,7 @@ class _TokenMatch(NamedTuple):
     """Comparison of the tokens of a text with the first tokens of the complete conversation.
 
     Attributes:
-        num_equal: Number of tokens at the start of the text that equal those of the conversation.
+        num_equal: Number of tokens at the start of the text that equal the tokens of the conversation.
         rest: Tokens of the text after the equal tokens.
     """
 
