@@ -1,4 +1,4 @@
-"""Build the tokenizer, the training set and the evaluation sets from the ``data`` section of a config.
+"""Functions that build the tokenizer, training samples and evaluation samples from the ``data`` section.
 
 :func:`build_data` is the entry point of training. :func:`inspect_data_sizes` computes the same sizes for a
 plan, without writing or downloading.
@@ -72,9 +72,9 @@ class RunData:
     train: Samples
     """Samples to train on. A :class:`MixtureSamples` if ``data.sources`` has several sources."""
     evals: Mapping[str, Samples]
-    """Samples to evaluate on, keyed by source name. A single source has the empty name."""
+    """Samples to evaluate on, keyed by source name. The name is empty if there is only one source."""
     sizes: DataSizes
-    """Numbers for the first lines of the run and for the plan."""
+    """Numbers of documents, tokens and samples, for the first lines of the run and for the plan."""
     fingerprint: str
     """Digest of all training tokens and labels. It is equal on all machines with the same text and
     tokenizer.
@@ -82,9 +82,9 @@ class RunData:
     vocab_size: int
     """Minimum number of rows of the model's embedding: the largest token id of the tokenizer plus one."""
     classes: LabelMapping | None = None
-    """Outputs of the model for classification. None if the task does not use it."""
+    """Mapping from the labels to the outputs of a classifier. None if the task is not classification."""
     target_frame: Frame | None = None
-    """Special tokens around each target text for seq2seq. None if the task does not use it."""
+    """Special tokens around each target text. None if the task is not seq2seq."""
     tokenized_sources: Mapping[str, TokenizedSource] = field(default_factory=dict)
     """Tokenized sources of ``train``, keyed by name. A single source has the empty name."""
     end_of_turn_token: int | None = None
@@ -94,8 +94,10 @@ class RunData:
     shard of each.
     """
     eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprint of each source of ``data.eval``, keyed by name. Unlike ``fingerprint``, it may change when
-    a run resumes.
+    """Fingerprint of each source of ``data.eval``, keyed by name.
+
+    In contrast to ``fingerprint``, it may differ when a run resumes, because other evaluation data does not
+    change the training.
     """
 
     @property
@@ -105,17 +107,17 @@ class RunData:
 
     @property
     def first_eval(self) -> Samples | None:
-        """First value of ``evals``. None if there is no evaluation data."""
+        """Samples of the first evaluation source. None if there is no evaluation data."""
         return next(iter(self.evals.values()), None)
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Class names in the order of their ids. Empty unless the task is classification."""
+        """Names of the classifier's outputs in the order of their ids. Empty for other tasks."""
         return () if self.classes is None else self.classes.output_names
 
     @property
     def num_labels(self) -> int | None:
-        """Number of classes. None unless the task is classification."""
+        """Number of outputs of the classifier. None for other tasks."""
         return len(self.label_names) or None
 
     @property
@@ -125,11 +127,12 @@ class RunData:
 
 
 class ModelDataHints(TypedDict, total=False):
-    """Facts about the model and its loss that :func:`build_data` needs. All keys are optional."""
+    """Properties of the model and its loss that :func:`build_data` needs. All keys are optional."""
 
     model_tokenizer: str | None
-    """Name of the pretrained model's tokenizer, used if ``data.tokenizer`` is null. If both are None, a
-    tokenizer is trained.
+    """Hub id or folder of the pretrained model's tokenizer, used if ``data.tokenizer`` is null.
+
+    If both are None, a tokenizer is trained on the sources.
     """
     model_vocab_size: int | None
     """Vocabulary size of a trained tokenizer if ``data.vocab_size`` is null."""
@@ -138,24 +141,27 @@ class ModelDataHints(TypedDict, total=False):
     ends_texts: bool
     """Whether every text must end with the end token, because the model classifies at this token."""
     seed: int
-    """Seed of the random masks of a masked language model, and of the order of a stream."""
+    """Seed of the random masks of a masked language model, and of the sample order of a stream."""
     decoder_start_token_id: int | Callable[[Any], int] | None
-    """First decoder input of seq2seq: a token id, a function that computes it from the tokenizer, or
-    ``LAST_LABEL``. The default is the padding token.
+    """First decoder input of seq2seq. None means the padding token.
+
+    It is a token id, a function that computes the token id from the tokenizer, or ``LAST_LABEL``.
     """
     label_shift: Callable[[Any], LabelShift | None] | None
-    """Function that computes the :data:`LabelShift` of a masked language model with a decoder from the
-    tokenizer.
+    """Function that returns the :data:`LabelShift` of a masked language model with a decoder for a tokenizer.
+
+    None if the model does not have a decoder.
     """
     pad_left: bool
     """Whether a classifier's texts are padded on the left."""
     whole: bool
-    """Whether the inputs of a causal model include the last token of a sample. By default, the last token is
-    only a label.
+    """Whether the inputs of a causal model include the last token of a padded sample.
+
+    By default, the last token is only a label.
     """
     with_last: bool
-    """Whether the inputs of a causal model include the last token of a text if it fits into
-    ``data.seq_len``.
+    """Whether the inputs of a causal model include the last token of a text if the text fits into
+    ``data.seq_len``. The last token of a longer text is only a label.
     """
 
 
@@ -169,7 +175,14 @@ class _RunSamples(NamedTuple):
 def _build_run_samples(
     settings: DataConfig, sources: RunSources, classes: LabelMapping | None
 ) -> _RunSamples:
-    """Build the samples of each source. Held-out training samples become evaluation samples."""
+    """Build the samples of each source. Held-out samples of a training source become evaluation samples.
+
+    Args:
+        settings: The ``data`` section of the config.
+        sources: Opened sources of the run, with their tokens.
+        classes: Mapping from the labels of the first source to the outputs. None if the task is not
+            classification.
+    """
     first = next(iter(sources.tokenized_training_sources.values()))
     train: dict[str, Samples] = {}
     held_out: dict[str, Samples] = {}
@@ -202,20 +215,20 @@ def build_data(
     progress: bool = False,
     **hints: Unpack[ModelDataHints],
 ) -> RunData:
-    """Open the data of a run, and tokenize it if it is not in the cache.
+    """Open the data of a run, and tokenize the sources whose tokens are not in the cache.
 
-    Call it on every rank with the same arguments. On each machine, one rank writes the missing caches and
-    shows progress, and the other ranks wait for it.
+    Call this function on every rank with the same arguments. On each machine, one rank writes missing caches
+    and shows progress, and the other ranks wait.
 
     Args:
         settings: The ``data`` section of the config.
         task: Task of the model, one of ``TASKS``.
         model_classes: Classes of the model. None if it has an untrained head or does not classify.
         problem_type: ``problem_type`` of the model's config. None to detect it from the labels.
-        global_batch_size: Number of samples per step. It converts the steps of ``data.weight_schedule`` to
+        global_batch_size: Number of samples per step, which converts the steps of ``data.weight_schedule`` to
             samples.
         progress: Whether to show a progress bar on stderr if tokenizing takes more than a second.
-        **hints: Facts about the model. See :class:`ModelDataHints`.
+        **hints: Properties of the model. See :class:`ModelDataHints`.
 
     Returns:
         The tokenizer, the samples to train and evaluate on, and their sizes.
@@ -262,12 +275,12 @@ def inspect_data_sizes(
 ) -> DataSizes:
     """Compute the sizes of the data without writing or downloading.
 
-    Sizes that need a download, or tokens that are not in the cache, are None.
+    A size is None if it needs a download, or tokens that are not in the cache.
 
     Args:
         settings: The ``data`` section of the config.
         task: Task of the model, one of ``TASKS``.
-        **hints: Facts about the model. See :class:`ModelDataHints`.
+        **hints: Properties of the model. See :class:`ModelDataHints`.
 
     Raises:
         UserError: If the settings or the first document of a source have an error that ``build_data``
@@ -285,14 +298,15 @@ def inspect_data_sizes(
 class RunSources:
     """Opened sources of a run, with their tokens if they are available.
 
-    :func:`open_sources` fills the fields one after the other, so later fields may still be empty.
+    :func:`open_sources` sets the attributes in this order. If it stops early, for example because it is
+    offline, later attributes keep their defaults.
 
     Attributes:
         training_sources: Sources to train on, keyed by name. A single source has the empty name.
         eval_sources: Sources to evaluate on, keyed by name.
         tokenizer_name: Hub id or folder of the tokenizer. None if the tokenizer is trained on the data.
         vocab_size: Largest token id of the tokenizer plus one. None if it is not known yet.
-        context: Tokenizer and task. None if the tokenizer is not available without a download.
+        context: Tokenizer and task. None if the tokenizer is not available offline.
         tokenized_training_sources: Tokenized training sources, keyed by name. For a stream, only its first
             shard.
         tokenized_eval_sources: Tokenized evaluation sources, keyed by name.
@@ -312,7 +326,10 @@ class RunSources:
 
     @property
     def joined_training_source(self) -> DataSource:
-        """All training sources as one source, to train a tokenizer. A single source is returned as it is."""
+        """One source with the documents of all training sources, to train a tokenizer.
+
+        If there is only one training source, it is that source itself.
+        """
         if ONLY_SOURCE in self.training_sources:
             return self.training_sources[ONLY_SOURCE]
         from portable.data.sources.joined_sources import InterleavedSource
@@ -321,7 +338,7 @@ class RunSources:
 
     @property
     def custom_samples_source(self) -> DataSource | None:
-        """The single training source if user-defined code provides its samples, otherwise None.
+        """The only training source if it provides samples from user-defined code. None otherwise.
 
         Raises:
             UserError: If such a source is a part of a mixture.
@@ -337,7 +354,7 @@ class RunSources:
         return None
 
     def compute_sizes(self) -> DataSizes:
-        """Compute the sizes of all sources. Sizes of sources without tokens are None."""
+        """Compute the sizes of all sources together. Sizes that need missing tokens are None."""
         local_sources = {
             name: source
             for name, source in self.tokenized_training_sources.items()
@@ -377,15 +394,16 @@ def open_sources(
     progress: bool = False,
     **hints: Unpack[ModelDataHints],
 ) -> RunSources:
-    """Open the sources, then the tokenizer, then the tokens. Build tokens that are not in the cache.
+    """Open the sources, then load or train the tokenizer, then open or build the tokens.
 
     Args:
         settings: The ``data`` section of the config.
         task: Task of the model, one of ``TASKS``.
-        offline: Whether to stop before anything would be written or downloaded.
+        offline: Whether nothing may be written or downloaded. Attributes of the result that would require
+            this are not set.
         tokenize: Whether to open or build the tokens.
         progress: Whether to show a progress bar.
-        **hints: Facts about the model. See :class:`ModelDataHints`.
+        **hints: Properties of the model. See :class:`ModelDataHints`.
 
     Raises:
         UserError: If the settings or the data cannot be used.
@@ -449,7 +467,10 @@ def open_sources(
 
 
 def _open_and_detect_format(settings: SourceSettings) -> DataSource:
-    """Open a source and set the format of its records, unless this needs a download while offline."""
+    """Open a source, and detect and set the format of its records.
+
+    The format is not detected if ``settings.offline`` is set and detecting it needs a download.
+    """
     source = open_source(settings)
     if not (settings.offline and source.downloads_to_read):
         source.detect_and_set_format()
@@ -459,7 +480,11 @@ def _open_and_detect_format(settings: SourceSettings) -> DataSource:
 def _open_training_sources(
     sources_by_name: dict[str, DataSource], settings_by_name: Mapping[str, SourceSettings]
 ) -> None:
-    """Open the training sources, and add them to ``sources_by_name`` in place.
+    """Open the training sources, and add them to ``sources_by_name``.
+
+    Args:
+        sources_by_name: Opened sources, keyed by name. Modified in place.
+        settings_by_name: Settings of the sources, keyed by name.
 
     Raises:
         UserError: If a source cannot be used, or if two sources have the same data.
@@ -483,10 +508,14 @@ def _open_training_sources(
 
 
 def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, SourceSettings]) -> None:
-    """Open the evaluation sources, and add them to ``sources.eval_sources`` in place.
+    """Open the evaluation sources, and add them to ``sources.eval_sources``.
+
+    Args:
+        sources: Sources of the run. Modified in place.
+        settings_by_name: Settings of the evaluation sources, keyed by name.
 
     Raises:
-        UserError: If a source cannot be used, or if it is the training data itself.
+        UserError: If a source cannot be used, or if it has the same data as a training source.
     """
     for name, settings in settings_by_name.items():
         with settings.convert_errors():
@@ -506,14 +535,19 @@ def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, Sourc
 
 
 def _load_or_train_tokenizer(run_sources: RunSources, settings: DataConfig, hints: ModelDataHints) -> Any:
-    """Load the tokenizer of a run.
+    """Load the tokenizer of a run, or train it on the sources.
 
-    Without ``data.tokenizer`` and a tokenizer of the model, use the tokenizer of pretokenized data if there
-    is some, otherwise train one on the sources. Sets ``run_sources.tokenizer_name`` and
-    ``run_sources.vocab_size``.
+    If neither ``data.tokenizer`` nor the model names a tokenizer, the tokenizer of pretokenized data is used.
+    If there is no such tokenizer either, one is trained. Updates ``run_sources.tokenizer_name``. If the
+    tokenizer is trained, ``run_sources.vocab_size`` is set to the requested size.
+
+    Args:
+        run_sources: Sources of the run, with the name of the tokenizer if it is known.
+        settings: The ``data`` section of the config.
+        hints: Properties of the model.
 
     Returns:
-        The tokenizer, or None if it would have to be trained or downloaded while offline.
+        The tokenizer. None if it would have to be trained or downloaded, but the sources are offline.
     """
     sources, combined_source = list(run_sources.training_sources.values()), run_sources.joined_training_source
     first = sources[0].settings
@@ -601,9 +635,9 @@ def _load_image_processor(
 
 
 def _read_mixture_shares(settings: DataConfig) -> dict[str, MixtureShare]:
-    """Read the weight or the epochs of each source of a mixture.
+    """Read the weight or the number of epochs of each source of a mixture, keyed by name.
 
-    A source without either counts for one epoch.
+    A source with neither setting gets one epoch.
     """
     from portable.data.samples.mixture import MixtureShare
 
@@ -621,7 +655,12 @@ def _build_mixture(
 ) -> Samples:
     """Build the mixture of all training sources.
 
-    ``step_samples`` converts the steps of the schedule to samples.
+    Args:
+        settings: The ``data`` section of the config.
+        train: Samples of each source, keyed by name.
+        step_samples: Number of samples per step, which converts the steps of ``data.weight_schedule`` to
+            samples.
+        task: Task of the model, one of ``TASKS``.
     """
     from portable.data.samples.mixture import MixtureSamples
 
@@ -642,9 +681,15 @@ def _compute_mixture_fingerprint(settings: DataConfig, token_fingerprints: Mappi
 def _map_eval_classes(
     classes: LabelMapping | None, training: TokenizedSource, other: TokenizedSource
 ) -> LabelMapping | None:
-    """Map the labels of a source to the classes of the model.
+    """Map the labels of a source to the outputs of the classifier.
 
-    Returns None if the task is not classification.
+    Args:
+        classes: Mapping of the training source's labels. None if the task is not classification.
+        training: Training source from which ``classes`` was computed.
+        other: Source whose labels are mapped.
+
+    Returns:
+        The mapping. None if ``classes`` is None.
     """
     if classes is None:
         return None
@@ -657,7 +702,13 @@ def _map_eval_classes(
 def _build_custom_sample_data(
     settings: DataConfig, sources: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> RunData:
-    """Build the data of a run from samples provided by user-defined code. They are not tokenized.
+    """Build the data of a run from samples that user-defined code provides. The samples are not tokenized.
+
+    Args:
+        settings: The ``data`` section of the config.
+        sources: Opened sources of the run.
+        context: Tokenizer and task.
+        model_vocab_size: Vocabulary size of the model. 0 if it is not known.
 
     Raises:
         UserError: If the object is not a sequence with a fingerprint, or if the shapes of its samples do not

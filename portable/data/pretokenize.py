@@ -1,7 +1,8 @@
-"""Write the tokens of a source to a folder or URL before training, shard by shard, for ``portable-data``.
+"""Implementation of ``portable-data``: the tokens of a source are written to a folder or URL before training.
 
-Several machines can share the work. A shard counts as written once its last file exists, and ``tokens.json``
-is written after the last shard. The next call rewrites shards that a killed process left incomplete.
+The tokens are written shard by shard, and several machines can share the work. A shard is complete when its
+last file exists, and ``tokens.json`` is written when all shards are complete. A later call writes the shards
+that a killed process left incomplete.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from portable.data.tokens.tokenize import TokenizeJob
 
 MachinePart = tuple[int, int]
-"""Number of this machine, from 0, and the number of machines that share the work."""
+"""Index of this machine, from 0, and the number of machines that share the work."""
 _EMPTY_RECORD = ShardRecord(0, 0, "")
 _DRAFTS_FOLDER = ".making"
 _NUM_READ_THREADS = 32  # records read in parallel, because each takes a request or the checksums of a file
@@ -51,12 +52,12 @@ _NUM_READ_THREADS = 32  # records read in parallel, because each takes a request
 
 @dataclass(frozen=True)
 class PretokenizeResult:
-    """Progress of a source.
+    """Progress of writing the tokens of a source.
 
     Attributes:
-        num_shards: Number of shards written so far, by this and previous calls and by other machines.
-        num_tokens: Number of tokens in these shards.
-        num_shards_left: Number of shards that other machines have to write.
+        num_shards: Number of complete shards, from this call, previous calls and other machines.
+        num_tokens: Number of tokens in the complete shards.
+        num_shards_left: Number of shards that other machines still have to write.
     """
 
     num_shards: int
@@ -73,22 +74,23 @@ def pretokenize_source(
     machine_part: MachinePart = (0, 1),
     progress: bool = False,
 ) -> PretokenizeResult:
-    """Write the tokens of ``source`` to ``output_folder``.
+    """Write the tokens of ``source`` to ``output_folder``, except for shards that are already complete there.
 
-    Shards that are already there are not written again.
+    The tokenizer is also written, and ``tokens.json`` if all shards are complete.
 
     Args:
         context: Tokenizer and task.
         source: Source to tokenize.
         output_folder: Folder or URL to write to.
         num_processes: Maximum number of processes that tokenize at the same time.
-        machine_part: Number of this machine and number of machines. Machine ``k`` of ``n`` writes every
+        machine_part: Index of this machine and number of machines. Machine ``k`` of ``n`` writes every
             ``n``-th shard, starting with shard ``k``.
         progress: Whether to show a progress bar.
 
     Raises:
         UserError: If the source or ``output_folder`` cannot be used, or the folder contains tokens of another
             source or tokenizer.
+        NoTextError: If all shards are complete and have no tokens.
     """
     drafts = (
         create_scratch_folder("portable-data")
@@ -142,9 +144,10 @@ def pretokenize_source(
 
 
 def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], name: str) -> bool:
-    """Record the files and settings of the tokens in ``output_folder``, or compare an existing record.
+    """Create the output folder, or check that it was begun with the same files and settings.
 
-    Creates the folder. A record of different settings is replaced if no shard is complete.
+    The digests of the files and settings are stored in ``begun.json``. A file with other digests is replaced
+    if no shard is complete.
 
     Args:
         output_folder: Folder or URL to write to.
@@ -152,10 +155,10 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
         name: Name of the source, used in error messages.
 
     Returns:
-        Whether the output is new. The tokenizer has to be saved then.
+        Whether the output is new, so that the tokenizer has to be saved.
 
     Raises:
-        UserError: If the folder contains shards with a different record, or unrelated files.
+        UserError: If the folder contains complete shards with other digests, or unrelated files.
     """
     create_folder(output_folder)
     has_begun = (output_folder / BEGUN_FILE).is_file()
@@ -180,7 +183,12 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
 
 
 def _fill_in_finished_records(output_folder: AnyPath, records: list[ShardRecord | None]) -> None:
-    """Replace each None in ``records`` whose shard is completely written by now."""
+    """Read the record of each shard that is complete but has no record yet.
+
+    Args:
+        output_folder: Folder or URL of the shards.
+        records: Record of each shard, or None. Modified in place.
+    """
     missing = [number for number, record in enumerate(records) if record is None]
     names = list_files_below(output_folder / "shards")
     missing = [number for number in missing if f"{number:06}/{LAST_FILE}" in names]
@@ -193,7 +201,11 @@ def _fill_in_finished_records(output_folder: AnyPath, records: list[ShardRecord 
 
 
 def _read_shard_record(folder: AnyPath) -> ShardRecord | None:
-    """Read the record of a shard. Returns None if the shard is incomplete or damaged."""
+    """Read the record of a shard from its folder or URL.
+
+    Returns:
+        The record. None if the shard is incomplete, or if it is local and damaged.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / LAST_FILE).read_bytes())
         if not meta["documents"]:
@@ -239,6 +251,6 @@ class _ShardWriter:
 
 
 def _save_tokenizer(tokenizer: Any, folder: AnyPath, scratch: Path) -> None:
-    """Save the tokenizer next to the shards."""
+    """Save the tokenizer in ``folder``. It is first written to ``scratch`` and then moved or uploaded."""
     tokenizer.save_pretrained(scratch / TOKENIZER_FOLDER)
     move_into_place(scratch / TOKENIZER_FOLDER, folder)

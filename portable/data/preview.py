@@ -20,14 +20,20 @@ if TYPE_CHECKING:
     from portable.data.dataset import RunData
 
 REPORT_SAMPLES = 3
-"""Number of samples in the output folder of a run, for its HTML report."""
+"""Number of samples in the preview that a run saves in its output folder for the HTML report."""
 _NUM_NARROW_BINS = 12
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # documents that are processed at a time
 _MAX_CHARS = 20_000
+"""Maximum number of characters of a sequence in the preview."""
 
 
 class TextPiece(NamedTuple):
-    """Part of the text of a sample whose tokens are either all trained or all not trained."""
+    """Part of the text of a sample.
+
+    Attributes:
+        text: The text.
+        is_trained: Whether all tokens of the text are labels that contribute to the loss. Otherwise, none is.
+    """
 
     text: str
     is_trained: bool
@@ -48,14 +54,25 @@ class LengthBin(NamedTuple):
 
 
 class _LengthHistogram(NamedTuple):
-    """Histogram of document lengths, and the number of positions that they fill without packing."""
+    """Histogram of document lengths.
+
+    Attributes:
+        bins: Bins of the histogram, from the first to the last that is not empty.
+        num_filled: Number of positions of samples that documents fill if they are not packed.
+    """
 
     bins: list[LengthBin]
     num_filled: int
 
 
 class _SequenceText(NamedTuple):
-    """Number of tokens and of trained labels of a sequence, and its text."""
+    """Text and token counts of a sequence.
+
+    Attributes:
+        num_tokens: Number of tokens without padding.
+        num_trained: Number of labels that contribute to the loss.
+        pieces: Text of the sequence.
+    """
 
     num_tokens: int
     num_trained: int
@@ -68,10 +85,10 @@ class SamplePreview:
 
     Attributes:
         position: Position of the sample in the run, from 0.
-        documents: Numbers of the source's documents in the sample.
+        documents: Numbers of the documents of the source that are in the sample.
         tokens: Number of tokens without padding.
-        trained: Number of labels that count in the loss.
-        pieces: Text of the sample, in alternating trained and untrained pieces.
+        trained: Number of labels that contribute to the loss.
+        pieces: Text of the sample, divided where tokens start or stop to contribute to the loss.
         source: Name of the source in a mixture. Empty without a mixture.
     """
 
@@ -107,7 +124,7 @@ def build_preview(data: RunData, num_samples: int, seed: int) -> DataPreview:
 
     Args:
         data: Data of a causal language model.
-        num_samples: Number of samples to include. If documents are packed, the number of documents.
+        num_samples: Number of samples to include. If complete documents are packed, the number of documents.
         seed: Seed of the run. It determines the sample order.
     """
     length = data.sizes.seq_len
@@ -141,7 +158,7 @@ def build_preview(data: RunData, num_samples: int, seed: int) -> DataPreview:
 
 
 def _compute_length_histogram(data: RunData) -> _LengthHistogram:
-    """Compute the histogram of document lengths, and the number of positions they fill without packing."""
+    """Compute the histogram of document lengths, and the number of positions that documents fill."""
     length = data.sizes.seq_len
     step = max(1, -(-length // (_NUM_NARROW_BINS - 4)))
     # Bins are equally wide up to about the length of a sample. After that, each bin is twice as wide as the
@@ -172,9 +189,14 @@ def _compute_length_histogram(data: RunData) -> _LengthHistogram:
 
 
 def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
-    """Yield the samples of a run in order. Each document of a packed sample is yielded separately.
+    """Yield previews of the samples of a run, in order.
 
-    The sequences of a preference pair are joined into one preview.
+    If complete documents are packed, each document of a sample is yielded separately. The two sequences of a
+    preference pair are joined into one preview.
+
+    Args:
+        data: Data of the run.
+        seed: Seed of the run, which determines the order.
     """
     for position in range(len(data.train)):
         epoch, index = data.train.locate_sample(position, seed)
@@ -225,7 +247,7 @@ def _decode_sequence(data: RunData, arrays: Any) -> _SequenceText:
 
     for index in range(filled):
         add(inputs[index], index > 0 and labels[index - 1] == inputs[index])
-        # The last token of a document is only a label.
+        # Add the last token of a document here, because it is only a label and not an input.
         if labels[index] != IGNORED_LABEL and (index + 1 == filled or inputs[index + 1] != labels[index]):
             add(labels[index], True)
     pieces, remaining = [], _MAX_CHARS
@@ -271,7 +293,10 @@ def _format_documents(documents: Sequence[int]) -> str:
 
 
 def _mark_trained_pieces(pieces: list[TextPiece], color: bool) -> str:
-    """Join the pieces of a sample, with marks around trained pieces."""
+    """Join the pieces of a sample, with color or double brackets around trained pieces.
+
+    Control characters in the text are escaped, because they could change the terminal.
+    """
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     return "".join(
         f"{opening}{escape_control_characters(text)}{closing}" if trained else escape_control_characters(text)

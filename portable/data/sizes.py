@@ -1,4 +1,4 @@
-"""Sizes of the data, shown by a plan and by the first lines of a run."""
+"""Sizes of the data of a run, which a plan and the first lines of a run show."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ MAX_TRUNCATED_SHARE = 0.05  # a larger share of truncated tokens causes a warnin
 
 
 class EvalSize(NamedTuple):
-    """Description of an evaluation source, and its number of samples. None before the source is tokenized."""
+    """Name and size of an evaluation source.
+
+    Attributes:
+        source: Name of the source.
+        num_samples: Number of samples. None if the source is not tokenized yet.
+    """
 
     source: str
     num_samples: int | None
@@ -32,7 +37,7 @@ class EvalSize(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Sizes of the data of a run. Values that need tokens are None until the data is tokenized."""
+    """Sizes of the data of a run. Sizes that need tokens are None if the data is not tokenized yet."""
 
     source: str
     """Names of the sources, with additional facts that are known without reading them."""
@@ -41,27 +46,36 @@ class DataSizes:
     vocab_size: int | None
     """Largest token id of the tokenizer plus one."""
     seq_len: int
+    """Number of tokens per sample, ``data.seq_len``."""
     packing: bool | Literal["documents"]
+    """Value of ``data.packing``. False if the task does not support packing."""
     documents: int | None = None
+    """Number of documents of all training sources."""
     tokens: int | None = None
+    """Number of tokens of all training sources."""
     train_samples: int | None = None
+    """Number of samples to train on."""
     eval_samples: int | None = None
+    """Number of samples of the training sources that are held out for evaluation."""
     held_out_records: int | None = None
-    """Number of held-out records. If they are packed, there are fewer held-out samples than records."""
+    """Number of documents, pairs or blocks that are held out for evaluation.
+
+    It is larger than ``eval_samples`` if complete documents are packed.
+    """
     truncated_share: float = 0.0
     """Share of tokens that are cut off because their documents are longer than ``seq_len``."""
     padding_share: float | None = None
-    """Share of positions to train on that are padding. None unless complete documents are packed."""
+    """Share of padding in the positions of training samples. None if complete documents are not packed."""
     truncation_stats: TruncationStats | None = None
-    """Effect of truncation on conversations, or on texts if ``data.truncation`` is not ``end``."""
+    """Effect of truncation. None for texts that are only cut off at the end (see ``truncated_share``), and
+    for tasks other than causal language modeling.
+    """
     trained_share: float | None = None
-    """Share of the tokens of conversations that count in the loss. None if all tokens do."""
+    """Share of tokens that contribute to the loss. None if all tokens contribute."""
     notes: tuple[str, ...] = ()
     """Unexpected effects of the chat template and numbers of blank records, one sentence each."""
     size_bytes: int | None = None
-    """Size of files of plain text or JSON. None for compressed files and for formats that have to be read
-    first.
-    """
+    """Size of the text of all training sources in bytes. None if it is not known, as for compressed files."""
     cache_folder: Path | None = None
     """Folder of the token cache. None if the tokens are not in the cache."""
     train_samples_by_source: Mapping[str, int] = field(default_factory=dict)
@@ -69,7 +83,7 @@ class DataSizes:
     evals: Mapping[str, EvalSize] = field(default_factory=dict)
     """Description and number of samples of each source of ``data.eval``, keyed by name."""
     evals_in_training_data: tuple[str, ...] = ()
-    """Names of the sources of ``data.eval`` that read a file of the training data."""
+    """Names of the sources of ``data.eval`` that read a file which is also read for training."""
     tokenizer_object: Any = field(default=None, compare=False, repr=False)
     """The tokenizer of transformers. None if it is not available without a download."""
     end_of_turn_token: int | None = field(default=None, compare=False, repr=False)
@@ -80,7 +94,8 @@ class DataSizes:
     def __str__(self) -> str:
         """Format the sizes as one line.
 
-        Before tokenizing, only the tokenizer and the sample length are included.
+        If the data is not tokenized yet, the line only contains the sources, the tokenizer and the sample
+        length.
         """
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
         packed = "complete documents packed" if self.packing == "documents" else "packed"
@@ -135,7 +150,7 @@ class DataSizes:
 
     @property
     def _cut_warning(self) -> str:
-        """Warning that many tokens are cut off."""
+        """Text of the warning that many tokens are cut off, with remedies."""
         return (
             f"data.seq_len: {self.truncated_share:.0%} of the tokens are cut off, because documents are "
             f"truncated to {self.seq_len} tokens; raise data.seq_len, set data.packing to true (language "
@@ -153,9 +168,9 @@ def compute_data_sizes(
 
     Args:
         sources: Training sources, keyed by name.
-        tokenized_sources: Tokenized training sources, keyed by name. If one is missing, the sizes that need
-            tokens are None.
-        tokenizer: Name of the tokenizer. None if it is trained on the data.
+        tokenized_sources: Tokenized training sources, keyed by name. If a source is missing, the sizes that
+            need tokens are None.
+        tokenizer: Name of the tokenizer. None if the tokenizer is trained on the data.
         vocab_size: Largest token id of the tokenizer plus one. None if it is not known.
     """
     first = next(iter(sources.values()))

@@ -1,10 +1,12 @@
-"""Samples of files that are tokenized during training. A limit bounds the size of their tokens on disk.
+"""Samples of a stream: files that are tokenized during training, with limited disk space for their tokens.
 
-The shards are files, or parts of long files. An epoch visits the shards in a shuffled order, in windows of
-``data.shuffle_window`` shards, and the samples of each window in a shuffled order. Sample *i* of the stream
-therefore depends on the seed and on the numbers of samples of the shards up to its window. These numbers form
-the manifest. It grows when shards are first read, and each checkpoint contains it, so that a resumed run does
-not read shards again that it has consumed.
+The shards are files, or parts of long files. An epoch visits the shards in a shuffled order. Successive
+shards form windows of ``data.shuffle_window`` shards, and the samples of each window are shuffled. The sample
+at a position therefore depends on the seed and on the numbers of samples of the shards up to the end of its
+window.
+
+These numbers form the manifest. An entry is added when a shard is first read. Each checkpoint contains the
+manifest, so that a resumed run does not have to read the shards that it has consumed before.
 """
 
 from __future__ import annotations
@@ -63,18 +65,18 @@ class StreamSamples(Samples):
 
     Args:
         name: Name of the source, used in error messages.
-        source: Files of the stream.
+        source: Source with the shards of the stream.
         job: Job that tokenizes a shard.
         build_samples: Function that builds the samples of a shard from its tokens. It returns None if the
             shard is too short for one sample.
-        count_samples: Function that returns the number of samples of a shard, or None if its tokens are
-            needed for that.
-        seed: Seed of the order.
-        window_shards: Number of shards whose samples are mixed.
+        count_samples: Function that returns the number of samples of a shard without reading it, or None if
+            the shard must be read.
+        seed: Seed of the sample order.
+        window_shards: Number of shards per window.
         limit_bytes: Maximum size of the tokens on disk in bytes. Tokens in use may exceed it. None if the
             cache is not limited.
-        num_processes: Number of processes that tokenize the next shards. With 0, another process of this
-            machine does this and enforces the limit.
+        num_processes: Number of processes that tokenize the next shards. 0 if another process of the machine
+            tokenizes them and enforces the limit.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class StreamSamples(Samples):
         )
         self.num_samples = len(self._shards) << _INDEX_BITS
         self._manifest: dict[int, ShardEntry] = {}
-        """Entry of each shard whose number of samples is known."""
+        """Entry of each shard whose number of samples is known, keyed by the shard's number."""
         for number, shard in enumerate(source.shards):
             if (num_samples := count_samples(shard)) is not None:
                 self._manifest[number] = ShardEntry(num_samples, shard.fingerprint[:_FINGERPRINT_CHARS])
@@ -127,7 +129,10 @@ class StreamSamples(Samples):
             self.padding_share = first.padding_share
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude open shards, threads and locks, because a worker process creates its own."""
+        """Return the attributes without open shards, threads and locks, because a worker creates its own.
+
+        A worker process does not tokenize shards in advance and does not limit the cache.
+        """
         return {
             **self.__dict__,
             "_open": OrderedDict(),
@@ -142,7 +147,9 @@ class StreamSamples(Samples):
         self._lock = threading.RLock()
 
     def load_first_tokens(self) -> TokenCache:
-        """Load the tokens of the first shard that has a sample.
+        """Load the tokens of the first shard, in the order of the stream, that has a sample.
+
+        Shards before it are tokenized, because this shows that they have no samples.
 
         Raises:
             UserError: If no shard has a sample.
@@ -156,20 +163,20 @@ class StreamSamples(Samples):
     # -- the order --------------------------------------------------------------------------------------
 
     def _get_shard_at(self, epoch: int, position: int) -> int:
-        """Return the shard at a position of an epoch."""
+        """Return the number of the shard at a position in the shuffled order of an epoch."""
         return get_epoch_permutation(len(self._shards), self._seed, epoch)(position)
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Compute the order of the shards if ``epoch`` is not the current epoch."""
+        """Compute the order of the shards of an epoch. Does nothing if ``epoch`` is the current epoch."""
         if epoch != self._epoch:
             order = get_epoch_permutation(len(self._shards), self._seed, epoch)
             self._order = order.permute_array(np.arange(len(self._shards)))
             self._epoch, self._ends, self._read_ahead_window = epoch, [], -1
 
     def _extend_ends(self, number: int) -> None:
-        """Determine the numbers of samples of the shards up to ``number`` in the order of the epoch.
+        """Extend ``_ends`` up to the shard at position ``number`` in the order of the epoch, inclusive.
 
-        Reads unknown shards.
+        Shards that are not in the manifest are read.
         """
         while len(self._ends) <= min(number, len(self._order) - 1):
             shard = int(self._order[len(self._ends)])
@@ -197,15 +204,19 @@ class StreamSamples(Samples):
         return self._total
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """See :meth:`Samples.locate_sample`. The seed of the stream is used instead of ``seed``."""
+        """Return epoch and index of the sample at a position of the stream.
+
+        See :meth:`Samples.locate_sample`. The argument ``seed`` is ignored, because the seed of the stream
+        determines the order. Shards may be tokenized, because their numbers of samples are needed.
+        """
         with self._lock:
             return self._locate_position(position)
 
     def _locate_position(self, position: int) -> EpochIndex:
-        """Locate a sample while the lock is held.
+        """Locate the sample at a position of the stream. The caller holds the lock.
 
-        Tokenizes or opens the shards whose numbers of samples are not known, and requests later shards in the
-        background.
+        Shards up to the end of the sample's window are tokenized or opened if they are not in the manifest.
+        The shards of later windows are requested from background processes.
         """
         total = self._count_epoch_samples()
         epoch, offset = (0, position) if total is None else divmod(position, total)
@@ -213,7 +224,7 @@ class StreamSamples(Samples):
         last = len(self._order) - 1
         while (not self._ends or self._ends[-1] <= offset) and len(self._ends) <= last:
             self._extend_ends(len(self._ends))
-        # The position is in a later epoch, and the size of an epoch is known now.
+        # Locate the position again: it is in a later epoch, and the size of an epoch is known now.
         if self._ends[-1] <= offset:
             return self._locate_position(position)
         window = bisect_right(self._ends, offset) // self._window
@@ -232,7 +243,7 @@ class StreamSamples(Samples):
         return derive_seed(f"window {window}", self._seed)
 
     def find_early_sample(self) -> EpochIndex:
-        """Return the first sample of the first epoch."""
+        """Return the first sample of the first epoch, because its shard is tokenized first."""
         return self.locate_sample(0, self._seed)
 
     def count_epochs(self, num_samples: int) -> float | None:
@@ -246,9 +257,9 @@ class StreamSamples(Samples):
     # -- the shards -------------------------------------------------------------------------------------
 
     def _request_shards_ahead(self, epoch: int, window: int) -> None:
-        """Tokenize the shards after a window in the background, up to the limit of the cache.
+        """Request that background processes tokenize the shards after a window, up to the limit of the cache.
 
-        Does nothing if this process does not tokenize in advance, or if the window was already requested.
+        Does nothing if this process does not tokenize in advance, or if this was the window of the last call.
         """
         if not self._processes or window == self._read_ahead_window:
             return
@@ -266,13 +277,15 @@ class StreamSamples(Samples):
         self._ahead.request_shards([self._shards[shard] for shard in coming])
 
     def _load_shard_samples(self, shard: int) -> Samples | None:
-        """Load the samples of a shard. Tokenizes the shard if its tokens are not in the cache.
+        """Load the samples of a shard, and add the shard to the manifest.
+
+        The shard is tokenized if its tokens are not in the cache. The last used shards remain open.
 
         Returns:
-            None if the shard has no text or is too short for one sample.
+            The samples. None if the shard has no text or is too short for one sample.
 
         Raises:
-            RunError: If the tokens differ from the manifest.
+            RunError: If the tokens differ from the manifest, because the file has changed.
         """
         with self._lock:
             if shard in self._open:
@@ -300,7 +313,7 @@ class StreamSamples(Samples):
     # -- samples ----------------------------------------------------------------------------------------
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build all columns of the samples. Loads shards that are not open."""
+        """Build all columns of the samples. Loads (and tokenizes, if necessary) shards that are not open."""
         rows: dict[int, list[int]] = {}
         for row, (_, index) in enumerate(indices):
             rows.setdefault(index >> _INDEX_BITS, []).append(row)
@@ -321,7 +334,7 @@ class StreamSamples(Samples):
         return out
 
     def list_document_numbers(self, index: int) -> Sequence[int]:
-        """List the numbers of the documents in their shard."""
+        """List the numbers of a sample's documents, counted from 0 within the shard."""
         samples = self._load_shard_samples(index >> _INDEX_BITS)
         assert samples is not None
         return samples.list_document_numbers(index & ((1 << _INDEX_BITS) - 1))
@@ -346,7 +359,10 @@ class StreamSamples(Samples):
         return {self._name: [[shard, *manifest[shard]] for shard in sorted(manifest)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Add the manifest of a checkpoint.
+        """Add the manifest of a checkpoint to the manifest of this stream.
+
+        Args:
+            state: Manifests keyed by source name. Manifests of other sources are ignored.
 
         Raises:
             ValueError: If the manifest is invalid.
@@ -360,13 +376,16 @@ class StreamSamples(Samples):
                 raise _build_changed_error(self._name, self._get_shard_name(shard), "the checkpoint")
 
     def close(self) -> None:
-        """Stop the processes that tokenize shards. They are started again if more samples are located."""
+        """Stop the processes that tokenize shards. Locating further samples starts them again."""
         if self._ahead is not None:
             self._ahead.close()
         self._ahead, self._read_ahead_window = None, -1
 
     def compute_consumed_digest(self, position: int) -> str:
-        """Compute a digest of the manifest up to ``position``. It is the same on all ranks."""
+        """Compute a digest of the manifest entries of all shards that are needed up to ``position``.
+
+        The digest is equal on all ranks, although some ranks may have read more shards than others.
+        """
         with self._lock:
             total = self._count_epoch_samples()
             manifest = dict(self._manifest)
@@ -379,14 +398,26 @@ class StreamSamples(Samples):
 
 
 def _build_changed_error(source: str, file: str, since: str) -> RunError:
-    """Build the error for a file that has changed. ``since`` describes the previous state."""
+    """Build the error for a file of a stream that has changed.
+
+    Args:
+        source: Name of the source.
+        file: Name of the file.
+        since: Description of the previous state, which follows the word "since".
+    """
     return RunError(f"{source}: {file} has changed since {since}; restore the file, or begin another run")
 
 
 def _select_consumed_shards(
     position: int, manifest: dict[int, ShardEntry], order: Sequence[int]
 ) -> dict[int, ShardEntry]:
-    """Select the shards of a manifest that contain the samples before ``position``."""
+    """Select the manifest entries of the shards that contain the samples before ``position``.
+
+    Args:
+        position: Number of samples in the first epoch.
+        manifest: Entries of shards, keyed by the shard's number.
+        order: Numbers of the shards in the order of the first epoch.
+    """
     consumed, before = {}, 0
     for shard in order:
         if before >= position:
@@ -397,31 +428,29 @@ def _select_consumed_shards(
 
 
 class _TokenCacheLimiter:
-    """Limit for the size of the tokens in the cache.
-
-    Removes the token caches that were unused for the longest time.
+    """Limiter of the size of the tokens on disk. It removes the tokens that were unused for the longest time.
 
     Args:
-        cache: Folder with one subfolder per shard.
+        cache: Folder with one token cache per shard.
         limit: Maximum size of all tokens in bytes. Tokens in use may exceed it. None if the cache is not
             limited.
-        window: Number of shards whose samples are mixed.
+        window: Number of shards per window.
     """
 
     def __init__(self, cache: Path, limit: int | None, window: int) -> None:
         self._cache, self._limit, self._window = cache, limit, window
         self.used_folders: dict[int, Path] = {}
-        """Folder of each open shard."""
+        """Folder of each open shard, keyed by the shard's number. These folders are not removed."""
         self._prefetched_folders: deque[Path] = deque(maxlen=_WINDOWS_AHEAD * window)
-        """Folders of the shards that were tokenized last in the background."""
+        """Folders of the last shards that were tokenized in the background. They are not removed."""
         self._free_bytes = 0
         """Number of bytes that can be added until the size of the folder has to be computed again."""
 
     def compute_num_shards_ahead(self) -> int:
-        """Compute how many shards can be tokenized in advance.
+        """Compute how many shards can be tokenized in advance, at least one.
 
-        The number follows from the limit and the mean size of the open shards. The tokens of two windows are
-        reserved for open shards.
+        This is the number of shards of mean size that fit into the limit, minus two windows for open shards.
+        Without a limit or open shards, it is :data:`_WINDOWS_AHEAD` windows.
         """
         sizes = [_compute_folder_bytes(folder) for folder in self.used_folders.values()]
         if self._limit is None or not sum(sizes):
@@ -431,15 +460,15 @@ class _TokenCacheLimiter:
     def add_prefetched_folder(self, folder: Path) -> None:
         """Protect the tokens of a shard that was tokenized in the background, and enforce the limit.
 
-        The threads of :class:`BackgroundTokenizer` call it.
+        The threads of :class:`BackgroundTokenizer` call this method.
         """
         self._prefetched_folders.append(folder)
         self.enforce_limit(folder)
 
     def enforce_limit(self, folder: Path) -> None:
-        """Enforce the limit after the tokens in ``folder`` were added.
+        """Remove old tokens if the cache exceeds the limit after the tokens in ``folder`` were added.
 
-        The size of all folders is only computed if the added tokens may exceed the limit.
+        The size of all folders is computed only if the added tokens may exceed the limit.
         """
         if self._limit is not None:
             self._free_bytes -= _compute_folder_bytes(folder)
@@ -447,10 +476,14 @@ class _TokenCacheLimiter:
                 self.remove_oldest_tokens(self._limit)
 
     def remove_oldest_tokens(self, limit: int) -> None:
-        """Remove the tokens that were unused for the longest time if all tokens exceed the limit.
+        """Remove the tokens that were unused for the longest time until all tokens fit into the limit.
 
-        A cache may have many folders. It therefore removes a little more than necessary, so that the next
-        computation of the size is not needed soon.
+        A little more is removed than necessary, so that the size of the cache, which may have many folders,
+        is not computed again soon. Open shards, shards that were tokenized in advance, and the newest folders
+        are not removed.
+
+        Args:
+            limit: Maximum size of all tokens in bytes. 0 to remove all tokens that are not in use.
         """
         used = {*dict(self.used_folders).values(), *tuple(self._prefetched_folders)}
         folders = []
@@ -475,9 +508,10 @@ class _TokenCacheLimiter:
 
 
 def _load_shard_tokens(job: TokenizeJob, shard: SourceShard, limiter: _TokenCacheLimiter) -> TokenCache:
-    """Load the tokens of a shard.
+    """Load the tokens of a shard, which is tokenized if its tokens are not in the cache.
 
-    If the disk is full, remove the tokens that are not in use and try again.
+    If the disk is full, the tokens that are not in use are removed and the shard is tokenized again. The
+    folder of the tokens is marked as recently used.
     """
     try:
         tokens = job.tokenize_shard(shard)
@@ -494,7 +528,7 @@ def _load_shard_tokens(job: TokenizeJob, shard: SourceShard, limiter: _TokenCach
 
 
 def _compute_folder_bytes(folder: Path) -> int:
-    """Compute the size of a folder in bytes. 0 if it does not exist."""
+    """Compute the size of the files in a folder in bytes. Returns 0 if the folder does not exist."""
     with suppress(OSError):
         return sum(file.stat().st_size for file in folder.iterdir())
     return 0

@@ -1,4 +1,4 @@
-"""Tokenize the sources of a run, and build samples from the tokens."""
+"""Tokenization of the sources of a run, and construction of samples from the tokens."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class SampleCounts(NamedTuple):
     Attributes:
         train: Number of samples to train on.
         held_out: Number of samples held out for evaluation.
-        padding_share: Share of positions to train on that are padding. None unless complete documents are
-            packed.
+        padding_share: Share of positions in training samples that are padding. None if complete documents are
+            not packed.
     """
 
     train: int
@@ -77,7 +77,7 @@ class OpenedStream(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizationContext:
-    """Tokenizer and task that all sources of a run share.
+    """Tokenizer, task and model properties that all sources of a run share.
 
     Settings that may differ between sources, such as files, fields and lengths, are in
     :class:`SourceSettings`.
@@ -86,13 +86,13 @@ class TokenizationContext:
         task: Task of the model, one of ``TASKS``.
         tokenizer: Tokenizer of transformers.
         vocabulary: Special tokens and size of the tokenizer.
-        seed: Seed of random masks and of the order of streams.
+        seed: Seed of the random masks, and of the sample order of streams.
         decoder_start_token_id: First decoder input of seq2seq. See :class:`ModelDataHints`.
-        label_shift: Function that computes the label shift from the tokenizer. See :class:`ModelDataHints`.
+        label_shift: Function that returns the label shift for a tokenizer. See :class:`ModelDataHints`.
         pad_left: Whether a classifier's texts are padded on the left.
-        keep_last_input: Whether the inputs of a causal model include the last token of a sample.
-        keep_last_input_if_room: Whether the inputs of a causal model include the last token of a text if it
-            fits.
+        keep_last_input: Whether the inputs of a causal model include the last token of a padded sample.
+        keep_last_input_if_room: Whether the inputs of a causal model include the last token of a text if the
+            text fits into ``data.seq_len``.
         image_processor: Processor of the model for images. None if the run has no images.
     """
 
@@ -110,6 +110,8 @@ class TokenizationContext:
     def build_frame(self, settings: SourceSettings) -> Frame:
         """Build the special tokens around each text of a source.
 
+        For pairs of texts, there are none, because they are added after the pair is truncated.
+
         Raises:
             UserError: If the tokenizer lacks a token, does not support the languages or cannot encode pairs.
         """
@@ -125,16 +127,16 @@ class TokenizationContext:
         )
 
     def build_target_frame(self, settings: SourceSettings) -> Frame | None:
-        """Build the special tokens around each target text.
-
-        Returns:
-            None unless the task is seq2seq.
-        """
+        """Build the special tokens around each target text. Returns None if the task is not seq2seq."""
         frame = self.build_frame(settings)
         return (frame.target or frame) if self.task == SEQ2SEQ else None
 
     def _build_pair_frame(self, settings: SourceSettings) -> PairFrame:
-        """Build the special tokens around two texts, and check that ``data.seq_len`` has room for both."""
+        """Build the special tokens around two texts, and check that ``data.seq_len`` has room for both.
+
+        Raises:
+            UserError: If ``data.seq_len`` is too small, or the tokenizer does not concatenate two texts.
+        """
         frame = PairFrame.from_tokenizer(self.tokenizer)
         if settings.data.seq_len < frame.num_special_tokens + 2:
             raise UserError(
@@ -161,7 +163,8 @@ class TokenizationContext:
         """Check that the tokenizer has the special tokens that the task and the model need.
 
         Args:
-            ends_texts: Whether the model needs an end token in every text.
+            ends_texts: Whether the model needs an end token in every text, because it classifies at this
+                token.
 
         Raises:
             UserError: If a token is missing.
@@ -178,12 +181,12 @@ class TokenizationContext:
     def build_tokenize_job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
         """Build the job that tokenizes a source with these settings.
 
-        A template that ``data.chat_template`` selects also becomes the template of the tokenizer, so exports
-        contain it.
+        If ``data.chat_template`` is set, the template is also set in the tokenizer of this context, so that
+        exported models contain it.
 
         Args:
             settings: Settings of the source.
-            cache: Folder of the cache. By default, the folder in the settings.
+            cache: Folder of the cache. None means the folder in the settings.
         """
         frame = self.build_frame(settings)
         chat = self._build_conversation_encoder(settings, frame)
@@ -194,7 +197,10 @@ class TokenizationContext:
     def _build_conversation_encoder(
         self, settings: SourceSettings, frame: Frame
     ) -> ConversationEncoder | None:
-        """Build the encoder of conversations. Returns None if the documents are plain text."""
+        """Build the encoder of conversations and completions. Returns None if the documents are plain text.
+
+        If ``data.chat_template`` is set, the template is also set in the tokenizer.
+        """
         if not settings.has_conversations:
             return None
         from portable.data.tokens.chat_template import ConversationEncoder, load_chat_template
@@ -219,15 +225,21 @@ class TokenizationContext:
         )
 
     def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenizedSource:
-        """Tokenize a source, or open its tokens in the cache."""
+        """Tokenize a source, or open its tokens if they are in the cache.
+
+        Args:
+            source: Source to tokenize.
+            progress: Whether to show a progress bar if tokenizing takes more than a second.
+        """
         tokens = self.build_tokenize_job(source.settings).tokenize_source(source, progress=progress)
         return TokenizedSource(self, source, tokens)
 
     def open_cached_source(self, source: DataSource) -> TokenizedSource | None:
-        """Open the tokens of a source in the cache.
+        """Open the tokens of a source if they are in the cache, without writing or downloading.
 
         Returns:
-            None if the tokens are not in the cache, or if the source is a stream or needs a download.
+            The source with its tokens. None if the tokens are not in the cache, if the source is a stream, or
+            if opening the source may download data.
         """
         if source.downloads_to_open or isinstance(source, StreamSource):
             return None
@@ -238,7 +250,8 @@ class TokenizationContext:
         """Find the token that ends an answer by encoding the first conversations of a source.
 
         Returns:
-            None if the source has no conversations, or cannot be read without a download.
+            The token. None if the source has no conversations, if no answer ends with such a token, or if the
+            source is already tokenized or cannot be read without a download.
 
         Raises:
             UserError: If the first conversations cannot be encoded.
@@ -247,13 +260,13 @@ class TokenizationContext:
         return self.build_tokenize_job(source.settings).find_end_of_turn(source) if readable else None
 
     def open_stream_source(self, source: StreamSource, name: str) -> OpenedStream:
-        """Open the samples of a stream. Tokenizes its first shard, and creates the cache folder.
+        """Open the samples of a stream. Creates the cache folder, and tokenizes the first shard.
 
-        Only local rank 0 of each machine starts processes that tokenize the next shards, and keeps the size
-        of the tokens below ``data.cache_limit``. The default limit is half of the free disk space.
+        Only local rank 0 of each machine starts processes that tokenize the next shards, and limits the size
+        of the tokens to ``data.cache_limit``. The default limit is half of the free disk space.
 
         Args:
-            source: Files of the stream.
+            source: Source with the shards of the stream.
             name: Name of the source in a mixture. Empty without a mixture.
 
         Raises:
@@ -296,12 +309,12 @@ class TokenizationContext:
 
 @dataclass(frozen=True)
 class TokenizedSource:
-    """A source, or a shard of a stream, with its tokens.
+    """Source with its tokens. For a stream, these are the tokens of only one shard.
 
     Attributes:
         context: Tokenizer and task.
-        source: Source of the documents.
-        tokens: Token cache of all documents.
+        source: Source of the documents. For a stream, the complete stream.
+        tokens: Token cache of the documents of the source or shard.
     """
 
     context: TokenizationContext
@@ -320,18 +333,19 @@ class TokenizedSource:
 
     @property
     def end_of_turn_token(self) -> int | None:
-        """Token that ends an answer. None unless the source has conversations."""
+        """Token that ends an answer. None if the source has no conversations or there is no such token."""
         return self.tokens.meta.get("end_of_turn")
 
     @property
     def num_trained_tokens(self) -> int | None:
-        """Number of tokens that count in the loss. None if all tokens do."""
+        """Number of tokens that contribute to the loss. None if all tokens contribute."""
         return self.tokens.meta.get("trained_tokens")
 
     def count_truncated_tokens(self) -> int:
-        """Count the tokens that no sample contains because their documents are longer than a sample.
+        """Count the tokens that are cut off because their documents are longer than a sample.
 
-        Only for ``data.truncation: end``. For the other modes, :attr:`truncation_stats` has the numbers.
+        The result is 0 if documents are concatenated. It is only valid for ``data.truncation: end``. For
+        other values, use :attr:`truncation_stats`.
         """
         settings, tokens, cut = self.settings, self.tokens, 0
         if settings.packing is True:
@@ -349,7 +363,7 @@ class TokenizedSource:
 
     @property
     def _num_blocks(self) -> int:
-        """Number of samples if all documents are concatenated.
+        """Number of blocks of ``data.seq_len`` tokens if all documents are concatenated.
 
         Raises:
             UserError: If there are too few tokens for one sample.
@@ -361,8 +375,8 @@ class TokenizedSource:
     def truncation_stats(self) -> TruncationStats | None:
         """Effect of ``data.truncation`` on the documents of a causal language model.
 
-        None if the task is not causal language modeling, or if plain texts are concatenated or only cut off
-        at the end.
+        None if the task is not causal language modeling. Also None if all tokens contribute to the loss and
+        documents are concatenated or only cut off at the end, because no document is then excluded.
         """
         tokens, data = self.tokens, self.settings.data
         if self.settings.task != CAUSAL:
@@ -376,10 +390,13 @@ class TokenizedSource:
         )
 
     def split_samples(self) -> TrainEvalSplit:
-        """Split the samples into samples to train on and held-out samples. A stream has no held-out samples.
+        """Split the source into samples to train on and samples that are held out for evaluation.
 
-        The ranges are of preference pairs, of documents if samples are padded or packed from complete
-        documents, otherwise of blocks.
+        A stream has no held-out samples.
+
+        Returns:
+            Two ranges of preference pairs, of documents (if samples are padded or packed from complete
+            documents), or of blocks of concatenated documents.
         """
         data, packing = self.settings.data, self.settings.packing
         share = 0.0 if data.stream else data.eval_fraction
@@ -392,10 +409,7 @@ class TokenizedSource:
         return split_packed_blocks(self._num_blocks, share, left_out)
 
     def count_samples(self) -> SampleCounts:
-        """Count the samples to train on and the held-out samples. Writes nothing.
-
-        The share of padding is computed only if complete documents are packed.
-        """
+        """Count the samples to train on and the held-out samples, without writing any file."""
         train, held_out = self.split_samples()
         if self.settings.packing != "documents":
             return SampleCounts(train.num_samples, held_out.num_samples, None)
@@ -410,7 +424,9 @@ class TokenizedSource:
         return SampleCounts(packed.samples, packed_held_out.samples, packed.padding_share)
 
     def check_end_of_turn_kept(self) -> None:
-        """Check that truncation leaves the end of at least one answer, otherwise the model would never stop.
+        """Check that truncation does not remove the ends of all answers.
+
+        Otherwise, the model would never learn to stop.
 
         Raises:
             UserError: If truncation removes the end of every answer.
@@ -434,7 +450,7 @@ class TokenizedSource:
         """Build the dataset for a range of the samples.
 
         Args:
-            sample_range: Samples to include. By default, all samples that are not held out.
+            sample_range: Samples to include. None means all samples that are not held out.
             classes: Mapping of the labels to the outputs of a classifier. None for other tasks.
         """
         samples = self._build_samples(
@@ -444,7 +460,7 @@ class TokenizedSource:
         return samples
 
     def _build_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:
-        """Build the dataset of the task, without ``data.columns``."""
+        """Build the dataset of the task. Its batches do not contain the columns of ``data.columns`` yet."""
         context, tokens, data = self.context, self.tokens, self.settings.data
         if context.task != CAUSAL:
             return self._build_task_samples(part, classes)
@@ -518,7 +534,12 @@ class TokenizedSource:
 
 
 def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | None:
-    """Count the samples of a shard without reading its tokens. Returns None if this is not possible."""
+    """Count the samples of a shard without reading its tokens.
+
+    Returns:
+        Number of samples. None if it does not follow from the number of tokens, because this number is not
+        known, documents are not concatenated, or the source has conversations.
+    """
     if shard.num_tokens is None or settings.data.packing is not True or settings.has_conversations:
         return None
     return max(0, (shard.num_tokens - 1) // settings.data.seq_len)
@@ -527,7 +548,13 @@ def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | 
 def _build_shard_samples(
     context: TokenizationContext, source: DataSource, tokens: TokenCache
 ) -> Samples | None:
-    """Build the samples of a shard. Returns None if the shard is too short for one sample."""
+    """Build the samples of a shard of a stream. Returns None if the shard is too short for one sample.
+
+    Args:
+        context: Tokenizer and task.
+        source: The complete stream.
+        tokens: Token cache of the shard.
+    """
     data = source.settings.data
     if data.packing is True and tokens.num_tokens <= data.seq_len:
         return None

@@ -75,7 +75,12 @@ class CurvePoint(NamedTuple):
 
 
 class _LaunchStart(NamedTuple):
-    """Start of a launch in seconds since 1970, and the duration of all previous launches in seconds."""
+    """Start of a launch.
+
+    Attributes:
+        time: Start time in seconds since 1970.
+        worked_seconds: Duration of all previous launches of the run in seconds.
+    """
 
     time: float
     worked_seconds: float
@@ -166,7 +171,7 @@ class ReportedRun:
     settings: dict[str, Any]
     unreadable_parts: str = ""
     preview: dict[str, Any] | None = None
-    """Facts, lengths and samples of the training data. None without the file."""
+    """Facts, lengths and samples of the training data. None if the run has not written a preview."""
     log: str = ""
     """Last lines of ``log.txt``."""
 
@@ -216,7 +221,7 @@ class ReportedRun:
         """Compute the number of tokens in a number of samples.
 
         Args:
-            samples: Value of ``samples`` in a row. It may be missing or invalid.
+            samples: Value of ``samples`` in a row, which may be None or invalid.
 
         Returns:
             The number of tokens, including padding. None if it is unknown.
@@ -249,7 +254,7 @@ class ReportedRun:
         """Compute the hours that the run worked until a time, without the time between launches.
 
         Args:
-            unix_time: Time in seconds since 1970. It may be missing or invalid.
+            unix_time: Time in seconds since 1970, which may be None or invalid.
 
         Returns:
             The hours. None if they are unknown.
@@ -363,7 +368,7 @@ class ReportedRun:
         return facts
 
     def list_confusion_matrices(self) -> list[dict[str, Any]]:
-        """Return the last confusion matrix of each evaluation source."""
+        """Return the last confusion matrix of each evaluation source, as JSON objects for the page."""
         last = {
             key: (row["step"], row[key]) for row in self.rows for key in row if isinstance(row[key], dict)
         }
@@ -592,7 +597,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_events(folder: AnyPath) -> LogRows:
-    """Read the events of a run. There are none if the file cannot be read."""
+    """Read the events of a run. If the file cannot be read, the result has no events."""
     try:
         return read_log_rows(folder / EVENTS_FILE, "event")
     except OSError:
@@ -647,9 +652,10 @@ def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
 
 
 def _read_settings(path: AnyPath) -> _RunSettings:
-    """Read the settings in a ``config.yaml``. A missing file has no settings.
+    """Read the settings in a ``config.yaml``, without raising errors.
 
-    If the file cannot be read, the result has no settings and the reason. Does not raise.
+    If the file does not exist, the result has no settings. If it cannot be read, the result has no settings,
+    and ``error`` is the reason.
     """
     try:
         text = read_small_file(path, max_bytes=_MAX_CONFIG_BYTES).decode("utf-8")
@@ -665,7 +671,7 @@ def _read_settings(path: AnyPath) -> _RunSettings:
 
 
 def _iter_dotted_settings(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Yield the nested settings with their dotted keys."""
+    """Yield pairs of dotted key and value for all nested settings. Each key begins with ``prefix``."""
     for key, value in tree.items():
         # Truncate long names, because each nested setting repeats the key.
         name = f"{prefix}{key}"[:_MAX_PATH_LENGTH]
@@ -685,7 +691,10 @@ def _format_setting_value(value: Any) -> str:
 def _format_devices(launch: dict[str, Any]) -> str:
     """Format the backend, the strategy, and the number of ranks of a launch.
 
-    The devices per rank are included unless there is one.
+    The number of devices per rank is included if it is not 1.
+
+    Args:
+        launch: Event that started the launch.
     """
     ranks = launch.get("world_size")
     text = f"{launch.get('backend')}, {launch.get('strategy')}, {ranks} rank{'' if ranks == 1 else 's'}"
@@ -694,7 +703,7 @@ def _format_devices(launch: dict[str, Any]) -> str:
 
 
 def _format_launch(launch: dict[str, Any]) -> str:
-    """Format the event that started a launch."""
+    """Format the event that started a launch as one line, such as ``resumed on cuda, fsdp, 8 ranks``."""
     text = f"{'started' if launch['event'] == 'start' else 'resumed'} on {_format_devices(launch)}"
     for name in ("device", "precision"):
         if launch.get(name) not in (None, launch.get("backend")):
@@ -703,7 +712,11 @@ def _format_launch(launch: dict[str, Any]) -> str:
 
 
 def _list_short_names(folders: Sequence[AnyPath]) -> list[str]:
-    """Return the name of each run's folder, or the full paths if two names are equal."""
+    """Return a short unique name of each run.
+
+    These are the names of the folders, or the complete paths if two folders have equal names. Equal paths are
+    numbered.
+    """
     names = [resolve_links(folder).name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]

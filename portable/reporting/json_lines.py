@@ -61,7 +61,7 @@ class LogRows(NamedTuple):
 
 
 class JsonLinesWriter:
-    """Log file that rows are appended to.
+    """Writer that appends rows to a log file.
 
     Args:
         path: Path of the file. Created if it does not exist. A symlink is not followed.
@@ -158,7 +158,7 @@ def remove_rows_after_step(path: Path, last_step: int) -> LogRows:
 
 
 def _seek_next_line(file: BinaryIO, offset: int) -> int:
-    """Move to the first line that begins at or after an offset, and return the offset of the line."""
+    """Move to the first line that begins at or after a byte offset, and return the offset of the line."""
     file.seek(max(0, offset - 1))
     if offset:
         file.readline()

@@ -1,4 +1,4 @@
-"""Metrics and events of a run: the files ``metrics.jsonl`` and ``events.jsonl``."""
+"""Writers and readers of the metrics and events of a run: ``metrics.jsonl`` and ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsFile(JsonLinesWriter):
     """Writer of ``metrics.jsonl``. Every launch of a run appends to it.
 
-    Opening the file removes the rows after ``from_step``. A previous launch was killed after it had logged
-    these rows, and the steps will be logged again. Only the end of the file is read, because the file may
-    have a million rows.
+    Opening the file removes the rows after ``from_step``, because these steps will be logged again. Such rows
+    exist if a previous launch was killed after its last checkpoint. Only the end of the file is read, because
+    the file may have a million rows.
 
     Args:
         folder: Output folder of the run.
@@ -104,8 +104,8 @@ EventKind = Literal["start", "resume", "save", "skip", "stop", "end"]
 class EventsFile(JsonLinesWriter):
     """Writer of ``events.jsonl``. Every launch of a run appends its start, saves, and end.
 
-    Unlike the rows of ``metrics.jsonl``, the events of a killed launch remain, because they record that the
-    launch happened.
+    In contrast to the rows of ``metrics.jsonl``, the events of a killed launch are kept, because they record
+    that the launch happened.
 
     Args:
         folder: Output folder of the run.
@@ -118,7 +118,7 @@ class EventsFile(JsonLinesWriter):
         """Append an event with the current time.
 
         Args:
-            kind: Kind of the event.
+            kind: Kind of the event, such as ``save``.
             step: Number of optimizer steps so far.
             facts: Further fields of the JSON object.
         """

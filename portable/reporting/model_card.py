@@ -155,7 +155,15 @@ def _format_front_matter(
     *,
     is_adapter_export: bool,
 ) -> str:
-    """Format the YAML metadata of the card for the hub."""
+    """Format the YAML metadata at the start of the card, which the hub reads.
+
+    Args:
+        config: Config of the run.
+        base_hub_id: Name of the base model on the hub. None if it is local or has random weights.
+        pipeline: Name of the task on the hub.
+        adapter_type: Type of the adapter. None if the run did not train an adapter.
+        is_adapter_export: Whether the export is an adapter instead of a complete model.
+    """
     from huggingface_hub import ModelCardData
 
     return ModelCardData(
@@ -197,7 +205,16 @@ def _format_untrained_tensors(copied: Sequence[str], missing: Sequence[str]) -> 
 def _format_adapter_usage(
     auto_class: str, base_name: str | None, num_embedding_rows: int | None, *, is_adapter_export: bool
 ) -> list[str]:
-    """Format the Python code that loads an adapter. Empty if the export is a complete model."""
+    """Format the Python code that loads an exported adapter, as lines of Markdown.
+
+    Empty if the export is a complete model, or if the base model has no name.
+
+    Args:
+        auto_class: Class of transformers that opens the base model.
+        base_name: Name or path of the base model.
+        num_embedding_rows: Number of embedding rows if the run added tokens. None if it did not.
+        is_adapter_export: Whether the export is an adapter instead of a complete model.
+    """
     if not is_adapter_export or base_name is None:
         return []
     grown = [] if num_embedding_rows is None else [f"base.resize_token_embeddings({num_embedding_rows})"]
@@ -215,7 +232,7 @@ def _format_adapter_usage(
 
 
 def _list_hub_datasets(config: RunConfig) -> list[str]:
-    """Return the names of the hub's datasets that the model was trained on."""
+    """List the sources of the training data that look like names of datasets on the hub."""
     sources = [settings.source for settings in get_training_sources(config.data).values()]
     names = [
         source[0] if isinstance(source, list | tuple) and len(source) == 1 else source for source in sources
@@ -270,7 +287,7 @@ def _format_user_settings(config: RunConfig) -> str:
 
 
 def _strip_parent_folders(value: Any) -> Any:
-    """Replace each absolute path in a nested value by its file name. Other values are returned unchanged."""
+    """Replace each absolute path in nested lists and mappings by its file name. Other values are kept."""
     if isinstance(value, str):
         return Path(value).name if value.startswith("/") else value
     if isinstance(value, list | tuple):
@@ -322,7 +339,12 @@ def exports_adapter(config: RunConfig) -> bool:
 
 
 class UsageCommand(NamedTuple):
-    """Program or purpose, such as ``vLLM``, and the shell command that uses an exported model."""
+    """Shell command that uses an exported model.
+
+    Attributes:
+        purpose: Program or purpose, such as ``vLLM`` or ``merge``.
+        command: Shell command.
+    """
 
     purpose: str
     command: str

@@ -56,7 +56,7 @@ class Profiler(Callback):
         self._profile.step()
 
     def close(self) -> None:
-        """Stop the profiler. If the run ends during the recorded steps, a shorter trace is written."""
+        """Stop the profiler. If the run ends during the recorded steps, a trace of fewer steps is written."""
         self._profile.stop()
 
     def _write_trace(self, recorded: profile) -> None:

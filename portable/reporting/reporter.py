@@ -72,8 +72,8 @@ class TrainingProgressBar(Callback):
         """Show values next to the bar.
 
         Args:
-            values: Formatted values, keyed by label. The memory is omitted, because the bar has no room for
-                it.
+            values: Formatted values, keyed by label. The value ``mem`` is omitted, because the bar has no
+                room for it.
         """
         # A terminal of 100 columns has no room for the memory.
         self._bar.set_postfix({name: value for name, value in values.items() if name != "mem"})
@@ -98,7 +98,8 @@ class RunReporter(Callback):
 
     Attributes:
         speed: Samples per second, and the time that steps wait for batches.
-        bar: Progress bar. It is a callback of the run as well. None on other ranks, and without a terminal.
+        bar: Progress bar, which is also a callback of the run. None on ranks other than 0, and if stderr is
+            not a terminal.
         last_loss: Training loss of the last logged step. None before the first one.
         last_evaluation: Numbers of the last evaluation, keyed by metric name. Empty before the first
             evaluation.
@@ -270,7 +271,7 @@ class RunReporter(Callback):
         LOG.log(logging.INFO if self.bar is None else logging.DEBUG, "%s", line)
 
     def on_save(self, run: Run) -> None:
-        """Record the save as an event."""
+        """Record the save as an event, and update the HTML report if this is due."""
         self.record_event("save", run.progress, checkpoint=f"step-{run.step:06d}")
         self._update_report_if_due()
 
@@ -298,6 +299,8 @@ class RunReporter(Callback):
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
         """Write the values of an evaluation to ``metrics.jsonl`` and the trackers, and print the numbers.
 
+        Also updates the HTML report if this is due.
+
         Args:
             run: The run.
             values: Values, keyed by metric name. Confusion matrices are mappings, which only
@@ -324,7 +327,7 @@ class RunReporter(Callback):
         return True if self._metrics_file is None else self._metrics_file.has_evaluation(step)
 
     def record_event(self, kind: EventKind, progress: RunProgress, **facts: Any) -> None:
-        """Append an event to ``events.jsonl``. Other ranks than 0 do nothing.
+        """Append an event to ``events.jsonl``. Does nothing on ranks other than 0.
 
         Args:
             kind: Kind of the event.
@@ -335,7 +338,7 @@ class RunReporter(Callback):
             self._events_file.append_event(kind, progress.step, samples=progress.samples, **facts)
 
     def print_on_rank0(self, line: str) -> None:
-        """Print a line above the progress bar. Other ranks than 0 do nothing."""
+        """Print a line above the progress bar. Does nothing on ranks other than 0."""
         if self._is_rank0:
             print_status(line)
 
@@ -390,11 +393,12 @@ class RunReporter(Callback):
     def _update_report_if_due(self, *, is_last: bool = False) -> None:
         """Write the HTML report again, unless the updates would take too much of the training time.
 
-        A failure does not stop the run. It is printed as a warning after the last update.
+        Does nothing on ranks other than 0, and before the first logged step. A failure does not stop the run.
+        Only a failure of the last update is printed, as a warning.
 
         Args:
-            is_last: Whether this is the last update of the launch. The last update is always due. The page
-                then no longer reloads itself.
+            is_last: Whether this is the last update of the launch. The last update is always due, and its
+                page no longer reloads itself in the browser.
         """
         now = time.perf_counter()
         if not self._is_rank0 or not self._has_logged or (now < self._next_report_time and not is_last):
@@ -412,7 +416,8 @@ class RunReporter(Callback):
     def _append_metrics(self, progress: RunProgress, values: Mapping[str, Any]) -> None:
         """Append a row to ``metrics.jsonl``, and send its numbers to the trackers.
 
-        Does nothing on ranks other than 0. An object store gets the row in the background.
+        Does nothing on ranks other than 0. If ``output_dir`` is a URL, the file is uploaded in the
+        background.
         """
         if self._metrics_file is None:
             return

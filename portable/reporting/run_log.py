@@ -87,7 +87,8 @@ class RunLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or keep it in memory until the log file is open.
 
-        A record that several handlers pass on is written once. Warnings of libraries are counted.
+        Does nothing if the same record was handled just before, because several handlers may pass it on.
+        Warnings and errors of libraries are counted.
         """
         if record is self._latest_record:  # several handlers pass on the same record
             return

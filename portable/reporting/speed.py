@@ -47,17 +47,23 @@ class SpeedUnits:
 
 
 class _Reading(NamedTuple):
-    """Reading of the clock that stops during pauses, and the number of samples trained until then."""
+    """Reading of a clock that stops during evaluations and saves.
+
+    Attributes:
+        seconds: Time in seconds.
+        samples: Number of samples that the launch has trained on until then.
+    """
 
     seconds: float
     samples: int
 
 
 class SpeedMeter:
-    """Measures the speed of a launch in samples per second, and how long steps wait for batches.
+    """Meter of the speed of a launch in samples per second, and of the time that steps wait for batches.
 
-    Evaluations and saves do not count. The first step, which compiles and allocates, only counts until there
-    is a second step. Work after the last measurement, such as the export, does not count either.
+    The duration of evaluations and saves is excluded. The first step, which compiles and allocates, is
+    excluded once there is a second step. Work after the last measurement, such as the export, is not
+    measured.
 
     Args:
         samples_per_step: Number of samples in each step, on all ranks.
@@ -88,7 +94,7 @@ class SpeedMeter:
     def first_step_seconds(self) -> float:
         """Seconds from the start of the launch until the end of its first step.
 
-        The first step is always logged.
+        The end of the first step is always measured, because the first step is always logged.
         """
         return self._first_step_end.seconds - self.start_time
 

@@ -47,7 +47,7 @@ class Tracker(Protocol):
         """Log the metrics of a step."""
 
     def finish(self) -> None:
-        """Send what is left, and close the tracker."""
+        """Send the values that are not sent yet, and close the tracker."""
 
 
 def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_step: int) -> list[Tracker]:
@@ -85,7 +85,15 @@ def _open_tracker(
 ) -> Tracker:
     """Open one tracker, and send the settings of the run to it.
 
-    A tracker that writes files next to ``config.yaml`` does not receive the settings.
+    A tracker that writes files into the output folder does not receive the settings, because ``config.yaml``
+    is in the same folder.
+
+    Args:
+        tracker_name: Name of a tracker of Accelerate, or import path of a custom class.
+        log: Settings of the section ``log``.
+        folder: Output folder of the run.
+        config: Settings of the run.
+        run_facts: Values for the constructor arguments that identify the run.
     """
     classes = get_tracker_classes()
     kind: Any = (
@@ -113,9 +121,9 @@ def _open_tracker(
 
 
 def _build_stable_run_id(folder: Path) -> str:
-    """Build an id that is the same in every launch of a run.
+    """Build an id that is equal in every launch of a run.
 
-    The id consists of the name of the folder and the time of the first start.
+    The id consists of the name of the folder and the time of the run's first event.
     """
     began = next((event["time"] for event in read_events(folder)), 0)
     return f"{re.sub('[^A-Za-z0-9_-]', '-', folder.name)[:40]}-{int(began * 1000):x}"

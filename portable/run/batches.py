@@ -58,7 +58,7 @@ def build_eval_loader(prepared: PreparedRun, samples: Samples) -> EvalLoader:
         world_size=plan.world_size,
         sequence_part=plan.sequence_part,
         pin_memory=_needs_pinned_memory(prepared),
-        # In global batches, so that every world size evaluates the same samples.
+        # The limit counts global batches, so that every world size evaluates the same samples.
         max_samples=None if limit is None else limit * plan.global_batch_size,
     )
 

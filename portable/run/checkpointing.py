@@ -111,7 +111,7 @@ class CheckpointCallback(Callback):
         run.checkpoints.finish_save_if_written()
 
     def save_step(self, run: Run) -> None:
-        """Save a checkpoint, unless this step is already saved or has values that are not finite.
+        """Save a checkpoint of the current step. Does nothing if this step is already saved.
 
         Raises:
             RunError: If the weights are not finite, too many updates were skipped, or the save fails.

@@ -60,6 +60,12 @@ class CustomCallback(Callback):
     def _call_hook(self, hook_name: str, function: Callable[..., None], run: Run, *values: Any) -> None:
         """Call a method of the custom object.
 
+        Args:
+            hook_name: Name of the method, used in error messages.
+            function: The method.
+            run: First argument of the method.
+            values: Further arguments of the method, such as the values of an evaluation.
+
         Raises:
             UserError: If the method fails or changes parameters of the model.
         """

@@ -1,4 +1,4 @@
-"""Custom code that a run calls: checked before the run starts, and compared when it resumes."""
+"""Checks of custom code before a run starts, and comparison of the code when the run resumes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CodeChanges(NamedTuple):
     affecting_training: list[str]
     """Settings that affect the steps, such as ``train.loss``."""
     harmless: list[str]
-    """Metrics and callbacks."""
+    """Settings of metrics and callbacks, whose code does not affect the steps."""
 
 
 def compare_custom_code(stored_digests: Mapping[str, str], current_digests: Mapping[str, str]) -> CodeChanges:

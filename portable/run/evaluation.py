@@ -1,4 +1,4 @@
-"""Evaluations of a run on the sources of ``data.evals``, and the decisions that follow from the results."""
+"""Evaluations of a run, and the decisions about checkpoints and early stopping that follow from them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ def evaluate_all_sources(
     engine: Engine,
     watch_batches: Callable[[BatchIterator], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
-    """Evaluate all metrics on all sources. Must be called on all ranks.
+    """Evaluate all metrics on all evaluation sources. Must be called on all ranks.
+
+    If ``train.eval_ema`` is set, the averaged weights are evaluated.
 
     Args:
         prepared: The run.
         engine: Engine of this rank.
-        watch_batches: Function that returns a context around an evaluation, given its batches.
+        watch_batches: Function that is called with the batches of each evaluation, and returns a context in
+            which the evaluation runs.
 
     Returns:
-        The values, keyed by their names in ``metrics.jsonl``.
+        The values, keyed by their names in ``metrics.jsonl``, such as ``eval_loss``.
     """
     results: dict[str, Any] = {}
     averaged = prepared.config.train.eval_ema
@@ -63,7 +66,7 @@ def evaluate_all_sources(
 def _format_metric_key(metric: str, source: str) -> str:
     """Format the key of a metric in ``metrics.jsonl``, such as ``eval_loss/books``.
 
-    No suffix if ``source`` is empty.
+    If ``source`` is empty, because the source has no name, the key has no suffix, as in ``eval_loss``.
     """
     return f"{EVALUATION_PREFIX}{metric}/{source}" if source else f"{EVALUATION_PREFIX}{metric}"
 
@@ -125,9 +128,10 @@ class EvaluationCallback(Callback):
         self._reduce_any = run.backend.reduce_any
 
     def on_start(self, run: Run) -> None:
-        """Run an evaluation that the last launch missed, and end the run if early stopping has ended it.
+        """Run an evaluation that the last launch missed, and set ``run.progress.has_ended``.
 
-        An evaluation is missed if a signal ended the launch after the step.
+        The last launch missed an evaluation if a signal ended it after the step and before the evaluation.
+        ``has_ended`` is True if early stopping has already ended the run.
         """
         progress, counts = run.progress, self._counts_for_best(run)
         if not self._prepared.data.evals:
@@ -171,7 +175,7 @@ class EvaluationCallback(Callback):
             counts: Whether the evaluation counts for the best checkpoints and for early stopping.
 
         Returns:
-            Whether to save a checkpoint, and whether to end the run. The same on all ranks.
+            Whether to save a checkpoint, and whether to end the run. Both values are equal on all ranks.
         """
         with self._run.measure_pause():
             values = evaluate_all_sources(

@@ -201,7 +201,7 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
         requested_tokens if max_positions is None else min(requested_tokens, max_positions - prompt.shape[1])
     )
     model: Any = engine.model
-    if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # a custom model
+    if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # custom models may not
         return
     try:
         text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
@@ -365,13 +365,16 @@ def finish_run(
 
 
 def _may_have_several_export_files(prepared: PreparedRun) -> bool:
-    """Return whether the export may consist of several files. An adapter always has one file."""
+    """Return whether the export may consist of several files, so that several nodes can write it together.
+
+    False if nothing is exported, or only an adapter, which is a single file.
+    """
     export = prepared.config.checkpoint.export
     return bool(export) and (prepared.adapter is None or export in ("merged", "like_base"))
 
 
 class ExportWork(NamedTuple):
-    """Part of this rank in the export of the final model."""
+    """Checkpoint to export as the final model, and the ranks that write it."""
 
     checkpoint: AnyPath | None
     """Checkpoint to export. None if the run has none."""
@@ -417,7 +420,10 @@ def _is_chat_model(prepared: PreparedRun) -> bool:
 
 
 class UntrainedTensors(NamedTuple):
-    """Names of the base model's tensors that transformers does not load. Numbers are replaced with ``*``."""
+    """Names of the base model's tensors that transformers does not load.
+
+    The numbers of layers in ``copied`` are replaced with ``*``.
+    """
 
     copied: list[str]
     """Tensors that the export copies from the base model."""
@@ -455,7 +461,10 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
 
 
 def _build_export_card(prepared: PreparedRun, metrics_folder: Path, checkpoint: AnyPath) -> str:
-    """Build the text of the model card of an export. See :func:`export_with_card`."""
+    """Build the text of the model card of an export. See :func:`export_with_card` for the arguments.
+
+    The card shows the metrics up to the step of the checkpoint.
+    """
     last = parse_checkpoint_step(checkpoint.name)
     copied, missing = _list_untrained_tensors(prepared)
     dropped = (

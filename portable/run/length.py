@@ -23,7 +23,10 @@ SEQ_LEN_KEY = "data.seq_len"
 MIN_USEFUL_STEPS = 30
 """Number of optimizer steps below which a run over all data hardly changes a model."""
 MAX_STEPS_BETWEEN_CHECKPOINTS = 1000
-"""Number of steps between checkpoints above which a run prints a warning, because a crash would lose them."""
+"""Number of steps between checkpoints above which a run prints a warning.
+
+A crash loses the steps since the last checkpoint.
+"""
 
 
 def describe_warmup(config: RunConfig, steps: int) -> str:
@@ -117,7 +120,8 @@ def build_rare_checkpoints_warning(config: RunConfig, samples: int | None) -> st
         samples: Number of samples in an epoch, or None if it is unknown.
 
     Returns:
-        The warning. None if at most :data:`MAX_STEPS_BETWEEN_CHECKPOINTS` steps are between checkpoints.
+        The warning. None if at most :data:`MAX_STEPS_BETWEEN_CHECKPOINTS` steps are between checkpoints or in
+        the run, if the number of samples is unknown, or if the user has set ``checkpoint.every_epochs``.
     """
     epochs = config.checkpoint.every_epochs
     if epochs is None or not samples or config.is_set_or_put("checkpoint.every_epochs"):

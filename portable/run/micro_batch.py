@@ -59,7 +59,8 @@ def find_largest_fitting(
 ) -> int | None:
     """Find the largest of ``sizes`` that fits, with few trials.
 
-    Tries ``first_guess`` and then larger sizes at growing distances until a size does not fit. Then bisects.
+    Tries ``first_guess`` and then larger sizes at growing distances, until a size does not fit. Then bisects
+    between the largest size that fits and the smallest size that does not fit.
 
     Args:
         sizes: Sizes in ascending order. If a size does not fit, larger sizes do not fit either.
@@ -90,9 +91,9 @@ def find_largest_fitting(
 
 @dataclass(frozen=True)
 class MicroBatchSearch:
-    """Values for a search for a micro-batch size.
+    """Inputs of a search for a micro-batch size.
 
-    A search references no model, because each trial builds its own.
+    They do not include a model, because each trial builds a new model.
 
     Attributes:
         backend: Backend that has not joined the other ranks yet, or that has left them.
@@ -125,8 +126,9 @@ def build_micro_batch_search(prepared: PreparedRun) -> MicroBatchSearch:
 def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
     """List the micro-batch sizes that the global batch allows, in ascending order.
 
-    They are divisors of a rank group's share of the global batch or, if the batch cannot be split evenly,
-    divisors of the global batch that do not exceed the share.
+    A group of ranks, such as tensor-parallel ranks, processes the same samples. If the global batch can be
+    divided evenly among the groups, the sizes are the divisors of a group's share. Otherwise, they are the
+    divisors of the global batch that do not exceed the largest share.
 
     Args:
         config: Config of the run.
@@ -219,10 +221,16 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
 
 
 def _take_trial_steps(engine: Engine, search: MicroBatchSearch, plan: BatchPlan, size: int) -> None:
-    """Take a step that creates the optimizer state, and then a step with ``size`` sequences.
+    """Take a step that creates the optimizer state, and then a step with micro-batches of ``size`` sequences.
 
     The second step accumulates two micro-batches if the run accumulates gradients, because the gradients then
-    need memory during the forward pass.
+    need memory during the forward pass of the second micro-batch.
+
+    Args:
+        engine: Engine of the trial.
+        search: Config, data and backend of the run.
+        plan: Batch plan of this rank for micro-batches of one sequence.
+        size: Number of sequences of a micro-batch on each device.
     """
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.max_sequences_per_rank else 1)):
@@ -287,7 +295,7 @@ def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -
 
     Args:
         search: Config, data and backend of the run.
-        failed_sequences: Sequences of a micro-batch on each device that did not fit.
+        failed_sequences: Number of sequences per micro-batch on each device that did not fit.
     """
     try:
         fitting = (

@@ -1,7 +1,7 @@
-"""Values of each sample that a loss computes once, with the weights that the run starts from.
+"""Values that a loss computes once for each sample, with the weights that the run starts from.
 
-Examples are the log-probabilities of a reference model or of a teacher. A loss computes them in its function
-``once``. They are stored in the cache of the data, and become columns of every batch.
+Examples are the log-probabilities of a reference model or of a teacher. A loss computes such values in its
+function ``once``. The values are stored in the cache of the data, and become columns of every batch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> N
 
     Args:
         config: Config of the run.
-        loss: Training loss. None if the run uses the default loss. Nothing is checked if the loss has no
-            ``once``.
+        loss: Training loss. None if the run uses the default loss. If there is no loss with a function
+            ``once``, nothing is checked.
 
     Raises:
         UserError: If the micro-batch size is ``auto``, or if the data is streamed.
@@ -141,9 +141,16 @@ def attach_precomputed_tables(
 def _compute_table_digest(
     config: RunConfig, data: RunData, name: str, samples: Samples, reference: str | None
 ) -> str:
-    """Compute a digest of everything that determines the values of ``samples``.
+    """Compute a digest of everything that determines the precomputed values of ``samples``.
 
-    It names the table's folder.
+    The digest is the name of the table's folder in the cache.
+
+    Args:
+        config: Config of the run.
+        data: Data of the run.
+        name: Name of the set of samples, such as ``training``.
+        samples: Set of samples.
+        reference: Result of :func:`compute_reference_digest`.
     """
     model, settings = config.model, config.data
     content = [
@@ -285,7 +292,10 @@ class PrecomputedTable:
     _contents: TableContents | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a data worker. The worker opens the file itself."""
+        """Return the attributes to pickle for a data worker, without the open file.
+
+        The worker opens the file again.
+        """
         return {"folder": self.folder, "_contents": None}
 
     def open_contents(self) -> TableContents:
@@ -312,7 +322,8 @@ class PrecomputedTable:
     def open_if_intact(self, _: Path) -> PrecomputedTable | None:
         """Return this table if it can be opened, otherwise None.
 
-        The signature is the one of ``open_or_build_cache_folder``.
+        The argument is not used. It exists because ``open_or_build_cache_folder`` passes the folder to this
+        method.
         """
         try:
             self.open_contents()

@@ -142,6 +142,7 @@ def prepare_run(resolved: ResolvedRun, backend: Backend) -> PreparedRun:
 
 
 _MAX_PARTS_SHOWN = 4
+"""Maximum number of modules that :func:`describe_unreached_parameters` names."""
 
 
 def describe_unreached_parameters(model: PreTrainedModel) -> str:
@@ -232,10 +233,11 @@ def _resolve_micro_batch_size(
 def _add_classes_to_model_config(
     classes: LabelMapping, model_config: PretrainedConfig, config: RunConfig, data: RunData
 ) -> list[str]:
-    """Add the classes of the labels to the model's config.
+    """Add the classes of the labels to the model's config, in place.
 
     Returns:
-        Notes for the user about the problem type and the names of the classes, if the labels determine them.
+        Notes for the user, if the problem type was inferred from the labels, or if the model did not name its
+        classes.
     """
     notes = []
     problem, model_classes = (
@@ -262,7 +264,7 @@ def build_start_notes(
         resolved: The resolved run.
         assembled: Model of the run, and its adapter.
         model_config: Config of the model.
-        data: Number of samples, tokens and sources of the data.
+        data: Sizes of the data, from which the warnings about the data follow.
     """
     lines = [
         f"note: {note}" for note in load_backend_package(resolved.config.backend).build_notes(resolved.config)

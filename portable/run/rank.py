@@ -98,7 +98,17 @@ def run_rank(backend_name: str, resolved: ResolvedRun | RunConfig, mode: LaunchM
 def _prepare_and_run(
     backend: Backend, resolved: ResolvedRun | RunConfig, log: RunLogHandler, mode: LaunchMode
 ) -> int:
-    """Prepare the run, and carry out the launch while the failure of another rank is detected."""
+    """Prepare the run, and carry out the launch. A failure of another rank ends this rank.
+
+    Args:
+        backend: Backend of this rank, which is not started yet.
+        resolved: The resolved run, or the config if the launcher has not resolved it.
+        log: Log of the run.
+        mode: Options of the launch.
+
+    Returns:
+        The exit code.
+    """
     config = resolved.config if isinstance(resolved, ResolvedRun) else resolved
     if isinstance(resolved, ResolvedRun):  # otherwise `resolve_run` does it
         install_and_check_custom_code(config)
@@ -129,6 +139,11 @@ def _start_and_run(
 
     Returns:
         The exit code.
+
+    Raises:
+        UserError: If a setting, a file or a checkpoint is not valid, or if device memory runs out.
+        RunError: If the run fails for another reason that is not a bug.
+        ReportedElsewhereError: If another rank has failed first.
     """
     try:
         backend.start()
@@ -321,7 +336,7 @@ def _build_out_of_memory_error(
 
     Args:
         search: Search for a micro-batch that fits.
-        failed_sequences: Sequences of a micro-batch on each device when memory ran out.
+        failed_sequences: Number of sequences per micro-batch on each device when memory ran out.
         step: Step that ran out of memory. None if it happened before the first step.
         output: Output of the run.
         snapshot_path: Path or URL of the memory snapshot, or None if none was written.

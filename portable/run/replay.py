@@ -124,7 +124,11 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
 
 
 def _find_checkpoint_before(run: PreparedRun, step: int) -> AnyPath | None:
-    """Return the newest checkpoint before ``step``, or None to start at the beginning."""
+    """Return the checkpoint from which to replay ``step``, or None to start at the beginning of the run.
+
+    This is the newest checkpoint of the run before ``step``. If there is none, it is the checkpoint that
+    ``checkpoint.resume`` names, if any.
+    """
     complete = open_checkpoints(run.resolved.output_place).list_complete()
     before: list[AnyPath] = [folder for done_steps, folder in complete if done_steps < step]
     if before:
@@ -154,7 +158,7 @@ def _take_steps_before(
 
 
 class HookedStep(NamedTuple):
-    """Forward and backward passes of a step, without its update."""
+    """Results of the forward and backward passes of a step. The optimizer step is not included."""
 
     micro_batches: list[ReplayedMicroBatch]
     """Results of this rank's micro-batches."""
@@ -165,7 +169,10 @@ class HookedStep(NamedTuple):
 def _run_step_with_hooks(
     run: PreparedRun, engine: Engine, batches: Iterator[Batch], progress: RunProgress
 ) -> HookedStep:
-    """Run the forward and backward passes of the next step while checking the output of each module."""
+    """Run the forward and backward passes of the next step while checking the output of each module.
+
+    The gradients remain in the engine, so that the caller can check them and take the optimizer step.
+    """
     backend, plan = run.backend, run.batch_plan
     step_batches = [next(batches) for _ in range(plan.accumulation_steps)]
     valid = backend.sum_host_numbers(sum(engine.objective.compute_weight(batch) for batch in step_batches))
@@ -220,7 +227,11 @@ def drop_tensor_parallel_duplicates(micro_batches: Sequence[ReplayedMicroBatch])
 
 
 class _NonFiniteOutputRecorder:
-    """Checks the output of each module for values that are not finite, within a context.
+    """Recorder that checks the output of each module for values that are not finite, within a context.
+
+    Args:
+        model: Model whose modules get forward hooks.
+        rows: Number of samples in the micro-batch.
 
     Attributes:
         names: Names and classes of the modules, in the order of completed forward passes.
@@ -255,7 +266,7 @@ class _NonFiniteOutputRecorder:
         return record_output
 
     def _find_first_bad_row(self, tensor: Tensor) -> Tensor:
-        """Return the value for :attr:`first_bad_rows` as a device scalar, without a host-device sync."""
+        """Compute the value of an output for :attr:`first_bad_rows`, without a host-device sync."""
         if tensor.dim() == 0 or tensor.shape[0] != self._rows:
             return torch.where(torch.isfinite(tensor).all(), float(self._rows), -1.0)
         finite = (
@@ -294,7 +305,7 @@ def _format_replay_report(
 
     Args:
         run: The run.
-        engine: Engine, whose parameters have the model order.
+        engine: Engine of this rank, whose model determines the order of the parameters.
         step: Step, counted from 1.
         micro_batches: Results of all ranks.
         gradients: Names of the parameters whose gradient is not finite on some rank.

@@ -1,7 +1,8 @@
 """The first stage: resolve and check the user's config before any rank starts.
 
-Every file that a config names is read and checked here once. The launcher sends the result to its ranks. They
-do not resolve the config again. The ranks compare a digest of the result.
+Every file that a config names is read and checked here once. The launcher sends the result to its ranks, so
+that they do not resolve the config again. The ranks compare a digest of the result, because another launcher
+such as torchrun lets each rank resolve the config.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def resolve_run(
     writes_output: bool = True,
     may_download: bool | None = None,
 ) -> ResolvedRun:
-    """Resolve and check a config. Does not open a device.
+    """Resolve and check a config, without opening a device.
+
+    If the launch writes, this also checks that the output folder is writable and the hub can be accessed.
 
     Args:
         config: Config as the user wrote it.

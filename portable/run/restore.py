@@ -48,8 +48,8 @@ def restore_run(
     Args:
         prepared: The run.
         source: Checkpoint to resume from. Another program may have written it. None for a new run.
-        checkpoints: Checkpoints in the output folder. If ``source`` is one of them and damaged, it is set
-            aside and an older one is used. None to use only ``source``.
+        checkpoints: Checkpoints in the output folder. If ``source`` is one of them and is damaged, it is
+            renamed, and an older checkpoint is used. None to use only ``source``.
 
     Returns:
         The engine, and the position of the run to continue from.
@@ -75,8 +75,9 @@ def _build_and_load_engine(
 ) -> RestoredRun:
     """Build the engine, and load the newest checkpoint that all ranks can read. See :func:`restore_run`.
 
-    If ``source`` is None, the engine starts from the initial weights. If the run's own checkpoint is damaged,
-    the previous ones are tried, and rank 0 marks the damaged ones. Must be called on all ranks.
+    If ``source`` is None, the engine starts from the initial weights. If ``source`` is a checkpoint of this
+    run and is damaged, previous checkpoints are tried, and rank 0 marks the damaged checkpoints. Must be
+    called on all ranks.
 
     Raises:
         DamagedError: If a checkpoint is damaged and there is no older one to fall back to.
@@ -134,7 +135,10 @@ def _build_and_load_engine(
 
 
 def _find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
-    """Find the samples whose precomputed values are missing and that the loss needs. A collective call."""
+    """Find the sets of samples for which precomputed values of the loss are missing. A collective call.
+
+    Empty if the loss has no precomputed values. See :mod:`portable.run.precompute`.
+    """
     if prepared.config.train.loss is None:
         return []
     from portable.run.precompute import find_samples_to_precompute
@@ -187,7 +191,8 @@ def _build_engine(prepared: PreparedRun, read_tensors: Callable[[], Mapping[str,
 def _read_newest_tensors(candidates: Sequence[AnyPath], backend: Backend) -> Mapping[str, Any]:
     """Return the tensors of the newest readable checkpoint, or an empty dict if none can be read.
 
-    Only dtypes are used, and all checkpoints of a run have the same dtypes.
+    The caller only uses the dtypes of the tensors. Any checkpoint is therefore sufficient, because the dtypes
+    are equal in all checkpoints of a run.
     """
     for candidate in candidates:
         try:
@@ -279,7 +284,7 @@ def load_checkpoint(
         UserError: If the checkpoint belongs to another run of this program.
     """
     try:
-        with convert_storage_errors("checkpoint.resume"):  # not damage of the checkpoint
+        with convert_storage_errors("checkpoint.resume"):  # such errors do not mean that it is damaged
             if adopted is not None:
                 if prepared.adapter is not None:
                     blueprint = _build_blueprint(prepared)
@@ -348,7 +353,7 @@ def load_checkpoint(
 def _compute_start_progress(
     source: AnyPath, state: TrainerState, prepared: PreparedRun, *, is_changed: bool, is_same_data: bool
 ) -> RunProgress:
-    """Compute the position at which a run in a different folder continues.
+    """Compute the position at which a run starts from a checkpoint of a run in another folder.
 
     Args:
         source: Checkpoint of the other run.
@@ -358,10 +363,11 @@ def _compute_start_progress(
         is_same_data: Whether both runs have the same samples in the same order.
 
     Returns:
-        The position. Other data begins at its first sample.
+        The position. If the data differs, it is at the first sample, unless ``checkpoint.resume_samples`` is
+        set.
 
     Raises:
-        UserError: If no step is left.
+        UserError: If settings or data differ and no step is left to train.
     """
     settings = prepared.config.checkpoint
     step = state.step if settings.resume_step is None else settings.resume_step
@@ -381,9 +387,9 @@ def _compute_start_progress(
 def _find_changed_settings(
     source: AnyPath, external: AdoptedCheckpoint | None, prepared: PreparedRun
 ) -> tuple[SettingChange, ...]:
-    """Find the settings of the run that differ from the settings of its checkpoint.
+    """Find the settings of the run that differ from the settings of the checkpoint ``source``.
 
-    Empty on all ranks except rank 0.
+    Empty if another program wrote the checkpoint, and on all ranks except rank 0.
     """
     if external is not None or prepared.backend.rank != 0:
         return ()
@@ -407,7 +413,7 @@ def _check_vocabulary(source: AnyPath, prepared: PreparedRun) -> None:
 def _check_custom_code(
     source: AnyPath, state: TrainerState, prepared: PreparedRun, *, changed_loss: bool
 ) -> None:
-    """Compare the custom code with the code at the checkpoint, and note harmless changes.
+    """Compare the custom code with the code at the checkpoint, and print a note about harmless changes.
 
     Args:
         source: The checkpoint.
@@ -451,7 +457,15 @@ def _load_pretrained_weights(prepared: PreparedRun, blueprint: InitialWeights) -
 def _load_start_weights(
     engine: Engine, blueprint: InitialWeights, pretrained: PretrainedWeights | None, prepared: PreparedRun
 ) -> None:
-    """Load the initial or pretrained weights of the model, or of the base model if there is an adapter."""
+    """Load the initial or pretrained weights of the model, or of the base model if there is an adapter.
+
+    Args:
+        engine: Engine to fill.
+        blueprint: Recorded initialization of the model or base model.
+        pretrained: Pretrained weights. None to initialize all weights at random. Missing weights, such as a
+            new head, are also initialized at random.
+        prepared: The run.
+    """
     config, adapter = prepared.config, prepared.adapter
 
     def load_weights(weights: Mapping[str, ReadableTensor]) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """Resolved config of a run, with the facts that resolving it has found. Result of the first stage.
+    """Resolved config of a run, with its output folder, existing run and ranks. Result of the first stage.
 
     Attributes:
         config: Config with a resolved ``backend: auto`` and with the values of a DeepSpeed JSON.

@@ -46,7 +46,7 @@ EXIT_DONE, EXIT_STOPPED = 0, 75
 
 
 class DeviceMemoryError(Exception):
-    """Raised if a training step runs out of device memory.
+    """Error for a training step that has run out of device memory.
 
     Attributes:
         step: Step, counted from 1.
@@ -157,7 +157,11 @@ def _lock_output_and_create_hub(
 def _open_output_and_restore(
     prepared: PreparedRun, output: RunOutput, log: RunLogHandler
 ) -> tuple[Run, RestoredRun]:
-    """Open the output folder, and restore the run from its latest checkpoint. A collective call."""
+    """Open the output folder, and restore the run from its latest checkpoint. A collective call.
+
+    Opens the log file. On rank 0, also removes the remains of interrupted saves and exports, and writes
+    ``config.yaml`` and the preview of the data.
+    """
     config, backend = prepared.config, prepared.backend
     output.prepare_work_folder(lambda: _estimate_shard_bytes(prepared))  # only a bucket needs the estimate
     checkpoints = output.open_checkpoints(keep=config.checkpoint.keep)
@@ -195,7 +199,11 @@ def _estimate_shard_bytes(prepared: PreparedRun) -> int:
 
 
 def _write_data_preview(prepared: PreparedRun, output: RunOutput) -> None:
-    """Write some samples into the output folder, so that the report does not need the data."""
+    """Write a preview of the data into the output folder, so that the report does not need the data.
+
+    Does nothing if the folder has a preview, or if the run does not train a causal language model on
+    tokenized sources.
+    """
     has_preview = prepared.config.model.task == "causal-lm" and bool(prepared.data.tokenized_sources)
     if has_preview and not (output.work_folder / DATA_SAMPLES_FILE).exists():
         preview = build_preview(prepared.data, REPORT_SAMPLES, prepared.config.seed).to_json_dict()
@@ -203,7 +211,7 @@ def _write_data_preview(prepared: PreparedRun, output: RunOutput) -> None:
 
 
 def _build_watchdog(run: Run, output: RunOutput, peers: PeerWatch) -> Watchdog:
-    """Build the watchdog. It reports a hanging rank to the launcher and in the output folder."""
+    """Build the watchdog, which reports a hanging rank to the launcher and in the output folder."""
 
     def report(line: str) -> None:
         peers.disconnect()  # otherwise the other ranks would end before they write their reports

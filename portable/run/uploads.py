@@ -36,9 +36,10 @@ class UploadOutcome(NamedTuple):
 class HubUploadCallback(Callback):
     """Callback that uploads exports to the hub, one at a time.
 
-    If a checkpoint is completed during an upload, it waits. A newer checkpoint replaces a waiting one, so
-    that uploads do not fall behind if they are slower than saves. A failed upload only prints a warning, and
-    :meth:`finish_uploads` reports it again at the end.
+    A checkpoint that is completed during an upload waits for the next upload. A newer checkpoint replaces a
+    waiting checkpoint, so that uploads do not fall behind if they are slower than saves. A failed upload
+    prints a warning if no checkpoint was missed before. :meth:`finish_uploads` reports the number of missed
+    checkpoints at the end.
 
     Args:
         hub: Repository on the hub.
@@ -73,7 +74,10 @@ class HubUploadCallback(Callback):
             self.request_upload(checkpoint)
 
     def request_upload(self, checkpoint: AnyPath) -> None:
-        """Request an upload of the export of a complete checkpoint. Returns at once."""
+        """Request an upload of the export of a complete checkpoint, and return without waiting for it.
+
+        A checkpoint that is still waiting is dropped and counted as not uploaded.
+        """
         with self._lock:
             if self._waiting_checkpoint is not None:
                 self._num_missed, self._last_failure = self._num_missed + 1, "a newer one came"
@@ -82,7 +86,10 @@ class HubUploadCallback(Callback):
                 self._worker = start_background_call(self._upload_waiting, name="hub")
 
     def get_steps_in_use(self) -> set[int]:
-        """Return the steps of checkpoints that are waiting for an upload or being read."""
+        """Return the steps of checkpoints that wait for an upload or are being exported.
+
+        These checkpoints must not be deleted.
+        """
         with self._lock:
             steps = [
                 parse_checkpoint_step(place.name)
@@ -126,9 +133,9 @@ class HubUploadCallback(Callback):
         return UploadOutcome(url, problems)
 
     def _upload_waiting(self) -> None:
-        """Upload the waiting checkpoint until none is left. Runs in a background thread.
+        """Upload waiting checkpoints until none is left. A background thread runs this method.
 
-        A failed upload is recorded, and does not end the thread.
+        A failed upload is recorded and does not end the thread.
         """
         while True:
             with self._lock:
@@ -157,7 +164,7 @@ class HubUploadCallback(Callback):
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _record_failure(self, error: Exception) -> None:
-        """Record a failed upload, and print a warning about the first failure."""
+        """Record a failed upload, and print a warning if no checkpoint was missed before."""
         with self._lock:
             first, self._num_missed, self._last_failure = (
                 not self._num_missed,

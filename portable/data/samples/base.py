@@ -2,8 +2,8 @@
 
 A sample is a dictionary of int64 tensors, except that ``labels`` are float32 for numeric targets. Labels are
 aligned with the logits: ``labels[t]`` is the target of ``logits[t]``. The dataset shifts the labels if the
-task needs it, so a loss must not shift them again. The label -100 marks positions that do not count. All
-samples have the same shapes, so that a compiled step is compiled once.
+task needs it, so a loss must not shift them again. The label -100 marks positions that do not contribute to
+the loss. All samples have the same shapes, so that a step is compiled only once.
 """
 
 from __future__ import annotations
@@ -28,41 +28,40 @@ if TYPE_CHECKING:
     from portable.data.tokens.image_processing import ImageProcessor
 
 LAST_LABEL = -1
-"""Value of ``decoder_start_token_id`` for models such as mBART.
-
-Their first decoder input is the last label of the same row.
-"""
+"""Value of ``decoder_start_token_id`` for models such as mBART: the first input is the last label."""
 HELD_OUT_SHARE, MIN_HELD_OUT = 0.01, 16
 """Share of held-out samples and their minimum number, if ``data.eval_fraction`` is null."""
 Arrays = dict[str, npt.NDArray[Any]]
+"""Arrays of a batch, keyed by column. The first dimension is the batch."""
 ColumnFunction = Callable[[Sequence[int]], Arrays]
 """Function that computes additional columns from the indices of samples."""
 
 
 class Samples(ABC):
-    """Dataset with a known order of its samples in a run.
+    """Dataset that also determines the order of its samples in a run.
 
-    All epochs have the same samples in different orders. Only the random masks of masked language models
-    depend on the epoch.
+    All epochs have the same samples in different orders. The content of a sample does not depend on the
+    epoch, except for the random masks of masked language models.
     """
 
     num_samples: int
-    """Number of samples."""
+    """Number of sample indices. For a stream, whose size is not known, it is an upper bound."""
     valid_labels_per_sample: int | None = None
-    """Number of labels per sample that count in the loss. None if samples differ."""
+    """Number of labels per sample that contribute to the loss. None if it differs between samples."""
     padding_share: float = 0.0
-    """Share of positions that are padding in packed samples."""
+    """Share of positions that are padding if complete documents are packed. 0 for other samples."""
     sequences_per_sample: int = 1
     """Number of sequences per sample. If it is more than 1, tensors of a batch are ``[batch, sequences,
     tokens]``.
     """
     mean_context_length: float | None = None
-    """Mean over all tokens of the length of their document, if attention does not cross documents. Otherwise
-    None.
+    """Mean, over all tokens, of the length of the document that contains the token.
+
+    None if attention is not limited to documents.
     """
     compute_extra_columns: ColumnFunction | None = None
-    """Function that returns columns computed with the model before training, such as log-probabilities of a
-    reference model.
+    """Function that returns additional columns that were computed with a model before training, such as
+    log-probabilities of a reference model. None if there are no such columns.
     """
 
     def __len__(self) -> int:
@@ -70,7 +69,7 @@ class Samples(ABC):
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples in one pass over the data, as ``train.epochs`` counts."""
+        """Number of samples in one epoch, as ``train.epochs`` counts epochs."""
         return self.num_samples
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
@@ -83,18 +82,18 @@ class Samples(ABC):
         return locate_sample(position, self.num_samples, seed)
 
     def get_source_name(self, index: int) -> str:
-        """Return the name of the source of a sample in a mixture. Empty without a mixture."""
+        """Return the name of the source of a sample in a mixture. Empty if the data is not a mixture."""
         return ""
 
     def find_early_sample(self) -> EpochIndex:
-        """Return a sample that is available early, to inspect the columns of a batch."""
+        """Return a sample that can be read without long preparation, to inspect the columns of a batch."""
         return EpochIndex(0, 0)
 
     def count_epochs(self, num_samples: int) -> float | None:
         """Convert a number of consumed samples to epochs.
 
         Returns:
-            Number of epochs, with a fraction. None while the size of an epoch is not known.
+            Number of epochs, with a fraction. None if the size of an epoch is not known yet.
         """
         return num_samples / self.num_samples
 
@@ -102,7 +101,7 @@ class Samples(ABC):
         """Compute metrics about the first ``position`` samples of a run.
 
         Returns:
-            Values to log, keyed by metric. Empty without a mixture.
+            Values to log, keyed by metric. Empty if the data is not a mixture.
         """
         return {}
 
@@ -124,10 +123,10 @@ class Samples(ABC):
         return
 
     def compute_consumed_digest(self, position: int) -> str:
-        """Compute a digest of the data that determined the samples before ``position``.
+        """Compute a digest of the stream's data that determined the samples before ``position``.
 
-        Empty if the data is completely known before training. A stream is not: before a checkpoint, all ranks
-        compare their digests, to find ranks that have read different data.
+        Before a checkpoint is saved, all ranks compare their digests, because a stream is read during
+        training and ranks may have read different data. Empty if no data is streamed.
         """
         return ""
 
@@ -139,9 +138,12 @@ class Samples(ABC):
         return
 
     def __getitem__(self, index: int) -> Batch:
-        """Return a sample in the first epoch, without a batch dimension. Negative indices count from the end.
+        """Return a sample as in the first epoch, without a batch dimension.
 
-        Raises IndexError if the index is out of range, so that iteration ends.
+        Negative indices count from the end.
+
+        Raises:
+            IndexError: If the index is out of range, so that iteration over the dataset ends.
         """
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
@@ -151,7 +153,10 @@ class Samples(ABC):
         }
 
     def build_batch(self, indices: Sequence[EpochIndex]) -> Batch:
-        """Build a batch from the samples at these epochs and indices.
+        """Build a batch of samples, with all columns.
+
+        Args:
+            indices: Epochs and indices of the samples.
 
         Returns:
             Tensors ``[len(indices), ...]``, keyed by column.
@@ -163,40 +168,52 @@ class Samples(ABC):
 
     @abstractmethod
     def list_document_numbers(self, index: int) -> Sequence[int]:
-        """List the numbers of the source's documents in a sample, from 0."""
+        """List the documents of a sample, by their numbers in the source, counted from 0."""
 
     @abstractmethod
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build the columns of the task as numpy arrays, for the samples at these epochs and indices."""
+        """Build the columns of the task as numpy arrays.
+
+        Args:
+            indices: Epochs and indices of the samples.
+
+        Returns:
+            Arrays ``[len(indices), ...]``, keyed by column.
+        """
 
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build the columns of the task and the columns in ``data.columns`` as numpy arrays."""
+        """Build the columns of the task and the additional columns of ``data.columns`` as numpy arrays.
+
+        See :meth:`build_arrays`.
+        """
         return self.build_arrays(indices)
 
 
 @dataclass(frozen=True)
 class SampleRange:
-    """Range ``[start, start + num_samples)`` of the source's samples that forms a dataset.
+    """Samples of a source that form a dataset: the range ``[start, start + num_samples)`` of an order.
 
-    Calling it with an index in the dataset returns the index of the sample in the source.
+    A call with the index of a sample in the dataset returns the index of the sample in the source.
     """
 
     start: int
+    """Position of the first sample in ``order``."""
     num_samples: int
+    """Number of samples of the dataset."""
     order: Permutation | KeptOrder | None = None
-    """Order of the source's samples. The range is a part of this order.
+    """Order of the source's samples. None if they are in the order of the source.
 
-    It is shuffled if samples are documents, so that the held-out part of a sorted source is not biased. If
-    None, the order of the source.
+    The order is shuffled if samples are documents, so that the held-out part of a sorted source is not
+    biased.
     """
 
     def __call__(self, index: int) -> int:
-        """Return the index of the sample in the source."""
+        """Convert the index of a sample in the dataset to its index in the source."""
         position = self.start + index
         return position if self.order is None else self.order(position)
 
     def get_document_range(self, index: int) -> range:
-        """Return the document of a sample, for datasets with one document per sample."""
+        """Return a range with the document of a sample, for datasets with one document per sample."""
         return range(self(index), self(index) + 1)
 
 
@@ -208,7 +225,7 @@ class TrainEvalSplit(NamedTuple):
 
 
 def count_packed_samples(num_tokens: int, seq_len: int, *, shifted: bool) -> int:
-    """Count the complete blocks of ``seq_len`` tokens.
+    """Count the complete blocks of ``seq_len`` tokens in the concatenated documents of a source.
 
     Args:
         num_tokens: Number of tokens of all documents.
@@ -231,7 +248,9 @@ def count_packed_samples(num_tokens: int, seq_len: int, *, shifted: bool) -> int
 def split_packed_blocks(
     num_blocks: int, eval_fraction: float | None, excluded_numbers: npt.NDArray[np.int64] | None = None
 ) -> TrainEvalSplit:
-    """Split packed blocks into a training and a held-out part. The held-out part is the end of the text.
+    """Split blocks of concatenated documents into a training part and a held-out part.
+
+    The held-out part consists of the last blocks, so that documents are divided between the parts only once.
 
     Args:
         num_blocks: Number of blocks.
@@ -252,7 +271,9 @@ def split_packed_blocks(
 def split_documents(
     num_documents: int, eval_fraction: float | None, excluded_numbers: npt.NDArray[np.int64] | None = None
 ) -> TrainEvalSplit:
-    """Split documents into a training and a held-out part, at random but independently of the run's seed.
+    """Split documents into a training part and a held-out part in a shuffled order.
+
+    The order does not depend on the seed of the run, so that all runs hold out the same documents.
 
     Args:
         num_documents: Number of documents.
@@ -289,14 +310,14 @@ def _compute_num_held_out(num_samples: int, eval_fraction: float | None) -> int:
 
 @dataclass(eq=False)
 class CacheSamples(Samples):
-    """Base class of datasets over a range of a token cache.
+    """Base class of datasets that read their samples from a token cache.
 
     Attributes:
         token_cache: Tokens of all documents of the source.
         sample_range: Samples of the source that belong to the dataset.
         seq_len: Number of tokens per sample.
-        includes_columns: Whether batches contain ``data.columns``. The cache may contain columns that the run
-            does not use.
+        includes_columns: Whether batches contain the additional columns of ``data.columns``. If False,
+            columns in the cache are ignored.
     """
 
     token_cache: TokenCache
@@ -308,28 +329,32 @@ class CacheSamples(Samples):
         self.num_samples = self.sample_range.num_samples
 
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """See :meth:`Samples.build_arrays_with_columns`. Columns of ``data.columns`` are ``[batch]``."""
+        """Build all columns. See :meth:`Samples.build_arrays_with_columns`.
+
+        The additional columns are int64 or float32 ``[len(indices)]``. Each sample has the values of its
+        first document.
+        """
         if not self.includes_columns:
             return self.build_arrays(indices)
         numbers = [int(self.list_document_numbers(index)[0]) for _, index in indices]
         return {**self.build_arrays(indices), **self.token_cache.read_extra_columns(numbers)}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the single document of a sample."""
+        """Return a range with the only document of a sample."""
         return self.sample_range.get_document_range(index)
 
     def _find_block_documents(self, index: int) -> range:
-        """Find the documents that a block of concatenated tokens overlaps."""
+        """Return the range of the documents that a block of concatenated tokens overlaps."""
         start = self.sample_range(index) * self.seq_len
         return self.token_cache.find_documents_of_tokens("text", start, start + self.seq_len)
 
 
 class PackedCausalSamples(CacheSamples):
-    """Concatenated documents in blocks of ``seq_len`` tokens, for causal language modeling.
+    """Dataset of blocks of ``seq_len`` tokens from concatenated documents, for causal language modeling.
 
-    Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``. Every token is
-    the label of at most one position, and training and evaluation data share no label. If only some tokens
-    contribute to the loss, the labels of all other tokens are -100.
+    For ``L = seq_len``, sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and
+    ``labels = tokens[i*L+1 : i*L+L+1]``. Every token is the label of at most one position, so that training
+    and evaluation data share no label. The labels of tokens that do not contribute to the loss are -100.
     """
 
     def __post_init__(self) -> None:
@@ -352,21 +377,23 @@ class PackedCausalSamples(CacheSamples):
         return {"input_ids": inputs, "labels": labels}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the documents that a block overlaps."""
+        """Return the range of the documents that a block overlaps."""
         return self._find_block_documents(index)
 
 
 @dataclass(eq=False)
 class PaddedCausalSamples(CacheSamples):
-    """One document per sample, truncated and padded on the right, for causal language modeling.
+    """Dataset of single documents, truncated and padded on the right, for causal language modeling.
 
     Attributes:
         pad_token: Id of the padding token.
-        truncation: Part of a long document that is removed, ``data.truncation``.
-        keep_last_input: Whether the inputs include the last token, although it does not have a label.
-            Otherwise, the last token is only a label.
-        keep_last_input_if_room: Whether the inputs include the last token of a document if the document fits.
-            In contrast to ``keep_last_input``, a longer document still has ``seq_len`` labels.
+        truncation: Value of ``data.truncation``, which selects the part of a long document to remove.
+        keep_last_input: Whether the inputs include the last token of a document, although it does not have a
+            label. A document then keeps at most ``seq_len`` tokens. Otherwise, it keeps one more token, which
+            is only a label.
+        keep_last_input_if_room: Whether the inputs include the last token of a document that has at most
+            ``seq_len`` tokens. In contrast to ``keep_last_input``, a longer document still has ``seq_len``
+            labels.
         image_processor: Processor of the images of the documents. None if the run has no images.
     """
 
@@ -384,7 +411,11 @@ class PaddedCausalSamples(CacheSamples):
         return self._build_document_arrays([self.sample_range(index) for _, index in indices])
 
     def _build_document_arrays(self, numbers: Sequence[int]) -> Arrays:
-        """Build the arrays of documents with these numbers."""
+        """Build the arrays of documents, with one row per document.
+
+        Args:
+            numbers: Numbers of the documents in the token cache.
+        """
         max_tokens = self.seq_len + (not self.keep_last_input)
         kept_slices = [
             get_kept_slice(self.truncation, find_image_cut(self.token_cache, number, max_tokens))
@@ -415,10 +446,10 @@ class PaddedCausalSamples(CacheSamples):
 
 
 class PairSamples(PaddedCausalSamples):
-    """Pairs of documents for preference losses.
+    """Dataset of pairs of documents, for preference losses.
 
-    The chosen and the rejected document of a pair are adjacent in the source. Tensors are ``[batch, 2,
-    tokens]``: chosen first, rejected second.
+    The chosen document and the rejected document of a pair are successive documents of the source. Tensors
+    are ``[batch, 2, tokens]``, where index 0 of the second dimension is chosen and index 1 is rejected.
     """
 
     sequences_per_sample = 2
@@ -432,7 +463,7 @@ class PairSamples(PaddedCausalSamples):
         return {name: values.reshape(len(indices), 2, -1) for name, values in arrays.items()}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the two documents of a pair."""
+        """Return the range of the two documents of a pair."""
         first = 2 * self.sample_range(index)
         return range(first, first + 2)
 
@@ -452,13 +483,14 @@ def select_sequence_of_samples(batch: dict[str, Any], index: int) -> dict[str, A
 
 
 def compute_document_lengths(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Compute for each token the number of inputs of its document.
+    """Compute the length of the document of each token, as a number of input tokens.
 
     Args:
-        inputs: Batch of a model. It contains ``position_ids`` if its samples are packed documents.
+        inputs: Batch of a model. It contains ``position_ids`` if complete documents are packed.
 
     Returns:
-        Lengths, int64 ``[batch, tokens]`` for packed documents and ``[batch, 1]`` otherwise.
+        Lengths, int64 ``[batch, tokens]`` if complete documents are packed. Otherwise ``[batch, 1]``, because
+        a row contains only one document.
     """
     ids, positions, mask = inputs["input_ids"], inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None:
@@ -473,7 +505,8 @@ class PaddedRows(NamedTuple):
 
     Attributes:
         values: Padded rows, int64 ``[rows, length]``.
-        mask: Attention mask, int64 ``[rows, length]``: 1 for a value of a row, 0 for padding.
+        mask: Attention mask, int64 ``[rows, length]``: 1 for a value of a row, and 0 for padding. See
+            :func:`pad_rows` for empty rows.
     """
 
     values: npt.NDArray[np.int64]
@@ -483,7 +516,7 @@ class PaddedRows(NamedTuple):
 def pad_rows(rows: Sequence[npt.NDArray[Any]], length: int, pad_value: int) -> PaddedRows:
     """Pad rows on the right and build their attention mask.
 
-    The mask of an empty row has one 1, because attention over no position is NaN.
+    The mask of an empty row contains one 1, because attention without any position would be NaN.
 
     Args:
         rows: Arrays with at most ``length`` values each.
@@ -501,9 +534,10 @@ def pad_rows(rows: Sequence[npt.NDArray[Any]], length: int, pad_value: int) -> P
 def truncate_keeping_suffix(
     tokens: npt.NDArray[Any], max_length: int, suffix: Sequence[int]
 ) -> npt.NDArray[np.int64]:
-    """Truncate a document to ``max_length`` tokens that still end with the special tokens ``suffix``.
+    """Truncate a document at its end to ``max_length`` tokens, but keep its last special tokens.
 
-    The suffix replaces the last remaining tokens. A document that fits is unchanged.
+    The special tokens ``suffix`` replace the last tokens of the truncated document. A document that has at
+    most ``max_length`` tokens is returned unchanged.
     """
     out = np.array(tokens[:max_length], dtype=np.int64)
     if len(tokens) > max_length and 0 < len(suffix) < max_length:

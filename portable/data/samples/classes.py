@@ -1,4 +1,7 @@
-"""Mapping from labels to the outputs of a classifier: single-label, multi-label or regression."""
+"""Mapping from the labels of the data to the outputs of a classifier.
+
+A classifier is trained on one class per text, on any number of classes per text, or on numbers (regression).
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import LabelKind, TokenCache
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""``problem_type`` of transformers. It selects the loss of a classifier."""
+"""Values of ``problem_type`` in a config of transformers. It selects the loss of a classifier."""
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = PROBLEM_TYPES = get_args(ProblemType)
 
 
 @dataclass(frozen=True)
 class ModelClasses:
-    """Classes of a model before training."""
+    """Classes that a model has before training."""
 
     setting_key: str
-    """Setting that defines the classes, used in error messages."""
+    """Setting or model that defines the classes, used in error messages."""
     names: tuple[str, ...]
     """Class names in the order of their ids."""
 
@@ -35,25 +38,36 @@ class ModelClasses:
         return any(name != f"LABEL_{index}" for index, name in enumerate(self.names))
 
     def would_rename_classes(self, names: Sequence[str]) -> bool:
-        """Return whether the model's classes have no names, so that ``names`` may not mean the same classes.
+        """Return whether the default names LABEL_0, LABEL_1 ... of the model are replaced by other ``names``.
 
-        A model with the default names LABEL_0 ... may have been trained on other classes, or on the same
-        classes in another order. The run prints a note if this returns True.
+        Such a model may have been trained on other classes, or on the same classes in another order. The run
+        therefore prints a note if the result is True. The result is False if all ``names`` are numbers,
+        because these equal the indices of the default names.
         """
         return not self.has_custom_names and names != self.names and not all(map(_is_number, names))
 
 
 @dataclass(frozen=True)
 class LabelMapping:
-    """Outputs of a classifier, which are classes or numbers of a regression, and the output of each label."""
+    """Outputs of a classifier, and the output or value that belongs to each label in the token cache.
+
+    An output is the score of a class, or a number of a regression.
+    """
 
     output_names: tuple[str, ...]
     """Names of the outputs in the order of their ids."""
     output_ids: tuple[int, ...]
-    """Id of each label of the data, in the order of the token cache."""
+    """Output id of each class in the token cache, in the order of ``TokenCache.label_names``.
+
+    Empty if labels are numbers.
+    """
     problem_type: ProblemType = SINGLE_LABEL
+    """Problem type, which selects the loss."""
     regression_values: tuple[float, ...] = ()
-    """For a regression on integers, value of each label of the data, in the order of the token cache."""
+    """Value of each class in the token cache, for a regression on integers. Otherwise empty.
+
+    The cache stores integers as classes.
+    """
 
 
 def map_labels_to_outputs(
@@ -70,13 +84,13 @@ def map_labels_to_outputs(
 
     Args:
         tokens: Token cache with labels.
-        declared_names: Class names that the dataset declares. Its labels are indices of these names. None if
-            there are none.
+        declared_names: Class names that the dataset declares. The labels are then indices into these names.
+            None if the dataset does not declare class names.
         model_classes: Classes or outputs of the model. None if the head is untrained.
         problem_type: ``problem_type`` of the model's config. None to detect it.
 
     Raises:
-        UserError: If the labels do not fit the model.
+        UserError: If the labels do not fit the model or the problem type.
     """
     kind, names = tokens.label_kind, tokens.label_names
     width = len(model_classes.names) if model_classes is not None else int(tokens.meta.get("label_width", 1))
@@ -121,10 +135,10 @@ def map_labels_to_outputs(
 
 
 def _check_no_accidental_regression(tokens: TokenCache) -> None:
-    """Check that a few labels with a fraction do not turn a classification into a regression.
+    """Check that labels are not numbers only because a few of them have a fraction, probably by mistake.
 
     Raises:
-        UserError: If nearly all labels are integers and a few have a fraction.
+        UserError: If less than :data:`_FEW_FRACTIONS` of the labels have a fraction.
     """
     fractions, documents = int(tokens.meta.get("fractions", 0)), tokens.num_documents
     if tokens.label_kind == "values" and 0 < fractions < _FEW_FRACTIONS * documents:
@@ -136,6 +150,7 @@ def _check_no_accidental_regression(tokens: TokenCache) -> None:
 
 
 _FEW_FRACTIONS = 0.1
+"""Share of labels with a fraction below which they are probably mistakes in a classification."""
 
 
 def map_eval_labels_to_outputs(
@@ -145,10 +160,12 @@ def map_eval_labels_to_outputs(
     eval_tokens: TokenCache,
     eval_declared_names: Sequence[str] | None = None,
 ) -> LabelMapping:
-    """Map the labels of evaluation data to the outputs of the training data.
+    """Map the labels of evaluation data to the outputs to which the labels of the training data are mapped.
+
+    Class names are compared. If there is no exact match, letter case is ignored.
 
     Args:
-        training_mapping: Outputs of the model.
+        training_mapping: Mapping of the labels of the training data.
         training_tokens: Token cache of the training data.
         training_declared_names: Class names that the training dataset declares. None if it does not declare
             them.
@@ -190,7 +207,11 @@ def map_eval_labels_to_outputs(
 
 
 def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
-    """Return the name of a label. An integer in the range of ``declared`` is used as an index."""
+    """Return the class name of a label.
+
+    If the dataset declares class names, an integer label is an index into ``declared``. Otherwise, and if the
+    index is out of range, the name is the label as text.
+    """
     inside = declared is not None and isinstance(label, int) and 0 <= label < len(declared)
     return declared[label] if inside else str(label)  # type: ignore[index]
 
@@ -212,6 +233,11 @@ def _check_labels_fit_problem_type(
     kind: LabelKind, names: Sequence[int | str], problem_type: ProblemType
 ) -> None:
     """Check that the kind of the labels fits the problem type.
+
+    Args:
+        kind: Kind of the labels in the token cache.
+        names: Class names in the token cache. If all are integers, they are also numbers for a regression.
+        problem_type: Problem type of the model.
 
     Raises:
         UserError: If the labels do not fit.
@@ -251,13 +277,16 @@ def map_labels_to_class_ids(
     *,
     is_multi_label: bool = False,
 ) -> LabelMapping:
-    """Map each label of the data to the class id of the model.
+    """Map each label of the data to a class id of the model.
+
+    Class names are compared with the model's class names, first exactly and then without letter case.
+    Integers are class ids if the model has no numeric names.
 
     Args:
         labels: Distinct labels, sorted.
-        declared_names: Class names that the dataset declares. None if it does not declare them. Its labels
-            are indices of these names.
-        model_classes: Classes of the model. None if the head is untrained. It then gets the classes of the
+        declared_names: Class names that the dataset declares. The labels are then indices into these names.
+            None if the dataset does not declare class names.
+        model_classes: Classes of the model. None if the head is untrained, so that it gets the classes of the
             data.
         is_multi_label: Whether a text may have any number of classes.
 
@@ -310,7 +339,7 @@ def map_labels_to_class_ids(
 
 
 def _is_number(name: str) -> bool:
-    """Return whether a class name is a number."""
+    """Return whether a class name is the text of a number."""
     try:
         float(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Samples from user-defined code: tensors with the arguments of a model and its loss."""
+"""Samples from user-defined code: tokenized samples that are passed to the model without changes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 
 
 class CustomSamples(Samples):
-    """Range of the samples of a user-defined object with ``__len__`` and ``__getitem__``.
+    """Dataset with a range of the samples of a user-defined object with ``__len__`` and ``__getitem__``.
 
-    Each sample is a mapping with ``input_ids`` and ``labels``, aligned with the logits, and other arguments
-    of the model or ``train.loss``. Values are integers or floats, with the same shapes in every sample.
-    Samples are requested by number in any order.
+    Each sample is a mapping with ``input_ids``, ``labels`` that are aligned with the logits, and optional
+    further arguments of the model or of ``train.loss``. Values are arrays of integers or floats whose shapes
+    are equal in all samples. Samples are requested by number in any order.
 
     Args:
-        name: Name of the object, such as ``my_package.my_module:samples``.
+        name: Import path of the object, such as ``my_package.my_module:samples``.
         records: The object.
-        part: Range of its samples.
+        part: Range of the object's samples that belong to the dataset.
         vocabulary: Number of tokens of the model, to check ``input_ids``. 0 if it is not known.
+
+    Raises:
+        UserError: If the first sample is not valid.
     """
 
     def __init__(self, name: str, records: Any, part: SampleRange, vocabulary: int = 0) -> None:
@@ -48,7 +51,7 @@ class CustomSamples(Samples):
         """Number of tokens per sequence."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the name of the object instead of the object. A worker process loads the object again."""
+        """Pickle the import path instead of the object, so that a worker process imports the object again."""
         return _rebuild_samples, (self._name, self._part, self._vocabulary, plugins.get_notebook_sources())
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
@@ -57,11 +60,21 @@ class CustomSamples(Samples):
         return {key: np.stack([sample[key] for sample in samples]) for key in self._expected_layout}
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the index of the sample in the object."""
+        """Return a range with the number of the sample in the user-defined object."""
         return self._part.get_document_range(index)
 
     def _load_sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        """Load a sample and check its keys, shapes and tokens."""
+        """Load a sample and check its keys, shapes and tokens.
+
+        Args:
+            number: Number of the sample in the user-defined object.
+
+        Returns:
+            Arrays of int64 or float32, keyed by name.
+
+        Raises:
+            UserError: If the sample cannot be loaded or is not valid.
+        """
         subject = f"data.source: {self._name}"
         with plugins.convert_user_errors(f"{subject}: sample {number}"):
             length = len(self._records)
@@ -109,7 +122,11 @@ def _get_shapes_and_dtypes(
 
 
 def _to_sample_array(value: Any) -> npt.NDArray[Any]:
-    """Convert integers and booleans to int64, and floats to float32. Raises TypeError for other dtypes."""
+    """Convert a value of a sample to an array: integers and booleans to int64, and floats to float32.
+
+    Raises:
+        TypeError: If the value has another data type.
+    """
     array = np.asarray(value)
     if array.dtype.kind in "iub":
         return array.astype(np.int64)
@@ -121,6 +138,15 @@ def _to_sample_array(value: Any) -> npt.NDArray[Any]:
 def _rebuild_samples(
     name: str, part: SampleRange, vocabulary: int, sources: Mapping[str, str]
 ) -> CustomSamples:
-    """Load the object again in a worker process. See :meth:`CustomSamples.__reduce__`."""
+    """Rebuild the dataset in a worker process by importing its object again.
+
+    This function is stored in the pickle. See :meth:`CustomSamples.__reduce__`.
+
+    Args:
+        name: Import path of the object.
+        part: Range of the object's samples.
+        vocabulary: Number of tokens of the model. 0 if it is not known.
+        sources: Sources of modules that a notebook defines, from :func:`plugins.get_notebook_sources`.
+    """
     plugins.install_notebook_modules(sources)
     return CustomSamples(name, plugins.load_plugin_value("data.source", name), part, vocabulary)

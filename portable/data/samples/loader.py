@@ -28,15 +28,17 @@ from portable.errors import RunError, UserError
 from portable.private import torch_internals
 
 _PRELOAD_MODULE = "portable.ranks.forkserver_preload"
-_PREFETCHED_BATCHES = 4  # prefetched micro-batches
+_PREFETCHED_BATCHES = 4  # maximum number of micro-batches that the thread prefetches
 BatchIndices = list[EpochIndex]
 """Epochs and indices of the samples of a batch.
 
-A filler row, a copy of sample ``i`` without labels, has the index ``~i``.
+A row with the index ``~i`` is a filler row: a copy of sample ``i`` whose labels do not contribute to the
+loss.
 """
 SequencePart = tuple[int, int]
-"""Index of the part of each sequence that this rank computes, and the number of parts, for context
-parallelism.
+"""Index of the part of each sequence that a context-parallel rank computes, and the number of parts.
+
+``(0, 1)`` is the complete sequence, without context parallelism.
 """
 
 
@@ -44,10 +46,9 @@ class RankMicroBatch(NamedTuple):
     """Samples of one micro-batch of a rank.
 
     Attributes:
-        positions: Positions of the samples in the run. Filler rows are copies of the rank's last sample of
-            the step.
-        num_trained: Number of rows at the start that belong to the step. The other rows are filler without
-            labels.
+        positions: Positions of the samples in the run. Filler rows at the end repeat the position of the
+            rank's last sample of the step.
+        num_trained: Number of rows at the start that are not filler rows.
     """
 
     positions: list[int]
@@ -59,10 +60,11 @@ def iter_rank_positions(
 ) -> Iterator[RankMicroBatch]:
     """Yield the sample positions of each micro-batch of a rank, without end.
 
-    Step *s* takes the samples ``[position + s*G, position + (s+1)*G)`` of the run, for a global batch of *G*
-    samples. Rank *r* of *W* takes the samples from ``r*G // W`` to ``(r+1)*G // W`` of the step in order, one
-    micro-batch at a time. All ranks have the same number of micro-batches per step, with the same size. If
-    *G* is not divisible, the last micro-batches of a rank are filled with copies of its last sample.
+    For a global batch of *G* samples, step *s* (counted from 0) uses the samples
+    ``[position + s*G, position + (s+1)*G)`` of the run. Rank *r* of *W* uses the samples
+    ``[r*G // W, (r+1)*G // W)`` of the step in order. All ranks have the same number of micro-batches per
+    step, with the same size. If a rank does not have enough samples, its last micro-batches are filled with
+    copies of its last sample.
 
     Args:
         position: Number of samples of the run that are already consumed.
@@ -102,24 +104,25 @@ def iter_rank_positions(
 class TrainLoader:
     """Iterable over the micro-batches of a rank, without end.
 
-    It yields dictionaries of CPU tensors with the arguments of ``model.forward`` and with ``labels``: int64
-    ``[micro_batch_size, seq_len]``, or labels of a classifier ``[micro_batch_size]``, float32 for regression.
-    After *s* steps, the position of the run is ``position + s * global_batch_size``.
+    It yields dictionaries of CPU tensors with the arguments of ``model.forward`` and with ``labels``. Labels
+    of a language model are int64 ``[micro_batch_size, seq_len]``. :class:`ClassificationSamples` describes
+    the labels of a classifier. After *s* steps, the run has consumed ``position + s * global_batch_size``
+    samples.
 
-    With ``num_workers`` 0, a thread of this process prefetches. This is the fastest for memory-mapped data:
-    with 8 x 2048 tokens, 0.07 ms per micro-batch, compared to 1 ms and a startup of 2.5 s with worker
-    processes. Otherwise, ``num_workers`` processes prefetch.
+    If ``num_workers`` is 0, a thread of this process prefetches micro-batches. This is fastest for
+    memory-mapped data: a micro-batch of 8 x 2048 tokens takes 0.07 ms, compared to 1 ms with worker
+    processes, which also take 2.5 s to start. Otherwise, ``num_workers`` processes prefetch.
 
     Attributes:
         dataset: Samples to train on.
         seed: Seed of the run, which determines the order of the samples.
-        position: Number of samples that the run has consumed before. It is 0 unless the run resumes.
+        position: Number of samples that the run has already consumed. It is 0 unless the run resumes.
         global_batch_size: Number of samples per step on all ranks.
         micro_batch_size: Number of samples per micro-batch.
         rank: Rank of this process among the data-parallel ranks.
         world_size: Number of data-parallel ranks.
-        sequence_part: Part of each sequence to return.
-        num_workers: Number of worker processes. 0 for a thread.
+        sequence_part: Part of each sequence to return, for context parallelism.
+        num_workers: Number of worker processes. 0 means a thread.
         pin_memory: Whether tensors are copied to pinned memory.
     """
 
@@ -136,11 +139,11 @@ class TrainLoader:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        self._iter_positions()  # raises now instead of at the first batch
+        self._iter_positions()  # raise errors now instead of at the first batch
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Number of micro-batches per step, the same on all ranks."""
+        """Number of micro-batches of each rank per step."""
         return count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
 
     def _iter_positions(self) -> Iterator[RankMicroBatch]:
@@ -154,9 +157,9 @@ class TrainLoader:
         )
 
     def _locate_samples(self, positions: list[int], num_trained: int) -> BatchIndices:
-        """Locate the samples of a micro-batch.
+        """Convert the positions of a micro-batch to epochs and indices of samples.
 
-        Filler rows after the first ``num_trained`` rows get the index ``~index``.
+        Rows after the first ``num_trained`` rows are filler rows, which get the index ``~index``.
         """
         indices = [self.dataset.locate_sample(position, self.seed) for position in positions]
         return indices[:num_trained] + [EpochIndex(epoch, ~index) for epoch, index in indices[num_trained:]]
@@ -169,21 +172,21 @@ class TrainLoader:
 
 @dataclass(eq=False)
 class EvalLoader:
-    """Iterable over all samples once, in order, divided among the ranks.
+    """Iterable over the batches of a rank for one evaluation, which uses each sample once, in order.
 
-    All ranks get the same number of batches.
-
-    Batch *b* of rank *r* of *W* starts at sample ``(b*W + r) * batch_size``. Rows after the last sample are
-    copies of the first sample with all labels -100, or NaN for numeric labels.
+    The batches are distributed among the ranks in turn: batch *b* of rank *r* of *W* starts at sample
+    ``(b*W + r) * batch_size``. All ranks get the same number of batches of the same size. Rows after the last
+    sample are therefore copies of the first sample, with labels that do not contribute to the loss (-100, or
+    NaN for numeric labels).
 
     Attributes:
         dataset: Samples to evaluate on.
         batch_size: Number of samples per batch of a rank.
         rank: Rank of this process among the data-parallel ranks.
         world_size: Number of data-parallel ranks.
-        sequence_part: Part of each sequence to return.
+        sequence_part: Part of each sequence to return, for context parallelism.
         pin_memory: Whether tensors are copied to pinned memory.
-        max_samples: Number of samples to stop after. All samples if None.
+        max_samples: Maximum number of samples to evaluate on, over all ranks. None means all samples.
     """
 
     dataset: Samples
@@ -194,7 +197,7 @@ class EvalLoader:
     sequence_part: SequencePart = (0, 1)
     pin_memory: bool = False
     max_samples: int | None = None
-    """Number of samples to stop after. All samples if None."""
+    """Maximum number of samples to evaluate on, over all ranks. None means all samples."""
 
     @property
     def _num_samples(self) -> int:
@@ -219,15 +222,16 @@ class EvalLoader:
 
 
 EVAL_EPOCH = (1 << 63) - 1
-"""Epoch of all evaluation samples. Because it is fixed, their random masks are the same in every
-evaluation.
+"""Epoch of all evaluation samples. It is fixed, so that the random masks of masked language models are equal
+in every evaluation.
 """
 
 
 def fetch_batch(dataset: Samples, indices: BatchIndices, *, sequence_part: SequencePart = (0, 1)) -> Batch:
     """Build a batch, or one part of its sequences.
 
-    Rows with a negative index, or an index after the last sample, get labels that do not count (-100 or NaN).
+    The labels of filler rows are replaced by labels that do not contribute to the loss: -100, or NaN for
+    numeric labels. Filler rows have a negative index, or an index after the last sample.
 
     Args:
         dataset: Dataset of the samples.
@@ -248,16 +252,17 @@ def fetch_batch(dataset: Samples, indices: BatchIndices, *, sequence_part: Seque
 def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
     """Select one part of the tokens of each sample, for context parallelism.
 
-    The labels are already shifted, so a part needs no label of another part. ``position_ids`` and
-    ``document_lengths`` remain complete, because attention needs the boundaries of all documents.
+    The labels are already shifted, so that a part does not need a label of the next part.
 
     Args:
         batch: Batch with tensors ``[batch, seq_len]``.
         sequence_part: Index of the part and number of parts. Parts have equal lengths.
 
     Returns:
-        ``batch`` itself if there is one part. Otherwise ``input_ids``, ``labels``, positions and document
-        lengths of the part, int64 ``[batch, seq_len / parts]``, without an attention mask.
+        ``batch`` itself if there is only one part. Otherwise the tokens, labels, positions and document
+        lengths of the part, int64 ``[batch, seq_len / parts]``. For packed documents, the complete
+        ``position_ids`` and ``document_lengths`` of the batch are also included, because attention needs the
+        boundaries of all documents.
     """
     index, parts = sequence_part
     if parts == 1:
@@ -268,22 +273,29 @@ def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
     divided = {"input_ids": ids, "labels": batch["labels"], PART_POSITIONS_COLUMN: positions}
     divided[TEXT_TOKENS_COLUMN] = compute_document_lengths(batch).expand(
         ids.shape
-    )  # a part does not contain all tokens of its documents
+    )  # computed here, because a part does not contain all tokens of its documents
     undivided = {name: batch[name] for name in ("position_ids", "document_lengths") if name in batch}
-    # The attention mask is not needed, because causal attention of the tokens does not see the padding at the
-    # end.
+    # The attention mask is left out: in causal attention, tokens cannot attend to the padding after them.
     return undivided | {
         name: values.narrow(1, index * size, size).contiguous() for name, values in divided.items()
     }
 
 
 class BatchIterator(Iterator[Batch]):
-    """Iterator over batches in order. Calling ``close`` or deleting the iterator stops the prefetching.
+    """Iterator over batches in order, which prefetches the next batches.
+
+    Prefetching stops when ``close`` is called or the iterator is deleted.
+
+    Args:
+        fetch: Function that builds a batch from the indices of its samples.
+        batch_indices: Indices of the samples of each batch.
+        num_workers: Number of worker processes. 0 means a thread.
+        pin_memory: Whether tensors are copied to pinned memory.
 
     Attributes:
         num_batches: Number of batches returned so far.
-        wait_seconds: Seconds that the caller has waited for batches.
-        has_ended: Whether the last batch has been returned.
+        wait_seconds: Total time in seconds that the caller has waited for batches.
+        has_ended: Whether the iterator has raised StopIteration, because there are no more batches.
     """
 
     def __init__(
@@ -315,7 +327,7 @@ class BatchIterator(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """Stop the prefetching. The iterator is empty afterwards."""
+        """Stop prefetching and discard prefetched batches. The iterator is empty afterwards."""
         if self._ahead is not None:
             self._ahead.close()
         self._batches = iter(())
@@ -327,7 +339,10 @@ def _iter_worker_batches(
     num_workers: int,
     pin_memory: bool,
 ) -> Iterator[Batch]:
-    """Start worker processes and yield their batches in order."""
+    """Start worker processes, and return an iterator over their batches in order.
+
+    See :class:`BatchIterator` for the arguments.
+    """
     # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
     server = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = copy.copy(multiprocessing.get_context("forkserver" if server else "spawn"))
@@ -360,7 +375,16 @@ def _iter_worker_batches(
 def _iter_batches_or_raise(
     names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]
 ) -> Iterator[Batch]:
-    """Yield the batches of worker processes. Raises the errors of workers in this process."""
+    """Yield the batches of worker processes, and raise the errors of workers in this process.
+
+    Args:
+        names: Names of the semaphores of the loader's queues. They are removed once all workers have started.
+        loader: Loader whose workers return a batch or an error.
+
+    Raises:
+        RunError: If a worker has raised a RunError or was killed.
+        UserError: If a worker has raised a UserError.
+    """
     with block_interrupts_in_children():
         batches = iter(loader)
     for number in count():
@@ -386,12 +410,12 @@ def _iter_batches_or_raise(
 
 
 def build_worker_death_error(error: BaseException) -> RunError | None:
-    """Build the error for a dead worker process if torch raised ``error`` for this reason.
+    """Build the error for a worker process that has died, if torch raised ``error`` for this reason.
 
-    torch raises it in a signal handler, so it can interrupt any code of the main thread.
+    Any code of the main thread may raise ``error``, because torch raises it in a signal handler.
 
     Returns:
-        None if ``error`` was not caused by a dead worker.
+        The error to raise instead. None if ``error`` was not caused by a dead worker.
     """
     is_worker_death = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
     return _build_worker_killed_error() if is_worker_death else None
@@ -405,11 +429,12 @@ def _build_worker_killed_error() -> RunError:
 
 
 class _SemaphoreNames:
-    """Names of the semaphores of the queues between a loader and its workers.
+    """Manager of the names in /dev/shm of the semaphores that a loader's queues use.
 
-    Workers open the semaphores by name. If all processes are killed, nothing removes the names from /dev/shm.
-    Each name is therefore removed as soon as every worker has opened its semaphores. The names contain the
-    process ID of their creator, so that the next run removes the names of a run that was killed before that.
+    Workers open the semaphores by name. If all processes are killed, nothing removes the names. The names are
+    therefore removed as soon as every worker has opened its semaphores. A run that is killed before this
+    leaves names in /dev/shm. The names contain the process ID of their creator, so that the next run can
+    remove them.
 
     Args:
         context: Context of ``multiprocessing`` that creates the queues.
@@ -423,14 +448,17 @@ class _SemaphoreNames:
         self._prefix = f"mp-portable-{namespace.stat().st_ino}-" if namespace.exists() else ""
 
     def make_queue(self) -> Any:
-        """Create a queue and record it."""
+        """Create a queue whose semaphores have names with the process ID, and record the queue."""
         prefix = f"/{self._prefix}{os.getpid()}" if self._prefix else "/mp"
         with torch_internals.prefix_semaphores(prefix):
             self._queues.append(self._make())
         return self._queues[-1]
 
     def remove_leftovers(self) -> None:
-        """Delete the semaphores in ``/dev/shm`` whose creators are dead. Does nothing without a prefix."""
+        """Delete the semaphores in ``/dev/shm`` of earlier runs whose processes no longer exist.
+
+        Does nothing on systems without ``/proc``, because the names then do not contain process IDs.
+        """
         if not self._prefix:
             return
         for path in Path("/dev/shm").glob(f"sem.{self._prefix}*"):
@@ -443,14 +471,15 @@ class _SemaphoreNames:
                 continue
 
     def unlink_names(self) -> None:
-        """Remove the names. The semaphores remain usable."""
+        """Remove the names of all recorded queues. Workers can still use the semaphores that they opened."""
         torch_internals.unlink_semaphores(self._queues)
 
 
 class _LockFreeEvent:
     """Event that processes share without a lock.
 
-    A process that is killed while it reads the event cannot leave a locked lock.
+    ``multiprocessing.Event`` has a lock, which a process that is killed while it reads the event would leave
+    locked.
     """
 
     def __init__(self, context: Any) -> None:
@@ -464,7 +493,7 @@ class _LockFreeEvent:
 
 
 class _BatchIndexSampler(Sampler[BatchIndices]):
-    """Sampler that yields the given indices of batches."""
+    """Sampler that passes the indices of each batch to the DataLoader."""
 
     def __init__(self, indices: Iterable[BatchIndices]) -> None:
         self._places = indices
@@ -474,7 +503,10 @@ class _BatchIndexSampler(Sampler[BatchIndices]):
 
 
 class _BatchFetchingDataset(Dataset[Batch | RunError | UserError]):
-    """Dataset that a worker process indexes with all samples of a batch at once."""
+    """Dataset whose items are batches. A worker process indexes it with the indices of a batch's samples.
+
+    If building a batch raises RunError or UserError, the item is the error.
+    """
 
     def __init__(self, fetch: Callable[[BatchIndices], Batch]) -> None:
         self._batch = fetch
@@ -488,7 +520,10 @@ class _BatchFetchingDataset(Dataset[Batch | RunError | UserError]):
 
 
 class _ThreadPrefetcher(Iterator[Batch]):
-    """Iterator over batches that a thread of this process builds and pins during the step."""
+    """Iterator over batches that a thread of this process builds and pins while the model computes a step.
+
+    See :class:`BatchIterator` for the arguments. The attribute ``close`` is a function that stops the thread.
+    """
 
     def __init__(
         self, fetch: Callable[[BatchIndices], Batch], batch_indices: Iterable[BatchIndices], pin_memory: bool
@@ -504,7 +539,7 @@ class _ThreadPrefetcher(Iterator[Batch]):
             name="read-ahead",
             daemon=True,
         )
-        # Runs when this object is deleted, or at exit, before the interpreter shuts down.
+        # The function also runs when this object is deleted, or at exit, before the interpreter shuts down.
         self.close = weakref.finalize(self, _stop_prefetching, self._ready, stop, thread)
         self._end: BaseException | None = None
         thread.start()
@@ -525,7 +560,17 @@ def _prefetch_batches(
     ready: queue.Queue[Batch | BaseException],
     stop: threading.Event,
 ) -> None:
-    """Put batches, and finally an exception, into the queue. This is the target of the thread."""
+    """Put batches into a queue, until ``stop`` is set. The prefetching thread runs this function.
+
+    Finally, StopIteration or the exception that has occurred is put into the queue.
+
+    Args:
+        fetch: Function that builds a batch from the indices of its samples.
+        batch_indices: Indices of the samples of each batch.
+        device: Index of the device for which tensors are pinned. None if they are not pinned.
+        ready: Queue for the batches.
+        stop: Event that ends the thread.
+    """
     try:
         if device is not None:
             torch.accelerator.set_device_index(device)
@@ -544,7 +589,7 @@ def _prefetch_batches(
 def _stop_prefetching(
     ready: queue.Queue[Batch | BaseException], stop: threading.Event, thread: threading.Thread
 ) -> None:
-    """Set the stop event, empty the queue, and wait for the thread."""
+    """Stop the prefetching thread: set the stop event, empty the queue, and wait up to 5 s for the thread."""
     stop.set()
     with contextlib.suppress(queue.Empty):
         while True:

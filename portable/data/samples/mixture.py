@@ -1,13 +1,14 @@
 """Mixture of several sources with fixed shares.
 
 The module maps each position of a run to a source and to a position in that source. A binary tree over the
-sources divides the positions. Each node divides its positions between its two halves in the ratio of their
-weights: of the first ``n`` positions, the left half gets ``n * left / total``, rounded to the nearest
-integer. Source and position in the source therefore follow from integers on the path to a leaf, without a
-table and without a loop over previous positions. In any prefix of the run, the number of samples of a source
-differs from its exact share by at most half of ``log2(sources)``, rounded up.
+sources divides the positions. Each node divides its positions between its two halves of the sources in the
+ratio of their weights: of the node's first ``n`` positions, the left half gets ``n * left / total``, rounded
+to the nearest integer. Source and position in the source are therefore computed on the path from the root to
+a leaf, without a table and without a loop over previous positions. After any number of samples, the number of
+samples of a source differs from its exact share by at most half of the tree's depth, which is
+``ceil(log2(sources))``.
 
-The values are part of the checkpoint format, like the values of :mod:`portable.data.samples.order`.
+The assignment must not change in later versions, because a resumed run would then read other samples.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ class SourceIndex(NamedTuple):
 
 
 class WeightedInterleaving:
-    """Assignment of positions 0, 1, 2 ... to sources in the ratio of their weights.
+    """Assignment of the positions 0, 1, 2 ... to sources in the ratio of their weights.
 
     Args:
-        weights: Weight of each source, at least 0 and not all 0. A float such as ``0.1`` is used as the exact
-            decimal number.
+        weights: Weight of each source, at least 0. Their sum must be more than 0. A float such as ``0.1`` is
+            used as the exact decimal number.
+
+    Raises:
+        ValueError: If the weights are not valid.
     """
 
     def __init__(self, weights: Sequence[float | int | Fraction]) -> None:
@@ -56,17 +60,25 @@ class WeightedInterleaving:
         return len(self._sums) - 1
 
     def _split_at_middle_source(self, first: int, last: int, positions: int) -> tuple[int, int]:
-        """Divide ``positions`` between the two halves of the sources ``[first, last)``.
+        """Divide the first ``positions`` positions of a node between the two halves of its sources.
+
+        Args:
+            first: Index of the first source of the node.
+            last: Index after the last source of the node.
+            positions: Number of positions.
 
         Returns:
-            Index of the first source of the right half, and number of positions for the left half.
+            Index of the first source of the right half, and number of positions of the left half.
         """
         middle = (first + last) // 2
         left_weight, total = self._sums[middle] - self._sums[first], self._sums[last] - self._sums[first]
         return middle, (2 * positions * left_weight + total) // (2 * total) if total else 0
 
     def __call__(self, position: int) -> SourceIndex:
-        """Return the source at ``position``, and the number of previous positions with the same source."""
+        """Return the source at a position, and how many previous positions have the same source.
+
+        This number is the position within the source.
+        """
         first, last = 0, len(self)
         while last - first > 1:
             middle, before = self._split_at_middle_source(first, last, position)
@@ -94,10 +106,15 @@ class WeightedInterleaving:
 
 
 class MixtureSchedule:
-    """Mixture whose weights change at some positions of the run. Each source continues at its own position.
+    """Assignment of positions to sources with weights that change at some positions of the run.
+
+    When the weights change, each source continues after its last sample.
 
     Args:
-        phases: First position and weights of each phase. The first positions begin with 0 and increase.
+        phases: First position and weights of each phase. The first positions must increase from 0.
+
+    Raises:
+        ValueError: If the first positions are not valid.
     """
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[float | int | Fraction]]]) -> None:
@@ -113,13 +130,16 @@ class MixtureSchedule:
             self._before.append([a + b for a, b in zip(self._before[-1], counted, strict=True)])
 
     def __call__(self, position: int) -> SourceIndex:
-        """Return the source at ``position``, and the number of previous positions with the same source."""
+        """Return the source at a position, and how many previous positions (of all phases) have that source.
+
+        This number is the position within the source.
+        """
         phase = bisect_right(self._starts, position) - 1
         source, index = self._phases[phase](position - self._starts[phase])
         return SourceIndex(source, self._before[phase][source] + index)
 
     def count_per_source(self, num_positions: int) -> list[int]:
-        """Count how many of the first ``positions`` positions each source gets."""
+        """Count how many of the first ``num_positions`` positions of the run each source gets."""
         phase = max(0, bisect_right(self._starts, num_positions) - 1)
         phase_counts = self._phases[phase].count_per_source(num_positions - self._starts[phase])
         return [a + b for a, b in zip(self._before[phase], phase_counts, strict=True)]
@@ -131,7 +151,7 @@ class MixtureShare:
 
     Attributes:
         weight: Weight relative to the weights of the other sources.
-        epochs: Number of passes over the source in one pass over the mixture.
+        epochs: Number of epochs of the source in one epoch of the mixture.
     """
 
     weight: float | None = None
@@ -139,19 +159,23 @@ class MixtureShare:
 
 
 class MixtureSamples(Samples):
-    """Samples of several sources.
+    """Dataset that mixes the samples of several sources.
 
-    Samples are numbered consecutively: all samples of the first source, then of the second source, and so on.
+    Sample indices are consecutive: first all samples of the first source, then all samples of the second
+    source, and so on.
 
-    Each source has its own epochs, each in its own order. A source whose weight exceeds its share of the
-    samples starts its next epoch sooner. Within an epoch, each sample of a source occurs at most once.
+    Each source has its own epochs with different orders. A source with a larger weight starts its next epoch
+    sooner. Within an epoch of a source, each of its samples occurs once.
 
     Args:
         sources: Samples of each source, keyed by name.
         shares: Share of each source, keyed by name. All shares have weights, or all have epochs.
-        phases: First position and weights, keyed by name, of each phase. They replace the weights of
-            ``shares``.
+        phases: First position of each phase of the weight schedule, and its weights, keyed by name. The
+            weights of ``shares`` apply before the first phase.
         with_source_column: Whether batches have the column ``source`` with the index of the source.
+
+    Raises:
+        UserError: If the sources have different columns.
     """
 
     def __init__(
@@ -213,16 +237,19 @@ class MixtureSamples(Samples):
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples in one pass over the mixture.
+        """Number of samples in one epoch of the mixture.
 
-        If the shares are epochs, a pass contains each source this many times.
+        If the shares are epochs, these are the samples of that many epochs of each source. Otherwise, it is
+        the number of samples of all sources.
         """
         return self._epoch_samples
 
     def locate_sample(self, position: int, seed: int) -> EpochIndex:
-        """Return epoch and index of the sample at a position of a run.
+        """Return epoch and index of the sample at a position of a run. The epoch is counted for its source.
 
-        The epoch is the epoch of its source.
+        Args:
+            position: Position of the sample in the run.
+            seed: Seed of the run.
         """
         source, source_position = self.schedule(position)
         epoch, index = self.source_samples[source].locate_sample(
@@ -236,16 +263,16 @@ class MixtureSamples(Samples):
         return SourceIndex(source, index - self._starts[source])
 
     def get_source_name(self, index: int) -> str:
-        """Return the name of the source of a sample. For a stream, the name of the file follows."""
+        """Return the name of the source of a sample. For a stream, it is followed by the name of the file."""
         source, source_index = self.locate_in_source(index)
         return (
             f"{self.source_names[source]} {self.source_samples[source].get_source_name(source_index)}".strip()
         )
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build all columns of the samples.
+        """Build all columns of the samples, ``[len(indices), ...]``.
 
-        Shorter samples of a source are padded with zeros on the right.
+        If the shapes of a column differ between sources, smaller arrays are padded with zeros at their ends.
         """
         rows: dict[int, list[int]] = {}
         owners = [self.locate_in_source(index) for _, index in indices]
@@ -285,12 +312,15 @@ class MixtureSamples(Samples):
             part.close()
 
     def compute_consumed_digest(self, position: int) -> str:
-        """Compute the digests of all sources, each up to its own position."""
+        """Compute the digests of all sources, separated by spaces.
+
+        Each digest is of the source's samples among the first ``position`` samples of the run.
+        """
         taken = zip(self.source_samples, self.schedule.count_per_source(position), strict=True)
         return " ".join(part.compute_consumed_digest(count) for part, count in taken)
 
     def list_document_numbers(self, index: int) -> Sequence[int]:
-        """List the numbers of the documents in their source."""
+        """List the documents of a sample, by their numbers in the source of the sample."""
         source, source_index = self.locate_in_source(index)
         return self.source_samples[source].list_document_numbers(source_index)
 

@@ -2,10 +2,10 @@
 
 :class:`Permutation` is a keyed bijection of ``range(n)``: a balanced Feistel network over the smallest even
 number of bits that fits ``n``, with cycle walking to stay in the range (Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", 2002). It needs no table. The position in the data is therefore a single integer,
-and a run resumes immediately with any world size.
+Arbitrary Finite Domains", 2002). No table of shuffled indices is needed. The position of a run in the data is
+therefore a single integer, and a run resumes immediately with any world size.
 
-The values are part of the checkpoint format: a change would alter every resumed run.
+The order must not change in later versions, because a resumed run would then read other samples.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _mix_bits_of_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Permutation:
-    """Bijection of ``range(n)``, keyed by seed and epoch.
+    """Shuffled order of ``range(n)``, as a function that is determined by seed and epoch.
 
-    Calling it with an index takes O(1) time and no memory.
+    A call with an index takes O(1) time and needs no table.
 
     Attributes:
         n: Number of indices.
@@ -82,9 +82,10 @@ class Permutation:
         return self.n
 
     def __call__(self, index: int) -> int:
-        """Map an index in ``range(n)`` to its index in the permutation.
+        """Return the element of ``range(n)`` at position ``index`` of the shuffled order.
 
-        Raises IndexError if it is out of range.
+        Raises:
+            IndexError: If ``index`` is not in ``range(n)``.
         """
         if not 0 <= index < self.n:
             raise IndexError(f"index {index} is outside range({self.n})")
@@ -98,9 +99,16 @@ class Permutation:
                 return index
 
     def permute_array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Map an array of indices of any shape. Returns int64 of the same shape.
+        """Return the elements of ``range(n)`` at several positions of the shuffled order.
 
-        Raises IndexError if an index is out of range.
+        Args:
+            indices: Positions, an array of any shape.
+
+        Returns:
+            Elements, int64 with the shape of ``indices``.
+
+        Raises:
+            IndexError: If an index is not in ``range(n)``.
         """
         index_array = np.asarray(indices, dtype=np.int64)
         if index_array.size and not (index_array.min() >= 0 and index_array.max() < self.n):
@@ -121,7 +129,7 @@ class Permutation:
 
 @lru_cache(maxsize=16)
 def get_epoch_permutation(n: int, seed: int, epoch: int) -> Permutation:
-    """Return the order of one epoch. The last 16 permutations are cached."""
+    """Return the shuffled order of ``n`` samples or shards in one epoch. The last 16 orders are cached."""
     return Permutation(n, seed, epoch)
 
 
@@ -147,14 +155,17 @@ def derive_seed(name: str, seed: int) -> int:
 
 
 def compute_first_sample_of_rank(global_batch_size: int, rank: int, world_size: int) -> int:
-    """Compute the index of a rank's first sample in the global batch.
+    """Compute the index of a rank's first sample within the global batch.
 
-    Numbers of samples per rank differ by at most one.
+    The samples of the global batch are divided so that the numbers of samples per rank differ by at most one.
     """
     return rank * global_batch_size // world_size
 
 
 def count_accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Count the micro-batches per step. The number is the same on all ranks."""
+    """Count the micro-batches of a rank per step.
+
+    The number is equal on all ranks, because ranks with fewer samples fill their last micro-batches.
+    """
     largest_share = -(-global_batch_size // world_size)
     return -(-largest_share // micro_batch_size)

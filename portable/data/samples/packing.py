@@ -1,12 +1,13 @@
 """Packing of complete documents into samples of a fixed length.
 
-A plan assigns documents to samples. It depends only on the lengths of the documents, so it is the same on
-every rank and machine. It is computed once and stored next to the token cache, in the format of a token
-cache: a sample is stored like a document, and the numbers of its documents are stored like tokens.
+A plan assigns documents to samples. The plan depends only on the lengths and the order of the documents, so
+that it is equal on all ranks and machines. It is computed once and stored next to the token cache, in the
+format of a token cache: a sample is stored like a document, and the numbers of its documents are stored like
+tokens.
 
-Documents are packed by best fit, longest first, in windows of :data:`WINDOW` documents. The windows follow
-the shuffled order of the dataset. They bound the memory, and are large enough that they cost no additional
-padding.
+Documents are packed by best fit, longest first, in windows of :data:`WINDOW` successive documents in the
+shuffled order of the dataset. Windows bound the memory. They are so large that they cause almost no
+additional padding.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from portable.data.samples.order import EpochIndex
 
 Integers = npt.NDArray[np.int64]
+"""Array of int64."""
 WINDOW = 1 << 20
 """Number of documents that are packed together."""
 _PLAN_VERSION = 1  # version of the plans; a change would alter the samples of every resumed run
@@ -42,11 +44,11 @@ _FIELD = "documents"
 
 
 class PackedWindow(NamedTuple):
-    """Samples of one window of documents.
+    """Packed samples of one window of documents.
 
     Attributes:
         documents: Numbers of the documents, sample after sample, int64 ``[documents]``.
-        lengths: Number of positions that each of these documents takes, int64 ``[documents]``.
+        lengths: Number of positions that each of these documents occupies, int64 ``[documents]``.
         document_counts: Number of documents in each sample, int64 ``[samples]``.
     """
 
@@ -56,7 +58,7 @@ class PackedWindow(NamedTuple):
 
 
 class PackedBins(NamedTuple):
-    """Items packed into bins.
+    """Result of packing items into bins.
 
     Attributes:
         items: Indices of the items, bin after bin, int64 ``[items]``.
@@ -69,22 +71,22 @@ class PackedBins(NamedTuple):
 
 @dataclass(eq=False)
 class PackedDocumentSamples(CacheSamples):
-    """Complete documents, concatenated, with padding on the right at the end of each sample.
+    """Dataset of samples with several complete documents, followed by padding, for causal language modeling.
 
-    A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: every token except the last one is
-    an input, and its label is the next token. No label therefore belongs to another document. The packed
-    documents have the same labels as the unpacked documents.
+    A document of *n* tokens occupies *n* - 1 positions, at most ``seq_len``. Every token except the last one
+    is an input, whose label is the next token of the same document. The documents therefore have the same
+    labels as without packing.
 
     ``position_ids`` start at 0 in each document and are 0 in the padding. ``document_lengths`` is int64
-    ``[batch, maximum number of documents per sample + 1]``: the number of positions of each document, then of
-    the padding, then zeros. Each row sums to ``seq_len``.
+    ``[batch, maximum number of documents per sample + 1]``. A row contains the number of positions of each
+    document, then the number of padding positions, then zeros, and its sum is ``seq_len``.
 
     Attributes:
         plan: Plan from :func:`load_or_build_packing_plan`.
         pad_token: Id of the padding token.
-        truncation: Part of a long document that is removed, ``data.truncation``.
-        keep_last_input_if_room: Whether the inputs include the last token of a document, without a label, if
-            it fits.
+        truncation: Value of ``data.truncation``, which selects the part of a long document to remove.
+        keep_last_input_if_room: Whether the last token of a document that has at most ``seq_len`` tokens is
+            also an input, without a label.
     """
 
     plan: TokenCache
@@ -98,7 +100,10 @@ class PackedDocumentSamples(CacheSamples):
         self.mean_context_length = sizes.seen / sizes.filled
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build ``input_ids``, ``labels``, ``position_ids`` and ``document_lengths``."""
+        """Build ``input_ids``, ``labels``, ``position_ids`` and ``document_lengths``.
+
+        See the class for their shapes.
+        """
         shape, kept_slice = (len(indices), self.seq_len), get_kept_slice(self.truncation, self.seq_len + 1)
         inputs, labels = np.full(shape, self.pad_token), np.full(shape, IGNORED_LABEL)
         positions, lengths = np.empty(shape, np.int64), np.zeros((len(indices), self._most + 1), np.int64)
@@ -124,7 +129,7 @@ class PackedDocumentSamples(CacheSamples):
         }
 
     def list_document_numbers(self, index: int) -> Sequence[int]:  # type: ignore[override]
-        """Return the documents of a sample, in order."""
+        """Return the numbers of the documents of a sample, in order."""
         numbers: list[int] = self.plan.read_document(_FIELD, index).tolist()
         return numbers
 
@@ -132,13 +137,14 @@ class PackedDocumentSamples(CacheSamples):
 def load_or_build_packing_plan(
     tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
 ) -> TokenCache:
-    """Open the packing plan of a range of documents in the cache, or compute and store it.
+    """Open the packing plan of a range of documents if it is in the cache. Otherwise, compute and store it.
 
     Args:
         tokens: Token cache of the documents.
         part: Range of the documents to pack.
         seq_len: Number of positions per sample.
-        keep_last_input_if_room: Whether the last token of a document takes a position.
+        keep_last_input_if_room: Whether the last token of a document also occupies a position, if the
+            document has at most ``seq_len`` tokens.
 
     Raises:
         UserError: If no document has two tokens, or the cache is not writable.
@@ -163,14 +169,14 @@ def load_or_build_packing_plan(
 
 @dataclass
 class PackingStats:
-    """Numbers of packed samples and of their tokens.
+    """Statistics of packed samples.
 
     Attributes:
         seq_len: Number of positions per sample.
         samples: Number of samples.
         filled: Number of positions with a token, in all samples.
-        seen: Sum of the squared lengths of all documents. Divided by ``filled``, it is the mean context
-            length of a token.
+        seen: Sum of the squared lengths of all documents. ``seen / filled`` is the mean length of a token's
+            document.
         most: Maximum number of documents per sample.
     """
 
@@ -181,10 +187,10 @@ class PackingStats:
     most: int = 0
 
     def add_samples(self, lengths: Integers, counts: Integers) -> None:
-        """Count samples.
+        """Add samples to the statistics.
 
         Args:
-            lengths: Number of positions of each document, int64 ``[documents]``.
+            lengths: Number of positions that each document occupies, int64 ``[documents]``.
             counts: Number of documents in each sample, int64 ``[samples]``.
         """
         self.samples += len(counts)
@@ -201,7 +207,11 @@ class PackingStats:
 def compute_packing_stats(
     tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
 ) -> PackingStats:
-    """Compute the statistics of a packing plan, or read them from the plan in the cache. Writes nothing."""
+    """Compute the statistics of a packing plan, without storing the plan.
+
+    If the plan is in the cache, its statistics are read. See :func:`load_or_build_packing_plan` for the
+    arguments.
+    """
     sizes = PackingStats(seq_len)
     if (
         plan := TokenCache.open_if_intact(_get_plan_folder(tokens, part, seq_len, keep_last_input_if_room))
@@ -215,7 +225,7 @@ def compute_packing_stats(
 def _get_plan_folder(
     tokens: TokenCache, part: SampleRange, seq_len: int, keep_last_input_if_room: bool
 ) -> Path:
-    """Return the folder of a plan. It may not exist yet."""
+    """Return the cache folder of a packing plan. The folder may not exist yet."""
     content = (
         f"{_PLAN_VERSION} {CACHE_FORMAT} {tokens.fingerprint} {seq_len} {part}"
         f"{' with_last' * keep_last_input_if_room}"
@@ -226,7 +236,10 @@ def _get_plan_folder(
 def _iter_packed_windows(
     tokens: TokenCache, part: SampleRange, seq_len: int, keep_last_input_if_room: bool
 ) -> Iterator[PackedWindow]:
-    """Pack each window of documents."""
+    """Yield the packed samples of each window of documents.
+
+    Documents without a label are left out. See :func:`load_or_build_packing_plan` for the arguments.
+    """
     lengths = np.empty(tokens.num_documents, np.uint32)
     for start in range(0, tokens.num_documents, WINDOW):
         offsets = tokens.offsets["text"][start : start + WINDOW + 1].astype(np.int64)
@@ -245,10 +258,10 @@ def _iter_packed_windows(
 
 
 def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
-    """Pack items into bins: the longest item first, each into the fullest bin with enough room.
+    """Pack items into bins by best fit: the longest item first, each into the fullest bin with enough room.
 
-    Items of equal length are placed together, and bins with equal room are handled together. The time after
-    sorting therefore depends on the number of different lengths instead of the number of items.
+    Items of equal length are packed together, and so are bins with equal room. The time after sorting
+    therefore depends on the number of different lengths instead of the number of items.
 
     Args:
         lengths: Lengths of the items, from 1 to ``capacity``, int64 ``[items]``.

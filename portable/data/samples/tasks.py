@@ -24,11 +24,16 @@ LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 """Function that computes the decoder's inputs from the labels, both int64 ``[batch, tokens]``."""
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
-"""Share of tokens that are targets of masked language modeling."""
+"""Share of tokens that a masked language model must predict."""
 
 
 class _MaskedTokens(NamedTuple):
-    """One masked sample: inputs with masked targets, and labels with -100 at all other positions."""
+    """One masked sample.
+
+    Attributes:
+        inputs: Tokens with masked targets, int64 ``[tokens]``.
+        labels: Original tokens of the targets, and -100 at all other positions, int64 ``[tokens]``.
+    """
 
     inputs: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
@@ -36,18 +41,18 @@ class _MaskedTokens(NamedTuple):
 
 @dataclass(eq=False)
 class MaskedLMSamples(CacheSamples):
-    """Samples for masked language modeling (Devlin et al., "BERT", 2018).
+    """Dataset for masked language modeling (Devlin et al., "BERT", 2018).
 
-    15% of the tokens that are not special are targets, at least one per sample. 80% of the targets are
-    replaced by the mask token, 10% by a random token, and 10% are unchanged. The choice depends only on seed,
-    epoch and sample.
+    15% of the tokens that are not special are targets, but at least one per sample. 80% of the targets are
+    replaced by the mask token, 10% by a random token, and 10% are unchanged. The random choice depends only
+    on seed, epoch and sample.
 
     Attributes:
         vocabulary: Special tokens and size of the tokenizer.
         mask_token: Id of the mask token.
         suffix: Special tokens after a text.
         seed: Seed of the random masks.
-        is_packed: Whether samples are blocks of the concatenated texts.
+        is_packed: Whether samples are blocks of concatenated texts. Otherwise, each text is padded.
         label_shift: Function that computes the decoder's inputs from the labels. None if the model does not
             have a decoder.
     """
@@ -60,7 +65,11 @@ class MaskedLMSamples(CacheSamples):
     label_shift: LabelShift | None = None
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build ``input_ids`` and ``labels``, with ``attention_mask`` if samples are padded."""
+        """Build ``input_ids`` and ``labels``, int64 ``[len(indices), seq_len]``.
+
+        If texts are padded, there is also ``attention_mask``. If the model has a decoder, there is also
+        ``decoder_input_ids``.
+        """
         masked_samples = [self._mask_tokens(epoch, self.sample_range(index)) for epoch, index in indices]
         inputs, mask = pad_rows(
             [sample.inputs for sample in masked_samples], self.seq_len, self.vocabulary.pad_token
@@ -74,11 +83,14 @@ class MaskedLMSamples(CacheSamples):
         return arrays
 
     def list_document_numbers(self, index: int) -> range:
-        """Return the indices of a sample's documents: several if samples are packed, otherwise one."""
+        """Return the range of a sample's documents: several if samples are packed, otherwise one."""
         return self._find_block_documents(index) if self.is_packed else super().list_document_numbers(index)
 
     def _read_sample_tokens(self, number: int) -> npt.NDArray[np.int64]:
-        """Read the tokens of a document, or of a block if samples are packed."""
+        """Read the tokens of the document ``number``, truncated to ``seq_len``.
+
+        If samples are packed, read the block ``number`` instead.
+        """
         if not self.is_packed:
             return truncate_keeping_suffix(
                 self.token_cache.read_document("text", number), self.seq_len, self.suffix
@@ -87,11 +99,11 @@ class MaskedLMSamples(CacheSamples):
         return np.array(self.token_cache.tokens["text"][start : start + self.seq_len], dtype=np.int64)
 
     def _mask_tokens(self, epoch: int, number: int) -> _MaskedTokens:
-        """Mask the tokens of a sample.
+        """Read the tokens of a sample, and select and mask its targets.
 
         Args:
-            epoch: Epoch of the sample.
-            number: Index of the document, or of the block if samples are packed.
+            epoch: Epoch of the sample, which determines the random choice together with seed and number.
+            number: Number of the document, or of the block if samples are packed.
         """
         tokens = self._read_sample_tokens(number)
         key = np.array([self.seed & _U64, epoch], dtype=np.uint64)
@@ -111,14 +123,16 @@ class MaskedLMSamples(CacheSamples):
 
 @dataclass(eq=False)
 class Seq2SeqSamples(CacheSamples):
-    """Source and target texts, both padded. The decoder's inputs are the labels shifted right by one.
+    """Dataset of source texts and target texts, both truncated and padded.
+
+    The decoder's inputs are the labels, shifted right by one.
 
     Attributes:
         vocabulary: Special tokens and size of the tokenizer.
         suffix: Special tokens after a source text.
-        decoder_start_token_id: First decoder input, or ``LAST_LABEL``.
-        target_suffix: Special tokens after a target text. None if they are the same as ``suffix``.
-        target_seq_len: Maximum length of a target in tokens. None if it is ``seq_len``.
+        decoder_start_token_id: First decoder input: a token id, or ``LAST_LABEL``.
+        target_suffix: Special tokens after a target text. None means ``suffix``.
+        target_seq_len: Length of target rows in tokens. None means ``seq_len``.
     """
 
     vocabulary: Vocabulary
@@ -128,7 +142,11 @@ class Seq2SeqSamples(CacheSamples):
     target_seq_len: int | None = None
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build ``input_ids``, ``attention_mask``, ``decoder_input_ids`` and ``labels``."""
+        """Build ``input_ids``, ``attention_mask``, ``decoder_input_ids`` and ``labels``.
+
+        All are int64: the first two ``[len(indices), seq_len]``, the others ``[len(indices),
+        target_seq_len]``.
+        """
         numbers = [self.sample_range(index) for _, index in indices]
         pad, length = self.vocabulary.pad_token, self.target_seq_len or self.seq_len
         inputs, mask = pad_rows(
@@ -147,7 +165,7 @@ class Seq2SeqSamples(CacheSamples):
     def _read_truncated_field(
         self, field: str, numbers: Sequence[int], length: int, suffix: Sequence[int]
     ) -> list[npt.NDArray[np.int64]]:
-        """Read and truncate one field of documents."""
+        """Read one field of documents, each truncated to ``length`` tokens that end with ``suffix``."""
         return [
             truncate_keeping_suffix(self.token_cache.read_document(field, number), length, suffix)
             for number in numbers
@@ -156,16 +174,17 @@ class Seq2SeqSamples(CacheSamples):
 
 @dataclass(eq=False)
 class ClassificationSamples(CacheSamples):
-    """Texts or pairs of texts with labels.
+    """Dataset of texts or pairs of texts with labels, truncated and padded.
 
-    Labels are class ids, int64 ``[batch]``. With several classes per text, labels are 0 or 1, float32
-    ``[batch, classes]``. For a regression, labels are float32 ``[batch]`` or ``[batch, numbers]``.
+    Labels are class ids, int64 ``[batch]``. If a text may have several classes, labels are scores from 0 to
+    1, float32 ``[batch, classes]``. For a regression, labels are numbers, float32 ``[batch]`` or
+    ``[batch, numbers]``.
 
     Attributes:
         vocabulary: Special tokens and size of the tokenizer.
         suffix: Special tokens after a text.
-        label_mapping: Mapping from the labels in the cache to the outputs of the model. None if they are
-            equal.
+        label_mapping: Mapping from the labels in the cache to the outputs of the model. None if the class
+            numbers in the cache are the class ids of the model.
         pad_left: Whether texts are padded on the left, for a model that classifies at the last position, such
             as XLNet.
         pair_frame: Special tokens around two texts. None if the records have one text.
@@ -186,7 +205,7 @@ class ClassificationSamples(CacheSamples):
         )
         self._num_outputs = self.valid_labels_per_sample
         self._label_values: npt.NDArray[Any] | None = None
-        """Model's class id or regression value of each label in the cache."""
+        """Class id or regression value of each class in the cache. None if ``label_mapping`` is None."""
         if classes is not None and classes.regression_values:
             self._label_values = np.array(classes.regression_values, dtype=np.float32)
         elif classes is not None:
@@ -195,7 +214,8 @@ class ClassificationSamples(CacheSamples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build ``input_ids``, ``attention_mask`` and ``labels``.
 
-        Pairs of texts also have ``token_type_ids`` if the tokenizer has token types.
+        For pairs of texts, there is also ``token_type_ids`` if the model uses token types. All are int64
+        ``[len(indices), seq_len]``, except for labels, whose shapes the class describes.
         """
         numbers = [self.sample_range(index) for _, index in indices]
         pair = self.pair_frame
@@ -222,10 +242,15 @@ class ClassificationSamples(CacheSamples):
         return {**arrays, "labels": self._build_labels(numbers)}
 
     def _build_pair_parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
-        """Build the five parts of a pair, truncated to ``seq_len``.
+        """Build the five parts of an encoded pair of texts, truncated to a total of ``seq_len`` tokens.
 
-        These are the special tokens before, the first text, the special tokens between, the second text, and
-        the special tokens after.
+        Args:
+            number: Number of the document.
+            frame: Special tokens around the texts.
+
+        Returns:
+            Special tokens before the first text, first text, special tokens between the texts, second text,
+            and special tokens after the second text, each int64.
         """
         first, second = (self.token_cache.read_document(field, number) for field in ("text", "pair"))
         first_length, second_length = truncate_longer_text_first(
@@ -235,7 +260,7 @@ class ClassificationSamples(CacheSamples):
         return [np.array(part, dtype=np.int64) for part in parts]
 
     def _build_labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
-        """Build the labels of documents: class ids, multi-hot vectors, or numbers.
+        """Build the labels of documents: class ids, scores of classes, or numbers.
 
         See the class for shapes and dtypes.
         """
@@ -263,10 +288,18 @@ class PairLengths(NamedTuple):
 
 
 def truncate_longer_text_first(first_length: int, second_length: int, max_total: int) -> PairLengths:
-    """Shorten two lengths to a total of ``max_total``, the longer one first.
+    """Compute to which lengths to truncate the two texts of a pair.
 
-    Returns the lengths unchanged if they fit. The result equals the strategy ``longest_first`` of the
-    tokenizers library.
+    Tokens are removed from the longer text until both texts have equal lengths, and then from both texts.
+    This is the strategy ``longest_first`` of the tokenizers library.
+
+    Args:
+        first_length: Number of tokens of the first text.
+        second_length: Number of tokens of the second text.
+        max_total: Maximum number of tokens of both texts.
+
+    Returns:
+        The lengths, which are unchanged if their sum is at most ``max_total``.
     """
     if first_length + second_length <= max_total:
         return PairLengths(first_length, second_length)
@@ -283,6 +316,11 @@ def truncate_longer_text_first(first_length: int, second_length: int, max_total:
 def _build_token_types(
     parts: Sequence[npt.NDArray[np.int64]], types: PairTokenTypes
 ) -> npt.NDArray[np.int64]:
-    """Build the token types of a pair from the types of its five parts."""
+    """Build the token types of an encoded pair of texts, int64 ``[tokens]``.
+
+    Args:
+        parts: The five parts from :meth:`ClassificationSamples._build_pair_parts`.
+        types: Token types of the parts.
+    """
     kinds = (np.array(kind, dtype=np.int64) for kind in types[:5])
     return np.concatenate([np.broadcast_to(kind, len(part)) for part, kind in zip(parts, kinds, strict=True)])

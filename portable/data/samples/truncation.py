@@ -1,4 +1,4 @@
-"""Truncation of documents that are longer than a sample. Its effect is computed before the first step."""
+"""Truncation of documents that are longer than a sample, and statistics about its effect before training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import TokenCache
 
 Truncation = Literal["end", "start", "drop", "error"]
-"""Values of ``data.truncation``: remove the end or the start of a long document, drop it, or raise an
-error.
+"""Values of ``data.truncation``: remove the end or the start of a long document, exclude the document, or
+raise an error.
 """
 _CHUNK = 1 << 20  # documents or tokens that are processed at a time
 
@@ -32,12 +32,14 @@ class TruncationStats:
         mode: Value of ``data.truncation``.
         longest: Maximum number of tokens that a document keeps, including its last label.
         documents: Number of all documents.
-        cut: Number of documents that lose tokens but remain.
-        cut_tokens: Number of tokens that these documents lose.
-        too_long: Number of documents that are excluded because they are too long, with ``drop``.
+        cut: Number of documents that are shortened.
+        cut_tokens: Number of tokens that are removed from these documents.
+        too_long: Number of documents that are excluded because they are too long, if the mode is ``drop``.
         unanswered: Number of documents that are excluded because none of their remaining tokens contributes
             to the loss.
-        left_out: Numbers of all excluded documents, sorted, int64.
+        left_out: Numbers of all excluded documents, sorted, int64 ``[excluded]``.
+
+    If documents are concatenated, the statistics are about blocks instead of documents.
     """
 
     mode: Truncation
@@ -51,11 +53,11 @@ class TruncationStats:
 
     @property
     def num_kept(self) -> int:
-        """Number of documents that remain."""
+        """Number of documents that are not excluded."""
         return self.documents - len(self.left_out)
 
     def __str__(self) -> str:
-        """Describe the loss. Empty if nothing is lost."""
+        """Describe how many documents are shortened or excluded. Empty if there are none."""
         end = "beginning" if self.mode == "start" else "end"
         parts = [
             (self.cut, f"{self.cut:,} of {self.documents:,} lose their {end}, {self.cut_tokens:,} tokens"),
@@ -66,9 +68,10 @@ class TruncationStats:
 
 
 def merge_truncation_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
-    """Add up the statistics of several caches.
+    """Add up the statistics of several token caches.
 
-    The numbers in ``left_out`` are then only good for counting.
+    The result's ``left_out`` can only be used to count documents, because it contains numbers of documents
+    in different caches.
     """
     total = {
         name: sum(getattr(part, name) for part in parts)
@@ -80,9 +83,11 @@ def merge_truncation_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
 
 
 def get_kept_slice(mode: Truncation, max_tokens: int) -> slice:
-    """Return the slice of a document's tokens that remains after truncation.
+    """Return the slice of a document's tokens that remain after truncation.
 
-    ``start`` keeps the last tokens.
+    Args:
+        mode: Value of ``data.truncation``. ``start`` keeps the last tokens. Other values keep the first.
+        max_tokens: Maximum number of tokens to keep.
     """
     return slice(-max_tokens, None) if mode == "start" else slice(max_tokens)
 
@@ -117,10 +122,10 @@ def compute_truncation_stats(
         mode: Value of ``data.truncation``.
         seq_len: Number of inputs per sample.
         keep_last_input: Whether the inputs include the last token of a document. Otherwise, a document can
-            have one more token. It is only a label.
+            have one more token, which is only a label.
 
     Raises:
-        UserError: If a document is too long with ``error``, or no document remains.
+        UserError: If a document is too long and ``mode`` is ``error``, or if all documents are excluded.
     """
     longest, left_out, cut, cut_tokens, too_long, unanswered = seq_len + (not keep_last_input), [], 0, 0, 0, 0
     total = tokens.num_documents
@@ -162,15 +167,18 @@ def compute_truncation_stats(
 
 
 def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks: int) -> TruncationStats:
-    """Compute which blocks of concatenated documents are excluded because they have no trained label.
+    """Find the blocks of concatenated documents to exclude because no label of them contributes to the loss.
 
     Args:
-        tokens: Token cache of the documents.
+        tokens: Token cache of the documents. It must have a loss mask.
         seq_len: Number of tokens per block.
         num_blocks: Number of blocks.
 
+    Returns:
+        Statistics about blocks instead of documents. ``left_out`` contains the numbers of excluded blocks.
+
     Raises:
-        UserError: If no block remains.
+        UserError: If all blocks are excluded.
     """
     starts = np.arange(num_blocks, dtype=np.int64) * seq_len + 1
     left_out = np.flatnonzero(~_mark_ranges_with_trained_tokens(tokens, starts, starts + seq_len))
@@ -181,9 +189,14 @@ def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks:
 
 
 def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token: int) -> bool:
-    """Return whether at least one document still has ``end_token`` as a trained label after truncation.
+    """Return whether ``end_token`` contributes to the loss in at least one document after truncation.
 
-    True without a check unless truncation cuts the ends of documents.
+    Always True if truncation does not remove the end of any document.
+
+    Args:
+        tokens: Token cache of the documents.
+        stats: Effect of truncation on the documents.
+        end_token: Token that ends an answer.
     """
     for number in range(tokens.num_documents) if stats.mode == "end" and stats.cut else ():
         labels, trained = tokens.read_document("text", number), tokens.read_trained_mask("text", number)
@@ -196,12 +209,15 @@ def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token:
 def _mark_ranges_with_trained_tokens(
     tokens: TokenCache, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Return whether each range of tokens contains a trained token.
+    """Return for each range of tokens whether one of its tokens contributes to the loss.
 
     Args:
-        tokens: Token cache whose tokens have a mask.
+        tokens: Token cache with a loss mask.
         starts: First token of each range, increasing, int64 ``[ranges]``.
         stops: End of each range, exclusive, int64 ``[ranges]``.
+
+    Returns:
+        Array of bool ``[ranges]``.
     """
     has_trained = np.zeros(len(starts), dtype=bool)
     index = 0
@@ -220,12 +236,15 @@ def _mark_ranges_with_trained_tokens(
 
 
 class KeptOrder:
-    """Permutation of the documents that are not excluded. It needs memory only for the excluded documents.
+    """Order of the documents or blocks that are not excluded. Only the excluded numbers are stored.
+
+    A call with a position in the order returns the number of the document. The ``repr`` contains a digest of
+    the excluded numbers, because it is part of cache keys.
 
     Args:
         count: Number of documents that are not excluded.
         left_out: Numbers of the excluded documents, sorted.
-        shuffled: Whether the documents are shuffled. Otherwise, they keep their order.
+        shuffled: Whether the documents are shuffled. Otherwise, they are in the order of their numbers.
     """
 
     def __init__(self, count: int, left_out: npt.NDArray[np.int64], *, shuffled: bool = True) -> None:
@@ -241,12 +260,19 @@ class KeptOrder:
         return f"KeptOrder({len(self)}, {self._digest})"
 
     def __call__(self, index: int) -> int:
-        """Return the index of the document at position ``index`` of the order."""
+        """Return the number of the document at position ``index`` of the order."""
         position = index if self._order is None else self._order(index)
         return position + int(np.searchsorted(self._shifted, position, side="right"))
 
     def permute_array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the numbers of the documents at an array of indices of any shape."""
+        """Return the numbers of the documents at several positions of the order.
+
+        Args:
+            indices: Positions, an array of any shape.
+
+        Returns:
+            Numbers, int64 with the shape of ``indices``.
+        """
         positions = np.asarray(indices) if self._order is None else self._order.permute_array(indices)
         numbers: npt.NDArray[np.int64] = positions + np.searchsorted(self._shifted, positions, side="right")
         return numbers

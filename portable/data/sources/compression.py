@@ -20,15 +20,16 @@ COMPRESSION_SUFFIXES = (".gz", ".zst")
 _TEXT_FORMATS = (".txt", ".jsonl", ".json")
 _BUFFER = 1 << 20
 _MAX_EXPANSION, _UNCHECKED_BYTES = 64, 64 << 20
-"""Limits of decompressed contents: a multiple of the compressed size, or a number of bytes, whichever is
-larger.
+"""Limit of the decompressed contents of a file: ``_MAX_EXPANSION`` times the compressed size or
+``_UNCHECKED_BYTES`` bytes, whichever is larger.
 """
 
 
 def get_file_format(path: AnyPath | str) -> str:
     """Return the suffix that determines how a file is read, in lower case: ``.jsonl`` for ``a.jsonl.gz``.
 
-    A compression suffix is returned unchanged if the suffix before it is not a known format.
+    A compression suffix is skipped only after ``.txt``, ``.jsonl`` and ``.json``, the formats that are read
+    compressed. For ``a.csv.gz``, the function returns ``.gz``.
     """
     name = PurePosixPath(path if isinstance(path, str) else path.name)
     suffix = name.suffix.lower()
@@ -44,7 +45,9 @@ def is_compressed(path: AnyPath | str) -> bool:
 
 
 def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: object) -> None:
-    """Check that contents are not far larger than the compressed file, as in a decompression bomb.
+    """Check that decompressed contents are not far larger than the compressed file.
+
+    Otherwise, a small malicious file (a decompression bomb) could fill the memory.
 
     Args:
         decompressed_bytes: Number of bytes that are decompressed so far.
@@ -62,7 +65,10 @@ def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: 
 
 
 class _ExpansionLimitedFile(io.RawIOBase):
-    """Decompressed contents of a file. Reading raises an error if they are too large."""
+    """Raw binary file that yields the decompressed contents of another file.
+
+    Reading raises UserError as soon as :func:`check_decompression_ratio` rejects the number of bytes so far.
+    """
 
     def __init__(self, contents: Any, path: Path) -> None:
         self._contents = contents
@@ -81,13 +87,14 @@ class _ExpansionLimitedFile(io.RawIOBase):
 
 
 def open_decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
-    """Open the contents of a file, decompressed if its name has the suffix of a compression.
+    """Open the decompressed contents of a file. A file without a compression suffix is returned unchanged.
 
-    Reading damaged contents raises ``OSError``, ``EOFError`` or ``zlib.error``.
+    Reading the result raises ``OSError``, ``EOFError`` or ``zlib.error`` if the contents are damaged, and
+    UserError if they are far larger than the compressed file.
 
     Args:
         file: The opened file.
-        path: Path of the file.
+        path: Path of the file, whose suffix determines the compression.
     """
     name = path.name.lower()
     if name.endswith(".gz"):

@@ -46,12 +46,12 @@ EXAMPLE_RECORDS: dict[RecordFormat, str] = {
     "preference": '{"prompt": ..., "chosen": ..., "rejected": ...}, all strings or all lists of messages',
     "alpaca": '{"instruction": "...", "input": "...", "output": "..."}, all strings',
 }
-"""Example of a record of each format, used in error messages."""
+"""Example of a record, keyed by format, used in error messages."""
 SYSTEM_ROLES = ("system", "developer")
 RARE_ROLES = ("ipython", "function", "observation")
 """Roles of a tool that some templates do not support."""
 ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool", *RARE_ROLES)
-"""Roles of messages."""
+"""All roles that a message may have."""
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
@@ -60,20 +60,26 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "developer": "developer",
 }
-"""Role of a message, keyed by the sender in ShareGPT's format."""
+"""Role of a message, keyed by the sender in ShareGPT's format.
+
+``function_call`` is not a role. It marks a tool call of the assistant.
+"""
 _TOOL_ROLES = ("tool", *RARE_ROLES)
-# Three names for the reasoning before an answer.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message with the reasoning before an answer. All have the same meaning."""
+"""Keys of a message that may contain the reasoning before an answer. All three have the same meaning."""
 _TRAINING_KEY_PATTERN = re.compile(r"train|loss|mask|weight", re.IGNORECASE)
 """Pattern of message keys that may select the tokens that contribute to the loss.
 
-Such a key is either one of ``WEIGHT_KEYS`` or an error.
+A key that matches and has a value must be one of ``WEIGHT_KEYS``. Otherwise, the record is rejected, because
+ignoring the key might train the wrong tokens.
 """
 _OPTIONAL_KEYS = {"tool_calls", "function_call", *_REASONING_KEYS, "name", "tool_call_id"}
-"""Keys that clients write into every message. Without a value they mean the same as a missing key."""
+"""Keys that some programs write into every message, often without a value.
+
+A key with an empty value is treated like a missing key.
+"""
 _SYSTEM_FIELDS = ("system", "system_prompt")
-"""Fields of a record with a system prompt, in all formats of conversations."""
+"""Names of the fields that may contain a system prompt, in records of all conversation formats."""
 _IMAGE_FIELDS = ("images", "image")
 """Fields of a record with the images of its messages."""
 _OTHER_MEDIA_FIELDS = ("video", "videos", "audio", "audios")
@@ -105,7 +111,11 @@ _ANSWER_FIELDS = (
     "assistant",
     "gpt",
 )
-"""Names of fields that look like a question or its answer, used in error messages."""
+"""Names of fields that probably contain an answer.
+
+Together with ``_QUESTION_FIELDS``, they are only used to suggest a value of ``data.columns`` in an error
+message.
+"""
 _CONTEXT_FIELDS = ("input", "context")
 """Names of fields with additional input for a question, used in error messages."""
 _FIELDS_OF_PAIR = 3
@@ -113,22 +123,32 @@ _FIELDS_OF_PAIR = 3
 
 @dataclass(frozen=True)
 class PlainCompletion:
-    """Prompt and completion as plain strings. They are concatenated without a template."""
+    """Prompt and completion as plain strings. They are concatenated without a template.
+
+    Attributes:
+        num_prompt_messages: Text of the prompt. It is not a number, in spite of the name.
+        completion: Text of the completion.
+    """
 
     num_prompt_messages: str
     completion: str
 
 
 def detect_record_format(row: Mapping[str, Any], text_field: str, location: str) -> RecordFormat:
-    """Detect the format of a record from its columns.
+    """Detect the format of a record from its fields.
 
     Args:
         row: Values of the record, keyed by field.
-        text_field: Value of ``data.text_field``. If it is not the default, only this field is a text.
+        text_field: Value of ``data.text_field``. If it is not the default ``text``, the only possible format
+            is ``text``, because the user has selected a field.
         location: Location of the record in its source, used in error messages.
 
+    Returns:
+        The format. ``text`` if no format fits, because reading the record as text then raises an error that
+        lists its fields.
+
     Raises:
-        UserError: If several formats fit, or the fields look like a conversation with other names.
+        UserError: If several formats fit, or if the fields look like a known format with different names.
     """
     formats: list[RecordFormat] = []
     if text_field in row or ("." in text_field and text_field.partition(".")[0] in row):
@@ -163,12 +183,19 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
 
 
 def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
-    """Reject a record whose fields look like a conversation, or a question and an answer, with other names.
+    """Reject a record of unknown format whose fields look like a known format with different names.
 
-    If one of these fields was read as a text, the model would be trained on half of the record.
+    Such a record has the messages of a conversation, a question and its answer, a list of strings, or several
+    texts. If the user only selected one of these fields as text, the model would be trained on a part of the
+    record. Does nothing for other records.
+
+    Args:
+        row: Values of the record, keyed by field.
+        location: Location of the record in its source, used in error messages.
 
     Raises:
-        UserError: If the record looks like this. The message shows the value for ``data.columns``.
+        UserError: If the record looks like this. The message suggests a value of ``data.columns`` or another
+            remedy.
     """
     names = {str(name).lower(): name for name in row}
     texts = [name for name in iter_field_names(row) if isinstance(get_field_value(row, name), str)]
@@ -216,7 +243,14 @@ def _is_list_of_strings(value: Any) -> bool:
 
 
 def _parse_turns(value: Any) -> list[Any]:
-    """Return the turns in a value. The value may be JSON. Empty if the value is not a list of turns."""
+    """Return the messages of a conversation in a field of any name.
+
+    Args:
+        value: Value of the field: a list of messages, its JSON, or anything else.
+
+    Returns:
+        The messages. Empty if the value is not a list whose first item has the keys of a message.
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -231,12 +265,15 @@ def _parse_turns(value: Any) -> list[Any]:
 
 
 def _is_list_or_json_list(value: Any) -> bool:
-    """Return whether a value is a list, or the JSON of a list, as in a cell of a .csv file."""
+    """Return whether a value is a list, or a string that begins like the JSON of a list.
+
+    Cells of a .csv file contain lists as JSON.
+    """
     return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
 
 
 def _is_sharegpt(turns: list[Any]) -> bool:
-    """Return whether the turns have ShareGPT's keys. True for an empty list."""
+    """Return whether messages are in ShareGPT's format, with a key ``from``. True for an empty list."""
     return not turns or (isinstance(turns[0], Mapping) and "from" in turns[0])
 
 
@@ -253,11 +290,11 @@ def parse_documents(
         row: Values of the record, keyed by field.
         record_format: Format of the record.
         location: Location of the record in its source, used in error messages.
-        roles: Roles whose messages are trained.
-        columns: Values of ``data.columns``.
+        roles: Roles whose messages contribute to the loss.
+        columns: Numbers in the additional columns of ``data.columns``, copied to each document.
 
     Returns:
-        One document, or the chosen and the rejected document of a preference.
+        One document, or two documents for a preference: the chosen one and the rejected one.
 
     Raises:
         UserError: If the record is not valid.
@@ -291,13 +328,15 @@ def parse_conversation(
     location: str,
     roles: frozenset[str] = DEFAULT_TRAINED_ROLES,
 ) -> Conversation | PlainCompletion:
-    """Convert a record of conversations or completions to a conversation.
+    """Convert a record that is not plain text to a conversation.
+
+    For a preference, this is the chosen conversation.
 
     Args:
         row: Values of the record, keyed by field.
         record_format: Format of the record.
         location: Location of the record in its source, used in error messages.
-        roles: Roles whose messages are trained.
+        roles: Roles whose messages contribute to the loss.
 
     Returns:
         A conversation, or a completion if prompt and completion are strings.
@@ -318,7 +357,10 @@ def parse_conversation(
 
 
 def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
-    """Parse a record with ``messages`` in OpenAI's format."""
+    """Parse a record with messages in OpenAI's format.
+
+    They are in the field ``messages``, or in ``conversations`` if the record has no ``messages``.
+    """
     key = "conversations" if "conversations" in row and "messages" not in row else "messages"
     return _build_conversation(
         _normalize_messages(_parse_list_field(row, key, "messages", location), location), row, location
@@ -394,10 +436,11 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
 def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversation | PlainCompletion, ...]:
     """Convert a preference record to the chosen and the rejected conversation, both with the prompt.
 
-    If the record does not have a prompt, the common first messages of both conversations are the prompt.
+    If both answers are lists of messages and the prompt is missing or a string, the answers are complete
+    conversations. Their common first messages are then the prompt.
 
     Returns:
-        The chosen and the rejected conversation.
+        The chosen and the rejected conversation, or completions if the prompt and both answers are strings.
 
     Raises:
         UserError: If the record is not valid.
@@ -481,9 +524,15 @@ def _build_conversation(
 ) -> Conversation:
     """Build a conversation from messages and the other fields of a record.
 
+    Args:
+        messages: Messages in their standard form. See :func:`_normalize_message`.
+        row: Values of the record, from which the system prompt, tools and template variables are read.
+        location: Location of the record in its source, used in error messages.
+        prompt: Number of messages at the start that are the prompt. None if the record marks no prompt.
+
     Raises:
-        UserError: If the record has media, or the message of a tool does not follow an assistant or another
-            tool.
+        UserError: If there are no messages, the record has media, a tool's message does not follow a message
+            of the assistant or another tool, or another field is not valid.
     """
     if not messages:
         raise _build_record_error(location, "the conversation is empty; remove the record")
@@ -668,15 +717,22 @@ def _parse_base64(text: str, name: str, location: str) -> bytes:
 
 
 def _is_unread_training_key(key: Any) -> bool:
-    """Return whether an unsupported message key seems to select the tokens of the loss mask."""
+    """Return whether a message key looks like a loss setting that is not supported.
+
+    Such a key contains train, loss, mask or weight, and is not one of ``WEIGHT_KEYS``.
+    """
     return key not in WEIGHT_KEYS and _TRAINING_KEY_PATTERN.search(str(key)) is not None
 
 
 def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], location: str) -> str | None:
-    """Return the system prompt in a separate field.
+    """Return the system prompt that a record has in a separate field, outside its messages.
 
-    Returns None if there is no such field, or if the messages already begin with a system message. Raises
-    UserError if system prompts contradict each other.
+    Returns:
+        The system prompt. None if there is no such field, or if the messages already begin with a system
+        message.
+
+    Raises:
+        UserError: If such a field is not a string, or if system prompts contradict each other.
     """
     prompts = {key: row[key] for key in _SYSTEM_FIELDS if not is_empty(row.get(key))}
     for key, value in prompts.items():
@@ -694,9 +750,15 @@ def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], loc
 
 
 def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
-    """Return the JSON schemas in ``tools`` or in ``functions``, OpenAI's former name. None if there are none.
+    """Return the JSON schemas of the tools in the field ``tools`` or ``functions``, OpenAI's former name.
 
-    Raises UserError if the value is invalid, or if both fields differ.
+    Schemas in ``functions`` are wrapped in the form that ``tools`` has.
+
+    Returns:
+        The schemas. None if there are none.
+
+    Raises:
+        UserError: If a field is not a list of schemas, or if both fields exist and differ.
     """
     tools: dict[str, list[Any]] = {}
     for key in ("tools", "functions"):
@@ -717,7 +779,11 @@ def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value is empty, like the values of keys that clients write into every message."""
+    """Return whether a value of a record means the same as a missing value.
+
+    Such a value is None, a blank string, the text of an empty value such as ``[]`` or ``null``, or a list or
+    mapping of only such values.
+    """
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
     if isinstance(value, Mapping):
@@ -726,10 +792,11 @@ def is_empty(value: Any) -> bool:
 
 
 def _normalize_messages(turns: Sequence[Any], location: str) -> list[Message]:
-    """Convert messages to their standard form.
+    """Convert the messages of a record to their standard form. See :func:`_normalize_message`.
 
-    OpenAI's former ``function_call`` becomes one of ``tool_calls``. The role of the answer therefore changes
-    from ``function`` to ``tool``, otherwise a template might write only the call.
+    If a message has OpenAI's former ``function_call``, the call becomes a tool call. The messages with its
+    results then change from role ``function`` to ``tool``, because a template might otherwise write the call
+    without the result.
     """
     messages = [_normalize_message(message, location, index) for index, message in enumerate(turns)]
     has_function_call = False
@@ -743,7 +810,8 @@ def _normalize_messages(turns: Sequence[Any], location: str) -> list[Message]:
 def _normalize_message(message: Any, location: str, index: int) -> Message:
     """Convert a message to its standard form.
 
-    Text parts are joined, tool calls become objects, and keys without a value are removed.
+    Text parts are joined, tool calls become objects, reasoning is stored under both keys that templates read,
+    and optional keys without a value are removed.
 
     Args:
         message: Message of a record.
@@ -849,7 +917,11 @@ def _normalize_parts(parts: Sequence[Any], location: str, index: int) -> str | l
 
 
 def _extract_part_text(part: Any, location: str, index: int) -> str:
-    """Return the text of one part of a message's content. Raises UserError for other media."""
+    """Return the text of one item of a message's ``content`` if the content is a list.
+
+    Raises:
+        UserError: If the item is not text, such as audio.
+    """
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else describe_type(part)
@@ -866,7 +938,13 @@ def _extract_part_text(part: Any, location: str, index: int) -> str:
 def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[str, Any]]:
     """Convert tool calls to objects whose arguments are objects, as templates expect.
 
-    Strings are parsed as JSON. Raises UserError if a call does not have a function name.
+    Args:
+        value: One tool call or a list of tool calls, as objects or as JSON. Arguments may also be JSON.
+        location: Location of the record in its source, used in error messages.
+        index: Index of the message, from 0, used in error messages.
+
+    Raises:
+        UserError: If a string is not JSON, or if a call does not have a function name.
     """
     calls = _parse_json(value, f"message {index + 1}: its tool call", location)
     calls = calls if isinstance(calls, list | tuple) else [calls]
@@ -885,11 +963,12 @@ def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[st
 
 
 def _parse_json(value: Any, name: str, location: str) -> Any:
-    """Parse a value that may be a string of JSON. A blank string becomes None.
+    """Parse a value as JSON if it is a string. A blank string becomes None.
 
-    Other types are returned unchanged.
+    Values of other types are returned unchanged.
 
-    Raises UserError if the string is not JSON.
+    Raises:
+        UserError: If the string is not JSON.
     """
     if not isinstance(value, str):
         return value
@@ -900,9 +979,16 @@ def _parse_json(value: Any, name: str, location: str) -> Any:
 
 
 def _parse_list_field(row: Mapping[str, Any], key: str, kind: RecordFormat, location: str) -> Sequence[Any]:
-    """Return a field that must be a list, or the JSON of a list.
+    """Return the value of a field that must be a list or the JSON of a list.
 
-    Raises UserError if it is missing or invalid.
+    Args:
+        row: Values of the record, keyed by field.
+        key: Name of the field.
+        kind: Format of the record, used in error messages.
+        location: Location of the record in its source, used in error messages.
+
+    Raises:
+        UserError: If the field is missing or is not a list.
     """
     value = row.get(key)
     if _is_list_or_json_list(value):
@@ -919,7 +1005,7 @@ def _join_with_commas(names: Any) -> str:
 
 
 def _build_record_error(location: str, reason: str) -> UserError:
-    """Build the error for a record that is not valid."""
+    """Build the error for a record that is not valid, from its location and the reason."""
     return RecordError(f"data.source: {location}: {to_one_line(reason)}")
 
 
@@ -933,7 +1019,14 @@ def _build_format_error(kind: RecordFormat, location: str, reason: str) -> UserE
 def _build_missing_field_error(
     kind: RecordFormat, location: str, key: str, row: Mapping[str, Any]
 ) -> UserError:
-    """Build the error for a record without the field ``key``."""
+    """Build the error for a record without the field ``key``, which suggests a field with a similar name.
+
+    Args:
+        kind: Expected format of the record.
+        location: Location of the record in its source.
+        key: Name of the missing field.
+        row: Values of the record, keyed by field.
+    """
     near = find_similar_names(key, map(str, row))
     hint = f" (did you mean {near[0]}?)" if near else ""
     remedy = "" if near else f"; set data.columns, such as {{{key}: NAME}}, if another field has it"

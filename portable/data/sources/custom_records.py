@@ -1,4 +1,4 @@
-"""Records from user-defined code."""
+"""Source of records from user-defined code, and records in memory that are written to a file."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ if TYPE_CHECKING:
 
 
 NOTE_AFTER_SECONDS = 20.0
-"""Seconds until a note shows the number of records read so far."""
+"""Time in seconds after which a note shows the number of records read so far.
+
+The note is for code that yields records without an end.
+"""
 
 
 class CustomRecords(DataSource):
-    """Records of a function, class or object, such as ``my_package.my_module:records``.
+    """Source of records from user-defined code with an import path such as ``my_package.my_module:records``.
 
-    A callable is called. The result must be an iterable of mappings, with the same records each time. If it
-    has an attribute ``fingerprint``, a text that changes whenever the records change, the digest is computed
-    without reading the records.
+    If the import path names a function or class, it is called. The named object, or the result of the call,
+    must be an iterable of mappings that yields the same records each time. It may have an attribute or method
+    ``fingerprint``: a text that changes whenever the records change. The digest is then computed from this
+    text, without reading the records.
     """
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> CustomRecords | None:
-        """Return the records if a name is an import path, such as ``my_module:records``.
+        """Open the source if a name is an import path, such as ``my_module:records``.
 
         Returns:
             None if no name is an import path.
@@ -56,12 +60,16 @@ class CustomRecords(DataSource):
     def __init__(self, name: str, settings: SourceSettings) -> None:
         super().__init__(str(plugins.parse_plugin_spec(name)), settings)
         self.records = plugins.load_plugin_value("data.source", name)
-        """The object, or the value that it returns. A generator is created again for each pass."""
+        """The imported object, or its return value if it is callable.
+
+        If this is an iterator, it is created again for each pass, because it can be read only once.
+        """
 
     def compute_digest(self) -> str:
         """Compute a digest of the records, their code and the settings for reading them.
 
-        If the object has a ``fingerprint``, the fingerprint replaces the records.
+        If the object has a ``fingerprint``, the digest contains the fingerprint instead of the records, so
+        that they do not have to be read.
         """
         records_digest = getattr(self.records, "fingerprint", None)
         with plugins.convert_user_errors(f"data.source: {self.name}: fingerprint"):
@@ -89,9 +97,10 @@ class CustomRecords(DataSource):
         return super()._determine_record_format()
 
     def check_readable(self) -> None:
-        """Read the first document, unless the records are samples.
+        """Read the first document to check that the source is readable.
 
-        Samples are checked when the datasets are built.
+        Does nothing if ``data.format`` is ``samples``, because samples are checked when the datasets are
+        built.
         """
         if self.settings.data.format != CUSTOM_SAMPLES:  # samples are checked when they are counted
             super().check_readable()
@@ -127,9 +136,10 @@ class CustomRecords(DataSource):
                 yield LocatedRow(location, row)
 
     def _compute_records_digest(self) -> str:
-        """Compute a digest of all records. Reads them all.
+        """Read all records and compute their digest.
 
-        Raises UserError if a record cannot be converted to JSON.
+        Raises:
+            UserError: If a record cannot be converted to JSON.
         """
         digest = hashlib.blake2b(digest_size=16)
         for location, row in self.iter_rows():
@@ -143,17 +153,17 @@ class CustomRecords(DataSource):
 
 
 def write_records_file(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
-    """Write records in memory to a .jsonl file whose name is their digest.
+    """Write records from memory to a .jsonl file whose name is the digest of its content.
 
     Args:
-        rows: Mappings with values that JSON supports.
-        folder: Folder of the file.
+        rows: Records: mappings with values that JSON supports.
+        folder: Folder of the file. It is created if it does not exist.
 
     Returns:
         Path of the file.
 
     Raises:
-        UserError: If a record is not a mapping or has other values.
+        UserError: If a record is not a mapping, or has a value that JSON does not support.
     """
     digest = hashlib.blake2b(digest_size=16)
     folder.mkdir(parents=True, exist_ok=True)

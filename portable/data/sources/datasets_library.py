@@ -1,4 +1,4 @@
-"""Uses of the ``datasets`` library. It is imported only when it is needed."""
+"""Functions that use the ``datasets`` library. They import it only when called, because it is optional."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
     """Stream the rows of a .csv file without caching it. Yields nothing for an empty file.
 
     All cells are strings, because a text may look like a number or a missing value, and a class may be called
-    NA. Cells of labels and of ``data.columns`` are :class:`CsvCell`.
+    NA. Cells in the columns of labels and of ``data.columns`` are :class:`CsvCell`, because they may be
+    converted to numbers later.
 
     Args:
         path: Path of the local file.
         name: Name of the file, used in locations.
-        fields: Names of the columns to read. If bad records are skipped, lines that cannot be parsed are
-            skipped too.
+        fields: Names of the columns to read. If ``fields.bad`` is set, lines that cannot be parsed are added
+            to it and skipped.
 
     Raises:
         UserError: If the file cannot be read or is not comma-separated.
@@ -110,9 +111,12 @@ def _check_comma_separated(header: list[str], name: str) -> None:
 
 
 def _read_next_valid_row(rows: Iterator[Any], name: str, bad_records: BadRecords) -> Any:
-    """Read the next row, or return None at the end. Lines with too many cells are added to ``bad``.
+    """Read the next row of a .csv file.
 
-    pandas skips these lines with a warning.
+    pandas skips lines with too many cells and warns about them. These lines are added to ``bad_records``.
+
+    Returns:
+        The row. None at the end of the file.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,7 +141,7 @@ def build_dataset_load_error(names: Iterable[str | None], error: BaseException) 
 
 
 def describe_root_cause(error: BaseException) -> str:
-    """Describe the root cause of a chained exception in one short line."""
+    """Describe the root cause of a chained exception in one line of at most 200 characters."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = to_one_line(error) or type(error).__name__

@@ -20,15 +20,18 @@ transformers.
 
 
 WEIGHT_KEYS = ("weight", "train", "training", "loss")
-"""Keys of a message that may exclude it from the loss, in data for OpenAI, axolotl and ms-swift."""
+"""Keys of a message that exclude it from the loss if their value is 0 or false.
+
+They occur in data for OpenAI, axolotl and ms-swift.
+"""
 
 
 RecordFormat = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
-"""Formats of records, which are values of ``data.format``."""
+"""Formats of records. These are the values of ``data.format`` except ``auto``."""
 DEFAULT_TRAINED_ROLES = frozenset({"assistant"})
 """Roles whose messages contribute to the loss, unless ``data.roles_to_train`` names others."""
 Label = int | float | str | tuple[int | float | str, ...]
-"""Label of a text: a class, several classes, a number or several numbers."""
+"""Label of a text: a class (integer or string), several classes, a number or several numbers."""
 PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
 
 
@@ -52,15 +55,17 @@ class Conversation:
     """Conversation of one record.
 
     Attributes:
-        messages: Messages with ``role`` and ``content``. The content is a string, or a list of parts if it
-            has images: ``{"type": "text", "text": ...}`` and ``{"type": "image"}``. A message with tool calls
-            may have no content. Templates can also read other keys.
+        messages: Messages with the keys ``role`` and ``content``, and other keys that a template can read.
+            The content is a string, which may be empty in a message with tool calls. If the message has
+            images, the content is a list of parts: ``{"type": "text", "text": ...}`` and ``{"type":
+            "image"}``.
         location: Location of the record in the source, used in error messages.
         tools: JSON schemas of the tools that the assistant may call.
         num_prompt_messages: Number of messages at the start that are the prompt. None if the record does not
             mark a prompt.
         template_kwargs: Additional variables of the template.
-        trained_roles: Roles whose messages are trained. Keys of single messages can add or exclude messages.
+        trained_roles: Roles whose messages contribute to the loss. A message can also select itself with the
+            key ``train`` or ``training``, or exclude itself with one of ``WEIGHT_KEYS``.
         images: Images of the conversation, in the order of the image parts of its messages.
     """
 
@@ -80,7 +85,8 @@ class Conversation:
     def _is_trained(self, message: Message) -> bool:
         """Return whether a message contributes to the loss.
 
-        Its role or its own keys must select it, and no key may exclude it.
+        The message must have one of ``trained_roles``, or a true value of ``train`` or ``training``. None of
+        ``WEIGHT_KEYS`` may be 0 or false.
         """
         is_selected = message["role"] in self.trained_roles or bool(
             message.get("train") or message.get("training")
@@ -98,7 +104,7 @@ class Conversation:
 
     @property
     def joined_text(self) -> str:
-        """Content of all messages, one line each."""
+        """Text of all messages, joined with line breaks."""
         return replace_surrogates("\n".join(map(get_message_text, self.messages)))
 
 
@@ -117,7 +123,7 @@ def count_images(messages: Iterable[Message]) -> int:
 
 
 def is_excluded_from_training(message: Message) -> bool:
-    """Return whether a key of the message excludes it from training."""
+    """Return whether one of ``WEIGHT_KEYS`` excludes a message from the loss, because it is 0 or false."""
     return any(message.get(key) == 0 for key in WEIGHT_KEYS)
 
 
@@ -132,7 +138,7 @@ class Document:
         is_last_piece: Whether the document ends with this piece.
         pair_text: Second text of a pair for classification.
         conversation: Conversation to tokenize instead of ``text``.
-        extra_columns: Values of ``data.columns``.
+        extra_columns: Numbers in the additional columns of ``data.columns``, in the order of this setting.
         num_prompt_chars: Number of characters at the start of the text that are a prompt. None if the text
             has no prompt.
     """
@@ -161,14 +167,17 @@ def compute_text_digest(content: str) -> str:
 
 
 def build_data_changed_error(path: object) -> UserError:
-    """Build the error for data that changed while it was read."""
+    """Build the error for a file or source ``path`` that another program changed while it was read."""
     return UserError(
         f"data.source: {path} changed while it was read; wait until nothing writes to it, and start again"
     )
 
 
 def get_field_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """Return the value of a field. A dotted name is a path to a nested field unless a field has this name."""
+    """Return the value of a field of a record, or ``default`` if there is no such field.
+
+    A dotted name such as ``a.b`` is the path of a nested field, unless the record has a field ``a.b``.
+    """
     if name in row:
         return row[name]
     value: Any = row
@@ -180,7 +189,10 @@ def get_field_value(row: Mapping[str, Any], name: str, default: Any = None) -> A
 
 
 def iter_field_names(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the fields, with dotted names for nested fields."""
+    """Yield the names of the fields of a record.
+
+    For a field that is a nonempty mapping, the dotted names of the nested fields are yielded instead.
+    """
     for name, value in row.items():
         if isinstance(value, Mapping) and value:
             yield from (f"{name}.{inner}" for inner in value)

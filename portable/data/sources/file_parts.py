@@ -1,7 +1,7 @@
-"""Parts of files as sources: lines of a .jsonl file, or row groups of a .parquet file.
+"""Sources that read one part of a file: some lines of a .jsonl file, or some row groups of a .parquet file.
 
-The boundaries of parts depend only on the size of the file, so files are listed without reading them. Parts
-of remote files are read with range requests, without a local copy of the file.
+The boundaries of the parts depend only on the size of the file, so that files can be divided without reading
+them. Parts of remote files are read with range requests, without a local copy of the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BUFFER = 4 << 20  # bytes per request for lines
 
 
 class FileRangeSource(DataSource):
-    """Records that begin within the bytes ``[start, stop)`` of a file.
+    """Base class of sources that read the records which begin within the bytes ``[start, stop)`` of a file.
 
     Args:
         path: Path or URL of the file.
@@ -60,7 +60,11 @@ class FileRangeSource(DataSource):
         return self._stop - self._start
 
     def compute_digest(self) -> str:
-        """Compute a digest of the bytes of a local file, or of URL and version of a remote file."""
+        """Compute a digest of the records in the range and of the settings for reading them.
+
+        For a remote file, the digest contains its URL, size and version instead of its bytes, so that nothing
+        is downloaded.
+        """
         if self._object is not None:
             return compute_text_digest(
                 f"{self.fields.cache_key}{self._path} {self._object} {self._start} {self._stop}"
@@ -72,9 +76,10 @@ class FileRangeSource(DataSource):
         return digest.hexdigest()
 
     def _has_changed(self, old_digest: str) -> bool:
-        """Return whether the file has changed.
+        """Return whether the file has changed. See :meth:`DataSource._has_changed`.
 
-        The version of a remote file is compared without reading it.
+        For a remote file, only its size and version are compared, without reading it. A file on the hub
+        cannot change, because its URL contains the revision.
         """
         if not is_in_store(self._path) or self._object is None:
             return super()._has_changed(old_digest)
@@ -84,10 +89,10 @@ class FileRangeSource(DataSource):
 
     @abstractmethod
     def _iter_digested_bytes(self) -> Iterator[bytes]:
-        """Yield all bytes that determine the records."""
+        """Yield all bytes of the file that determine the records in the range."""
 
     def _open_file(self) -> io.RawIOBase:
-        """Open the local or remote file."""
+        """Open the file as a seekable binary file. Each read of a remote file is a range request."""
         if not is_in_store(self._path):
             return open_file(self._path)
         assert self._object is not None
@@ -95,13 +100,16 @@ class FileRangeSource(DataSource):
 
 
 class JsonlRangeSource(FileRangeSource):
-    """Lines of a .jsonl file that begin within a range of bytes."""
+    """Source of the lines of a .jsonl file that begin within a range of bytes."""
 
     def _iter_digested_bytes(self) -> Iterator[bytes]:
         return (line for _, line in self._iter_lines())
 
     def _iter_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each line with the offset of its first byte."""
+        """Yield pairs of an offset and a line, for each line that begins in the range.
+
+        The offset is the position of the line's first byte in the file.
+        """
         with (
             self._open_file() as raw,
             io.BufferedReader(raw, _BUFFER if self.downloads_to_read else 1 << 20) as file,
@@ -129,7 +137,7 @@ class _OpenRowGroups(NamedTuple):
 
 
 class ParquetRangeSource(FileRangeSource):
-    """Rows of a .parquet file whose row groups begin within a range of bytes."""
+    """Source of the rows of a .parquet file whose row groups begin within a range of bytes."""
 
     @contextmanager
     def _open_parquet(self) -> Iterator[_OpenRowGroups]:
@@ -182,7 +190,7 @@ RANGE_SOURCES: dict[str, type[JsonlRangeSource | ParquetRangeSource]] = {
 
 
 class _StoredObjectFile(io.RawIOBase):
-    """A remote file as a binary file. Each read is one request."""
+    """Seekable binary file that reads a remote file. Each read is one range request."""
 
     def __init__(self, path: RemotePath, size: int) -> None:
         self._path = path

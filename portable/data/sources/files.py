@@ -1,4 +1,4 @@
-"""Local and remote files of records: .txt, .jsonl and .json, which may be compressed, .csv and .parquet."""
+"""Source of local and remote files: .txt, .jsonl and .json, which may be compressed, .csv and .parquet."""
 
 from __future__ import annotations
 
@@ -35,18 +35,22 @@ if TYPE_CHECKING:
     from portable.data.sources.records import LocatedRow
 
 _DIGEST_FILE = "digest"
-"""Name of the file with the digest of a copy, in the same folder. Copies always have a suffix."""
-_MIN_MEMOIZED_BYTES = 16 << 20  # bytes; digests of smaller files are computed at every start
+"""Name of the file with the digest of a downloaded copy, in the same folder as the copy.
+
+The copy cannot have the same name, because its name always has a suffix.
+"""
+_MIN_MEMOIZED_BYTES = 16 << 20
+"""Minimum size in bytes of a file whose digest is stored. Digests of smaller files are computed each time."""
 
 
 class RecordFiles(DataSource):
-    """Files that are read in order. Files in an object store are downloaded to the cache once.
+    """Source of files that are read in order. Files in an object store are downloaded to the cache once.
 
     A ``.txt`` file is split as ``Fields.text_split`` specifies. Other formats have one record per row.
 
     Args:
         name: Name of the source in error messages.
-        files: Size and version of each file in an object store. None if the file is local.
+        files: Size and version of each file in an object store, keyed by path. None for a local file.
         settings: Settings of the source.
     """
 
@@ -62,10 +66,10 @@ class RecordFiles(DataSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> RecordFiles | None:
-        """Return the files if all names are URLs, or if all are local files, folders or patterns.
+        """Open the source if all names are URLs, or if all names are local files, folders or patterns.
 
         Returns:
-            None if a single name is neither, such as a hub dataset.
+            The source. None if there is only one name and it may be a hub dataset.
 
         Raises:
             UserError: If URLs and local files are mixed, or if a setting applies only to hub datasets.
@@ -98,7 +102,8 @@ class RecordFiles(DataSource):
     def compute_digest(self) -> str:
         """Compute a digest of the contents and of the settings for reading them.
 
-        For remote files, versions replace contents.
+        For remote files, the digest contains URLs, sizes and versions instead of contents, so that nothing is
+        downloaded.
         """
         read_settings = self.fields.cache_key, self.settings.data.max_samples
         if self.downloads_to_read:
@@ -120,14 +125,14 @@ class RecordFiles(DataSource):
     def _has_changed(self, old_digest: str) -> bool:
         """Return whether the files have changed. See :meth:`DataSource._has_changed`.
 
-        Always False for downloaded copies, because they have a version and a digest, and no other program
-        writes to them.
+        Always False for remote files, because their downloaded copies are verified against a version and a
+        digest, and no other program writes to these copies.
         """
         return not self.downloads_to_read and super()._has_changed(old_digest)
 
     @property
     def content_digests(self) -> frozenset[bytes]:
-        """Digests of the contents of local files."""
+        """Digests of the contents of the local files. Empty if the files are remote."""
         self.cache_key  # noqa: B018  (computes the digests)
         return frozenset(self._content_digests)
 
@@ -138,15 +143,16 @@ class RecordFiles(DataSource):
             return sum(map(self._get_size, self._files))
 
     def _get_size(self, path: AnyPath) -> int:
-        """Return the size of a file in bytes."""
+        """Return the size of one of the files in bytes, without downloading it."""
         stored_object = self._files[path]
         return stored_object.size_bytes if stored_object is not None else Path(str(path)).stat().st_size
 
     @property
     def size_bytes(self) -> int | None:
-        """Size of the text in bytes.
+        """Size of the files in bytes, as an estimate of the size of the text.
 
-        None if the file size differs from the text size in this format, or if ``data.max_samples`` is set.
+        None if there is no estimate, because a file is compressed or in the .parquet format, or because
+        ``data.max_samples`` is set.
         """
         unknown = self.settings.data.max_samples is not None or any(
             map(_has_unknown_text_length, self._files)
@@ -154,7 +160,7 @@ class RecordFiles(DataSource):
         return None if unknown else self.stored_bytes
 
     def _read_documents(self) -> Iterator[Document]:
-        """Yield the documents of all files, at most ``data.max_samples``."""
+        """Yield the documents of all files, from at most ``data.max_samples`` records or texts."""
         remaining = self.settings.data.max_samples or math.inf
         for path in self._files:
             if _is_text_file(path):
@@ -179,9 +185,9 @@ class RecordFiles(DataSource):
             yield from iter_file_rows(self._get_local_path(path), str(path), self.fields)
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """See :meth:`DataSource.iter_shards`.
+        """Yield the files as shards of a stream. See :meth:`DataSource.iter_shards`.
 
-        Compressed files and .txt, .json and .csv files are not divided.
+        Uncompressed .jsonl and .parquet files are divided into parts. Other files are not divided.
         """
         for path, stored_object in self._files.items():
             size = self._get_size(path)
@@ -213,9 +219,12 @@ class RecordFiles(DataSource):
         )
 
     def _get_local_path(self, path: AnyPath) -> Path:
-        """Return the path of a local file, or of the copy of a remote file.
+        """Return the path of a local file, or of the local copy of a remote file.
 
-        The copy is downloaded if it does not exist. Other processes wait for the download.
+        If there is no intact copy, the file is downloaded. Other processes that need the copy wait.
+
+        Raises:
+            UserError: If the remote file has changed since it was listed, or cannot be downloaded.
         """
         if not is_in_store(path):
             return path
@@ -247,8 +256,12 @@ class RecordFiles(DataSource):
 def _refuse_hub_settings(data: DataConfig, subject: str) -> None:
     """Check that no setting selects a part of a hub dataset, because the source consists of files.
 
+    Args:
+        data: The ``data`` section of the config.
+        subject: Description of the files, used in the error message.
+
     Raises:
-        UserError: If ``data.config_name`` or ``data.split`` is set.
+        UserError: If ``data.config_name`` is set, or ``data.split`` is set to a split other than ``train``.
     """
     for key, value in (("config_name", data.config_name), ("split", data.split)):
         if value is not None and (key, value) != ("split", "train"):
@@ -262,12 +275,12 @@ def _is_text_file(path: AnyPath) -> bool:
 
 
 def _has_unknown_text_length(path: AnyPath) -> bool:
-    """Return whether the size of a file differs from the size of its text."""
+    """Return whether the size of a file differs from the size of its text, because it is compressed."""
     return get_file_format(path) == ".parquet" or is_compressed(path)
 
 
 def _is_copy_intact(copy: Path) -> bool:
-    """Return whether a copy exists and matches its digest."""
+    """Return whether a downloaded copy exists and matches the digest that is stored with it."""
     try:
         return (copy.parent / _DIGEST_FILE).read_bytes() == _compute_content_digest(copy)
     except OSError:
@@ -277,8 +290,9 @@ def _is_copy_intact(copy: Path) -> bool:
 def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
     """Compute the digest of a file's contents.
 
-    The digest of a large file is stored in the cache, keyed by path, size and time stamps, so that it is
-    computed once.
+    The digest of a large file is stored in the cache folder, keyed by path, size and time stamps, so that it
+    is computed only once. It is not stored if the file was modified within the last two seconds, or if
+    ``settings.offline`` is set.
 
     Raises:
         UserError: If the file cannot be read.
@@ -305,6 +319,6 @@ def compute_file_digest(path: Path, settings: SourceSettings) -> bytes:
 
 
 def _compute_content_digest(path: Path) -> bytes:
-    """Compute the digest of a file's current contents."""
+    """Compute the digest of a file's contents by reading the complete file."""
     with open_file(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()

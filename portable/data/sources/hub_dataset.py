@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub."""
+"""Source of a dataset on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HubDataset(DataSource):
-    """Dataset of the Hugging Face hub. The ``datasets`` library downloads it into its own cache."""
+    """Source of a dataset on the Hugging Face hub. The ``datasets`` library downloads it to its own cache."""
 
     downloads_to_open = True
     downloads_to_read = True
@@ -31,11 +31,15 @@ class HubDataset(DataSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> HubDataset:
-        """Return the dataset with the first name. Any name is accepted."""
+        """Open the dataset with the first name. Any name is accepted, because this class is tried last."""
         return cls(names[0], settings)
 
     def _load_dataset(self) -> Any:
-        """Load the dataset, once per process and with one download per machine."""
+        """Return the dataset. It is loaded once per process and downloaded once per machine.
+
+        Raises:
+            UserError: If the dataset cannot be loaded.
+        """
         dataset_key = (self.name, self.settings.data.config_name, self.settings.split)
         if dataset_key not in self._datasets_by_key:
             datasets = import_datasets(f"the hub dataset {self.name!r}")
@@ -80,7 +84,7 @@ class HubDataset(DataSource):
 
     @cached_property
     def _files(self) -> RecordFiles:
-        """Files of the split, for a stream."""
+        """Source of the files of the split, which a stream reads instead of the loaded dataset."""
         settings = self.settings
         return RecordFiles(
             self.name, list_hub_split_files(self.name, settings.data.config_name, settings.split), settings
@@ -92,5 +96,8 @@ class HubDataset(DataSource):
         return self._files.stored_bytes
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """See :meth:`DataSource.iter_shards`. Files that can be read in parts are not downloaded."""
+        """Yield the files of the split as shards of a stream. See :meth:`DataSource.iter_shards`.
+
+        Files that are divided into parts are read with range requests and not downloaded.
+        """
         return self._files.iter_shards(part_bytes)

@@ -1,6 +1,6 @@
-"""Files of a split of a dataset, on the hub or in a local folder with the same layout.
+"""Listing of the files of a dataset's split, on the hub or in a local folder with the same layout.
 
-Files on the hub are streamed: no file is downloaded completely, and no part twice.
+Only the metadata of the dataset is downloaded here, not the listed files.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ if TYPE_CHECKING:
 _HUB = "hf://"
 _CARD_FILE, _SETTINGS_FILE = "README.md", ".huggingface.yaml"
 _FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:\r?\n|$)", re.DOTALL)
-"""Pattern of the settings at the start of a dataset card."""
+"""Pattern of the block of YAML settings at the start of a dataset card."""
 _MAX_CARD_VALUES = 1_000_000
 _FILES_PER_REQUEST = 500  # files per request
 _SPLIT_NAME_PATTERNS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|dev|val")
-"""Patterns of split names, as in test.jsonl or data/train-00000-of-00002.parquet."""
+"""Patterns of the names of training splits and of evaluation splits.
+
+The names occur in paths such as test.jsonl or data/train-00000-of-00002.parquet.
+"""
 
 
 def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict[AnyPath, ListedFile | None]:
@@ -69,7 +72,10 @@ def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict
 
 
 def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str, dict[str, int]]:
-    """Return the sizes of the files of a split in bytes, keyed by repository and path.
+    """List the files of a split of a dataset on the hub, with their sizes.
+
+    Returns:
+        Sizes in bytes, keyed by repository, such as ``datasets/owner/name@revision``, and then by path.
 
     Raises:
         UserError: If the dataset cannot be loaded, does not have the split, or has files that cannot be
@@ -94,9 +100,17 @@ def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str,
 
 
 def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
-    """Fetch the sizes of files of a repository on the hub, in bytes.
+    """Fetch the sizes of files of a repository on the hub.
 
-    Raises UserError if a file is missing.
+    Args:
+        repository: Repository, such as ``datasets/owner/name@revision``.
+        files: Paths of files in the repository.
+
+    Returns:
+        Sizes in bytes, keyed by path.
+
+    Raises:
+        UserError: If a file is missing, or the hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -117,14 +131,19 @@ def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
 
 
 def find_split_files_of_folder(name: str, config_name: str | None, split: str) -> list[Path] | None:
-    """List the files of a split of a local folder, as ``load_dataset`` finds them.
+    """List the files of a split of a local folder, in the way that ``load_dataset`` finds them.
 
-    A folder has splits if its card has settings, like a copy of a hub dataset, or if its files are named by
-    split. Without this function, all files of such a folder would be used for training, including the test
-    split.
+    The folder is treated like a dataset with splits if ``config_name`` is set, if its card has settings, as
+    in a copy of a hub dataset, or if its files are named after splits. Without this function, all files of
+    such a folder would be used for training, including the test split.
+
+    Args:
+        name: Path of the folder.
+        config_name: Configuration of the dataset. None means the default.
+        split: Name of the split.
 
     Returns:
-        Files of the split. None if ``name`` is not a folder or has no splits.
+        Files of the split. None if ``name`` is not a folder, or is a folder without splits.
 
     Raises:
         UserError: If there is no such split, or it has files that cannot be read.
@@ -149,7 +168,7 @@ def find_split_files_of_folder(name: str, config_name: str | None, split: str) -
 
 
 def _has_card_settings(folder: Path) -> bool:
-    """Return whether the dataset card of a folder begins with settings."""
+    """Return whether a folder has a dataset card that begins with a block of YAML settings."""
     check_link_stays_inside("data.source", folder / _CARD_FILE, folder)
     try:
         with open_file(folder / _CARD_FILE, folder) as file:
@@ -159,10 +178,13 @@ def _has_card_settings(folder: Path) -> bool:
 
 
 def check_hub_card(name: str) -> None:
-    """Check that the settings of a dataset on the hub name only its own files.
+    """Check that the settings of a dataset on the hub name only files of this dataset.
+
+    Downloads the card and the settings file. A file that cannot be downloaded is not checked, because it may
+    not exist, and because loading the dataset will report other problems.
 
     Raises:
-        UserError: If they name another file.
+        UserError: If the settings name another file.
     """
     from huggingface_hub import hf_hub_download
 
@@ -175,10 +197,10 @@ def check_hub_card(name: str) -> None:
 
 
 def _check_folder_card(folder: Path) -> None:
-    """Check that the settings of a local dataset name only its own files.
+    """Check that the settings of a dataset in a local folder name only files of this folder.
 
     Raises:
-        UserError: If they name another file.
+        UserError: If the settings name another file.
     """
     for path in (folder / _CARD_FILE, folder / _SETTINGS_FILE):
         if path.is_file():
@@ -186,9 +208,12 @@ def _check_folder_card(folder: Path) -> None:
 
 
 def _check_card_file(path: Path) -> None:
-    """Check the settings in a file of a dataset.
+    """Check that the settings in a dataset card or settings file name only files of the dataset.
 
-    Otherwise, ``datasets`` would read any file or URL that they name.
+    Otherwise, the ``datasets`` library would read any file or URL that they name.
+
+    Raises:
+        UserError: If the settings name another file, or cannot be parsed.
     """
     try:
         text = read_small_text_file(path)
@@ -227,9 +252,18 @@ def _has_split_names(folder: Path) -> bool:
 
 
 def _list_split_files(name: str, config_name: str | None, split: str) -> list[str]:
-    """List the paths or URLs of the files of a split with the ``datasets`` library.
+    """List the files of a split with the ``datasets`` library.
 
-    Raises UserError if the dataset cannot be loaded or does not have the split.
+    Args:
+        name: Name of the dataset on the hub, or path of its folder.
+        config_name: Configuration of the dataset. None means the default.
+        split: Name of the split.
+
+    Returns:
+        Paths of local files, or URLs.
+
+    Raises:
+        UserError: If the dataset cannot be loaded or does not have the split.
     """
     datasets = import_datasets(f"the dataset {name!r}")
     try:

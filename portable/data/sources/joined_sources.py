@@ -1,4 +1,4 @@
-"""Sources of a mixture as one source, to train a tokenizer."""
+"""Combination of the sources of a mixture into one source, so that one tokenizer is trained on all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class InterleavedSource(DataSource):
-    """Documents of several sources, one of each in turn, until all sources have ended.
+    """Source that yields one document of each of several sources in turn, until all sources have ended.
 
     Args:
-        sources: Sources to interleave. The settings of the first source are used.
+        sources: Sources to interleave. The settings of the first source become the settings of this source.
     """
 
     def __init__(self, sources: Sequence[DataSource]) -> None:
@@ -30,11 +30,11 @@ class InterleavedSource(DataSource):
 
     @property
     def content_digests(self) -> frozenset[bytes]:
-        """Digests of the local files of all sources."""
+        """Digests of the contents of the local files of all sources."""
         return frozenset[bytes]().union(*(source.content_digests for source in self._sources))
 
     def iter_documents(self) -> Iterator[Document]:
-        """Yield one document of each source in turn. Pieces of a document stay together."""
+        """Yield one document of each source in turn. The pieces of a document are yielded in succession."""
         streams = [source.iter_documents() for source in self._sources]
         while streams:
             for stream in tuple(streams):

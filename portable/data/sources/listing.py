@@ -1,4 +1,4 @@
-"""Listing of the files that a name, pattern or URL means."""
+"""Listing of the files that a path, pattern or URL in ``data.source`` selects."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def find_folder_with_file(name: str, required_file: str) -> AnyPath | None:
-    """Return the local or remote folder with this name if it contains a file.
+    """Return the local or remote folder ``name`` if it contains the file ``required_file``.
 
     Args:
         name: Path or URL of the folder.
         required_file: Name of the file that must be in the folder.
 
     Returns:
-        The folder. None if there is no such folder or file, or the name is a pattern or the URL of a data
-        file.
+        The folder. None if there is no such folder or file, or if the name is a pattern, an invalid path or
+        the URL of a data file.
     """
     if glob.has_magic(name) or (is_url(name) and get_file_format(name) in FILE_FORMATS):
         return None
@@ -65,13 +65,15 @@ def list_local_files(name: str) -> list[Path] | None:
 
 
 def _match_local_files(name: str) -> list[Path] | None:
-    """List files like :func:`list_local_files`, but with the operating system's errors for invalid names.
+    """List the files that a path or pattern matches, without converting errors for invalid names.
 
-    Returns None if the name may be a hub dataset.
+    Returns:
+        Sorted files. None if ``name`` does not look like a local path, as it may name a hub dataset.
 
     Raises:
         MissingDataError: If a path does not exist or a pattern does not match.
-        UserError: If a folder has no supported files, or if a file cannot be read.
+        UserError: If a folder has no supported files, or if a file has an unsupported format.
+        OSError: If the operating system rejects the name, for example because it is too long.
     """
     path = Path(name)
     if path.is_dir():
@@ -110,15 +112,16 @@ def _match_local_files(name: str) -> list[Path] | None:
 
 
 def list_remote_files(url: str) -> dict[AnyPath, ListedFile]:
-    """List the files of a URL.
+    """List the files in an object store that a URL selects.
 
-    The URL is a single file, a pattern, or a folder. In a folder, files with other formats are skipped.
+    The URL names a single file or a folder, or is a pattern. In a folder, hidden files and files with
+    unsupported formats are skipped.
 
     Returns:
         Size and version of each file, keyed by URL and sorted.
 
     Raises:
-        UserError: If there is no readable file.
+        UserError: If there is no such file, or if a file or match has an unsupported format.
     """
     from portable.converters.storage.object_store import (  # not needed for local files
         RemotePath,

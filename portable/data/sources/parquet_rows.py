@@ -1,4 +1,4 @@
-"""Rows of .parquet files. One row group is read at a time, and only the required columns."""
+"""Reader of .parquet files. It reads one row group at a time, and only the required columns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from portable.data.sources.records import Fields
 
 _ROWS, _FEWEST, _BATCH_BYTES = 1024, 8, 128 << 20
+"""Maximum and minimum number of rows that are converted at a time, and the size in bytes to aim for."""
 
 
 @contextmanager
 def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -> Iterator[Any]:
-    """Open a ``ParquetFile`` that verifies the checksums of pages that have one.
+    """Open a ``ParquetFile`` that verifies the checksum of each page, if the page has one.
+
+    Exceptions of pyarrow within this context are converted to UserError.
 
     Args:
         raw: The opened file.
@@ -29,7 +32,7 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
         pre_buffer: Whether to read the required bytes in a few large requests.
 
     Raises:
-        UserError: If the file is damaged.
+        UserError: If the file is damaged, or its decompressed contents are far larger than the file.
     """
     import pyarrow
     from pyarrow import parquet
@@ -50,7 +53,10 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
 
 
 def _get_decompressed_bytes(group: Any) -> int:
-    """Return the size of a decompressed row group in bytes. Values of a dictionary are counted once."""
+    """Return the size of a decompressed row group in bytes.
+
+    Each value of a dictionary-encoded column is counted once, even if many rows contain it.
+    """
     return int(group.total_byte_size)
 
 
@@ -82,7 +88,16 @@ def iter_parquet_rows(file: Any, groups: Iterable[int], name: object, fields: Fi
 
 
 def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
-    """Select the columns to read. Returns None if all columns are needed."""
+    """Select the columns of a file to read.
+
+    Args:
+        names: Columns of the file.
+        fields: Names of the columns that the task uses.
+
+    Returns:
+        Names of the columns. None to read all columns, because the records are not plain text, fields are
+        renamed, or a column is missing or nested.
+    """
     if fields.format != "text" or fields.renamed:
         return None
     wanted = [fields.text, fields.target, fields.label, fields.pair, *fields.columns]
@@ -93,7 +108,17 @@ def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
 def _iter_batch_rows(
     batch: Any, num_rows_before: int, name: object, fields: Fields
 ) -> Iterator[dict[str, Any] | None]:
-    """Yield the rows of a batch. Yields None in place of a row that cannot be converted and is skipped."""
+    """Yield the rows of a batch. Yields None for a row that cannot be converted and is skipped.
+
+    Args:
+        batch: Arrow ``RecordBatch``.
+        num_rows_before: Number of rows of the file before the batch, used in error messages.
+        name: Name of the file, used in error messages.
+        fields: Settings for reading records, which determine whether bad records are skipped.
+
+    Raises:
+        RecordError: If a row cannot be converted and bad records are not skipped.
+    """
     try:
         values = batch.to_pylist()
     except (ValueError, OverflowError):
@@ -116,10 +141,11 @@ def _iter_batch_rows(
 
 
 def drop_nested_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the nulls inside the values of a row. Nulls at the top level remain.
+    """Remove the keys with null from the mappings inside the values of a row. Top-level nulls are kept.
 
-    Arrow gives each record the keys of all other records, with null as their value. Without this function, an
-    argument of one tool would have the keys of the arguments of all tools.
+    Arrow stores nested mappings with the keys of all records, and null for the keys that a record does not
+    have. Without this function, the arguments of one tool call would have the keys of the arguments of all
+    tools.
     """
 
     def drop_inner_nulls(value: Any) -> Any:

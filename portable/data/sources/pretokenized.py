@@ -1,8 +1,8 @@
-"""Tokens that ``portable-data`` wrote before training, as shards of a stream.
+"""Source of the tokens that ``portable-data`` wrote before training. They are read as a stream.
 
-A folder or URL contains ``tokens.json``, which lists the shards with their sizes, and the shards
-``shards/000000``, ``shards/000001`` ... Each shard is a token cache. Local shards are read in place. Remote
-shards are copied to the cache when they are needed.
+``portable-data`` writes a folder or URL with ``tokens.json``, which lists the shards with their sizes, and
+the shards ``shards/000000``, ``shards/000001`` ... Each shard is a token cache. Local shards are read without
+copying them. Remote shards are copied to the cache when they are needed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,17 @@ INDEX_FILE = "tokens.json"
 BEGUN_FILE = "begun.json"
 TOKENIZER_FOLDER = "tokenizer"
 LAST_FILE = "meta.json"
-"""File of a shard that is written last. A shard with this file is complete."""
+"""Name of the file that is written last into the folder of a shard. A shard with this file is complete."""
 
 
 class ShardRecord(NamedTuple):
-    """Size and fingerprint of the tokens of a shard; 0, 0 and "" for a shard without text."""
+    """Entry of a shard in ``tokens.json``. A shard without text has 0, 0 and an empty fingerprint.
+
+    Attributes:
+        documents: Number of documents.
+        tokens: Number of tokens.
+        fingerprint: Fingerprint of the tokens.
+    """
 
     documents: int
     tokens: int
@@ -48,9 +54,10 @@ class TokenIndex:
     """Content of ``tokens.json``.
 
     Attributes:
-        job_digest: Digest of the tokenizer and of the special tokens around texts.
-        record_format: Format of the records.
-        shards: Record of each shard, in order.
+        job_digest: Digest of the settings that determine the tokens, such as the tokenizer and the template.
+            See :attr:`TokenizeJob.digest`.
+        record_format: Format of the records that were tokenized.
+        shards: Entry of each shard, in order.
     """
 
     job_digest: str
@@ -69,7 +76,7 @@ class TokenIndex:
 
 
 def get_shard_folder(folder: AnyPath, number: int) -> AnyPath:
-    """Return the folder of a shard."""
+    """Return the folder or URL of the shard with this number, such as ``shards/000001`` in ``folder``."""
     return folder / "shards" / f"{number:06}"
 
 
@@ -77,7 +84,7 @@ def read_index(folder: AnyPath) -> TokenIndex:
     """Read ``tokens.json`` in a folder or at a URL.
 
     Raises:
-        UserError: If the file is damaged.
+        UserError: If the file is missing, damaged or written by a version with another format.
     """
     try:
         with convert_storage_errors("data.source"):
@@ -98,23 +105,23 @@ def read_index(folder: AnyPath) -> TokenIndex:
 
 
 def _build_folder_finder(file: str) -> Callable[[Path], Path | None]:
-    """Build a function that returns a folder if it contains ``file``.
+    """Build a function that returns a folder if it contains ``file``, and None otherwise.
 
-    :func:`portable.temporary_folder.open_or_build_cache_folder` takes such a function.
+    :func:`portable.temporary_folder.open_or_build_cache_folder` needs such a function to open a folder.
     """
     return lambda folder: folder if (folder / file).exists() else None
 
 
 class PretokenizedSource(TokenSource):
-    """Folder or URL that ``portable-data`` has written.
+    """Source of the tokens in a folder or at a URL that ``portable-data`` has written.
 
     Args:
         name: Name of the source in error messages.
-        folder: Folder or URL.
+        folder: Folder or URL with ``tokens.json``.
         settings: Settings of the source.
     """
 
-    only_text = ""  # the index contains the format of the original records
+    only_text = ""  # settings of columns are allowed, because they applied to the records before tokenizing
 
     def __init__(self, name: str, folder: AnyPath, settings: SourceSettings) -> None:
         super().__init__(name, settings)
@@ -122,10 +129,10 @@ class PretokenizedSource(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> PretokenizedSource | None:
-        """Return the source if ``portable-data`` has written the folder or URL.
+        """Open the source if ``portable-data`` has written the folder or URL.
 
         Returns:
-            None if no name has a ``tokens.json``.
+            Source of the first name with a ``tokens.json``. None if there is no such name.
 
         Raises:
             UserError: If ``data.stream`` is not set.
@@ -142,15 +149,15 @@ class PretokenizedSource(TokenSource):
         return None
 
     def compute_digest(self) -> str:
-        """Compute a digest of the index."""
+        """Compute a digest of ``tokens.json``, which contains the fingerprints of all shards."""
         return compute_text_digest(read_index(self._place).to_json())
 
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """Yield nothing. Only the shards have tokens."""
+        """Yield nothing, because only the shards from :meth:`iter_shards` contain tokens."""
         return iter(())
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Yield the shards that ``portable-data`` has written."""
+        """Yield the shards that ``portable-data`` has written. They are not divided by ``part_bytes``."""
         index = read_index(self._place)
         for number, (documents, tokens, fingerprint) in enumerate(index.shards):
             folder = get_shard_folder(self._place, number)
@@ -158,7 +165,10 @@ class PretokenizedSource(TokenSource):
             yield SourceShard(opened, f"{number} {fingerprint}", 4 * tokens, tokens, fingerprint)
 
     def find_tokenizer_folder(self) -> Path:
-        """Return the folder of the tokenizer, or of a local copy of it."""
+        """Return the folder of the tokenizer that ``portable-data`` used.
+
+        If the source is a URL, the tokenizer is copied to the cache, and the folder of the copy is returned.
+        """
         folder = self._place / TOKENIZER_FOLDER
         if not is_in_store(folder):
             return folder
@@ -171,13 +181,13 @@ class PretokenizedSource(TokenSource):
 
 
 class PretokenizedShard(TokenSource):
-    """Shard that is already tokenized.
+    """Source of one shard that ``portable-data`` has tokenized.
 
     Args:
         folder: Folder or URL of the shard.
         documents: Number of documents. 0 for a shard without text.
-        fingerprint: Fingerprint of its tokens.
-        index: Index of all shards.
+        fingerprint: Fingerprint of the shard's tokens.
+        index: Content of ``tokens.json``.
         settings: Settings of the source.
     """
 
@@ -195,7 +205,7 @@ class PretokenizedShard(TokenSource):
         self._record_format = index.record_format
 
     def compute_digest(self) -> str:
-        """Compute a digest of the fingerprint and of the settings that determined the tokens."""
+        """Compute a digest of the shard's fingerprint and of the settings with which it was tokenized."""
         return compute_text_digest(f"{self.job_digest} {self._fingerprint}")
 
     def _determine_record_format(self) -> RecordFormat:
@@ -207,19 +217,23 @@ class PretokenizedShard(TokenSource):
         return self._record_format
 
     def check_readable(self) -> None:
-        """Do nothing, because the index was read before."""
+        """Do nothing, because ``tokens.json`` has already been read without an error."""
 
     def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """Yield nothing. The token cache is used directly. See :meth:`find_pretokenized_folder`."""
+        """Yield nothing, because the shard is a token cache that is opened directly.
+
+        See :meth:`find_pretokenized_folder`.
+        """
         return iter(())
 
     def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path:
-        """Return the folder of the shard. A shard in an object store is copied to the cache first.
+        """Return the folder of the shard's token cache. A remote shard is first copied to ``copies_folder``.
 
         See :meth:`DataSource.find_pretokenized_folder`.
 
         Raises:
-            UserError: If the shard was tokenized with different settings, is empty, or is missing.
+            UserError: If the shard was tokenized with different settings, or is missing.
+            NoTextError: If the shard has no documents.
         """
         if job_digest != self.job_digest:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Conversion of errors that occur while reading data to one line that names the file."""
+"""Conversion of exceptions while reading data to UserErrors of one line that name the file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def build_unreadable_error(name: object, error: OSError) -> UserError:
 
 @contextmanager
 def convert_read_errors(name: object) -> Iterator[None]:
-    """Convert errors that occur while reading the file ``name`` to UserError.
+    """Convert exceptions within this context to UserErrors that name the file ``name``.
 
-    Parsers raise many exception types for damaged data, and not all are documented. Every reader therefore
-    runs in this context. See :meth:`portable.data.sources.source.DataSource.iter_rows`. Exceptions that only
-    a bug can raise are not converted, so that they keep their traceback.
+    Every reader runs in this context, because parsers raise many exception types for damaged data, and not
+    all of them are documented. See :meth:`portable.data.sources.source.DataSource.iter_rows`. Exceptions of
+    this program are passed on unchanged. Exceptions that only a bug can raise, such as ``NameError``, are
+    also passed on, so that they keep their traceback.
     """
     with convert_storage_errors("data.source"):
         try:

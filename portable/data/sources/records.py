@@ -1,4 +1,4 @@
-"""Parsing of records: reading the columns of a row, and collecting errors of records that cannot be read."""
+"""Conversion of records to documents, and collection of the errors of records that cannot be read."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
 
 
 TextSplit = Literal["file", "paragraph", "line"]
-"""Units of ``data.text_split``."""
+"""Values of ``data.text_split``: the unit of a .txt file that becomes one document."""
 _MAX_PRINTED = 5
+"""Maximum number of skipped records whose errors are printed."""
 _MOST_NAMED, _MOST_KINDS, _MOST_COLLECTED = 10, 5, 1000
-"""Limits: bad records in an error message, kinds of bad records in it, and bad records collected from a
-source.
+"""Maximum number of bad records that an error message lists, of kinds of errors that it counts, and of bad
+records that are collected from a source.
 """
 _LOCATION_PATTERN = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
 
 
 class LocatedRow(NamedTuple):
-    """Record as its source stores it.
+    """Record of a source before it is converted to documents, with its location.
 
     Attributes:
         location: Position of the record in its source, such as ``a.jsonl:3``, used in error messages.
@@ -53,9 +54,9 @@ class LocatedRow(NamedTuple):
 
 
 class CsvCell(str):
-    """Text of a cell of a .csv file.
+    """Text of a cell of a .csv file that may have to be converted to a number later.
 
-    Only all cells of a column together determine whether they are numbers.
+    A column is only known to contain numbers or names when all of its cells have been read.
     """
 
     __slots__ = ()
@@ -64,8 +65,8 @@ class CsvCell(str):
         """Parse the cell as a number.
 
         Returns:
-            An int if the value has no fraction. None if the cell is not a finite number, or is a code with
-            leading zeros such as 007.
+            An int if the value has no fraction, otherwise a float. None if the cell is not a finite number,
+            or is a code with leading zeros such as 007.
         """
         text = self.strip()
         if not _NUMBER.fullmatch(text) or _LEADING_ZERO.match(text):
@@ -84,7 +85,10 @@ _LEADING_ZERO = re.compile(r"[+-]?0\d")
 
 
 def is_whole(number: float) -> bool:
-    """Return whether a float is an integer that floats represent exactly."""
+    """Return whether a float is an integer below 2**53 in absolute value.
+
+    Floats represent these integers exactly, so that the conversion to an int loses nothing.
+    """
     return number.is_integer() and abs(number) < 2**53
 
 
@@ -102,7 +106,7 @@ class BadRecords:
     def skip_record(self, error: UserError) -> None:
         """Count a bad record, and print its error if fewer than :data:`_MAX_PRINTED` were printed.
 
-        A record that was counted before is ignored.
+        Does nothing if an equal error was counted before, because a source is read several times.
 
         Args:
             error: Error that names the record.
@@ -114,7 +118,7 @@ class BadRecords:
             print_status(f"warning: skipped: {error}")
 
     def print_skipped_count(self, name: str) -> None:
-        """Print how many records were skipped, unless all their errors were printed.
+        """Print how many records were skipped, unless the errors of all of them were printed.
 
         Args:
             name: Name of the source.
@@ -128,20 +132,21 @@ class BlankRecords:
     """Counter of records that are skipped because their text or target is blank.
 
     Attributes:
-        num_skipped: Number of records since the count was last reset. A source is read several times.
+        num_skipped: Number of blank records since the count was last reset. It is reset before each pass over
+            the source.
     """
 
     num_skipped: int = 0
 
     def describe_skipped(self, name: str, fields: Fields) -> list[str]:
-        """Describe the blank records that a pass over the source has skipped.
+        """Describe the blank records that were skipped, for a note to the user.
 
         Args:
             name: Name of the source.
             fields: Names of the columns to read.
 
         Returns:
-            A list with one line. Empty if no record was skipped.
+            A list with one line, or an empty list if no record was skipped.
         """
         if not self.num_skipped:
             return []
@@ -154,7 +159,7 @@ class CollectedErrors(BadRecords):
     """Collection of the errors of a source's bad records, so that one message can list them.
 
     Args:
-        seconds: Time limit for collecting.
+        seconds: Time limit for collecting, in seconds.
     """
 
     def __init__(self, seconds: float = 20.0) -> None:
@@ -164,10 +169,10 @@ class CollectedErrors(BadRecords):
         self._until = time.monotonic() + seconds
 
     def skip_record(self, error: UserError) -> None:
-        """Collect an error.
+        """Collect the error of a bad record, unless an equal error was collected before.
 
         Raises:
-            EnoughErrors: If collecting stops because of many errors or a long time.
+            EnoughErrors: If enough errors are collected, or the time limit has passed.
         """
         if str(error) not in self._seen:
             self._seen.add(str(error))
@@ -175,10 +180,10 @@ class CollectedErrors(BadRecords):
         self.raise_if_enough()
 
     def raise_if_enough(self) -> None:
-        """Check the number of errors and the time.
+        """Stop collecting if enough errors are collected or the time limit has passed.
 
         Raises:
-            EnoughErrors: If one of them exceeds its limit.
+            EnoughErrors: If collecting stops. ``has_read_everything`` is False from then on.
         """
         if len(self.errors) >= _MOST_COLLECTED or time.monotonic() > self._until:
             self.has_read_everything = False
@@ -186,7 +191,7 @@ class CollectedErrors(BadRecords):
 
     @property
     def count_by_kind(self) -> Counter[str]:
-        """Number of errors of each kind."""
+        """Number of errors, keyed by a description of the mistake."""
         return Counter(_describe_error_kind(str(error)) for error in self.errors)
 
     def to_error(self, name: str) -> UserError:
@@ -208,11 +213,14 @@ class CollectedErrors(BadRecords):
 
 
 class EnoughErrors(Exception):  # noqa: N818  (a signal)
-    """Signal that enough bad records of a source are collected."""
+    """Exception that stops reading a source, because enough of its bad records are collected."""
 
 
 def _describe_error_kind(line: str) -> str:
-    """Describe the mistake in an error line, without the record's location and the remedy."""
+    """Describe the mistake in an error line, without the record's location and the remedy.
+
+    Quoted values and numbers are replaced by placeholders, so that equal mistakes have equal descriptions.
+    """
     kind = _LOCATION_PATTERN.sub("", line).partition(";")[0]
     kind = re.sub(r"'[^']*'", "'...'", kind)
     return re.sub(r"\d[\d,]*", "N", re.sub(r" ?\([^()]*\)", "", kind)).strip()
@@ -220,9 +228,10 @@ def _describe_error_kind(line: str) -> str:
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the columns to read, and how to read them. None if the task does not use the column.
+    """Names of the columns of a record to read, and settings for reading them.
 
-    Its ``repr`` is part of cache keys, so a new name or field would invalidate all token caches.
+    The name of a column is None if the task does not use the column. The ``repr`` of this class is part of
+    cache keys, so that renaming or adding an attribute would invalidate all token caches.
     """
 
     text: str = "text"
@@ -238,23 +247,23 @@ class Fields:
     prefix: str = ""
     """Text that is prepended to every text."""
     columns: tuple[str, ...] = ()
-    """Additional columns of numbers."""
+    """Additional columns of numbers, from ``data.columns``."""
     bad: BadRecords | None = field(default=None, repr=False, compare=False)
-    """Receiver of the records that cannot be read. None if a bad record ends the run."""
+    """Counter or collector of records that cannot be read. None if a bad record ends the run."""
     blank: BlankRecords = field(default_factory=BlankRecords, repr=False, compare=False)
-    """Counter of the records without text."""
+    """Counter of records whose text or target is blank."""
     format: RecordFormat | None = "text"
     """Format of the records. None if each source detects it from its first record."""
     renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """Fields of ``data.columns``: pairs of the name that the format expects and the name in the records."""
     roles: frozenset[str] = field(default=DEFAULT_TRAINED_ROLES, repr=False)
-    """Roles whose messages of a conversation are trained."""
+    """Roles whose messages contribute to the loss, for conversations."""
 
     def skip_record_or_raise(self, error: UserError) -> None:
-        """Skip the record that ``error`` names if bad records are skipped.
+        """Count the record that ``error`` names as skipped, or raise the error if bad records end the run.
 
         Raises:
-            RecordError: If a bad record ends the run.
+            RecordError: If a bad record ends the run. It has the message of ``error``.
         """
         if self.bad is None:
             raise RecordError(str(error)) from error.__cause__
@@ -264,7 +273,7 @@ class Fields:
     def cache_key(self) -> str:
         """All settings that determine the documents of a record, as text for cache keys.
 
-        A format that is not detected yet counts as ``text``.
+        If the format is not detected yet, the format in the key is ``text``.
         """
         roles = () if self.roles == DEFAULT_TRAINED_ROLES else sorted(self.roles)
         kinds = () if self.label is None else ("whole numbers are classes",)
@@ -282,8 +291,8 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
         location: Location of the record in its source, used in error messages.
 
     Returns:
-        One document, none if the text is blank or the record is skipped, or the two documents of a
-        preference, the chosen one first.
+        One document. No document if the text or target is blank or the record is skipped. Two documents for a
+        preference: the chosen one and the rejected one.
 
     Raises:
         UserError: If the record cannot be read and ``fields`` does not skip bad records.
@@ -320,10 +329,13 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
 
 
 def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapping[str, Any]:
-    """Return the record with the field names of ``data.columns``.
+    """Rename the fields of a record to the names that its format expects, as ``data.columns`` specifies.
+
+    Returns:
+        A copy with the new names. The record itself if ``data.columns`` does not rename fields.
 
     Raises:
-        UserError: If the record has no such field.
+        UserError: If the record does not have a field that ``data.columns`` names.
     """
     if not fields.renamed:
         return row
@@ -335,7 +347,13 @@ def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapp
 def _parse_text_field(
     row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False
 ) -> str:
-    """Read a field that must be a string. Lone surrogates are replaced. Raises UserError for other types."""
+    """Read a field that must be a string. Lone surrogates are replaced.
+
+    See :func:`_get_required_field` for the arguments.
+
+    Raises:
+        UserError: If the field is missing or is not a string.
+    """
     value = _get_required_field(row, key, name, location, pairs=pairs)
     if not isinstance(value, str):
         raise UserError(
@@ -350,10 +368,12 @@ def _parse_text_field(
 
 
 def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> float:
-    """Read a field of ``data.columns``. CSV cells are parsed, and booleans become 0 or 1.
+    """Read a number from an additional column of ``data.columns``.
+
+    Cells of .csv files are parsed, and booleans become 0 or 1.
 
     Raises:
-        UserError: If the value is not a finite number.
+        UserError: If the field is missing or is not a finite number.
     """
     value = _get_required_field(row, "columns", name, location)
     if isinstance(value, CsvCell):
@@ -366,9 +386,14 @@ def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> flo
 
 
 def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Label:
-    """Read the label of a record: a class, a number, or a tuple for a list.
+    """Read the label of a record.
 
-    Booleans in a list become floats. Floats without a fraction become ints.
+    Returns:
+        A class or number, or a tuple if the field is a list. A boolean becomes an int, but a float in a list.
+        A float without a fraction becomes an int, but not in a list.
+
+    Raises:
+        UserError: If the field is missing or is not a label.
     """
     value = _get_required_field(row, "label_field", name, location)
     if isinstance(value, list | tuple):
@@ -384,8 +409,13 @@ def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Labe
 def _validate_label(value: Any, name: str, location: str) -> int | float | str:
     """Check one label and convert a boolean to an integer.
 
+    Args:
+        value: A label, or an item of a list of labels.
+        name: Name of the field, used in error messages.
+        location: Location of the record in its source, used in error messages.
+
     Raises:
-        UserError: If the label is not a class or a finite number.
+        UserError: If the label is not a class (an integer or a string) or a finite number.
     """
     if isinstance(value, CsvCell) and not value.strip():
         value = None
@@ -408,14 +438,14 @@ _MISSING = object()
 def _get_required_field(
     row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False
 ) -> Any:
-    """Return the value of a field.
+    """Return the value of a field that a record must have.
 
     Args:
         row: Values of the record, keyed by field.
-        key: Setting that names the field, without ``data.``.
+        key: Setting that names the field, without ``data.``, used in error messages.
         name: Name of the field.
         location: Location of the record in its source, used in error messages.
-        pairs: Whether a classifier may read a second text.
+        pairs: Whether the error message may also suggest ``data.text_pair_field``.
 
     Raises:
         UserError: If the record has no such field.

@@ -1,4 +1,4 @@
-"""Documents and records of a local file, by its format."""
+"""Readers of local files: documents of .txt files, and rows of .jsonl, .json, .parquet and .csv files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def iter_text_documents(path: Path, name: str, split: str) -> Iterator[Document]:
-    """Yield the documents of a .txt file.
+    """Yield the documents of a .txt file. Long documents are yielded in pieces.
 
     Args:
-        path: Path of the file.
+        path: Path of the local file, which may be compressed.
         name: Name of the file, used in error messages.
         split: Unit of a document: ``file``, ``paragraph`` or ``line``.
     """
@@ -43,9 +43,9 @@ def iter_text_documents(path: Path, name: str, split: str) -> Iterator[Document]
 
 
 def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
-    """Yield the file as one document, in pieces of complete lines if it is long.
+    """Yield the text of a file as one document.
 
-    Yields nothing if it is empty.
+    A long text is yielded in pieces that end at line ends if possible. Yields nothing for a blank file.
     """
     piece = file.read(PIECE_CHARS)
     _check_characters(piece, name)
@@ -59,12 +59,12 @@ def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
 
 
 def _check_characters(text: str, name: str) -> None:
-    """Check that the text is not UTF-16 without a byte order mark.
+    """Check that a text that was decoded as UTF-8 is not UTF-16 without a byte order mark.
 
-    Such a text is valid UTF-8 with many NUL characters.
+    UTF-16 text of mostly ASCII characters is also valid UTF-8, with a NUL character after each character.
 
     Raises:
-        UserError: If the text is UTF-16.
+        UserError: If more than a quarter of the characters are NUL.
     """
     if "\0" in text and 4 * text.count("\0") > len(text):
         raise UserError(f"data.source: {name}: is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")
@@ -73,10 +73,15 @@ def _check_characters(text: str, name: str) -> None:
 def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Document]:
     """Yield one document per line or paragraph, without its line end. Long documents are yielded in pieces.
 
-    Blank lines separate paragraphs.
+    Blank lines separate paragraphs. Blank lines are not documents.
+
+    Args:
+        file: The opened text file.
+        name: Name of the file, used in error messages.
+        split: ``line`` or ``paragraph``.
     """
     lines: list[str] = []
-    # Whether pieces of the document were yielded, and whether the line continues.
+    # has_begun: pieces of the document were yielded. within_line: the line continues after the last piece.
     has_begun = within_line = False
     while line := file.readline(PIECE_CHARS):
         _check_characters(line, name)
@@ -112,7 +117,7 @@ def iter_file_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow
 
 
 def _open_decompressed(path: Path) -> io.BufferedReader:
-    """Open the contents of a local file, decompressed."""
+    """Open a local file for reading its contents, decompressed if its suffix names a compression."""
     return open_decompressed(io.BufferedReader(open_file(path), 1 << 20), path)
 
 
@@ -130,18 +135,18 @@ def _iter_jsonl_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedR
 
 
 def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, Any] | None:
-    """Parse the JSON object in a line.
+    """Parse the JSON object in a line of a .jsonl file.
 
     Args:
-        line: One line of a .jsonl file.
+        line: The line, in UTF-8.
         location: Location of the line, used in error messages.
-        fields: Names of the columns to read.
+        fields: Settings for reading records, which determine whether bad records are skipped.
 
     Returns:
         The object. None if the line is blank or is skipped as a bad record.
 
     Raises:
-        RecordError: If the line is not an object and bad records end the run.
+        RecordError: If the line is not a JSON object and bad records are not skipped.
     """
     if not line.strip():
         return None
@@ -172,7 +177,7 @@ _INCOMPLETE_TAIL_CHARS = 16  # an error in this many last characters may be caus
 
 
 def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
-    """Yield the objects of a JSON list, or of a file with one object after the other.
+    """Yield the rows of a .json file: the objects of one list, or objects one after the other.
 
     The file is read in blocks, so that it does not need to fit into memory.
 

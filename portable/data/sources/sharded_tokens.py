@@ -1,7 +1,7 @@
-"""Tokens in the shards of Mosaic Streaming (MDS) and litdata, and in datasets saved with ``save_to_disk``.
+"""Sources of tokens in Mosaic Streaming (MDS) and litdata, and in datasets saved with ``save_to_disk``.
 
-Shards of both formats start with the number of samples, the offset of each sample and the offset of the end.
-An ``index.json`` in the same folder describes the samples. Each sample is a document.
+A shard of Mosaic Streaming or litdata starts with the number of samples, the offset of each sample and the
+offset of the end. An ``index.json`` in the same folder describes the samples. Each sample is a document.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _TOKEN_COLUMNS = ("tokens", "input_ids")
 _RECORD_COLUMNS = ("messages", "conversations", "completion", "output", "chosen")
-"""Columns of records whose format is not text."""
+"""Columns that only records of conversations, completions or preferences have."""
 _LITDATA_DTYPES = {
     11: "u1",
     12: "i1",
@@ -54,7 +54,7 @@ _LITDATA_DTYPES = {
     18: "<i8",
     20: "<u2",
 }
-"""numpy's data type, keyed by litdata's number of torch's type."""
+"""Data type of numpy, keyed by the number that litdata assigns to a torch data type."""
 _DOCUMENTS_PER_BATCH = 1000  # documents of a saved dataset that are read at a time
 
 
@@ -94,10 +94,13 @@ class ShardLayout(TypedDict, total=False):
 
 
 def find_sharded_folder(name: str) -> ShardedFolder | None:
-    """Return the folder ``name`` with its index if Mosaic Streaming or litdata has written it.
+    """Find shards that Mosaic Streaming or litdata has written.
+
+    Args:
+        name: Path or URL.
 
     Returns:
-        None if ``name`` is something else.
+        The folder with its index. None if ``name`` is not a folder with the ``index.json`` of such shards.
     """
     if (folder := find_folder_with_file(name, "index.json")) is None:
         return None
@@ -119,7 +122,8 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
         name: Name of the source, used in error messages.
 
     Raises:
-        UserError: If the shards do not contain tokens.
+        UserError: If the shards do not contain tokens, are encoded in an unsupported way, or the index is
+            damaged.
     """
     try:
         if not index.get("shards", index.get("chunks")):
@@ -160,7 +164,13 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
 def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     """Parse the layout of a Mosaic Streaming shard.
 
-    Raises UserError if it does not have a column of tokens, or if its encoding is not supported.
+    Args:
+        shard: Entry of the shard in ``index.json``.
+        name: Name of the source, used in error messages.
+
+    Raises:
+        UserError: If the shard does not have a column of tokens, or its encoding or compression is not
+            supported.
     """
     names: list[str] = shard["column_names"]
     column = next((candidate for candidate in _TOKEN_COLUMNS if candidate in names), None)
@@ -195,7 +205,7 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
 
 
 class ShardedTokens(TokenSource):
-    """Shards of Mosaic Streaming or litdata, in order.
+    """Source of the tokens in shards of Mosaic Streaming or litdata. The shards are read in order.
 
     Args:
         folder: Folder or URL of the shards.
@@ -211,10 +221,14 @@ class ShardedTokens(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
-        """Return the shards if the name is a folder or URL that Mosaic Streaming or litdata has written.
+        """Open the shards if the name is a folder or URL that Mosaic Streaming or litdata has written.
 
         Returns:
-            None if it is not, if there are several names, or with ``data.max_samples``.
+            The source. None if the name is not such a folder, if there are several names, or if
+            ``data.max_samples`` is set.
+
+        Raises:
+            UserError: If the shards do not contain tokens.
         """
         if len(names) > 1 or settings.data.max_samples is not None:
             return None
@@ -226,7 +240,11 @@ class ShardedTokens(TokenSource):
         return cls(sharded.folder, parse_shard_layouts(sharded.index_content, names[0]), settings)
 
     def compute_digest(self) -> str:
-        """Compute a digest of the layouts, and of local contents or remote versions of the files."""
+        """Compute a digest of the layouts, and of the contents or versions of the files.
+
+        For remote files, the digest contains sizes and versions instead of contents, so that nothing is
+        downloaded.
+        """
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
         for piece in self._pieces:
             path = self._place / piece["file"]
@@ -238,14 +256,18 @@ class ShardedTokens(TokenSource):
         return digest.hexdigest()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Yield each shard as a shard of a stream."""
+        """Yield each shard of the folder as one shard of a stream. Shards are not divided."""
         for piece in self._pieces:
             yield SourceShard(
                 partial(ShardedTokens, self._place, [piece]), repr(piece), int(piece["bytes"] or 0)
             )
 
     def check_readable(self) -> None:
-        """Read the first shard if it is local."""
+        """Read the first shard to check that it is intact. Does nothing if the shards are remote.
+
+        Raises:
+            UserError: If the shard is damaged.
+        """
         if not self.downloads_to_read:
             self._read_decompressed_shard(self._pieces[0])
 
@@ -260,7 +282,11 @@ class ShardedTokens(TokenSource):
                 yield TokenChunk(tokens, lengths)
 
     def _read_decompressed_shard(self, piece: ShardLayout) -> bytes:
-        """Read a shard, decompress it and verify its checksums."""
+        """Read a shard, decompress it if necessary, and verify its size and checksums.
+
+        Raises:
+            UserError: If the shard cannot be read or is damaged.
+        """
         with self._convert_read_errors(piece), convert_storage_errors("data.source"):
             path = self._place / piece["file"]
             if isinstance(path, Path):
@@ -286,7 +312,7 @@ class ShardedTokens(TokenSource):
 
     @contextmanager
     def _convert_read_errors(self, piece: ShardLayout) -> Iterator[None]:
-        """Convert all errors of a shard within this context to UserErrors that name the shard's file."""
+        """Convert all exceptions within this context to UserErrors that name the shard's file."""
         try:
             yield
         except UserError:
@@ -300,6 +326,10 @@ class ShardedTokens(TokenSource):
 
 def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[Any]]:
     """Parse the tokens of each sample of a shard.
+
+    Args:
+        data: Decompressed content of the shard.
+        piece: Layout of the shard.
 
     Returns:
         One array per sample. The arrays share the memory of ``data``.
@@ -336,15 +366,18 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
 
 
 def find_saved_dataset_folder(name: str, split: str) -> Path | None:
-    """Return the folder of a dataset saved with ``save_to_disk``.
+    """Find the folder of a dataset that was saved with ``save_to_disk``.
 
-    If it has several splits, the folder of ``split``.
+    Args:
+        name: Path of the folder.
+        split: Split to select if the dataset was saved with several splits.
 
     Returns:
-        None if ``name`` is not such a folder.
+        The folder, or its subfolder for ``split`` if it has several splits. None if ``name`` is not such a
+        folder.
 
     Raises:
-        UserError: If there is no such split.
+        UserError: If the folder has several splits, but not ``split``.
     """
     folder = Path(name)
     try:
@@ -368,7 +401,11 @@ def _build_not_saved_error(folder: object, error: Exception) -> UserError:
 
 
 def _load_saved_dataset(folder: str) -> Any:
-    """Load a saved dataset after checking that it names only its own files."""
+    """Load a dataset saved with ``save_to_disk``, after checking that its metadata names only its own files.
+
+    Raises:
+        UserError: If the metadata names other files, or the dataset cannot be loaded.
+    """
     datasets = import_datasets(f"reading {folder}")
     try:
         for file in read_json_file(Path(folder) / "state.json")["_data_files"]:
@@ -391,17 +428,20 @@ def _compute_saved_dataset_digest(folder: str, settings: SourceSettings) -> byte
 
 
 class SavedDataset(HubDataset):
-    """Records of a dataset saved with ``save_to_disk``."""
+    """Source of the records of a dataset saved with ``save_to_disk``."""
 
     downloads_to_open = False
     downloads_to_read = False
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:  # type: ignore[override]
-        """Return the tokens of a saved dataset if it has a column of tokens, otherwise its records.
+        """Open a dataset that was saved with ``save_to_disk``, either as records or as tokens.
+
+        It is opened as records if ``data.max_samples`` is set, or if it has columns of records and no column
+        of tokens.
 
         Returns:
-            None if the names are not a saved dataset.
+            A source of records or tokens. None if the names are not one saved dataset.
 
         Raises:
             UserError: If the metadata of the dataset cannot be read.
@@ -425,13 +465,13 @@ class SavedDataset(HubDataset):
         return self._dataset
 
     def compute_digest(self) -> str:
-        """Compute a digest of the files and of the settings for reading the records."""
+        """Compute a digest of all files of the dataset and of the settings for reading the records."""
         saved = _compute_saved_dataset_digest(self.name, self.settings)
         return compute_text_digest(repr((saved, self.fields.cache_key, self.settings.data.max_samples)))
 
     @property
     def stored_bytes(self) -> int:
-        """0, because a saved dataset cannot be streamed."""
+        """Always 0, because the size is only used to divide a stream, and the dataset cannot be streamed."""
         return 0
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
@@ -440,10 +480,10 @@ class SavedDataset(HubDataset):
 
 
 class SavedTokenDataset(TokenSource):
-    """Dataset with a column of tokens, saved with ``save_to_disk``. Each row is a document."""
+    """Source of a dataset with a column of tokens, saved with ``save_to_disk``. Each row is a document."""
 
     def compute_digest(self) -> str:
-        """Compute a digest of the files."""
+        """Compute a digest of all files of the dataset."""
         return _compute_saved_dataset_digest(self.name, self.settings).hex()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
@@ -451,7 +491,11 @@ class SavedTokenDataset(TokenSource):
         raise _build_not_streamed_error(self)
 
     def check_readable(self) -> None:
-        """Check that there is a column of tokens."""
+        """Check that the dataset can be loaded and has a column of tokens.
+
+        Raises:
+            UserError: If it cannot be loaded or has no such column.
+        """
         self._open_token_column()
 
     def _open_token_column(self) -> tuple[Any, str]:

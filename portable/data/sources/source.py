@@ -1,9 +1,9 @@
-"""Base classes of all kinds of sources, and the settings of a source.
+"""Base classes of all sources, and the settings of a source.
 
-A kind of source is a subclass of :class:`DataSource` in a separate file. :meth:`DataSource.from_names`
-returns a source if a name has this kind. The class yields records in :meth:`DataSource.iter_rows` (or
-documents, or tokens), and computes a digest of them. ``list_source_classes`` in ``source_kinds.py`` lists all
-kinds.
+Each kind of source is a subclass of :class:`DataSource` in a separate file. Its method
+:meth:`DataSource.from_names` opens a source if the names in ``data.source`` are of this kind. The class
+yields records, documents or tokens, and computes a digest of them. To add a kind, implement a subclass and
+add it to ``list_source_classes`` in ``source_kinds.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 STREAMS_FOLDER = "streams"
-"""Folder in the cache for files and tokens of streams. Old ones are removed."""
+"""Name of the folder in the cache for the files and tokens of streams."""
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
     "masked-lm",
@@ -58,7 +58,7 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
 )
 """Tasks of a model, which are the values of ``model.task``."""
 PREFERENCE, CUSTOM_SAMPLES = "preference", "samples"
-"""Values of ``data.format`` for preference pairs and for samples provided by user-defined code."""
+"""Values of ``data.format`` for preference pairs, and for samples from user-defined code."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class SourceSettings:
         task: Task of the model, one of ``TASKS``.
         config_key: Dotted key of the source in the config, used in error messages.
         offline: Whether nothing may be written or downloaded.
-        bad_records: Receiver of bad records. By default, ``data.on_bad_record`` selects it.
+        bad_records: Counter or collector of records that cannot be read. If None, ``data.on_bad_record``
+            determines whether such records are skipped or end the run.
     """
 
     data: DataConfig
@@ -81,7 +82,7 @@ class SourceSettings:
 
     @cached_property
     def fields(self) -> Fields:
-        """Columns of a record to read, and how to read them."""
+        """Names of the columns of a record to read, and settings for reading them."""
         data, kind = self.data, self.data.format
         labelled, translated = self.task == CLASSIFICATION, self.task == SEQ2SEQ
         return Fields(
@@ -99,38 +100,38 @@ class SourceSettings:
         )
 
     def with_format(self, kind: RecordFormat) -> SourceSettings:
-        """Return a copy of the settings with the format of the records."""
+        """Return a copy of the settings in which ``data.format`` is ``kind``."""
         return replace(self, data=self.data.model_copy(update={"format": kind}))
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the records are conversations, or prompts with completions.
+        """Whether the records are conversations, completions or preferences instead of texts.
 
-        Valid once the format of the records is known.
+        Always False if ``data.format`` is ``auto``, because the format is not detected yet.
         """
         return self.data.format not in ("auto", "text", CUSTOM_SAMPLES)
 
     @property
     def packing(self) -> bool | Literal["documents"]:
-        """Value of ``data.packing`` for tasks with packing, otherwise False."""
+        """Value of ``data.packing``, or False if the task does not support packing."""
         return self.data.packing if self.task in (CAUSAL, MASKED) else False
 
     @property
     def split(self) -> str:
-        """Split of a hub dataset."""
+        """Name of the split of a dataset to read, ``train`` by default."""
         return self.data.split or "train"
 
     @property
     def cache_folder(self) -> Path:
-        """Folder of the cache. Streams have a separate subfolder."""
+        """Folder of the cache for this source. Streams use a subfolder."""
         folder = get_default_cache_dir() if self.data.cache_dir is None else Path(self.data.cache_dir)
         return folder / STREAMS_FOLDER if self.data.stream else folder
 
     @property
     def tokenizer_languages(self) -> dict[str, Any]:
-        """Language arguments of :func:`portable.data.tokens.tokenizer.load_tokenizer`.
+        """Keyword arguments of :func:`portable.data.tokens.tokenizer.load_tokenizer` for the languages.
 
-        Empty unless the task is seq2seq.
+        Empty if the task is not seq2seq.
         """
         if self.task != SEQ2SEQ:
             return {}
@@ -138,9 +139,9 @@ class SourceSettings:
 
     @contextmanager
     def convert_errors(self) -> Iterator[None]:
-        """Replace settings of ``data`` in error messages within this context by settings of this source.
+        """Convert UserErrors within this context so that they name the settings of this source.
 
-        For example, ``data.source`` becomes ``data.sources.news.source``.
+        For example, ``data.source`` in the message becomes ``data.sources.news.source``.
         """
         try:
             yield
@@ -153,9 +154,9 @@ class SourceSettings:
             raise kind(self._replace_config_key(str(error))) from error
 
     def _replace_config_key(self, message: str) -> str:
-        """Replace ``data.`` in a message by the key of this source.
+        """Replace ``data.`` before the name of a setting in an error message by the key of this source.
 
-        Adds the key in front if nothing was replaced.
+        If the message then does not contain the key, the key is added in front of the message.
         """
         settings = "|".join(SourceConfig.model_fields)
         message = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.config_key}.", message)
@@ -167,9 +168,10 @@ class SourceShard:
     """One shard of a stream: a file, a part of a file, or pretokenized data.
 
     Attributes:
-        open_source: Function that opens the shard with the given settings. It reads the file as it is now, so
-            that changes are detected.
-        identity: Text that identifies the content on any machine, without reading it.
+        open_source: Function that opens the shard with given settings. Each call opens the file again, so
+            that changes of the file are detected.
+        identity: Text that identifies the content, such as name and size. It does not depend on the machine
+            and is known without reading the shard.
         size_bytes: Size of the shard in bytes.
         num_tokens: Number of tokens. None if it is only known after tokenizing.
         fingerprint: Fingerprint of the tokens. Empty if it is only known after tokenizing.
@@ -183,40 +185,40 @@ class SourceShard:
 
 
 class DataSource(ABC):
-    """Documents that can be read repeatedly in a fixed order.
+    """Source of documents that can be read repeatedly in a fixed order.
 
     Args:
         name: Name of the source in error messages, such as the path in the config.
         settings: Settings of the source.
 
     Raises:
-        UserError: If the settings name a column and this kind of source has only text.
+        UserError: If the settings name a column, but this kind of source has only text.
     """
 
     downloads_to_open = False
-    """Whether opening the source may download it."""
+    """Whether opening the source may download data."""
     downloads_to_read = False
-    """Whether reading its records may download them."""
+    """Whether reading records of the source may download data."""
     has_tokens = False
     """Whether the source has tokens instead of text."""
     only_text = ""
-    """Description of the source in error messages if it has neither columns nor records. Empty otherwise."""
+    """Description of the source in error messages if it has only text or tokens. Empty if it has columns."""
     must_stream_alone = False
-    """Whether a stream of this source cannot contain other kinds of sources."""
+    """Whether a stream of this source cannot also contain sources for which this attribute is False."""
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:
-        """Open the source with these names if the names have this kind.
+        """Open the source if its names are of the kind that this class reads.
 
         Args:
             names: Entries of ``data.source``.
             settings: Settings of the source.
 
         Returns:
-            None if a different source class should open the names.
+            The source. None if the names are of another kind, so that the next class is tried.
 
         Raises:
-            UserError: If the names have this kind, but the source cannot be used.
+            UserError: If the names are of this kind, but the source cannot be used.
         """
         return None
 
@@ -225,7 +227,11 @@ class DataSource(ABC):
         self._apply_settings(settings)
 
     def _apply_settings(self, settings: SourceSettings) -> None:
-        """Store the settings and reset the cache key."""
+        """Store the settings and reset the cache key, which depends on them.
+
+        Raises:
+            UserError: If the settings name a column, but this kind of source has only text.
+        """
         if self.only_text:
             refuse_columns(settings.fields, self.only_text)
         self.settings = settings
@@ -233,19 +239,20 @@ class DataSource(ABC):
 
     @property
     def fields(self) -> Fields:
-        """Columns of a record to read, and how to read them."""
+        """Names of the columns of a record to read, and settings for reading them."""
         return self.settings.fields
 
     @property
     def description(self) -> str:
-        """Name of the source, with additional facts that are known without reading it."""
+        """Name of the source, and facts such as its size that are known without reading it."""
         return self.name
 
     @property
     def cache_key(self) -> str:
-        """Digest from the first call of :meth:`compute_digest` with the current settings.
+        """Digest that identifies the source in the cache.
 
-        It identifies the source in the cache.
+        :meth:`compute_digest` computes the digest on the first access. It is then kept until the settings
+        change, even if the files change.
         """
         if self._cache_key is None:
             self._cache_key = self.compute_digest()
@@ -258,7 +265,10 @@ class DataSource(ABC):
     def detect_and_set_format(self) -> RecordFormat:
         """Detect the format of the records from the first record, and store it in the settings.
 
-        Does nothing if the settings already define the format.
+        If the settings already define the format, nothing is read.
+
+        Returns:
+            The format. ``text`` if there are no records.
 
         Raises:
             UserError: If several formats fit the record, or it cannot be read.
@@ -272,7 +282,10 @@ class DataSource(ABC):
         return kind
 
     def _determine_record_format(self) -> RecordFormat:
-        """Detect the format of the records without changing the settings."""
+        """Detect the format of the records from the first record, without changing the settings.
+
+        Returns the format of the settings if they define it, and ``text`` if there are no records.
+        """
         if self.fields.format is not None:
             return self.fields.format
         if (first := next(self.iter_rows(), None)) is None:
@@ -284,9 +297,9 @@ class DataSource(ABC):
         )
 
     def iter_rows(self) -> Iterator[LocatedRow]:
-        """Yield each record with its location. Yields nothing for plain text.
+        """Yield each record with its location. Yields nothing for plain text, which has no records.
 
-        Subclasses implement :meth:`_read_rows`. All exceptions of reading are converted here.
+        Subclasses implement :meth:`_read_rows`. This method converts exceptions while reading to UserError.
 
         Raises:
             UserError: If a file is damaged.
@@ -295,14 +308,14 @@ class DataSource(ABC):
             yield from self._read_rows()
 
     def _read_rows(self) -> Iterator[LocatedRow]:
-        """Yield each record with its location. Subclasses with records override it."""
+        """Yield each record with its location. Subclasses with records override this method."""
         return iter(())
 
     def iter_documents(self) -> Iterator[Document]:
         """Yield the nonempty documents in a fixed order.
 
         Raises:
-            UserError: If records cannot be read. The message lists them.
+            UserError: If the source or some of its records cannot be read. The message lists bad records.
         """
         try:
             with convert_read_errors(self.name):
@@ -311,15 +324,20 @@ class DataSource(ABC):
             raise self.collect_record_errors(error) from error
 
     def _read_documents(self) -> Iterator[Document]:
-        """Yield the documents, at most ``data.max_samples``."""
+        """Yield the documents of the first ``data.max_samples`` records."""
         for location, row in islice(self.iter_rows(), self.settings.data.max_samples):
             yield from parse_record(row, self.fields, location)
 
     def collect_record_errors(self, first: RecordError) -> UserError:
-        """Read the source from its start and build the error that lists all bad records.
+        """Read the source again from its start and build the error that lists its bad records.
 
         Args:
             first: Error of the first bad record.
+
+        Returns:
+            Error that lists the bad records. ``first`` if they are no longer found, or if no record can be
+            read and all have the same mistake, because a setting is then probably wrong. The error of the
+            source if the source itself cannot be read.
         """
         collected = CollectedErrors()
         reader = copy.copy(self)
@@ -343,9 +361,10 @@ class DataSource(ABC):
 
     @contextmanager
     def check_unchanged(self) -> Iterator[None]:
-        """Check on exit of this context that the source is unchanged, by its digest.
+        """Check that the source does not change within this context.
 
-        Read the source within the context. Do not cache the results if the check fails.
+        On exit, the digest of the source is computed again and compared with :attr:`cache_key`. Results of
+        reading the source must be written to a cache only after the check.
 
         Raises:
             UserError: On exit, if another program has changed the source.
@@ -361,9 +380,9 @@ class DataSource(ABC):
             raise refusal
 
     def _has_changed(self, old_digest: str) -> bool:
-        """Return whether the digest differs from ``old_digest``.
+        """Return whether the current digest of the source differs from ``old_digest``.
 
-        False if the source cannot be read anymore.
+        Returns False if the digest cannot be computed, because the source cannot be read anymore.
         """
         try:
             return self.compute_digest() != old_digest
@@ -372,23 +391,23 @@ class DataSource(ABC):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Class names that the source declares.
+        """Names of the classes if the source declares them. Its labels are then indices into these names.
 
-        Its labels are indices of these names. None if there are none.
+        None if the source does not declare class names.
         """
         return None
 
     @property
     def content_digests(self) -> frozenset[bytes]:
-        """Digests of the local files that the source reads.
+        """Digests of the contents of the local files that the source reads. Empty if there are none.
 
-        They show whether evaluation data is also training data.
+        They are compared to detect whether a training file is also an evaluation file.
         """
         return frozenset()
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the source's files in bytes. It determines the size of a stream's shards."""
+        """Size of the source's files in bytes, from which a stream computes the size of its shards."""
         return 0
 
     @property
@@ -401,7 +420,7 @@ class DataSource(ABC):
         return
 
     def check_readable(self) -> None:
-        """Read the first document without writing anything, unless this would download it.
+        """Read the first document, without writing any file. Does nothing if reading would download data.
 
         Raises:
             UserError: If the source cannot be read or contains no text.
@@ -429,14 +448,14 @@ class DataSource(ABC):
         )
 
     def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path | None:
-        """Return the folder with the source's tokens if they were written before training.
+        """Return the folder with the source's tokens if ``portable-data`` has tokenized the source.
 
         Args:
             copies_folder: Folder for copies of remote tokens.
             job_digest: Digest of the tokenizer and other settings that determine the tokens.
 
         Returns:
-            The token cache, or a local copy of it. None if the source has to be tokenized.
+            Folder of the token cache, or of a local copy of it. None if the source has to be tokenized.
 
         Raises:
             UserError: If the tokens are missing, or were made with other settings.
@@ -448,7 +467,7 @@ class DataSource(ABC):
         """Return the folder of the tokenizer that was used to tokenize the source.
 
         Returns:
-            None if the source is not tokenized, or its tokenizer is not stored with the tokens.
+            The folder. None if the source is not tokenized, or its tokenizer is not stored with the tokens.
         """
         return None
 
@@ -458,8 +477,8 @@ class TokenChunk(NamedTuple):
 
     Attributes:
         tokens: Token ids, an array of integers ``[tokens]``.
-        lengths: Number of tokens up to each document end in the chunk, counted from the end before it. Tokens
-            after the last end belong to a document that continues in the next chunk.
+        lengths: For each document that ends in the chunk, the number of its tokens in the chunk. Tokens after
+            the end of the last document belong to a document that continues in the next chunk.
     """
 
     tokens: npt.NDArray[Any]
@@ -467,14 +486,14 @@ class TokenChunk(NamedTuple):
 
 
 class TokenSource(DataSource):
-    """Base class of sources that another program has tokenized."""
+    """Base class of sources that contain tokens instead of text, because they were tokenized before."""
 
     has_tokens = True
     only_text = "files of tokens"
     must_stream_alone = True
 
     def iter_documents(self) -> Iterator[Document]:
-        """Raise UserError, because a tokenizer cannot be trained without text."""
+        """Raise UserError, because documents are read to train a tokenizer, and the source has no text."""
         raise UserError(
             f"data.tokenizer: {self.name} contains tokens, not text; set data.tokenizer to the tokenizer "
             "that made them"

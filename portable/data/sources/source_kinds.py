@@ -1,4 +1,4 @@
-"""Select the kind of source that ``data.source`` names, and open the sources of a run."""
+"""Functions that open the sources that ``data.source`` names, and detect the format of a run's records."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from portable.data.sources.records import LocatedRow
 
 PART_BYTES = 16 << 20
-"""Size of the parts of long .jsonl and .parquet files in a stream. Parts are small so that the first one is
-ready soon.
+"""Size in bytes of the parts into which a stream divides long .jsonl and .parquet files.
+
+Parts are small, so that the first part is tokenized soon.
 """
 _MAX_PARTS = 1 << 17
 """Approximate maximum number of parts. A larger stream has larger parts, up to four times
@@ -46,6 +47,10 @@ _MAX_PARTS = 1 << 17
 
 def open_source(settings: SourceSettings) -> DataSource:
     """Open the source that ``data.source`` names, without reading its contents.
+
+    Returns:
+        The source. A :class:`StandardLibrarySource` if ``data.source`` is not set, and a
+        :class:`StreamSource` if ``data.stream`` is set.
 
     Raises:
         UserError: If the source does not exist or cannot be used.
@@ -73,16 +78,16 @@ def open_source(settings: SourceSettings) -> DataSource:
 
 
 def _open_named_source(names: Sequence[str], settings: SourceSettings) -> DataSource:
-    """Open the source with the first kind that accepts the names.
+    """Open a source with the first source class that accepts the names.
 
-    The last kind, a hub dataset, accepts any name.
+    The last class, :class:`HubDataset`, accepts any name.
     """
     candidates = (kind.from_names(names, settings) for kind in list_source_classes())
     return next(source for source in candidates if source is not None)
 
 
 def list_source_classes() -> tuple[type[DataSource], ...]:
-    """List the source classes for named sources, in the order that they are tried."""
+    """List the source classes that may open the names in ``data.source``, in the order they are tried."""
     from portable.data.sources.custom_records import CustomRecords
     from portable.data.sources.files import RecordFiles
     from portable.data.sources.hub_dataset import HubDataset
@@ -102,14 +107,16 @@ def list_source_classes() -> tuple[type[DataSource], ...]:
 
 
 class StreamSource(DataSource):
-    """Files that are read one at a time. Opening it only lists them.
+    """Source of a stream, whose files are read and tokenized one at a time during training.
+
+    Opening the source only lists the files.
 
     Args:
         names: Entries of ``data.source``.
         settings: Settings of the source.
 
     Raises:
-        UserError: If there are no files, or files of tokens are mixed with other files.
+        UserError: If there are no files, or if files of tokens are mixed with other files.
     """
 
     def __init__(self, names: Sequence[str], settings: SourceSettings) -> None:
@@ -132,21 +139,21 @@ class StreamSource(DataSource):
 
     @property
     def _first_source(self) -> DataSource:
-        """Source of the first shard."""
+        """Source of the first shard. It is opened again on each access."""
         return self.shards[0].open_source(self.settings)
 
     @cached_property
     def _shard_identities(self) -> list[str]:
-        """Identities of all shards."""
+        """Attribute ``identity`` of each shard, in order."""
         return [shard.identity for shard in self.shards]
 
     def compute_digest(self) -> str:
-        """Compute a digest of the names, sizes and versions of the files. Reads no contents."""
+        """Compute a digest of the names, sizes and versions of the files, without reading their contents."""
         return compute_text_digest(repr((self.fields.cache_key, self._shard_identities)))
 
     @property
     def description(self) -> str:
-        """Name, number of shards and size."""
+        """Name, number of shards and size of the stream, as text."""
         size = format_bytes(self.size_bytes)
         return f"{self.name} (a stream of {format_count(len(self.shards), 'part')}, {size})"
 
@@ -160,7 +167,10 @@ class StreamSource(DataSource):
         return first.detect_and_set_format() if first.has_tokens else super()._determine_record_format()
 
     def iter_documents(self) -> Iterator[Document]:
-        """Yield the documents of all shards, in the order of the files."""
+        """Yield the documents of all shards, in the order of the files.
+
+        This reads the complete stream, for example to train a tokenizer.
+        """
         for shard in self.shards:
             yield from shard.open_source(self.settings).iter_documents()
 
@@ -170,17 +180,21 @@ class StreamSource(DataSource):
             yield from shard.open_source(self.settings).iter_rows()
 
     def check_readable(self) -> None:
-        """Check the first shard."""
+        """Read the first document of the stream. If the stream contains tokens, check the first shard.
+
+        Raises:
+            UserError: If the source cannot be read or contains no text.
+        """
         if (first := self._first_source).has_tokens:
             first.check_readable()
         else:
             super().check_readable()
 
     def find_tokenizer_folder(self) -> Path | None:
-        """Return the folder of the tokenizer that ``portable-data`` has saved.
+        """Return the folder of the tokenizer that ``portable-data`` has saved with the tokens.
 
         Returns:
-            None if no part of the stream is pretokenized.
+            The folder. None if ``portable-data`` has not written any source of the stream.
         """
         return next(
             (
@@ -198,7 +212,7 @@ class StreamSource(DataSource):
 def build_training_settings(
     data: DataConfig, task: str, *, offline: bool = False
 ) -> dict[str, SourceSettings]:
-    """Build the settings of each training source, keyed by name."""
+    """Build the settings of each training source, keyed by the name of the source."""
     configs = get_training_sources(data).items()
     return {
         name: SourceSettings(config, task, format_training_source_key(name), offline)
@@ -209,7 +223,7 @@ def build_training_settings(
 def build_evaluation_settings(
     data: DataConfig, task: str, *, offline: bool = False
 ) -> dict[str, SourceSettings]:
-    """Build the settings of each evaluation source, keyed by name."""
+    """Build the settings of each evaluation source, keyed by the name of the source."""
     configs = get_evaluation_sources(data).items()
     return {
         name: SourceSettings(config, task, format_eval_source_key(name), offline) for name, config in configs
@@ -217,9 +231,10 @@ def build_evaluation_settings(
 
 
 def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) -> str:
-    """Detect the format of the records of a run, for ``data.format: auto``.
+    """Detect the common format of a run's records, if ``data.format`` is ``auto``.
 
-    If some sources have conversations and some have texts, the format is the conversations' format.
+    If some training sources have conversations and others have texts, the common format is the format of the
+    conversations.
 
     Args:
         data: The ``data`` section of the config.
@@ -255,9 +270,18 @@ def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) ->
 
 
 def _detect_source_format(settings: SourceSettings, *, downloads: bool) -> str:
-    """Detect the format of one source.
+    """Detect the format of the records of one source.
 
-    Returns ``auto`` if the source would have to be downloaded and ``downloads`` is False.
+    Args:
+        settings: Settings of the source.
+        downloads: Whether the source may be downloaded.
+
+    Returns:
+        The format. ``auto`` if the source would have to be downloaded and ``downloads`` is False.
+
+    Raises:
+        UserError: If the format cannot be detected. Also if the first text cannot be read, but only if a
+            setting for conversations is set.
     """
     data = settings.data
     if settings.fields.format is not None or data.source is None:
@@ -317,21 +341,23 @@ def _detect_images(data: DataConfig, task: str, *, downloads: bool) -> bool:
 
 
 _STDLIB_BYTES = 10_000_000
+"""Maximum total number of characters of the files that :class:`StandardLibrarySource` reads."""
 _STDLIB_LARGEST = 512_000
+"""Maximum size of one of these files in bytes. Larger files, such as tables, are skipped."""
 _STDLIB_SKIPS = re.compile(
     "tests?|idle_test|idlelib|lib2to3|turtledemo|ensurepip|encodings|pydoc_data|.*-packages|__pycache__|config-.*"
 )
 
 
 class StandardLibrarySource(DataSource):
-    """Python files of the interpreter's standard library: real text without a download.
+    """Source of the Python files in the interpreter's standard library: real text without a download.
 
     Each file is one document. Tests and tables are excluded. Files are sorted by a hash of their names, so
-    that every part is a representative sample, including the evaluation part at the end.
+    that every part of the data is a representative sample, including the evaluation part at the end.
 
     Args:
         settings: Settings of the source.
-        root: Folder of the library. By default, the folder of this interpreter.
+        root: Folder of the library. None means the folder of this interpreter.
     """
 
     only_text = "the standard library's sources"
@@ -342,7 +368,7 @@ class StandardLibrarySource(DataSource):
         super().__init__(self.only_text, settings)
 
     def compute_digest(self) -> str:
-        """Compute a digest of all documents."""
+        """Compute a digest of all documents, which are read completely."""
         digest, self._size_bytes = hashlib.blake2b(b"stdlib", digest_size=16), 0
         for document in self.iter_documents():
             content = document.text.encode()
@@ -352,18 +378,16 @@ class StandardLibrarySource(DataSource):
 
     @property
     def size_bytes(self) -> int | None:
-        """Size of all documents in bytes. Reads them on the first access.
-
-        None if the source does not have a digest.
-        """
+        """Size of all documents in bytes. The first access reads the documents to compute the digest."""
         return self._size_bytes if self.cache_key else None
 
     def iter_documents(self) -> Iterator[Document]:
-        """Yield the files up to a total of about 10 MB.
+        """Yield the files up to a total of about 10 MB, at most ``data.max_samples``.
 
-        Files that are not UTF-8, and blank files, are skipped.
+        Blank files and files that are not UTF-8 are skipped.
 
-        Raises UserError if no file could be read.
+        Raises:
+            UserError: If no file could be read.
         """
         count = total = 0
         for path in self._list_files():
@@ -384,7 +408,10 @@ class StandardLibrarySource(DataSource):
             )
 
     def _list_files(self) -> list[Path]:
-        """List the files in the order of their hashes."""
+        """List the Python files of the library, without tests and large files.
+
+        They are sorted by a hash of their paths relative to the folder of the library.
+        """
         files = []
         for folder, subfolders, names in os.walk(self._root):
             subfolders[:] = [name for name in subfolders if not _STDLIB_SKIPS.fullmatch(name)]

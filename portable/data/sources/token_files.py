@@ -1,7 +1,8 @@
-"""Token files written by other programs: nanoGPT, llm.c, and Megatron-LM's .bin files with an .idx file.
+"""Source of token files written by nanoGPT, llm.c or Megatron-LM (.bin files with an .idx file).
 
-They are copied into the token cache once, with their document boundaries, so that every token that a run
-reads has a checksum. A .bin file without an index has no boundaries: each end token ends a document.
+The tokens are copied into the token cache once, with their document boundaries, so that every token that a
+run reads has a checksum. A .bin file without an .idx file does not store boundaries. Each end token is then
+assumed to end a document.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ class _TokenFileLayout:
 
 
 class TokenFilesSource(TokenSource):
-    """Token files, in order.
+    """Source of token files, which are read in order.
 
     Args:
         name: Name of the source in error messages.
-        files: Paths of the files.
+        files: Paths of the ``.bin`` files.
         settings: Settings of the source.
     """
 
@@ -76,13 +77,14 @@ class TokenFilesSource(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> TokenFilesSource | None:
-        """Return the files if all names end with ``.bin``.
+        """Open the files if the names are local paths or patterns that end with ``.bin``.
 
         Returns:
-            None if no name does.
+            The source. None if no name ends with ``.bin``.
 
         Raises:
-            UserError: If only some names do, or with ``data.max_samples``.
+            UserError: If only some names end with ``.bin``, or if ``data.max_samples`` is set.
+            MissingDataError: If a file does not exist.
         """
         if not any(map(is_token_file, names)):
             return None
@@ -94,7 +96,7 @@ class TokenFilesSource(TokenSource):
         return cls(", ".join(names), [path for name in names for path in list_token_files(name)], settings)
 
     def compute_digest(self) -> str:
-        """Compute a digest of the contents of all files and of their indexes."""
+        """Compute a digest of the contents of all files and of their ``.idx`` files."""
         digest = hashlib.blake2b(b"tokens", digest_size=16)
         for path in self._files:
             digest.update(compute_file_digest(path, self.settings))
@@ -104,7 +106,7 @@ class TokenFilesSource(TokenSource):
 
     @property
     def size_bytes(self) -> int:
-        """Number of all tokens, because the progress bar counts tokens."""
+        """Number of tokens of all files. It is not in bytes, because the progress bar counts tokens here."""
         return sum(_read_layout(path).num_tokens for path in self._files)
 
     @property
@@ -113,7 +115,11 @@ class TokenFilesSource(TokenSource):
         return sum(path.stat().st_size for path in self._files)
 
     def check_readable(self) -> None:
-        """Read the layout of each file."""
+        """Read the layout of each file.
+
+        Raises:
+            UserError: If a file cannot be read, or its size does not match its layout.
+        """
         for path in self._files:
             _read_layout(path)
 
@@ -122,7 +128,7 @@ class TokenFilesSource(TokenSource):
             yield from _iter_file_chunks(path, vocab_size, end)
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
-        """Yield each file as a shard of a stream."""
+        """Yield each file as one shard of a stream. Files are not divided."""
         for path in self._files:
             size = path.stat().st_size
             yield SourceShard(partial(TokenFilesSource, str(path), [path]), f"{path.name} {size}", size)
@@ -132,7 +138,7 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
     """Check that all tokens are ids of the tokenizer.
 
     Args:
-        tokens: Token ids.
+        tokens: Token ids. The array must not be empty.
         vocab_size: Number of tokens of the tokenizer.
         path: Name of the file, used in the error message.
 
@@ -147,10 +153,10 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
 
 
 def list_token_files(name: str) -> list[Path]:
-    """List the files that a path or pattern matches.
+    """List the files that a path or pattern matches, sorted by name.
 
     Raises:
-        UserError: If there is no such file.
+        MissingDataError: If there is no such file.
     """
     files = [Path(name)] if Path(name).is_file() else sorted(map(Path, glob.glob(name, recursive=True)))  # noqa: PTH207
     if not files:
@@ -164,12 +170,12 @@ def _get_index_path(path: Path) -> Path:
 
 
 def _read_layout(path: Path) -> _TokenFileLayout:
-    """Read the layout of a token file from its index or header.
+    """Read the layout of a token file from its Megatron-LM index or its llm.c header.
 
-    A file without both contains 16-bit tokens, as in nanoGPT.
+    A file with neither is read like nanoGPT's files, which contain only 16-bit tokens.
 
     Raises:
-        UserError: If the file cannot be read, or if its size does not match.
+        UserError: If the file cannot be read, or if its size does not match the layout.
     """
     try:
         size = path.stat().st_size
@@ -193,7 +199,15 @@ def _read_layout(path: Path) -> _TokenFileLayout:
 
 
 def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
-    """Read the layout of a token file from its Megatron-LM index. Raises UserError if they do not match."""
+    """Read the layout of a token file from its Megatron-LM index.
+
+    Args:
+        path: Path of the token file.
+        size: Size of the token file in bytes.
+
+    Raises:
+        UserError: If the index is damaged, or does not match the size of the token file.
+    """
     index = _get_index_path(path)
     with open_file(index) as file:
         data = file.read()
@@ -220,10 +234,18 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
 
 
 def _iter_file_chunks(path: Path, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-    """Yield the tokens of a file in chunks, each with the lengths of the documents that end in it.
+    """Yield the tokens of a file in chunks. Yields nothing for an empty file.
 
-    Documents end as in the index or, without an index, after each ``end`` token. Yields nothing for an empty
-    file.
+    Documents end as in the index. If there is no index, a document ends after each ``end`` token and at the
+    end of the file.
+
+    Args:
+        path: Path of the file.
+        vocab_size: Number of tokens of the tokenizer. Larger ids are an error.
+        end: Token that ends a document. None if only the end of the file ends a document.
+
+    Raises:
+        UserError: If the file is damaged, or a token is outside the vocabulary.
     """
     layout = _read_layout(path)
     if not layout.num_tokens:

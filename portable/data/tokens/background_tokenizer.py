@@ -1,4 +1,4 @@
-"""Tokenize the next shards of a stream in other processes during training."""
+"""Tokenization of the next shards of a stream in other processes during training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class BackgroundTokenizer:
-    """Processes that tokenize shards, with one thread per process that sends the shards.
+    """Manager of processes that tokenize shards. One thread per process sends shards to the process.
 
-    Errors are ignored here. They occur again when the shard is needed, and are reported then.
+    Errors are ignored, because they occur again and are reported when training needs the shard.
 
     Args:
         job: Job that tokenizes a shard.
-        on_shard_done: Function that is called in a thread after each shard, with the folder of its tokens.
+        on_shard_done: Function that one of the threads calls after each shard, with the folder of its tokens.
         num_processes: Maximum number of processes.
     """
 
@@ -43,9 +43,9 @@ class BackgroundTokenizer:
         self._workers: set[WorkerProcess] = set()
 
     def request_shards(self, shards: Sequence[SourceShard]) -> None:
-        """Tokenize these shards next, in order.
+        """Tokenize these shards next, in order, and return immediately.
 
-        They replace shards of previous calls that are not started yet.
+        Shards of previous calls that no process has started are dropped if they are not requested again.
         """
         with self._condition:
             self._requested = list(shards)
@@ -57,7 +57,7 @@ class BackgroundTokenizer:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Kill the processes, even in the middle of a shard. Nothing is written afterwards."""
+        """Kill the processes, even if they are tokenizing a shard. Nothing is written afterwards."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -68,7 +68,7 @@ class BackgroundTokenizer:
                 thread.join(timeout=5)
 
     def _run_worker(self) -> None:
-        """Send shards to a worker process until :meth:`close`. This is the target of each thread."""
+        """Send shards to a worker process until :meth:`close` is called. Each thread runs this method."""
         while (shard := self._wait_for_shard()) is not None:
             # A process that died is replaced when there are more shards.
             with suppress(OSError), WorkerProcess(self._job) as worker:
@@ -83,7 +83,11 @@ class BackgroundTokenizer:
                 self._workers.discard(worker)
 
     def _wait_for_shard(self) -> SourceShard | None:
-        """Wait for a shard to tokenize. Returns None after :meth:`close`."""
+        """Wait for a requested shard that is not started, and mark it as started.
+
+        Returns:
+            The shard. None after :meth:`close`.
+        """
         with self._condition:
             self._condition.wait_for(lambda: self._closed or self._find_unstarted() is not None)
             if self._closed:
@@ -93,5 +97,5 @@ class BackgroundTokenizer:
             return shard
 
     def _find_unstarted(self) -> SourceShard | None:
-        """Return the first requested shard that is not started. None if there is none."""
+        """Return the first requested shard that no process has started. None if there is no such shard."""
         return next((shard for shard in self._requested if id(shard) not in self._started), None)

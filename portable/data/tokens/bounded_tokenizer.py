@@ -1,8 +1,9 @@
 """Calls of a tokenizer within limits of time and memory, because its files may be malicious.
 
 A pipeline in ``tokenizer.json`` can double a text at every step, and a regular expression in it can backtrack
-for hours. The tokenizers library releases the GIL while it encodes or decodes a batch, so the calling thread
-can watch the call. It cannot stop the call. The call ends with the process.
+for hours. Each call therefore runs in a thread, and the calling thread raises an error if the call exceeds a
+limit. It can do so because the tokenizers library releases the GIL while it encodes or decodes a batch. The
+calling thread cannot stop the call, which continues until the process ends.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ if TYPE_CHECKING:
 SECONDS = 2.0
 """Time in seconds that a call may take in addition to the time for its text."""
 SECONDS_PER_CHARACTER = 1e-5
-"""Time per character in seconds. The slowest pipelines of the tokenizers library that are in use need a tenth
-of it.
+"""Time that a call may take per character, in seconds. It is ten times the time that the slowest pipelines of
+the tokenizers library in use need.
 """
 SLOW_SECONDS, SLOW_SECONDS_PER_CHARACTER = 10.0, 1e-4
-"""The same limits for tokenizers that are written in Python. The first call of some of them loads a
-dictionary.
+"""Time limits, like the two above, for tokenizers that are written in Python.
+
+They are higher because Python is slower, and because the first call of some tokenizers loads a dictionary.
 """
 MEMORY = 1 << 30
 """Allowed growth of the process during a call, in bytes, in addition to the memory for its text."""
 MEMORY_PER_CHARACTER = 512
-"""Memory per character in bytes. A token per character, with its text and offsets in Rust and its ID in
-Python, needs less.
+"""Memory that a call may use per character, in bytes. Even one token per character, with its text and offsets
+in Rust and its ID in Python, needs less.
 """
 _INTERVAL = 0.05
+"""Interval in seconds between checks of the limits."""
 
 
 def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> Any:
@@ -45,8 +48,11 @@ def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> 
     Args:
         tokenizer: Tokenizer of transformers.
         text: Text, or list of texts.
-        pair: Second text of a pair.
+        pair: Second text of a pair. None if ``text`` is not the first text of a pair.
         options: Further arguments of the tokenizer.
+
+    Returns:
+        The ``BatchEncoding`` of the tokenizer.
 
     Raises:
         UserError: If the tokenizer cannot encode the text, or takes too much time or memory.
@@ -60,7 +66,10 @@ def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> 
 
 
 def encode_targets(tokenizer: Any, text: Any, **options: Any) -> Any:
-    """Encode the targets of a translation, like :func:`encode_text` does with texts."""
+    """Encode target texts of seq2seq, as ``tokenizer(text_target=text, ...)`` does.
+
+    Otherwise, this is like :func:`encode_text`.
+    """
     characters = sum(map(len, [text] if isinstance(text, str) else text))
     return _call_within_limits(
         tokenizer, lambda: tokenizer(text_target=text, **options), characters, "encode a text"
@@ -86,10 +95,12 @@ def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
 
 @contextmanager
 def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
-    """Convert the exceptions of a tokenizer, including panics, to UserError.
+    """Convert exceptions of a tokenizer within this context, including Rust panics, to UserError.
+
+    MemoryError is passed on unchanged.
 
     Args:
-        tokenizer: Tokenizer, whose folder or hub ID the message contains.
+        tokenizer: Tokenizer whose folder or hub ID the message contains.
         action: Verb phrase for the error message, such as "encode a text".
     """
     try:
@@ -103,14 +114,20 @@ def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
 
 
 def _build_tokenizer_error(tokenizer: Any, reason: str) -> UserError:
-    """Build an error that names the tokenizer."""
+    """Build an error that consists of the name of the tokenizer, the reason and a remedy."""
     name = getattr(tokenizer, "name_or_path", None)
     subject = repr(str(name)) if name else "the tokenizer"
     return UserError(f"data.tokenizer: {subject} {reason}; use another tokenizer, or null to train one")
 
 
 def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters: int, action: str) -> Any:
-    """Call ``function`` in a daemon thread, and limit its time and memory.
+    """Call ``function`` in a daemon thread, and wait for it within limits of time and memory.
+
+    Args:
+        tokenizer: Tokenizer that ``function`` calls. Slow tokenizers have more time.
+        function: Function to call.
+        characters: Number of characters of the text, which determines the limits.
+        action: Verb phrase, such as "encode a text", used in error messages.
 
     Returns:
         The result of ``function``.

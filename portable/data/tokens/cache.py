@@ -9,17 +9,18 @@ A cache is a folder with these files:
   bit of each byte.
 - ``labels.bin`` for classification: one int64 per document, or several with ``labels.idx``. Numeric labels
   are in ``values.bin`` instead, as float64.
-- ``columns.bin`` for ``data.columns``: float64 ``[documents, columns]``.
+- ``columns.bin`` for the additional columns of ``data.columns``: float64 ``[documents, columns]``.
 - ``images.bin`` for conversations with images: the image files, each one once. ``image_rows.bin`` has a row
   of :data:`IMAGE_FIELDS` for each image of each document, and ``images.idx`` the first row of each document.
 - ``blocks.crc``: a CRC-32 of each block of 64 KiB of these files.
-- ``meta.json``: sizes, names and fingerprint, with its own digest.
+- ``meta.json``: sizes, names and fingerprint, with a digest of these entries.
 
-The folder is written under another name and then renamed. One process writes, and other processes wait on a
-file lock. The kernel releases the lock if the writer dies.
+The folder is written under a temporary name and then renamed. One process writes, and other processes wait on
+a file lock. The kernel releases the lock if the writer dies.
 
-Every read is verified. The CRC-32 of a block is checked on the first access. This takes a few microseconds in
-addition to the page fault. Small files are checked completely when the cache is opened.
+Every read is verified, because the CRC-32 of a block is checked on the first access to the block. The check
+takes a few microseconds in addition to the page fault. Small files are checked completely when the cache is
+opened.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class CacheDamagedError(Exception):
 
 
 class _BlockChecksums:
-    """CRC-32 of each block of a stream of bytes."""
+    """Calculator of the CRC-32 of each block of a stream of bytes."""
 
     def __init__(self) -> None:
         self._finished = array("I")  # 4 bytes per block, compared to 36 in a list
@@ -126,11 +127,11 @@ class ChecksummedFile:
     Args:
         path: Path of the file.
         dtype: Data type of the values.
-        saved: State that :meth:`flush_and_get_state` of another process returned. The file is continued from
-            there.
+        saved: State that :meth:`flush_and_get_state` returned in an earlier process. The existing file is
+            continued after this state. None to write a new file.
 
     Raises:
-        CacheDamagedError: If the file does not have the saved digest.
+        CacheDamagedError: If the existing file does not match the saved state.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], saved: Mapping[str, Any] | None = None) -> None:
@@ -143,7 +144,11 @@ class ChecksummedFile:
             self._resume_writing(int(saved["bytes"]), saved["digest"])
 
     def _resume_writing(self, size: int, digest: object) -> None:
-        """Read the first ``size`` bytes to compute their checksums, and remove the rest of the file."""
+        """Read the first ``size`` bytes to compute their checksums, and truncate the file after them.
+
+        Raises:
+            CacheDamagedError: If the bytes do not have this digest.
+        """
         remaining = size
         while remaining and (data := self._file.read(min(remaining, _READ_BYTES))):
             self._hash.update(data)
@@ -156,7 +161,7 @@ class ChecksummedFile:
         self._file.truncate()
 
     def flush_and_get_state(self) -> dict[str, Any]:
-        """Flush the file to the disk and return the state that another process needs to continue it.
+        """Flush the file to the disk and return the state with which a later process can continue the file.
 
         Returns:
             Size ``bytes`` and ``digest`` of the content so far.
@@ -180,7 +185,7 @@ class ChecksummedFile:
         """Close the file and return its entry in ``meta.json``.
 
         Returns:
-            Size ``bytes``, checksum ``probe`` of both ends, and ``digest`` of the content.
+            Size ``bytes``, checksum ``probe`` of the first and last bytes, and ``digest`` of the content.
         """
         self._file.close()
         size = self.path.stat().st_size
@@ -188,7 +193,7 @@ class ChecksummedFile:
 
 
 def _compute_probe(path: Path, size: int) -> int:
-    """Compute a CRC-32 of the first and the last bytes of a file."""
+    """Compute a CRC-32 of the first and last :data:`_PROBE_BYTES` of a file with ``size`` bytes."""
     with path.open("rb") as file:
         crc = zlib.crc32(file.read(_PROBE_BYTES))
         file.seek(max(0, size - _PROBE_BYTES))
@@ -200,14 +205,14 @@ class TokenCacheWriter:
 
     Args:
         folder: Folder to write into.
-        fields: Fields of a document. Every document has the first one.
+        fields: Fields of a document, such as ``text``. Every document has the first field.
         vocab_size: Number of tokens of the tokenizer, which determines the data type.
         labels: Whether documents have labels.
         masked: Whether only some tokens of the texts contribute to the loss.
         images: Whether documents may have images.
-        columns: Names of the columns in ``data.columns``.
-        progress: Progress that :meth:`save_progress` of another process has saved in the folder. The cache is
-            continued from there.
+        columns: Names of the additional columns of ``data.columns``.
+        progress: Progress that :meth:`save_progress` has saved in the folder in an earlier process. The cache
+            is continued after it. None to write a new cache.
 
     Raises:
         CacheDamagedError: If the files in the folder do not match the progress.
@@ -252,19 +257,19 @@ class TokenCacheWriter:
             self._bits = np.array(progress["bits"], dtype=bool)
 
     def _open_file(self, name: str, dtype: np.dtype[Any], first: Sequence[int] = ()) -> None:
-        """Open a file. A new file starts with the values ``first``."""
+        """Open a file of the cache. A new file starts with the values ``first``."""
         saved = None if self._saved_files is None else self._saved_files[name]
         self._streams[name] = ChecksummedFile(self._folder / name, dtype, saved)
         if saved is None and first:
             self._streams[name].write(first)
 
     def save_progress(self, **facts: Any) -> None:
-        """Flush the files and save the progress, so that another process can continue if this one is killed.
+        """Flush the files and save the progress, so that a later process can continue if this one is killed.
 
         The progress file is replaced atomically.
 
         Args:
-            facts: JSON values that the caller of the writer needs to continue.
+            facts: JSON values that the caller of the writer needs to continue, keyed by name.
         """
         progress: dict[str, Any] = {
             "format": CACHE_FORMAT,
@@ -291,11 +296,12 @@ class TokenCacheWriter:
         """Add the tokens of documents.
 
         Args:
-            field: Field of the documents.
+            field: Field of the documents, such as ``text``.
             tokens: Tokens of all documents, concatenated.
-            lengths: Number of tokens of each document. Tokens after the last document belong to a document
-                that continues with the next call.
-            trained: Loss mask, bool ``[tokens]``. None if all tokens contribute to the loss.
+            lengths: Number of tokens of each document that ends in ``tokens``. Tokens after the last document
+                belong to a document that continues with the next call.
+            trained: Loss mask, bool ``[tokens]``. Required for the field ``text`` if the cache was opened
+                with ``masked``, and ignored otherwise.
         """
         values = np.asarray(tokens)
         if TRAINED in self._streams and field == "text":
@@ -317,11 +323,12 @@ class TokenCacheWriter:
         return self._counts[field]
 
     def add_labels(self, labels: Sequence[Label | None], *, write: bool = True) -> None:
-        """Add the labels of documents. Does nothing if the documents have no labels.
+        """Add the labels of documents. Does nothing if the cache was opened without labels.
 
         Args:
             labels: Label of each document.
-            write: Whether to write the labels. False for documents that another process has written.
+            write: Whether to write the labels. False for documents whose labels an earlier process has
+                written, so that only their kinds and classes are registered.
         """
         if self._labels is not None:
             for label in labels:
@@ -329,10 +336,10 @@ class TokenCacheWriter:
                 self._labels.add_label(label, write=write)
 
     def add_columns(self, rows: Sequence[Sequence[float]]) -> None:
-        """Add the values of ``data.columns`` of documents.
+        """Add the numbers in the additional columns of documents. Does nothing if there are no columns.
 
         Args:
-            rows: Values of each document, in the order of the columns.
+            rows: Numbers of each document, in the order of the columns.
         """
         if self._integer_columns:
             self._streams[COLUMNS].write(rows)
@@ -390,7 +397,7 @@ class TokenCacheWriter:
         (self._folder / _PROGRESS_FILE).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files. The cache is incomplete unless :meth:`write_metadata` was called."""
         for stream in self._streams.values():
             stream.close()
 
@@ -433,7 +440,10 @@ class _ImageWriter:
 
 
 class OpenedWriter(NamedTuple):
-    """Writer of a token cache, and the facts that were saved by the process that began the cache."""
+    """Writer of a token cache, and the facts that an earlier process has saved with its progress.
+
+    If no cache is continued, these are the facts that were passed to :func:`open_or_resume_writer`.
+    """
 
     writer: TokenCacheWriter
     facts: dict[str, Any]
@@ -442,16 +452,19 @@ class OpenedWriter(NamedTuple):
 def open_or_resume_writer(
     folder: Path, facts: Mapping[str, Any], *arguments: Any, **options: Any
 ) -> OpenedWriter:
-    """Open a writer that continues the cache of a killed process, if this is possible.
+    """Open a writer that continues the incomplete cache of a killed process, if there is one in the folder.
+
+    If the folder has no progress, or the progress does not match, all files in the folder are removed and a
+    new cache is begun.
 
     Args:
-        folder: Folder to write into. Files that cannot be continued are removed.
-        facts: Facts that the other process must have saved with equal values.
+        folder: Folder to write into.
+        facts: Facts that must equal those saved by the killed process, otherwise its cache is not continued.
         arguments: Further arguments of :class:`TokenCacheWriter`.
         options: Keyword arguments of :class:`TokenCacheWriter`.
 
     Returns:
-        The writer, and the facts that the other process has saved, or ``facts`` if nothing is continued.
+        The writer, and all facts that the killed process has saved, or ``facts`` if nothing is continued.
     """
     with suppress(CacheDamagedError, OSError, ValueError, LookupError, TypeError, RecursionError):
         progress = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
@@ -466,6 +479,7 @@ def open_or_resume_writer(
 
 
 _MAX_CELL_CLASSES = 1 << 20
+"""Maximum number of different .csv cells that may still be classes if some cells have a fraction."""
 _MISSING_NUMBER_WORDS = frozenset({"na", "n/a", "<na>", "null", "nan", "none", "#n/a", "-", "?"})
 """Words for a missing number, in lower case."""
 
@@ -485,18 +499,18 @@ class _LabelSummary(NamedTuple):
 
 
 class _LabelWriter:
-    """Writer of labels of any kind.
+    """Writer of labels whose kind is detected while they are written.
 
-    The last label may still change the kind. Files for both classes and numbers are therefore written, and
-    the unused ones are deleted at the end.
+    Even the last label may change the kind. The files for classes and the file for numbers are therefore both
+    written, and the files that the kind does not need are deleted at the end.
     """
 
     def __init__(self, streams: dict[str, ChecksummedFile]) -> None:
         self._streams = streams
         self._class_numbers: dict[Any, int] | None = {}
-        """Number of each class. None after a label that is not a class."""
+        """Number of each class, in the order of first occurrence. None once a label is not a class."""
         self._names: dict[Any, Any] = {}
-        """Name of each class. Only filled once all labels are known."""
+        """Final name of each class, keyed by label. It is filled when all labels are known."""
         self._are_numbers = True  # whether all labels so far are numbers
         self._are_lists: bool | None = None
         self._has_repeated_class = False
@@ -548,13 +562,21 @@ class _LabelWriter:
 
     @property
     def fraction_facts(self) -> dict[str, Any]:
-        """Number of labels that have a fraction, and the first of these labels. Empty if there are none."""
+        """Entries of ``meta.json`` about single labels with a fraction. Empty if there are none.
+
+        ``fractions`` is the number of these labels, and ``fraction`` is the first of them.
+        """
         return {"fractions": self._fractions, "fraction": self._fraction} if self._fractions else {}
 
     def _resolve_cell_names(self) -> None:
-        """Convert the cells of a .csv file to numbers or strings, now that all of them are known.
+        """Determine the final class names, now that all labels are known, and store them in ``_names``.
 
-        Raises UserError if all cells that are not numbers are names of missing values.
+        Cells of a .csv file become integers if all labels are numbers, and strings otherwise. If all labels
+        are numbers and some have a fraction, they are not classes, and ``_class_numbers`` becomes None.
+
+        Raises:
+            UserError: If some labels are numbers with a fraction, and all others are words for a missing
+                number.
         """
         assert self._class_numbers is not None
         cells = [name for name in self._class_numbers if isinstance(name, CsvCell)]
@@ -574,10 +596,10 @@ class _LabelWriter:
             self._names |= {cell: str(cell) for cell in cells}
 
     def finish_labels(self) -> _LabelSummary:
-        """Renumber the classes, delete the files that the kind does not need, and return the kind.
+        """Renumber the classes, delete the files that the kind does not need, and describe the labels.
 
         Raises:
-            UserError: If the labels do not have a common kind.
+            UserError: If the labels do not have a common kind, or lists of labels are not valid.
         """
         width = min(self._widths, default=1)
         if self._class_numbers is not None:
@@ -600,14 +622,17 @@ class _LabelWriter:
         return _LabelSummary("sets", 0, names) if self._are_lists else _LabelSummary("classes", 1, names)
 
     def _delete_files(self, *names: str) -> None:
-        """Close and delete files."""
+        """Close and delete the files with these names."""
         for name in names:
             stream = self._streams.pop(name)
             stream.close()
             stream.path.unlink()
 
     def _renumber_in_sorted_order(self, class_numbers: dict[Any, int]) -> list[int | str]:
-        """Sort the class names and replace the class numbers in the file, in place.
+        """Sort the class names, and replace the class numbers in the file by indices into the sorted names.
+
+        Args:
+            class_numbers: Class number that the file contains for each label.
 
         Returns:
             The sorted names.
@@ -638,7 +663,7 @@ class _LabelWriter:
 
 
 def _compute_json_digest(content: Any) -> str:
-    """Compute a digest of JSON values."""
+    """Compute a digest of a JSON value, as hexadecimal digits. The order of keys does not matter."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -685,12 +710,13 @@ class CheckedArray:
         return self._values.shape
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a value, a slice, or the values at a list of indices.
+        """Return a value, a slice, or the values at a list of indices, after checking their blocks.
 
         A slice shares the memory of the file. Values at a list of indices are a copy.
 
         Raises:
-            RunError: If the file is damaged.
+            RunError: If a block of the values is damaged. The cache is then invalidated, so that the next
+                launch rebuilds it.
         """
         if isinstance(key, slice):
             start, stop, _ = key.indices(len(self._values))
@@ -707,14 +733,16 @@ class CheckedArray:
         return np.asarray(self[:], dtype=dtype)
 
     def tolist(self) -> list[Any]:
-        """Return all values as a list, after a check of all blocks."""
+        """Return all values as a list, after checking all blocks."""
         values: list[Any] = self[:].tolist()
         return values
 
     def find_damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
-        """Find the first damaged block in ``[first, last)``.
+        """Find the first damaged block in ``[first, last)``. Blocks that were verified before are skipped.
 
-        Blocks that were verified before are skipped.
+        Args:
+            first: Index of the first block to check.
+            last: Index after the last block to check. None means the end of the file.
 
         Returns:
             Index of the block. None if all blocks are intact.
@@ -729,9 +757,9 @@ class CheckedArray:
         return None
 
     def _check_items(self, start: int, stop: int) -> None:
-        """Verify the blocks of the items ``[start, stop)``.
+        """Verify the blocks of the items ``[start, stop)``. An item is a value, or a row of a 2-d array.
 
-        If a block is damaged, deletes the metadata file of the cache, so that the next launch rebuilds the
+        If a block is damaged, the metadata file of the cache is deleted, so that the next launch rebuilds the
         cache.
 
         Raises:
@@ -750,14 +778,18 @@ class CheckedArray:
 
 
 def _open_checksums(path: Path, digest: str) -> npt.NDArray[Any]:
-    """Open the checksums of all blocks.
+    """Open ``blocks.crc``, and return the checksums of all blocks.
 
-    The checksums of a large cache are mapped and not compared with their digest, because every rank would
-    read the complete file. A damaged checksum is still detected, because it does not match its block when
-    this is read.
+    The file of a large cache is memory-mapped and not compared with its digest, because every rank would have
+    to read the complete file. A damaged checksum is still detected later, because it then differs from the
+    checksum of its block.
+
+    Args:
+        path: Path of the file.
+        digest: Expected digest of the file.
 
     Raises:
-        CacheDamagedError: If the file is damaged.
+        CacheDamagedError: If a small file does not have this digest.
     """
     if path.stat().st_size > _MAX_CHECKED_SUMS_BYTES:
         return np.memmap(path, dtype=_CRC, mode="r")
@@ -787,7 +819,7 @@ class CachedImage(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenCache:
-    """An open token cache. Its pickle contains only the path.
+    """Token cache that is open for reading. Its pickle contains only the path, and unpickling opens it again.
 
     Attributes:
         folder: Folder of the cache.
@@ -801,7 +833,7 @@ class TokenCache:
 
     @staticmethod
     def open(folder: Path) -> TokenCache:
-        """Open a cache. Verifies the metadata, the file sizes and all small files.
+        """Open a cache, after verifying the metadata, the file sizes and the content of all small files.
 
         Raises:
             CacheDamagedError: If the cache does not exist or is damaged.
@@ -845,10 +877,10 @@ class TokenCache:
 
     @staticmethod
     def open_if_intact(folder: Path) -> TokenCache | None:
-        """Open a cache like :meth:`open`.
+        """Open a cache like :meth:`open`, but without an error if it is damaged.
 
         Returns:
-            None if the cache does not exist or is damaged.
+            The cache. None if it does not exist or is damaged.
         """
         with suppress(CacheDamagedError):
             return TokenCache.open(folder)
@@ -861,25 +893,31 @@ class TokenCache:
 
     @cached_property
     def offsets(self) -> dict[str, CheckedArray]:
-        """Offset of the first token of each document, and the number of all tokens, keyed by field."""
+        """Offsets of the documents in ``tokens``, uint64 ``[documents + 1]``, keyed by field.
+
+        Document *d* consists of the tokens ``[offsets[d], offsets[d + 1])``.
+        """
         return {name: self.arrays[f"{name}.idx"] for name in self.meta["tokens"]}
 
     @property
     def labels(self) -> CheckedArray | None:
-        """Class of each document, or all classes of all documents if there are ``label_offsets``.
+        """Class numbers, int64: one per document, or several as ``label_offsets`` specifies.
 
-        None if the labels are numeric.
+        None if there are no labels, or if the labels are numeric.
         """
         return self.arrays.get(LABELS)
 
     @property
     def label_offsets(self) -> CheckedArray | None:
-        """Offset of each document's classes in ``labels``. None if each document has one class."""
+        """Offset in ``labels`` of the first class of each document, and the number of all classes.
+
+        None unless the kind of labels is ``sets``.
+        """
         return self.arrays.get(LABEL_ENDS)
 
     @property
     def label_values(self) -> CheckedArray | None:
-        """Numeric labels ``[documents, width]``. None if the labels are classes."""
+        """Numeric labels, float64 ``[documents, width]``. None if there are no numeric labels."""
         return self.arrays.get(VALUES)
 
     @property
@@ -900,7 +938,7 @@ class TokenCache:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all fields."""
+        """Total number of tokens of all fields."""
         return sum(self.meta["tokens"].values())
 
     @property
@@ -910,31 +948,34 @@ class TokenCache:
 
     @property
     def label_names(self) -> list[int | str]:
-        """Class names in the order of their numbers."""
+        """Class names in the order of their numbers. Empty if there are no classes."""
         return list(self.meta["label_names"])
 
     @property
     def label_kind(self) -> LabelKind:
-        """Kind of the labels."""
+        """Kind of the labels. It is ``classes`` if there are no labels."""
         kind: LabelKind = self.meta.get("label_kind", "classes")
         return kind
 
     def read_document(self, field: str, number: int) -> npt.NDArray[Any]:
-        """Read the tokens of one document, including special tokens."""
+        """Read the tokens of one field of the document ``number``, including special tokens."""
         offsets = self.offsets[field]
         tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
         return tokens
 
     @property
     def has_extra_columns(self) -> bool:
-        """Whether documents have ``data.columns``."""
+        """Whether documents have numbers in the additional columns of ``data.columns``."""
         return COLUMNS in self.arrays
 
     def read_extra_columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-        """Read ``data.columns`` of some documents.
+        """Read the numbers in the additional columns of some documents.
+
+        Args:
+            numbers: Indices of the documents.
 
         Returns:
-            int64 or float32 ``[len(numbers)]``, keyed by column.
+            Arrays of int64 or float32 ``[len(numbers)]``, keyed by column.
         """
         rows = self.arrays[COLUMNS][list(numbers)]
         kinds: dict[str, str] = self.meta["columns"]
@@ -968,10 +1009,11 @@ class TokenCache:
         return data
 
     def read_trained_mask(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
-        """Read the loss mask of a document.
+        """Read the loss mask of one field of the document ``number``.
 
         Returns:
-            Loss mask, bool ``[tokens]``. None if all tokens contribute to the loss.
+            Loss mask, bool ``[tokens]``. None if all tokens contribute to the loss, as in all fields except
+            ``text``.
         """
         if self.trained_bits is None or field != "text":
             return None
@@ -991,6 +1033,9 @@ class TokenCache:
         return bits[start - 8 * first : stop - 8 * first].view(bool)
 
     def find_documents_of_tokens(self, field: str, start: int, stop: int) -> range:
-        """Find the documents that contain the tokens ``[start, stop)`` of a field."""
+        """Return the range of indices of the documents that contain the tokens ``[start, stop)`` of a field.
+
+        Empty documents in between are included.
+        """
         offsets = self.offsets[field]
         return range(bisect_right(offsets, start) - 1, bisect_right(offsets, stop - 1))

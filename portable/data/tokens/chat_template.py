@@ -4,11 +4,12 @@ The template renders a conversation as one text. The part of the text that the a
 in one of two ways:
 
 - The template marks it with ``{% generation %}``.
-- Otherwise, prefixes determine it. The conversation before an answer, with the generation prompt, ends at the
-  start of the answer. The conversation up to and including the answer ends at the end of the answer. Both are
-  rendered and must be prefixes of the complete text. Some templates render previous turns differently from
-  the last turn. For example, Qwen3 removes their reasoning. Then there are no such prefixes, and each answer
-  becomes a separate sample, in the context that the model sees at inference.
+- Otherwise, prefixes of the text determine it. The messages before an answer are rendered with the generation
+  prompt: this prefix ends at the start of the answer. The messages up to and including the answer are
+  rendered: this prefix ends at the end of the answer. Some templates render previous turns differently from
+  the last turn. For example, Qwen3 removes the reasoning of previous turns. The complete text then does not
+  begin with these renderings, and each answer becomes a separate sample, in the context that the model sees
+  at inference.
 
 After the last answer, a template may write tokens that it writes at no other position, such as Phi-3's end of
 text, or GPT-OSS's return token instead of its end token. A prefix may therefore differ from the complete text
@@ -86,17 +87,23 @@ class EncodedConversations:
         trained_masks: Loss mask of each sample, bool ``[tokens]``.
         images: Images of each sample.
         num_stopping: Number of samples whose loss mask includes the token that ends the last answer.
-        end_token_counts: Number of last answers that each token ends.
-        unstopped_example: Last tokens in the loss mask of a sample that excludes the end token, and the
-            tokens after them, as text.
-        unmatched_prompt: Text that the generation prompt has but the conversations do not have before
+        end_token_counts: Number of samples whose last answer ends with a token, keyed by token ID.
+        unstopped_example: Example of a sample whose loss mask does not include the token that ends the last
+            answer, as text: the last tokens in the mask, and the tokens after them. Empty if there is none.
+        unmatched_prompt: End of the generation prompt that the rendered conversations do not have before
             answers. Empty if there is none.
         samples_per_document: Number of samples of each document.
-        refused_records: Errors of the records that the template cannot write. They have no samples.
-        counts: Counts by name. ``records``: all records. ``apart``: records whose previous turns the template
-            changes, and ``turns``: their samples. ``think``: records with reasoning, ``thoughts``: their
-            parts of reasoning, and ``lost``: parts that the template drops. ``empty``: answers without words,
-            calls and reasoning.
+        refused_records: Errors of the records that cannot be rendered or masked. They have no samples.
+        counts: Counts keyed by name:
+
+            - ``records``: documents with samples.
+            - ``apart``: documents that became one sample per answer, because the template changes previous
+              turns.
+            - ``turns``: samples of these documents.
+            - ``think``: documents with reasoning.
+            - ``thoughts``: answers with reasoning.
+            - ``lost``: answers whose reasoning the template drops.
+            - ``empty``: answers without words, calls and reasoning.
     """
 
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
@@ -116,12 +123,12 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 
     Args:
         tokenizer: Tokenizer of transformers.
-        setting: Path of a file, name of one of the tokenizer's templates, or name of a built-in template. If
-            None, the template of the tokenizer.
+        setting: Path of a file, name of one of the tokenizer's templates, or name of a built-in template.
+            None selects the template or templates of the tokenizer.
 
     Returns:
-        Text of the template. If the tokenizer has several templates, their texts keyed by name. Only
-        ``default`` and ``tool_use`` are used.
+        Text of the template. If ``setting`` is None and the tokenizer has several templates, their texts
+        keyed by name. Only ``default`` and ``tool_use`` are used.
 
     Raises:
         UserError: If there is no such template.
@@ -157,7 +164,7 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 
 
 class _MaskedDrafts(NamedTuple):
-    """Rendered samples of one document, their encodings, and their loss masks."""
+    """Rendered samples of one document, their encodings, and their loss masks, one of each per sample."""
 
     drafts: list[RenderedConversation]
     encodings: Sequence[Any]
@@ -166,11 +173,11 @@ class _MaskedDrafts(NamedTuple):
 
 
 class _TokenMatch(NamedTuple):
-    """Comparison of the tokens of a text with the first tokens of another text.
+    """Comparison of the tokens of a text with the first tokens of the complete conversation.
 
     Attributes:
-        num_equal: Number of equal tokens at the start.
-        rest: Remaining tokens of the text.
+        num_equal: Number of tokens at the start of the text that equal the tokens of the conversation.
+        rest: Tokens of the text after the equal tokens.
     """
 
     num_equal: int
@@ -178,18 +185,19 @@ class _TokenMatch(NamedTuple):
 
 
 class ConversationEncoder:
-    """Renders, tokenizes and masks conversations.
+    """Encoder that renders conversations, tokenizes them and computes their loss masks.
 
     Args:
-        tokenizer: Fast tokenizer of transformers, because the positions of its tokens in the text are needed.
+        tokenizer: Fast tokenizer of transformers. Slow tokenizers do not provide the positions of tokens in
+            the text.
         templates: Templates from :func:`load_chat_template`. None if there is no template, which is only
             possible for completions of plain text.
         frame: Special tokens around a completion of plain text.
-        train_on: Tokens to train, ``data.train_on``. None for the completion of a record with a prompt, and
-            the assistant's messages of other records.
+        train_on: Value of ``data.train_on``, which selects the tokens that contribute to the loss. None
+            selects the completion of a record with a prompt, and the assistant's messages of other records.
         split_turns: Whether each answer becomes a separate sample, with the messages before it.
-        pairs: Whether documents are pairs of completions of one prompt. Both are then trained from the same
-            token on.
+        pairs: Whether two successive documents are the chosen and the rejected completion of a prompt. The
+            loss masks of both then begin at the same token.
         kwargs: Additional variables of the template.
         image_reader: Reader of the images of records. None if the records may not have images.
         image_processor: Processor of the model for images. None if the records may not have images.
@@ -232,7 +240,7 @@ class ConversationEncoder:
 
     @property
     def cache_key(self) -> str:
-        """Text that contains all settings that determine the tokens, except the source and the tokenizer."""
+        """Text for cache keys with all settings that determine the tokens and masks, except the tokenizer."""
         renderer = self._renderer
         content = [
             CONVERSION_VERSION,
@@ -264,14 +272,17 @@ class ConversationEncoder:
     def encode_documents(
         self, documents: Sequence[Document], *, collect: bool = False
     ) -> EncodedConversations:
-        """Tokenize conversations and completions.
+        """Tokenize conversations and completions, and compute their loss masks.
 
         Args:
-            documents: Conversations and completions. With pairs, two documents per record.
-            collect: Whether to skip records that the template cannot render, and collect their errors.
+            documents: Conversations and completions. If ``pairs`` is set, two documents per record.
+            collect: Whether to skip records that cannot be rendered or masked, and collect their errors.
+
+        Returns:
+            Tokens and masks of all samples. A document may have several samples.
 
         Raises:
-            RecordError: If the template fails for a record, or its mask cannot be determined. The error names
+            RecordError: If a record cannot be rendered or masked and ``collect`` is False. The error names
                 the record.
         """
         drafts: list[list[RenderedConversation] | RecordError] = limited_calls.call_within_limits(
@@ -341,14 +352,23 @@ class ConversationEncoder:
         images: list[LoadedImage],
         encoded: EncodedConversations,
     ) -> _MaskedDrafts:
-        """Compute the loss masks of a document's rendered samples. Updates ``encoded.counts``.
+        """Compute the loss masks of a document's rendered samples.
+
+        If an answer cannot be found in the text of the conversation, the document is rendered and encoded
+        again with one sample per answer.
+
+        Args:
+            document: The document.
+            drafts: Its rendered samples.
+            encodings: Encoding of each rendered sample.
+            encoded: Result to which counts and the unmatched prompt are added.
 
         Returns:
-            Rendered samples, encodings and masks. If the answers cannot be found in one text, there is one
-            sample per answer.
+            Rendered samples, encodings and masks.
 
         Raises:
-            AnswerNotFoundError: If an answer cannot be found even then.
+            AnswerNotFoundError: If an answer cannot be found, even in a separate sample.
+            RecordError: If the template drops a part of an answer.
         """
         try:
             return _MaskedDrafts(drafts, encodings, self._build_masks(drafts, encodings, encoded), images)
@@ -415,7 +435,10 @@ class ConversationEncoder:
         images: Sequence[LoadedImage],
         encoded: EncodedConversations,
     ) -> None:
-        """Append the samples of a document to ``encoded``, with special tokens of completions."""
+        """Append the samples of a document to ``encoded``, with the special tokens around completions.
+
+        Also updates the counts in ``encoded``.
+        """
         for draft, encoding, within in zip(drafts, encodings, masks, strict=True):
             prefix = () if starts_with_prefix(encoding.ids, draft.prefix) else draft.prefix
             tokens = np.array([*prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
@@ -471,7 +494,7 @@ class ConversationEncoder:
     # -- masks ----------------------------------------------------------------------------------------------
 
     def _encode_texts(self, texts: list[str]) -> Any:
-        """Encode texts without special tokens. Returns encodings of the tokenizers library."""
+        """Encode texts without special tokens. Returns one ``tokenizers.Encoding`` per text."""
         if not texts:
             return []
         encoded = bounded_tokenizer.encode_text(
@@ -487,7 +510,7 @@ class ConversationEncoder:
     def _build_masks(
         self, drafts: list[RenderedConversation], encodings: Sequence[Any], encoded: EncodedConversations
     ) -> list[npt.NDArray[np.bool_]]:
-        """Build the mask of each rendered sample."""
+        """Build the loss mask of each rendered sample. See :meth:`_build_mask`."""
         return [
             self._build_mask(draft, encoding, encoded)
             for draft, encoding in zip(drafts, encodings, strict=True)
@@ -498,8 +521,14 @@ class ConversationEncoder:
     ) -> npt.NDArray[np.bool_]:
         """Build the loss mask of a rendered sample, bool ``[tokens]``.
 
+        Args:
+            draft: Rendered sample.
+            encoding: Encoding of its text.
+            encoded: Result in which the unmatched part of the generation prompt is recorded.
+
         Raises:
-            AnswerNotFoundError: If the start or end of an answer cannot be determined.
+            AnswerNotFoundError: If the start or end of an answer cannot be determined, or if the template
+                drops the reasoning of only some answers.
             RecordError: If the template drops a part of an answer.
         """
         if draft.separable_answers and len(set(draft.reasoning_shown)) > 1 and draft.conversation is not None:
@@ -543,12 +572,12 @@ class ConversationEncoder:
         """Return the index of the first token of an answer.
 
         Args:
-            draft: Rendered conversation.
-            conversation: The same conversation. Never None.
-            encoding: Tokens of the text.
+            draft: Rendered sample.
+            conversation: Conversation of ``draft``.
+            encoding: Encoding of the text of ``draft``.
             index: Index of the message.
-            opened: Start of the answer in characters, or the rendered conversation before the answer.
-            encoded: Result. Modified in place: the unmatched part of the generation prompt is recorded.
+            opened: Start of the answer in characters, or the rendered messages before the answer.
+            encoded: Result in which the unmatched part of the generation prompt is recorded.
 
         Raises:
             AnswerNotFoundError: If the start of the answer cannot be determined.
@@ -587,7 +616,16 @@ class ConversationEncoder:
     ) -> int:
         """Return the index of the token after an answer.
 
-        Raises AnswerNotFoundError if the text after the answer has more than special tokens.
+        Args:
+            draft: Rendered sample.
+            conversation: Conversation of ``draft``.
+            encoding: Encoding of the text of ``draft``.
+            index: Index of the message.
+            closed: End of the answer in characters, or the rendered messages up to and including the answer.
+
+        Raises:
+            AnswerNotFoundError: If ``closed`` is a text that differs from the start of the complete text in
+                more than special tokens at its end.
         """
         if isinstance(closed, int):
             return _find_token_after_char(encoding, closed, len(draft.text))
@@ -597,7 +635,7 @@ class ConversationEncoder:
         return last
 
     def _match_tokens(self, encoding: Any, text: str) -> _TokenMatch:
-        """Compare the tokens of ``text`` with the first tokens of the complete conversation."""
+        """Encode ``text`` and compare its tokens with the first tokens of ``encoding``."""
         ids: list[int] = self._encode_texts([text])[0].ids
         count = next(
             (
@@ -625,11 +663,11 @@ class ConversationEncoder:
 
     @cached_property
     def _blank_tokens(self) -> dict[int, bool]:
-        """Cache of the results of :meth:`_is_blank`, empty at first."""
+        """Cache of the results of :meth:`_is_blank`, keyed by token. It is empty at first."""
         return {}
 
     def _is_blank(self, token: int) -> bool:
-        """Return whether a token consists of whitespace."""
+        """Return whether the text of a token is empty or consists of whitespace."""
         if token not in self._blank_tokens:
             self._blank_tokens[token] = not bounded_tokenizer.decode(self._tokenizer, [token]).strip()
         return self._blank_tokens[token]
@@ -645,11 +683,17 @@ class ConversationEncoder:
         trained: npt.NDArray[np.bool_],
         encoded: EncodedConversations,
     ) -> None:
-        """Count the token that ends the last answer, and whether it contributes to the loss.
+        """Find the token that ends the last answer of a sample, and update the counts in ``encoded``.
 
-        Updates ``encoded``.
+        This token is the first special token after the last words of the answer. If there is no special
+        token, it is an added token at the end.
 
-        It is the first of the special tokens after the last words, or an added token after them.
+        Args:
+            draft: Rendered sample.
+            tokens: Tokens of the sample, int64 ``[tokens]``.
+            trained: Loss mask, bool ``[tokens]``.
+            encoded: Result whose ``end_token_counts``, ``num_stopping`` and ``unstopped_example`` are
+                updated.
         """
         last = int(np.flatnonzero(trained)[-1]) if trained.any() else -1
         untrained = np.flatnonzero(~trained[: last + 1])
@@ -690,10 +734,10 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
 
     Args:
         counts: Counts of all records. See :class:`EncodedConversations`.
-        unmatched_prompt: Text that only the generation prompt has.
+        unmatched_prompt: End of the generation prompt that the conversations do not have before answers.
 
     Raises:
-        UserError: If the template drops all reasoning, and most records have some.
+        UserError: If more than half of the records have reasoning, and the template drops all of it.
     """
     template_notes = []
     if unmatched_prompt:
@@ -726,9 +770,12 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
 
 
 def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_]) -> str:
-    """Join the parts of a text whose tokens contribute to the loss with line breaks.
+    """Return the parts of a text whose tokens contribute to the loss, joined with line breaks.
 
-    Returns the text itself if all tokens contribute.
+    Args:
+        text: The text.
+        encoding: Encoding of the text.
+        trained: Loss mask, bool ``[tokens]``.
     """
     if trained.all():
         return text
@@ -740,7 +787,10 @@ def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_])
 
 
 def _find_token_at_char(encoding: Any, char: int) -> int:
-    """Return the index of the token that contains a character, or of the next token if there is none."""
+    """Return the index of the token that contains a character.
+
+    If no token contains it, this is the index of the next token, or the number of tokens at the end.
+    """
     # The tokenizer removes some characters, such as spaces.
     if (token_index := encoding.char_to_token(char)) is None:
         starts = ((index, span[0]) for index, span in enumerate(encoding.offsets))
@@ -749,7 +799,13 @@ def _find_token_at_char(encoding: Any, char: int) -> int:
 
 
 def _find_token_after_char(encoding: Any, char: int, length: int) -> int:
-    """Return the index of the first token that begins at a character or later."""
+    """Return the index of the first token that begins at a character or later.
+
+    Args:
+        encoding: Encoding of a text.
+        char: Index of the character in the text.
+        length: Number of characters of the text.
+    """
     if char >= length:
         return len(encoding.ids)
     token_index = _find_token_at_char(encoding, char)

@@ -1,7 +1,8 @@
-"""Calls of untrusted code, such as a template, within limits of time and memory.
+"""Calls of untrusted code, such as a chat template, within limits of time and memory.
 
-The calls run in a separate process. It is started at the first call and kept. A worker process that only
-tokenizes (:mod:`portable.data.tokens.parallel_map`) makes the calls itself.
+The calls run in a separate process, which is started at the first call and reused for later calls. In a
+worker process of :mod:`portable.data.tokens.parallel_map`, the calls run in the worker process itself,
+because it is already separate from the main process.
 """
 
 from __future__ import annotations
@@ -21,21 +22,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MAX_CALL_SECONDS = 20.0
-"""Maximum CPU time of a call in seconds. A call has up to a quarter of a megabyte of text."""
+"""Maximum CPU time of a call in seconds. A call renders a batch of up to about 256 KiB of text."""
 _MAX_CALL_BYTES = 1 << 30
-"""Maximum memory of a call in bytes."""
+"""Maximum memory in bytes that a call may allocate."""
 _lock = threading.Lock()
 _workers: dict[int, parallel_map.WorkerProcess] = {}
-"""Worker process of this process, keyed by the ID of this process."""
+"""Process that runs the calls, keyed by the ID of the process that started it.
+
+A forked child process finds no entry for its own ID and starts another process.
+"""
 
 
 def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``function(*arguments)``, called within limits of time and memory.
+    """Call a function within limits of time and memory, and return its result.
 
-    The function, its arguments and its result must be picklable.
+    Args:
+        function: Function to call. It must be picklable, as must its result.
+        arguments: Arguments of the function, which must be picklable.
 
     Raises:
-        UserError: If the function raises one, or exceeds a limit.
+        UserError: If the function raises a UserError, or exceeds a limit.
     """
     if parallel_map.is_worker_process:
         return _apply_limits_and_call((MAX_CALL_SECONDS, function, arguments))
@@ -60,7 +66,15 @@ def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...]]) -> Any:
-    """Call a function with arguments within limits. Runs in the worker process."""
+    """Call a function within limits, in the current process.
+
+    Args:
+        item: Maximum CPU time in seconds, the function and its arguments.
+
+    Raises:
+        TimeoutError: If the function takes too much CPU time.
+        MemoryError: If the function allocates too much memory.
+    """
     seconds, function, arguments = item
     with _limit_time(seconds), _limit_memory():
         return function(*arguments)
@@ -68,16 +82,17 @@ def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...
 
 @contextmanager
 def _limit_time(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in Python code that takes more CPU time than ``seconds`` within this context.
+    """Raise TimeoutError within this context if the code takes more CPU time than ``seconds``.
 
-    After twice the time, the process is killed, because native code does not see the exception. Uses SIGPROF.
+    Only Python code sees the exception. After twice the time, a timer signal therefore kills the process, in
+    case native code is running. The exception is raised by a handler of SIGPROF.
     """
 
     def raise_timeout(*_: object) -> None:
         raise TimeoutError(f"takes more than {seconds:g} s")
 
     before = signal.signal(signal.SIGPROF, raise_timeout)
-    # Repeated, because the code may catch the exception.
+    # The signal is repeated, because the code may catch the exception.
     signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 20)
     signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
     try:
@@ -90,9 +105,9 @@ def _limit_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _limit_memory() -> Iterator[None]:
-    """Raise MemoryError within this context if this process allocates much more memory.
+    """Limit the memory that this process can allocate within this context to :data:`_MAX_CALL_BYTES`.
 
-    Does nothing unless on Linux.
+    Python code that exceeds the limit raises MemoryError. There is no limit on systems other than Linux.
     """
     status = Path("/proc/self/status")
     if not status.exists():

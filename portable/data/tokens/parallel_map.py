@@ -1,12 +1,12 @@
-"""Map a function over batches in several processes, in order.
+"""Parallel map: a function is applied to batches in several processes, and the results are yielded in order.
 
 Each batch is sent to the first free process. Results are yielded in the order of the batches, so that they do
 not depend on the number of processes. Only a few batches are processed or queued at a time, to bound the
 memory.
 
-The processes are plain child processes that run this file, so the program's main module is not imported
-again, as ``multiprocessing`` would do. Each process ends when its connection closes, even if this process is
-killed.
+The processes are plain child processes that run :func:`serve`. ``multiprocessing`` is not used, because its
+processes would import the program's main module again. Each process ends when its connection closes, even if
+the parent process is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-_BATCHES_PER_PROCESS = 4  # batches per process
+_BATCHES_PER_PROCESS = 4
+"""Maximum number of batches per process that are being processed, or whose results wait to be yielded."""
 is_worker_process = False
 """Whether this process is a :class:`WorkerProcess`."""
 
@@ -41,16 +42,17 @@ def map_in_order(
     """Yield ``function(item)`` for every item, in order.
 
     Args:
-        function: Function to call. If it cannot be pickled, such as the tokenizer of a model with custom
-            code, this process calls it for all items.
+        function: Function to call. If it cannot be pickled, for example because it contains the tokenizer of
+            a model with custom code, the current process calls it for all items.
         items: Items to map.
-        num_processes: Number of processes to start. With less than two, this process calls the function.
-        num_local_items: Number of items that this process maps before it starts other processes, because
-            starting them takes seconds.
+        num_processes: Number of processes to start. If it is less than two, the current process calls the
+            function for all items.
+        num_local_items: Number of items that the current process maps before it starts other processes,
+            because starting them takes seconds.
 
     Raises:
-        UserError: If ``function`` raises one.
-        RunError: If a process died, or ``function`` raised another exception in it.
+        UserError: If ``function`` raises a UserError.
+        RunError: If a process has died, or ``function`` has raised another exception in a process.
     """
     rest = iter(items)
     yield from map(function, rest if num_processes < 2 else islice(rest, num_local_items))
@@ -102,8 +104,10 @@ def _is_picklable(work: object) -> bool:
 class WorkerProcess:
     """Child process that calls a function with one item at a time.
 
+    The process is killed on exit of the context.
+
     Args:
-        work: Picklable function.
+        work: Picklable function of one argument.
     """
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
@@ -142,7 +146,7 @@ class WorkerProcess:
         self._process.kill()
 
     def send_item(self, item: Any) -> None:
-        """Send an item to the process.
+        """Send an item to the process. Call :meth:`receive_result` before the next item is sent.
 
         Raises:
             RunError: If the process has died.
@@ -153,11 +157,11 @@ class WorkerProcess:
             raise self._build_died_error() from error
 
     def receive_result(self) -> Any:
-        """Wait for the result of the item.
+        """Wait for the result of the item that was sent last, and return it.
 
         Raises:
-            UserError: If the function raised one.
-            RunError: If the process has died, or the function raised another exception.
+            UserError: If the function has raised a UserError.
+            RunError: If the process has died, or the function has raised another exception.
         """
         try:
             result = self._connection.recv()
@@ -168,7 +172,7 @@ class WorkerProcess:
         return result
 
     def _build_died_error(self) -> RunError:
-        """Build the error for a process that has died."""
+        """Wait for the end of the process, and build the error that contains its exit code."""
         code = self._process.wait()
         return RunError(
             f"data.source: a process that tokenizes ended with code {code}, most likely for lack of memory; "
@@ -179,7 +183,8 @@ class WorkerProcess:
 def serve() -> None:
     """Run the loop of a worker process: receive the function, then receive items and send results.
 
-    Exceptions are sent as results. The process exits when the parent closes the connection.
+    If the function raises an exception, a UserError or RunError is sent as its result. The process exits when
+    the parent closes the connection.
     """
     global is_worker_process
     is_worker_process = True

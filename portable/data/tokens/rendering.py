@@ -1,7 +1,7 @@
-"""Rendering of conversations with a template, and the positions of the answers in the text.
+"""Rendering of conversations with a chat template, and search for the answers in the rendered text.
 
-A template is untrusted code that runs in Jinja's sandbox. The functions of this module run within limits of
-time and memory. See :mod:`portable.data.tokens.limited_calls`.
+A template is untrusted code that runs in Jinja's sandbox. The caller therefore runs the functions of this
+module within limits of time and memory. See :mod:`portable.data.tokens.limited_calls`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from portable.data.sources.documents import Document, Message
 
 TrainOn = Literal["assistant", "completion", "last_assistant", "all"]
-"""Values of ``data.train_on``."""
+"""Values of ``data.train_on``, which select the parts of a conversation that contribute to the loss."""
 TEMPLATE_DATE = "2025-01-01"
 """Date for templates that write the current date, so that the tokens do not depend on the day."""
 _PROBE_TEXT = "What is shown of this?"
@@ -48,11 +48,11 @@ _Span = tuple[int, int]
 
 
 class AnswerContext(NamedTuple):
-    """Rendered conversation before an answer.
+    """Rendered messages before an answer. They determine the start of the answer in the tokens.
 
     Attributes:
-        prompted: The conversation with the generation prompt.
-        unprompted: The conversation without the generation prompt. None if it cannot be determined.
+        prompted: Rendered messages, followed by the generation prompt.
+        unprompted: Rendered messages without the generation prompt. None if they cannot be determined.
     """
 
     prompted: str
@@ -60,7 +60,12 @@ class AnswerContext(NamedTuple):
 
 
 class AnswerWords(NamedTuple):
-    """Index of a message, and its text without reasoning."""
+    """Text of an answer that the rendered text must contain.
+
+    Attributes:
+        message_index: Index of the message in the conversation.
+        text: Content of the message without reasoning. It may be empty if the message has tool calls.
+    """
 
     message_index: int
     text: str
@@ -68,24 +73,26 @@ class AnswerWords(NamedTuple):
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """Text of a conversation before it is tokenized, with the positions of trained parts.
+    """Text of a sample before it is tokenized, with the positions of the parts that contribute to the loss.
 
     Attributes:
         text: Rendered text.
         conversation: The conversation. None if the text is a plain completion.
-        trained_spans: Start and end in characters of each trained part.
-        searched_answers: Indices of messages whose positions follow from prefixes of the text.
-        answer_starts: Start of each of these messages in characters. If the text does not begin with the
-            rendered conversation before the message, this rendered conversation instead.
-        answer_ends: End of each of these messages in characters, or the rendered conversation up to and
-            including the message.
+        trained_spans: Start and end, in characters, of each part whose position is known and that contributes
+            to the loss.
+        searched_answers: Indices of the answers whose positions are not marked by the template. They are
+            searched by comparing the text with rendered first messages of the conversation.
+        answer_starts: Start of each of ``searched_answers`` in characters. An :class:`AnswerContext` if the
+            text does not begin with the rendered messages before the answer.
+        answer_ends: End of each of ``searched_answers`` in characters. The rendered messages up to and
+            including the answer if the text does not begin with them.
         trains_all: Whether all tokens contribute to the loss.
-        prefix: Special tokens before the text, which are not trained unless ``trains_all`` is set.
-        suffix: Special tokens after the text, which are trained.
-        reasoning_shown: Whether the text contains the reasoning, for each trained answer with reasoning.
-        separable_answers: Indices of the answers that contribute to the loss. Empty if they may not become
-            separate samples.
-        answer_words: Text of each trained answer. The trained text must contain it.
+        prefix: Special tokens before the text. They contribute to the loss only if ``trains_all`` is set.
+        suffix: Special tokens after the text. They contribute to the loss.
+        reasoning_shown: For each trained answer with reasoning, whether the text contains the reasoning.
+        separable_answers: Indices of the answers that contribute to the loss. Empty if the answers must not
+            become separate samples.
+        answer_words: Text of each trained answer. The parts that contribute to the loss must contain it.
         num_empty_answers: Number of answers that contribute to the loss but have no words, calls or
             reasoning.
         image_spans: Start and end of the text of each image, in characters.
@@ -108,7 +115,7 @@ class RenderedConversation:
 
 
 class AnswerNotFoundError(RecordError):
-    """Error for an answer whose tokens cannot be found in the complete text."""
+    """Error for an answer whose tokens cannot be found among the tokens of the complete conversation."""
 
 
 def build_no_template_error() -> UserError:
@@ -121,14 +128,16 @@ def build_no_template_error() -> UserError:
 
 @dataclass(frozen=True)
 class TemplateRenderer:
-    """Renders conversations and determines the positions of trained parts. It can be pickled.
+    """Renderer of conversations that also determines which parts of the text contribute to the loss.
+
+    A renderer can be pickled.
 
     Attributes:
         templates: Text of a template, or texts keyed by name. None if only completions of plain text are
             rendered.
         variables: Variables of the templates.
-        train_on: Tokens to train, ``data.train_on``. None for the completion of a record with a prompt, and
-            the assistant's messages of other records.
+        train_on: Value of ``data.train_on``, which selects the tokens that contribute to the loss. None
+            selects the completion of a record with a prompt, and the assistant's messages of other records.
         split_turns: Whether each answer becomes a separate sample, with the messages before it.
         prefix: Special tokens before a completion of plain text.
         suffix: Special tokens after a completion of plain text.
@@ -156,10 +165,11 @@ class TemplateRenderer:
             collect: Whether to return the error of a record instead of raising it.
 
         Returns:
-            Rendered samples of each document, or its error.
+            Rendered samples of each document, or the error of the document.
 
         Raises:
-            RecordError: If the template fails for a record. The error names the record.
+            RecordError: If the template fails for a record and ``collect`` is False, or if the template
+                exceeds a limit of time or memory. The error names the record.
         """
         drafts: list[list[RenderedConversation] | RecordError] = []
         for document in documents:
@@ -192,9 +202,10 @@ class TemplateRenderer:
         return self._render_messages(conversation, conversation.messages, prompted=True)
 
     def _render_document(self, document: Document) -> list[RenderedConversation]:
-        """Render the samples of one document: a completion, a conversation, or one sample per answer.
+        """Render the samples of one document.
 
-        A conversation has one sample per answer if ``split_turns`` is set.
+        Returns:
+            One sample. If ``split_turns`` is set, a conversation has one sample per answer.
         """
         conversation = document.conversation
         if conversation is None:
@@ -207,7 +218,7 @@ class TemplateRenderer:
         )
 
     def render_turns(self, conversation: Conversation, answers: Sequence[int]) -> list[RenderedConversation]:
-        """Render one sample per answer, with the messages before it.
+        """Render one sample per answer. Each sample contains the messages before the answer and the answer.
 
         Args:
             conversation: The conversation.
@@ -220,10 +231,10 @@ class TemplateRenderer:
     def _build_completion_draft(self, text: str, prompt: int) -> RenderedConversation:
         """Build the sample of a prompt and its completion without a template.
 
-        The end token is added after the text.
+        The end token follows the text, unless the text already ends with it.
 
         Args:
-            text: Prompt and completion.
+            text: Prompt and completion, concatenated.
             prompt: Number of characters of the prompt.
         """
         trains_prompt = self.train_on == "all"
@@ -239,13 +250,13 @@ class TemplateRenderer:
 
         Args:
             conversation: The conversation.
-            train_on: Tokens to train. None for the default, see the class.
-            is_single_turn: Whether the conversation is already a part of a record, and must not be split
-                again.
+            train_on: Tokens that contribute to the loss. None for the default, which the class describes.
+            is_single_turn: Whether the conversation is already the sample of a single answer, so that it must
+                not be split into such samples again.
 
         Raises:
-            RecordError: If the template drops a part of the conversation, or if no token contributes to the
-                loss.
+            RecordError: If the template fails or drops a part of the conversation, or if no message
+                contributes to the loss.
         """
         if train_on is None:
             prompted = (
@@ -339,9 +350,17 @@ class TemplateRenderer:
         train_on: TrainOn,
         shown: tuple[bool, ...],
     ) -> RenderedConversation:
-        """Build the sample of a text whose tokens contribute to the loss from message ``begin`` to its end.
+        """Build the sample of a conversation from which all tokens after some message contribute to the loss.
 
-        If ``train_on`` is ``all``, all tokens contribute.
+        Args:
+            conversation: The conversation.
+            text: Rendered conversation.
+            begin: Index of the first message that contributes. None if the record does not mark a prompt.
+            train_on: ``completion``, or ``all`` if all tokens contribute, including those before ``begin``.
+            shown: For each trained answer with reasoning, whether the text contains the reasoning.
+
+        Raises:
+            RecordError: If ``begin`` is None, or if a later message is excluded from the loss.
         """
         begin = _select_first_trained_message(conversation, begin, train_on)
         if train_on == "all":
@@ -355,7 +374,18 @@ class TemplateRenderer:
     def _find_answer_start(
         self, conversation: Conversation, text: str, index: int, opened: str
     ) -> int | AnswerContext:
-        """Return the start of an answer in characters, or its context if the text begins differently."""
+        """Find the start of an answer in the text of a conversation.
+
+        Args:
+            conversation: The conversation.
+            text: Rendered conversation.
+            index: Index of the answer.
+            opened: Rendered messages before the answer, with the generation prompt.
+
+        Returns:
+            The start in characters if the text begins with ``opened``. Otherwise the rendered messages before
+            the answer, with which the start is later searched in the tokens.
+        """
         prefix = _measure_prefix(text, opened)
         if isinstance(prefix, int):
             return prefix
@@ -367,21 +397,22 @@ class TemplateRenderer:
     def _render_before_answer(
         self, conversation: Conversation, text: str, index: int, *, prompted: bool = False
     ) -> str:
-        """Render the conversation before a message as it appears in ``text``.
+        """Render the messages before a message as they appear in ``text``.
 
-        Templates do not support an empty conversation. For example, they may write a system prompt only with
-        the first message. If the assistant speaks first, the generation prompt, or the part of it in
-        ``text``, therefore determines the start of the answer. For a message from another role, a known text
-        is rendered instead of the message, and its position is the start.
+        There are two special cases. A message that is not from the assistant has a header instead of the
+        generation prompt. A known text is therefore rendered as its content, and the result ends before this
+        text. If the first message is from the assistant, there are no messages to render, and templates do
+        not support an empty conversation. The generation prompt is then searched in ``text``, and the result
+        ends before or after it.
 
         Args:
             conversation: The conversation.
-            text: Its rendered text.
+            text: Rendered conversation.
             index: Index of the message.
             prompted: Whether to add the generation prompt.
 
         Raises:
-            AnswerNotFoundError: If the start cannot be determined.
+            AnswerNotFoundError: If the start of the message cannot be determined.
         """
         if (message := conversation.messages[index])["role"] != "assistant":
             other = self._convert_to_text_parts(
@@ -405,9 +436,13 @@ class TemplateRenderer:
         return text[: text.index(header_start)] + (header if prompted else "")
 
     def _select_template(self, conversation: Conversation) -> str:
-        """Return the source of the template for a conversation. Raises UserError if there is no template.
+        """Return the text of the template for a conversation.
 
-        If there are several templates, ``tool_use`` is the template of conversations with tools.
+        If there are several templates, ``tool_use`` is used for conversations with tools, and ``default`` for
+        other conversations.
+
+        Raises:
+            UserError: If there is no template.
         """
         if isinstance(self.templates, str):
             return self.templates
@@ -417,7 +452,10 @@ class TemplateRenderer:
         return self.templates[name]
 
     def _build_variables(self, conversation: Conversation) -> dict[str, Any]:
-        """Build the variables of the template, with a fixed date."""
+        """Build the variables of the template. The current date is replaced by :data:`TEMPLATE_DATE`.
+
+        The variable ``strftime_now`` of the user or record can set another date.
+        """
         kwargs = {**self.variables, **conversation.template_kwargs}
         day = datetime.fromisoformat(str(kwargs.pop("strftime_now", TEMPLATE_DATE)))
         return {
@@ -433,9 +471,12 @@ class TemplateRenderer:
         """Render some messages of a conversation.
 
         Args:
-            conversation: The conversation, with the tools and variables.
+            conversation: The conversation, from which the tools and variables are used.
             messages: Messages to render.
             prompted: Whether to add the generation prompt.
+
+        Raises:
+            RecordError: If the template fails, or the text is far longer than the conversation.
         """
         total = len(conversation.messages)
         context = "" if len(messages) == total else f" with the first {len(messages)} of {total} messages"
@@ -448,9 +489,14 @@ class TemplateRenderer:
     def _render_marked(
         self, conversation: Conversation, messages: Sequence[Message]
     ) -> tuple[str, list[_Span]]:
-        """Render messages, and return the text with the spans that ``{% generation %}`` marks.
+        """Render messages with a template that marks the answers with ``{% generation %}``.
 
-        Empty without messages.
+        Returns:
+            The text, and start and end of each nonempty marked span in characters. An empty text without
+            spans if there are no messages.
+
+        Raises:
+            RecordError: If the template fails, or the text is far longer than the conversation.
         """
         if not messages:
             return "", []
@@ -464,14 +510,17 @@ class TemplateRenderer:
         return _validate_length(conversation, text), [(start, end) for start, end in spans if end > start]
 
     def _convert_to_text_parts(self, conversation: Conversation) -> Conversation:
-        """Convert texts to lists of parts if the template would ignore a string."""
+        """Convert the content of messages from strings to lists of parts if the template ignores strings."""
         if not self._requires_parts(self._select_template(conversation)):
             return conversation
         messages = tuple(map(_to_text_parts, conversation.messages))
         return replace(conversation, messages=messages)
 
     def _requires_parts(self, template: str) -> bool:
-        """Return whether a template writes text only from a list of parts, like templates of image models."""
+        """Return whether a template writes text only if the content of a message is a list of parts.
+
+        Templates of image models do so. The result is cached, because it takes two renderings.
+        """
         if template not in self._requires_parts_cache:
             message = {"role": "user", "content": _PROBE_TEXT}
             self._requires_parts_cache[template] = not self._is_message_shown(
@@ -480,7 +529,10 @@ class TemplateRenderer:
         return self._requires_parts_cache[template]
 
     def _is_message_shown(self, template: str, message: Message) -> bool:
-        """Return whether a template writes the probe text of a message."""
+        """Return whether a template writes the content of a message whose content is ``_PROBE_TEXT``.
+
+        Returns False if the template fails.
+        """
         probe = Conversation((message,), "")
         try:
             return _PROBE_TEXT in _compile_template(template).render(
@@ -490,10 +542,14 @@ class TemplateRenderer:
             return False
 
     def _convert_tool_calls(self, conversation: Conversation) -> Conversation:
-        """Convert tool calls, and the content of calls without words, to the forms that the template writes.
+        """Convert tool calls, and the content of messages with tool calls, to forms that the template writes.
 
-        This content is an empty string at first. Some templates, such as DeepSeek R1's, write a call only if
-        the content is null.
+        If a message has tool calls and no words, its content is an empty string. Some templates, such as
+        DeepSeek R1's, write its calls only if the content is null. Null is therefore tried if the template
+        drops a call or fails.
+
+        Raises:
+            RecordError: If the template does not write the calls in any form.
         """
         wordless = [
             "tool_calls" in message and not get_message_text(message).strip()
@@ -523,10 +579,12 @@ class TemplateRenderer:
             return prepared
 
     def _convert_call_arguments(self, conversation: Conversation) -> Conversation:
-        """Convert the arguments of calls to strings if the template does not support objects.
+        """Convert the arguments of tool calls to JSON strings if the template does not support objects.
+
+        The template does not support objects if it fails, or if it writes them as Python dicts.
 
         Raises:
-            UserError: If the template fails with both.
+            UserError: If the template fails with objects and with strings.
         """
         calls = [
             call["function"] for message in conversation.messages for call in message.get("tool_calls", ())
@@ -550,7 +608,12 @@ class TemplateRenderer:
 
 @contextmanager
 def _convert_template_errors(conversation: Conversation, context: str = "") -> Iterator[None]:
-    """Convert all errors of a template within this context to an error that names the record."""
+    """Convert all exceptions of a template within this context to a RecordError that names the record.
+
+    Args:
+        conversation: The conversation of the record.
+        context: Description of the rendered messages, which is inserted into the error message.
+    """
     try:
         yield
     except UserError:
@@ -562,10 +625,10 @@ def _convert_template_errors(conversation: Conversation, context: str = "") -> I
 
 
 def _compile_template(text: str) -> Any:
-    """Compile a template.
+    """Compile the text of a template, and return the Jinja template.
 
     Raises:
-        UserError: If the template is not valid.
+        UserError: If the text is not a valid template.
     """
     try:
         return transformers_internals.compile_chat_template(text)
@@ -578,10 +641,12 @@ def _compile_template(text: str) -> Any:
 
 
 def _validate_length(conversation: Conversation, text: str) -> str:
-    """Check that a text is not far longer than its conversation, and remove lone surrogates.
+    """Check that a rendered text is not far longer than its conversation, and replace lone surrogates.
+
+    A malicious template could otherwise make the run tokenize gigabytes of text.
 
     Returns:
-        The text.
+        The text with ``?`` for lone surrogates.
 
     Raises:
         RecordError: If the text is too long.
@@ -596,12 +661,12 @@ def _validate_length(conversation: Conversation, text: str) -> str:
 
 
 def _check_messages_shown(conversation: Conversation, text: str) -> None:
-    """Check that a text contains all messages that templates often drop.
+    """Check that a rendered text contains the parts of a conversation that templates often drop.
 
-    These are tool calls, messages with rare roles, and system messages after the first message.
+    These parts are tool calls, messages with rare roles, and system messages after the first message.
 
     Raises:
-        RecordError: If the template leaves one of them out.
+        RecordError: If the text does not contain one of these parts.
     """
     for index, message in enumerate(conversation.messages):
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
@@ -621,10 +686,15 @@ def _check_messages_shown(conversation: Conversation, text: str) -> None:
 
 
 def _select_first_trained_message(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
-    """Return the index of the first message that contributes to the loss if the text is used completely.
+    """Return ``begin`` if all messages from there on can contribute to the loss.
+
+    Args:
+        conversation: The conversation.
+        begin: Index of the first message that contributes to the loss. None if the record has no prompt.
+        train_on: ``completion`` or ``all``, used in the error message.
 
     Raises:
-        RecordError: If the record has no prompt, or a later message is excluded from training.
+        RecordError: If ``begin`` is None, or if a message at or after it is excluded from the loss.
     """
     if begin is None:
         raise RecordError(
@@ -640,12 +710,12 @@ def _select_first_trained_message(conversation: Conversation, begin: int | None,
 
 
 def build_template_error(conversation: Conversation, reason: str) -> RecordError:
-    """Build the error for a record that a template cannot write."""
+    """Build the error for a record that the template cannot render, with its location and the reason."""
     return RecordError(f"data.chat_template: {conversation.location}: {reason}")
 
 
 def build_answer_not_found_error(conversation: Conversation, index: int) -> AnswerNotFoundError:
-    """Build the error for an answer whose tokens cannot be found in the complete text."""
+    """Build the error for message ``index``, whose tokens cannot be found in the complete conversation."""
     role = conversation.messages[index]["role"]
     subject = "an answer" if role == "assistant" else f"from {role}"
     reason = f"the beginning and the end of message {index + 1}, {subject}, cannot be found in the text"
@@ -662,7 +732,7 @@ def build_answer_not_found_error(conversation: Conversation, index: int) -> Answ
 
 
 def _count_characters(conversation: Conversation) -> int:
-    """Return a lower bound for the number of characters of a record."""
+    """Return the approximate number of characters of a conversation, to compare with its rendered text."""
     return len(str(conversation.messages)) + len(str(conversation.tools))
 
 
@@ -672,13 +742,16 @@ def _measure_prefix(text: str, part: str) -> int | str:
 
 
 def _extract_reasoning(message: Message) -> str:
-    """Return the reasoning before an answer. Empty if there is none."""
+    """Return the reasoning of a message, without whitespace around it. Empty if there is none.
+
+    The reasoning is in ``reasoning_content``, or in the content between ``<think>`` and ``</think>``.
+    """
     inline = get_message_text(message).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(message.get("reasoning_content") or inline).strip()
 
 
 def strip_reasoning(message: Message) -> str:
-    """Return the content of a message without reasoning and without whitespace around it."""
+    """Return the content of a message without the reasoning at its start and whitespace around it."""
     content = get_message_text(message)
     return replace_surrogates(
         content[max((match.end() for match in _THOUGHT_END.finditer(content)), default=0) :].strip()
@@ -688,14 +761,14 @@ def strip_reasoning(message: Message) -> str:
 def check_answer_words(
     conversation: Conversation, answer_words: Sequence[AnswerWords], trained_text: str
 ) -> None:
-    """Check that the trained text contains the words and calls of all answers.
+    """Check that the text that contributes to the loss contains the words and tool calls of all answers.
 
-    Whitespace and letter case are ignored, because templates strip lines and may change the case.
+    Whitespace and letter case of words are ignored, because templates strip lines and may change the case.
 
     Args:
         conversation: The conversation, used in the error message.
         answer_words: Text of each answer, in the order of the conversation.
-        trained_text: Trained parts of the rendered text.
+        trained_text: Parts of the rendered text that contribute to the loss.
 
     Raises:
         RecordError: If the words or the call of an answer are missing. The error names the message.
@@ -746,12 +819,15 @@ def check_answer_words(
 
 
 def _normalize_text(text: str) -> str:
-    """Remove whitespace and letter case."""
+    """Remove all whitespace and convert letters to lower case, for comparisons."""
     return "".join(text.split()).casefold()
 
 
 def _to_text_parts(message: Message) -> Message:
-    """Replace the content of a message, if it is a string, by a list with one part."""
+    """Return a message whose content is a list with one text part instead of a string.
+
+    Returns the message itself if its content is not a string.
+    """
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -759,7 +835,10 @@ def _to_text_parts(message: Message) -> Message:
 
 
 def _to_text_arguments(message: Message) -> Message:
-    """Return a message whose tool call arguments are JSON strings. Without tool calls, the message itself."""
+    """Return a message whose tool call arguments are JSON strings instead of objects.
+
+    Returns the message itself if it has no tool calls.
+    """
     if "tool_calls" not in message:
         return message
     calls = []
@@ -770,6 +849,6 @@ def _to_text_arguments(message: Message) -> Message:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Describe an error in at most 200 characters."""
+    """Describe an exception in one line of at most 200 characters."""
     text = to_one_line(error) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

@@ -18,8 +18,8 @@ class Frame:
     Attributes:
         prefix: Tokens before a document.
         suffix: Tokens after a document.
-        target: Special tokens around a target text. None if they are the same.
-        once: Whether a text that already ends with the suffix gets no second suffix.
+        target: Special tokens around a target text. None if they are the same as around other texts.
+        once: Whether the suffix is omitted after a text that already ends with the suffix.
     """
 
     prefix: tuple[int, ...]
@@ -36,11 +36,11 @@ def build_special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabul
 
     Args:
         task: One of ``TASKS``.
-        vocabulary: Vocabulary of the texts.
-        target: Vocabulary of the targets. None if there are no targets.
+        vocabulary: Special tokens that the tokenizer adds to texts.
+        target: Special tokens that the tokenizer adds to targets. None if the task has no targets.
 
     Raises:
-        UserError: If the tokenizer has no end token.
+        UserError: If a document must end with an end token, and the tokenizer has none.
     """
     if target is not None:
         text_frame, target_frame = (

@@ -1,4 +1,4 @@
-"""Tokenize the documents of a source into a token cache."""
+"""Tokenization of the documents of a source, whose tokens are written to a token cache."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _MAX_PROCESSES = 32  # with more processes, reading the documents would be the b
 _SAVE_SECONDS = 30.0
 """Interval in seconds between saves of the progress. A killed process loses at most this much work."""
 _LARGE_BYTES = 4 << 30
-"""Minimum size in bytes of a source for which a note suggests faster ways to tokenize."""
+"""Size of a source in bytes from which a note suggests faster ways to tokenize it."""
 
 
 class DocumentBatch(NamedTuple):
@@ -70,7 +70,7 @@ class DocumentBatch(NamedTuple):
 
     Attributes:
         documents: Documents or pieces of documents.
-        continues: Whether the first text continues the last document of the batch before.
+        continues: Whether the first piece continues the last document of the previous batch.
     """
 
     documents: list[Document]
@@ -82,7 +82,8 @@ class EncodedField(NamedTuple):
 
     Attributes:
         tokens: Tokens of all documents, int64 ``[tokens]``.
-        lengths: Number of tokens of each document that ends in the batch, int64 ``[documents]``.
+        lengths: For each document that ends in the batch, the number of its tokens in the batch, int64
+            ``[documents]``.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -91,9 +92,9 @@ class EncodedField(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """Settings that determine the tokens of a source.
+    """Settings that determine the tokens of a source, with methods that tokenize it.
 
-    It can be pickled, so that other processes can tokenize shards.
+    A job can be pickled, so that other processes can tokenize shards.
 
     Attributes:
         settings: Settings of the source.
@@ -115,7 +116,7 @@ class TokenizeJob:
     def digest(self) -> str:
         """Digest of the settings that determine the tokens of a text.
 
-        Computing it takes long for a large tokenizer.
+        The digest is computed on the first access, which takes long for a large tokenizer.
         """
         content = f"{CACHE_FORMAT} {compute_tokenizer_digest(self.tokenizer)} {self.frame} {PIECE_CHARS}"
         content += "" if self.frame.target is None else f" {self.frame.target}"
@@ -124,22 +125,26 @@ class TokenizeJob:
 
     def get_cache_folder(self, source: DataSource) -> Path:
         """Return the folder of the token cache of ``source``. It may not exist yet."""
-        # Older versions added a second prefix to texts that begin with it.
+        # Do not use caches of older versions: they added a second prefix to texts that begin with it.
         version = " one prefix" if self.frame.prefix else ""
         return self.cache / TOKENS_FOLDER / compute_text_digest(f"{source.cache_key} {self.digest}{version}")
 
     def __call__(self, shard: SourceShard) -> Path:
-        """Tokenize a shard in a worker process with low priority. Returns the folder of the tokens."""
+        """Tokenize a shard and return the folder of its token cache. A worker process calls this method.
+
+        The priority of the process is lowered permanently, because training has priority.
+        """
         os.nice(0 if os.nice(0) >= 5 else 5)  # training has priority
         return self.tokenize_shard(shard).folder
 
     def tokenize_shard(self, shard: SourceShard) -> TokenCache:
-        """Tokenize a shard, or open its tokens in the cache. Removes the local copy of its file afterwards.
+        """Tokenize a shard, or open its token cache if it was tokenized before.
 
-        A pretokenized shard is only opened.
+        Local copies of remote files are removed afterwards. A shard that ``portable-data`` has tokenized is
+        only opened.
 
         Raises:
-            UserError: If a pretokenized shard is damaged.
+            UserError: If the shard cannot be read, or its tokens from ``portable-data`` are damaged.
         """
         source = shard.open_source(self.settings)
         if (folder := source.find_pretokenized_folder(self.cache / TOKENS_FOLDER, self.digest)) is None:
@@ -153,14 +158,14 @@ class TokenizeJob:
             raise UserError(f"data.source: {to_one_line(error)}; run portable-data again") from error
 
     def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenCache:
-        """Tokenize a source, or open its tokens in the cache. A damaged cache is rebuilt.
+        """Tokenize a source, or open its token cache if it was tokenized before. A damaged cache is rebuilt.
 
-        Only a few batches of documents are in memory at a time. The batches that a killed process has written
-        are not tokenized again.
+        Only a few batches of documents are in memory at a time. If a killed process has written the first
+        batches, tokenizing continues after them.
 
         Args:
             source: Source to tokenize.
-            progress: Whether to show a progress bar if it takes more than a second.
+            progress: Whether to show a progress bar if tokenizing takes more than a second.
 
         Raises:
             UserError: If the source cannot be read or has no text, or the cache is not writable.
@@ -171,10 +176,13 @@ class TokenizeJob:
         )
 
     def _write_cache(self, source: DataSource, folder: Path, progress: bool) -> None:
-        """Write the token cache of ``source`` into ``folder``, or continue the cache of a killed process.
+        """Write the token cache of ``source`` into ``folder``.
+
+        If ``folder`` contains the incomplete cache of a killed process, this cache is continued.
 
         Raises:
-            UserError: If the source does not have text, or if another program has changed it.
+            UserError: If the source cannot be read, or another program has changed it.
+            NoTextError: If the source does not have text.
         """
         fields = source.fields
         names = ["text"]
@@ -219,7 +227,7 @@ class TokenizeJob:
             writer.write_metadata(suffix=list(self.frame.suffix), source=source.name, **descriptions)
 
     def _report_start(self, source: DataSource, writer: TokenCacheWriter) -> None:
-        """Print a note if the cache is continued, and a note about faster ways if the source is large."""
+        """Print a note if an incomplete cache is continued. For a large source, also suggest faster ways."""
         if writer.num_documents:
             print_status(
                 f"note: {source.name}: continuing after {writer.num_documents:,} documents that an "
@@ -234,14 +242,16 @@ class TokenizeJob:
             )
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
-        """Find the token that ends an answer by encoding the first records.
+        """Find the token that ends an answer by encoding the first batch of records.
 
         Returns:
-            None if the source has no conversations or no valid records.
+            ID of the token that ends most answers of the batch. None if no answer ends with such a token, or
+            if the source has no conversations or no valid records.
 
         Raises:
-            UserError: If the first records have errors or never end with a trained token, as for all records
-                later.
+            UserError: If bad records are not skipped and the batch has some, or if no answer of the batch
+                ends with a token that contributes to the loss. Tokenizing the source would raise the same
+                errors.
         """
         if self.conversation_encoder is None:
             return None
@@ -262,10 +272,10 @@ class TokenizeJob:
 
 
 class _TokenizeProgress:
-    """Progress of a token cache. An interrupted launch may have written the first batches.
+    """Progress of writing a token cache, whose first batches an interrupted launch may have written.
 
     Args:
-        writer: Writer of the tokens.
+        writer: Writer of the token cache.
         facts: Facts that the interrupted launch has saved. See :func:`open_or_resume_writer`.
         bar: Progress bar in bytes of text.
     """
@@ -275,12 +285,15 @@ class _TokenizeProgress:
         self.facts = facts
         self.bar = bar
         self.pending: deque[list[Document]] = deque()
-        """Batches that are being encoded."""
+        """Batches that are being encoded, in order."""
         self._batches: int = facts.get("batches", 0)
         self._save_at = time.monotonic() + _SAVE_SECONDS
 
     def iter_unwritten(self, batches: Iterable[list[Document]]) -> Iterator[DocumentBatch]:
-        """Yield the batches that have to be encoded. For other batches, only count their labels."""
+        """Yield the batches that the interrupted launch has not written.
+
+        For the batches that it has written, only register their labels and advance the progress bar.
+        """
         continues = False
         for number, batch in enumerate(batches):
             if number < self.facts.get("batches", 0):
@@ -293,11 +306,11 @@ class _TokenizeProgress:
             continues = not batch[-1].is_last_piece
 
     def finish_batch(self, facts: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Count the first of the batches that are being encoded as written.
+        """Record that the first of the pending batches is written, and save the progress if this is due.
 
         Args:
-            facts: Function that returns additional facts to save. None if the progress is not worth saving,
-                because the launch is about to fail.
+            facts: Function that returns additional facts to save. None to save nothing, because the launch
+                is about to fail.
         """
         self._advance_bar(self.pending.popleft())
         self._batches += 1
@@ -320,7 +333,10 @@ class _TokenizeProgress:
 
 
 def _count_processes() -> int:
-    """Return the number of processes that encode texts. 1 in a worker process."""
+    """Return the number of processes that encode texts.
+
+    In a worker process this is 1, because other worker processes use the other cores.
+    """
     return 1 if parallel_map.is_worker_process else min(count_usable_cores(), _MAX_PROCESSES)
 
 
@@ -330,7 +346,8 @@ def _write_conversations(
     """Write all conversations of a source to the token cache.
 
     Returns:
-        Metadata about the ends of answers, and notes.
+        Entries of the cache's metadata: ``end_of_turn``, the token that ends most answers or None, and
+        ``notes``, lines about unexpected effects of the template.
 
     Raises:
         UserError: If records cannot be encoded and are not skipped, or if no answer of the first batch ends
@@ -403,12 +420,21 @@ def _write_conversations(
 
 
 def _find_most_frequent_token(ends: Counter[int]) -> int | None:
-    """Return the most frequent token, the smallest one if there are several. None if there is none."""
+    """Return the most frequent token, or None if there are no tokens.
+
+    If several tokens are equally frequent, the token with the smallest ID is returned.
+    """
     return min(ends, key=lambda token: (-ends[token], token)) if ends else None
 
 
 def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserError:
-    """Build the error for conversations whose loss mask never includes the end of an answer."""
+    """Build the error for conversations whose loss mask never includes the end of an answer.
+
+    Args:
+        chat: Encoder of the conversations.
+        unstopped: Example of tokens at the end of an answer. See
+            :attr:`EncodedConversations.unstopped_example`.
+    """
     remedy = (
         "end the turn with a special token of the tokenizer, inside {% generation %} if the template has it"
     )
@@ -422,7 +448,10 @@ def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserE
 
 
 def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _TokenizeProgress) -> None:
-    """Copy the tokens of a source without text, after the tokens that an interrupted launch has copied."""
+    """Copy the tokens of a source to the token cache.
+
+    Tokens that an interrupted launch has already copied are read again but not written again.
+    """
     writer = progress.writer
     written = writer.count_tokens("text")
     for tokens, lengths in source.iter_token_chunks(vocabulary.size, vocabulary.end_token):
@@ -439,7 +468,7 @@ def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _Tokeniz
 
 
 def _write_texts(source: DataSource, job: TokenizeJob, progress: _TokenizeProgress) -> None:
-    """Write all documents of a source of plain texts."""
+    """Encode the documents of a source of plain texts and write them to the token cache."""
     writer = progress.writer
     items = progress.iter_unwritten(_iter_batches(source.iter_documents()))
     encode = partial(_encode_document_batch, job.tokenizer, job.frame)
@@ -463,7 +492,7 @@ def _encode_document_batch(tokenizer: Any, frame: Frame, item: DocumentBatch) ->
         item: Batch of documents.
 
     Returns:
-        Tokens and lengths of the documents that end in the batch, keyed by field.
+        Tokens and lengths, keyed by field: ``text``, and ``target`` or ``pair`` if the documents have one.
     """
     batch, continues = item
     tokens: list[int] = []
@@ -504,7 +533,7 @@ def _encode_document_batch(tokenizer: Any, frame: Frame, item: DocumentBatch) ->
 
 
 def _encode_batch(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
-    """Encode texts without special tokens."""
+    """Encode texts without special tokens, and return the tokens of each text."""
     if not texts:
         return []
     encoded: list[list[int]] = (encode_targets if targets else encode_text)(
@@ -523,7 +552,8 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
 
     Args:
         documents: Documents of a source.
-        keep_whole: Whether long texts are not split, and pairs of documents stay in one batch.
+        keep_whole: Whether to yield complete documents instead of pieces of long texts, and to keep two
+            successive documents, which may be a pair of preferences, in one batch.
     """
     batch: list[Document] = []
     num_chars = 0
@@ -543,7 +573,10 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
 
 
 def _iter_pieces(documents: Iterator[Document]) -> Iterator[Document]:
-    """Split very long texts, at line ends if possible, to limit the memory of a call of the tokenizer."""
+    """Split very long texts, at line ends if possible, to limit the memory of a call of the tokenizer.
+
+    Yields shorter documents unchanged.
+    """
     for document in documents:
         text, start = document.text, 0
         while len(text) - start > 2 * PIECE_CHARS:
@@ -555,6 +588,6 @@ def _iter_pieces(documents: Iterator[Document]) -> Iterator[Document]:
 
 
 def _count_bytes(document: Document) -> int:
-    """Count the bytes of all texts of a document."""
+    """Count the bytes of all texts of a document in UTF-8."""
     texts = (document.text, document.target or "", document.pair_text or "")
     return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)

@@ -1,7 +1,7 @@
-"""Tokenizer of a run: a given one, or a byte-level BPE that is trained on the sources.
+"""Tokenizer of a run. It is loaded from the hub or a folder, or trained on the sources as a byte-level BPE.
 
-A trained tokenizer is a normal ``PreTrainedTokenizerFast``. ``save_pretrained`` and ``AutoTokenizer`` support
-it, and decoding restores the text byte for byte.
+A trained tokenizer is a normal ``PreTrainedTokenizerFast`` that can be saved with ``save_pretrained`` and
+loaded with ``AutoTokenizer``. Decoding its tokens restores the text byte for byte.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ def load_tokenizer(
         target_language: Language code of the targets, for a multilingual tokenizer.
         key: Setting that names the tokenizer, used in error messages.
 
+    Returns:
+        The ``PreTrainedTokenizerBase``.
+
     Raises:
         UserError: If the tokenizer cannot be loaded.
     """
@@ -104,7 +107,7 @@ def load_tokenizer(
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
-    """Add special tokens to a tokenizer. Tokens that it already has are unchanged."""
+    """Add special tokens to a tokenizer, in place. Tokens that its vocabulary contains are unchanged."""
     from transformers import AddedToken
 
     vocabulary = tokenizer.get_vocab()
@@ -124,15 +127,15 @@ def _build_load_error(key: str, name_or_path: str, error: BaseException) -> User
 
 
 def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -> None:
-    """Check that languages are set for a multilingual tokenizer, and not for other tokenizers.
+    """Check that languages are set if and only if the tokenizer is multilingual.
 
     Args:
         tokenizer: Tokenizer of transformers.
-        source: Value of ``data.source_language``.
-        target: Value of ``data.target_language``.
+        source: Value of ``data.source_language``. None if it is not set.
+        target: Value of ``data.target_language``. None if it is not set.
 
     Raises:
-        UserError: If a language is missing, unknown or not supported.
+        UserError: If a language is missing or unknown, or if the tokenizer is not multilingual.
     """
     is_multilingual = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
     codes_by_side = {"source": source, "target": target}
@@ -163,7 +166,7 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
 
 
 def _list_languages(tokenizer: Any) -> list[str]:
-    """List the language codes of a tokenizer."""
+    """List the language codes of a multilingual tokenizer, sorted."""
     codes = getattr(tokenizer, "lang_code_to_id", None) or ()
     codes = codes or [str(token) for token in getattr(tokenizer, "extra_special_tokens", None) or ()]
     codes = codes or getattr(tokenizer, "additional_special_tokens", None) or ()
@@ -171,11 +174,11 @@ def _list_languages(tokenizer: Any) -> list[str]:
 
 
 def resolve_trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
-    """Return the vocabulary size of a trained tokenizer.
+    """Return the vocabulary size with which to train a tokenizer.
 
     Args:
-        vocab_size: Requested size. None means the default.
-        mask: Whether the tokenizer has a mask token.
+        vocab_size: Requested size. None means :data:`DEFAULT_VOCAB_SIZE`.
+        mask: Whether the tokenizer will have a mask token.
 
     Raises:
         UserError: If the size is too small for all bytes, or too large to train.
@@ -204,16 +207,19 @@ def get_trained_tokenizer_folder(
     ends: bool = False,
     chat: bool = False,
 ) -> Path:
-    """Return the folder of the tokenizer trained on ``source``. It may not exist yet."""
+    """Return the cache folder of the tokenizer that is trained on ``source``. The folder may not exist yet.
+
+    The folder's name is a digest of the source and of the other arguments. See :func:`train_tokenizer`.
+    """
     content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.cache_key}{' ends' if ends else ''}"
     content += f" {CHATML}" if chat else ""
     return cache / "tokenizers" / compute_text_digest(content)
 
 
 def has_trained_tokenizer(folder: Path) -> bool:
-    """Return whether ``folder`` contains an intact tokenizer.
+    """Return whether ``folder`` contains a trained tokenizer whose files match the digests in its manifest.
 
-    A damaged tokenizer might load without an error.
+    The digests are compared, because a damaged tokenizer might load without an error.
     """
     try:
         return check_manifest(folder) is not None
@@ -240,6 +246,12 @@ def train_tokenizer(
         mask: Whether to add a mask token.
         ends: Whether the tokenizer appends the end token to each text.
         chat: Whether to add the template ChatML and its special tokens.
+
+    Returns:
+        The ``PreTrainedTokenizerFast``.
+
+    Raises:
+        UserError: If the vocabulary size is not supported, or the source has no text or cannot be read.
     """
     size = resolve_trained_vocab_size(vocab_size, mask=mask)
     folder = get_trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
@@ -252,7 +264,7 @@ def train_tokenizer(
 
 
 def _load_trained_tokenizer(folder: Path) -> Any:
-    """Load a trained tokenizer. Returns None if it does not exist or is damaged."""
+    """Load a trained tokenizer from the cache. Returns None if it does not exist or is damaged."""
     if not has_trained_tokenizer(folder):
         return None
     try:
@@ -297,9 +309,12 @@ def _train_bpe(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat
 
 
 def _iter_training_texts(source: DataSource) -> Iterator[str]:
-    """Yield the texts of the source up to a total number of characters. The last text may be truncated.
+    """Yield the texts and targets of the source up to a total of :data:`_TRAIN_CHARS` characters.
 
-    Raises UserError if the source does not have documents.
+    The last text may be truncated.
+
+    Raises:
+        NoTextError: If the source does not have documents.
     """
     remaining = _TRAIN_CHARS
     has_documents = False
@@ -320,10 +335,11 @@ _parallelism_is_ours = False
 
 @contextmanager
 def enable_tokenizer_threads() -> Iterator[None]:
-    """Enable the threads of the tokenizers library within this context, and disable them afterwards.
+    """Enable the threads of the tokenizers library within this context, and disable them on exit.
 
-    Otherwise, the library would print a warning in every process that is forked later. Sets
-    ``TOKENIZERS_PARALLELISM``. Does nothing if the user has set it.
+    Threads are disabled on exit, because the library would otherwise print a warning in every process that is
+    forked later. The function sets the environment variable ``TOKENIZERS_PARALLELISM``. It does nothing if
+    the user has set this variable.
     """
     global _parallelism_is_ours
     if "TOKENIZERS_PARALLELISM" in os.environ and not _parallelism_is_ours:
@@ -343,10 +359,10 @@ class Vocabulary:
 
     Attributes:
         size: Largest token id plus one: the minimum number of rows of a model's embedding.
-        end_token: Token that ends a document: the end-of-sequence token, or BERT's separator. None if there
-            is none.
-        pad_token: Padding token. The end token if the tokenizer has no padding token.
-        mask_token: Mask token. None if there is none.
+        end_token: Token that ends a document: the end-of-sequence token, or else the separator, as in BERT.
+            None if the tokenizer has neither.
+        pad_token: Padding token. If the tokenizer has no padding token, the end token or else 0.
+        mask_token: Mask token. None if the tokenizer has no mask token.
         special_tokens: All special tokens, sorted.
         prefix: Tokens that the tokenizer adds before a text, such as ``[CLS]``.
         suffix: Tokens that the tokenizer adds after a text, such as ``[SEP]``.
@@ -362,11 +378,14 @@ class Vocabulary:
 
     @staticmethod
     def from_tokenizer(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
-        """Inspect a tokenizer by encoding a short text.
+        """Find the special tokens and the size of a tokenizer. The tokenizer encodes a short text for this.
 
         Args:
             tokenizer: Tokenizer of transformers.
-            targets: Whether to inspect it for the targets of a translation.
+            targets: Whether to encode the text as a target of seq2seq, which may have other special tokens.
+
+        Raises:
+            UserError: If the tokenizer cannot encode or decode the text.
         """
         encode_texts = encode_targets if targets else encode_text
         bare: list[int] = encode_texts(tokenizer, "a", add_special_tokens=False)["input_ids"]
@@ -388,7 +407,16 @@ class Vocabulary:
 
 
 class PairTokenTypes(NamedTuple):
-    """Token types of a pair of texts, with one value per special token and one value for each text."""
+    """Token types (``token_type_ids``) of an encoded pair of texts.
+
+    Attributes:
+        before: Type of each special token before the first text.
+        first: Type of all tokens of the first text.
+        between: Type of each special token between the texts.
+        second: Type of all tokens of the second text.
+        after: Type of each special token after the second text.
+        padding: Type of padding tokens.
+    """
 
     before: tuple[int, ...]
     first: int
@@ -406,7 +434,7 @@ class PairFrame:
         before: Special tokens before the first text.
         between: Special tokens between the texts.
         after: Special tokens after the second text.
-        types: Token types of all parts. None if the tokenizer has no token types.
+        types: Token types of the texts and special tokens. None if the model does not use token types.
     """
 
     before: tuple[int, ...]
@@ -416,7 +444,7 @@ class PairFrame:
 
     @staticmethod
     def from_tokenizer(tokenizer: Any) -> PairFrame:
-        """Inspect a tokenizer by encoding a short pair of texts.
+        """Find the special tokens that a tokenizer adds to a pair of texts, by encoding a short pair.
 
         Raises:
             UserError: If the tokenizer does not concatenate the texts.
@@ -446,12 +474,12 @@ class PairFrame:
 
     @property
     def num_special_tokens(self) -> int:
-        """Number of special tokens."""
+        """Number of special tokens of an encoded pair."""
         return len(self.before) + len(self.between) + len(self.after)
 
 
 def _find_subsequence(tokens: list[int], part: list[int], start: int) -> int:
-    """Return the index of ``part`` in ``tokens`` from ``start``, or -1."""
+    """Return the first index at or after ``start`` at which ``tokens`` contains ``part``, or -1."""
     return next(
         (index for index in range(start, len(tokens)) if tokens[index : index + len(part)] == part), -1
     )
@@ -475,7 +503,11 @@ def compute_tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _compute_files_digest(tokenizer: Any) -> str:
-    """Compute a digest of the files of a Python tokenizer, such as Marian's two sentencepiece models."""
+    """Compute a digest of the files of a Python tokenizer, such as Marian's two sentencepiece models.
+
+    The tokenizer writes its files to a temporary folder. If it cannot write files, this is the digest of no
+    files.
+    """
     hasher = hashlib.blake2b(digest_size=16)
     with create_scratch_folder("portable-vocabulary") as folder:
         with (
@@ -490,7 +522,9 @@ def _compute_files_digest(tokenizer: Any) -> str:
 
 
 def starts_with_prefix(ids: Sequence[int], prefix: Sequence[int]) -> bool:
-    """Return whether a text already starts with the special tokens, as a rendered chat template may do.
+    """Return whether a text already starts with the special tokens that precede a text.
+
+    The text of a rendered chat template may already contain them. Always True if there are no such tokens.
 
     Args:
         ids: Tokens of the text.
