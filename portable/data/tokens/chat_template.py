@@ -361,6 +361,7 @@ class ConversationEncoder:
             document: The document.
             drafts: Its rendered samples.
             encodings: Encoding of each rendered sample.
+            images: Images of the document.
             encoded: Result to which counts and the unmatched prompt are added.
 
         Returns:
