@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def check_adapter_can_be_merged(adapter: Adapter) -> None:
-    """Check that every tensor that the adapter changes is in the base model's files and can be changed.
+    """Check that the base model has every tensor that the adapter changes, in a format that can be changed.
 
-    Runs before training, because a run with ``checkpoint.export: merged`` would otherwise fail at its end.
-    The check uses only names and shapes.
+    The check runs before training, because a run with ``checkpoint.export: merged`` would otherwise fail at
+    its end. It uses only names and shapes. It does nothing if the base model has random weights.
 
     Args:
         adapter: Adapter of the run.
@@ -46,7 +46,11 @@ def check_adapter_can_be_merged(adapter: Adapter) -> None:
 
 
 class _UnreadableBytes(InMemorySource):
-    """Placeholder for the bytes of a tensor when only its shape is used."""
+    """Placeholder for the bytes of a tensor of which only the shape is used.
+
+    Args:
+        nbytes: Size of the tensor in bytes.
+    """
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(b"")
