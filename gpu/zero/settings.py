@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelElementCounts:
-    """Sizes of a model that determine buckets and buffers, in elements."""
+    """Sizes of a model that determine DeepSpeed's buckets and buffers.
+
+    Attributes:
+        hidden_size: Hidden size.
+        largest_parameter: Number of elements of the largest parameter.
+    """
 
     hidden_size: int
     largest_parameter: int
@@ -65,7 +70,7 @@ def build_deepspeed_config(
 
 
 def _build_base_deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
-    """Build the configuration from the settings of the run, without its DeepSpeed JSON."""
+    """Build the configuration for DeepSpeed from only the settings of the run, without its DeepSpeed JSON."""
     memory = config.memory
     zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
     for part, device in (
