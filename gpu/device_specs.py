@@ -137,7 +137,11 @@ def list_gpus() -> list[Device]:
 
 
 def _look_up_by_prefix(table: dict[str, Value], name: str) -> Value | None:
-    """Return the value of the longest key that is a prefix of a GPU name. None if there is no such key."""
+    """Look up a GPU by name in a table whose keys are prefixes of names.
+
+    Returns:
+        The value of the longest matching key. None if no key matches.
+    """
     keys = sorted(filter(name.startswith, table), key=len)
     return table[keys[-1]] if keys else None
 

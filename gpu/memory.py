@@ -37,7 +37,7 @@ class CudaDiagnostics(Diagnostics):
         torch_internals.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
-        """Write a snapshot for https://pytorch.org/memory_viz with the recorded history."""
+        """Write a snapshot of the GPU's memory, with the recorded history, for https://pytorch.org/memory_viz."""
         torch_internals.dump_memory_snapshot(str(path))
 
     def dump_collectives(self, folder: Path) -> None:

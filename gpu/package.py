@@ -71,7 +71,7 @@ class CudaPackage(TorchPackage):
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
     def list_devices(self) -> tuple[Device, ...]:
-        """Return the GPUs that the planner supports by name."""
+        """Return the GPUs that a user of the planner can name."""
         from portable.gpu.device_specs import list_gpus
 
         return tuple(list_gpus())
@@ -99,7 +99,7 @@ class CudaPackage(TorchPackage):
             os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
 
     def build_diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
-        """Return the diagnostics of a rank's GPU."""
+        """Return the diagnostic tools of a rank's GPU."""
         from portable.gpu.memory import CudaDiagnostics
 
         return CudaDiagnostics(device, rank, world_size)

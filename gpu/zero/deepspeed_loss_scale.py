@@ -27,11 +27,11 @@ class DeepSpeedLossScale(LossScaleSearch):
         self._overflows += 1
 
     def read_state(self) -> dict[str, float]:
-        """Return the state of DeepSpeed's scaler, and the number of overflows."""
+        """Return the state of DeepSpeed's scaler, and the number of overflows as ``overflows``."""
         return {**{name: getattr(self._scaler, name) for name in STATE_NAMES}, "overflows": self._overflows}
 
     def restore_state(self, state: Mapping[str, float]) -> None:
-        """Set the state of DeepSpeed's scaler and the number of overflows."""
+        """Set the state of DeepSpeed's scaler and the number of overflows to stored values."""
         for name in STATE_NAMES:
             setattr(self._scaler, name, state[name] if name == "cur_scale" else int(state[name]))
         self._overflows = int(state["overflows"])

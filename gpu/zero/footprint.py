@@ -191,7 +191,7 @@ class _ZeroFootprint(_RankShares):
     """Computation of the memory and traffic of a rank for the stages of ZeRO in DeepSpeed 0.19."""
 
     def compute_footprint(self) -> Footprint:
-        """Compute the footprint of one rank."""
+        """Compute the memory and traffic of one rank."""
         total, learning, compute, share = (
             self._total_elements,
             self._trained_elements,

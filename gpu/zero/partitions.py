@@ -430,7 +430,7 @@ def _build_group_fragments(
 
 
 def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
-    """Return the offset of a parameter in the flat tensor that it is a view of, in elements."""
+    """Return the offset of a parameter, in elements, in the flat tensor of which it is a view."""
     return (parameter.data_ptr() - group_tensor.data_ptr()) // group_tensor.element_size()
 
 
@@ -438,7 +438,13 @@ def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
 def _fill_weights(
     flat: Tensor, fragments: list[ParameterFragment], weights: Mapping[str, ReadableTensor]
 ) -> None:
-    """Read the elements of a flat partition from ``weights``. Parameters that it lacks do not change."""
+    """Read the elements of a flat partition from lazily read weights.
+
+    Args:
+        flat: Flat partition of master weights, which is changed in place.
+        fragments: Fragments of parameters in the partition.
+        weights: Complete weights by parameter name. Elements of other parameters do not change.
+    """
     for fragment in fragments:
         if fragment.parameter_name in weights and fragment.stop > fragment.start:
             fill_slice(

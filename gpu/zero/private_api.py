@@ -86,7 +86,7 @@ def set_sample_count(engine: Any, global_batch_size: int) -> None:
 
 
 def set_clipping_norm(zero_optimizer: Any, max_norm: float) -> None:
-    """Set the gradient norm to clip to. 0 disables clipping."""
+    """Set the norm to which DeepSpeed clips the gradients. 0 disables clipping."""
     zero_optimizer.clip_grad = max_norm
 
 
@@ -236,7 +236,7 @@ def get_master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
 
 
 def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
-    """Cast the master weights of a sub-group into its compute copies, in memory or on NVMe."""
+    """Cast the master weights of a sub-group, and store them in its compute copies in memory or on NVMe."""
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
 
 

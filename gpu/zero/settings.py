@@ -30,7 +30,7 @@ class ModelElementCounts:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelElementCounts:
-        """Read the sizes of a model, which may be on the meta device."""
+        """Read the sizes from a model, which may be on the meta device. The default hidden size is 1024."""
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         largest = max(parameter.numel() for parameter in model.parameters())
         return cls(int(getattr(text, "hidden_size", 1024)), largest)

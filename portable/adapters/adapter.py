@@ -892,12 +892,12 @@ def _check_names_exist(
 
 
 def _list_last_components(names: list[str]) -> list[str]:
-    """List the distinct last components of module names, sorted."""
+    """List the distinct last components of module names, such as ``q_proj``, in sorted order."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _format_last_components(names: list[str]) -> str:
-    """Format the last components of module names for an error message."""
+    """Format the distinct last components of module names for an error message, at most eight of them."""
     tails = _list_last_components(names)
     more = f" and {len(tails) - _MAX_SHOWN} more" if len(tails) > _MAX_SHOWN else ""
     return ", ".join(tails[:_MAX_SHOWN]) + more

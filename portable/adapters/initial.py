@@ -130,7 +130,10 @@ class _DetachedPeftLayer:
         return self.compute_all_values()[name]
 
     def _initialize_on_cpu(self) -> dict[str, torch.Tensor]:
-        """Allocate the parameters on the CPU and initialize them with the layer's seed."""
+        """Initialize a copy of the layer on the CPU with the layer's seed, and return its parameters by name.
+
+        Torch's random state does not change.
+        """
         parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
         module = torch_internals.copy_with_submodules(self._module, parts)
         for child in parts.values():

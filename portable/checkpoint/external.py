@@ -71,12 +71,12 @@ class ExternalCheckpoint:
 
     @property
     def root(self) -> AnyPath:
-        """Folder or file of the shards."""
+        """Path of the folder with the shards, or of the file if there is only one."""
         return self.checkpoint.root
 
     @property
     def writer_description(self) -> str:
-        """Description of the program that wrote the checkpoint, and of its number of ranks if it is known."""
+        """Text that names the program that wrote the checkpoint, such as ``DeepSpeed ZeRO-3, 8 ranks``."""
         checkpoint, facts = self.checkpoint, self.checkpoint.metadata
         if checkpoint.format.startswith("deepspeed"):
             universal = ", universal" if checkpoint.format.endswith("universal") else ""

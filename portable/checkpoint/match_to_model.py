@@ -1,4 +1,4 @@
-"""Match a checkpoint to a model, before each rank loads its slices of the tensors."""
+"""Selection of the tensors in a checkpoint that a model needs, before each rank loads its slices of them."""
 
 from __future__ import annotations
 

@@ -564,7 +564,7 @@ def _to_hashable(value: Any) -> Any:
 
 
 def _is_close(theirs: Any, ours: Any) -> bool:
-    """Return whether two settings are equal up to rounding to fp32."""
+    """Return whether two settings, numbers or tuples of numbers, are equal up to rounding to fp32."""
     if isinstance(theirs, tuple):
         return len(theirs) == len(ours) and all(map(_is_close, theirs, ours))
     return bool(abs(theirs - ours) <= 1e-6 * max(abs(theirs), abs(ours)))

@@ -153,7 +153,7 @@ class TrainerState:
 
     @property
     def eval_history(self) -> EvalHistory:
-        """Best evaluation results and early-stopping counters."""
+        """Best evaluation results and early-stopping counters, from :attr:`metadata`."""
         return EvalHistory.from_json(self.metadata.get("standing"))
 
     def write(self, folder: Path) -> None:

@@ -90,7 +90,17 @@ class TorchBackend:
             dist.destroy_process_group()
 
     def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
-        """Shard a model with the engine of ``config.strategy`` and build its optimizer."""
+        """Shard a model with the engine of ``config.strategy`` and build its optimizer.
+
+        The precision of fp32 matrix products is also set in this process. All ranks have to call this method.
+
+        Args:
+            model: The model on the meta device.
+            config: Config of the run.
+
+        Returns:
+            The engine. Its weights are still uninitialized.
+        """
         if self._previous_fp32_products is None:
             self._previous_fp32_products = (
                 torch.get_float32_matmul_precision(),
@@ -212,7 +222,7 @@ class TorchBackend:
         return value
 
     def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
-        """Copy device tensors to the host and return their values as one flat list."""
+        """Copy device tensors to the host in one sync, and return their values as one flat list."""
         numbers: list[float] = torch.cat([value.detach().double().reshape(-1) for value in values]).tolist()
         return numbers
 
@@ -225,7 +235,7 @@ class TorchBackend:
         return gather_text(text)
 
     def barrier(self) -> None:
-        """Block until all ranks have reached the barrier. Does not wait for the devices."""
+        """Block the host until all ranks have called this method. Does not wait for work on the devices."""
         self.reduce_any(False)  # over the host, because dist.barrier would also wait for the GPU
 
     def measure_memory(self) -> MemoryUsage:
@@ -233,7 +243,7 @@ class TorchBackend:
         return self._torch_device.measure_memory(self.device)
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return the number that matrix dimensions should be a multiple of, or None if there is none."""
+        """Return the number of which matrix dimensions should be a multiple, or None if there is none."""
         return self._torch_device.get_shape_multiple(self.device, precision)
 
     def get_peak_flops(self, precision: str) -> float | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def sum_elements(weights: Iterable[ParameterEntry]) -> int:
-    """Return the total number of elements of ``weights``."""
+    """Return the total number of elements of some weights of a model."""
     return sum(w.num_elements for w in weights)
 
 

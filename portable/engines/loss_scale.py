@@ -43,7 +43,7 @@ class LossScaleSearch(ABC):
 
     @abstractmethod
     def restore_state(self, state: Mapping[str, float]) -> None:
-        """Set the values that :meth:`read_state` returns."""
+        """Set the state of the search to the values that :meth:`read_state` returned."""
 
     def get_metrics(self) -> dict[str, float]:
         """Return the metrics ``overflows`` and ``loss_scale``. Triggers a host-device sync."""
@@ -51,7 +51,7 @@ class LossScaleSearch(ABC):
         return {"overflows": int(state["overflows"]), "loss_scale": float(state["cur_scale"])}
 
     def build_exhausted_error(self) -> RunError:
-        """Return the error to raise when gradients overflow at the lowest scale."""
+        """Build the error for gradients that overflow even at the lowest scale."""
         return RunError(
             f"precision: fp16 gradients overflow even at the lowest loss scale ({self.min_scale:g}); "
             "use precision bf16 or fp32, a lower fp16.min_loss_scale, or a lower train.learning_rate"

@@ -142,7 +142,7 @@ class TorchPackage(TorchDevice, BackendPackage):
         return zero_notes
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        """Yield settings that need less device memory than ``config``, the cheapest first."""
+        """Yield settings that reduce device memory, such as ``strategy zero3``, the cheapest first."""
         memory = config.memory
         sharded = "zero3" if config.strategy in ZERO_STRATEGIES else "full_shard"
         if memory.activation_checkpointing != "full":

@@ -315,7 +315,14 @@ def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) 
 
 
 def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
-    """Raise UserError if neither the config class nor the model's code supports one of the keys."""
+    """Raise UserError if a key of ``model.config`` is unknown to the config class and to the modeling code.
+
+    Keys without an effect that are common in published config files are accepted.
+
+    Args:
+        config: Config of the model type, of which the attributes are the known keys.
+        values: Keys and values of ``model.config``.
+    """
     for key in values:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
         is_known = _has_config_attribute(config, key) or (
@@ -723,7 +730,7 @@ def _build_unchecked_model(
 def apply_model_function(
     model: PreTrainedModel, import_path: str, saved_config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
-    """Apply ``model.function`` to a model.
+    """Call the custom function ``model.function``, which may change or replace a model.
 
     Args:
         model: The model, whose modules the function may change.

@@ -425,15 +425,15 @@ def _compute_chunk_statistics(
 
 
 def _cast_parameters(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Cast the weight and the bias of the head to the compute dtype. The bias may be None."""
+    """Cast the weight and the bias of the head to the compute dtype. A bias of None stays None."""
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _compute_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the logits in fp32. The matrix product runs in the dtype of the weight, as under autocast."""
+    """Compute the logits in fp32, after a matrix product in the dtype of the weight, as under autocast."""
     return functional.linear(hidden.to(weight.dtype), weight, bias).float()
 
 
 def _iter_row_slices(num_rows: int, rows_per_slice: int) -> Iterator[slice]:
-    """Yield slices of at most ``rows_per_slice`` rows."""
+    """Divide rows 0 to ``num_rows`` into consecutive slices of at most ``rows_per_slice`` rows."""
     return (slice(start, start + rows_per_slice) for start in range(0, num_rows, rows_per_slice))

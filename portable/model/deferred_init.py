@@ -111,7 +111,11 @@ class _RecordedStorage:
     last_write: _RecordedWrite | None = None
 
     def iter_tiles(self, start: int, stop: int) -> Iterator[_TileRange]:
-        """Yield the tiles that contain any of the elements ``start`` to ``stop``."""
+        """Yield the tiles that contain any of the elements ``start`` to ``stop``, in order.
+
+        A tile is a part of one row if rows exceed the tile size. Otherwise, it consists of several complete
+        rows.
+        """
         while start < stop:
             if self.columns >= _MAX_TILE_ELEMENTS:
                 per_row = -(-self.columns // _MAX_TILE_ELEMENTS)
@@ -457,7 +461,7 @@ class InitializationRecording:
         return tensor
 
     def _to_reference(self, tensor: Tensor) -> Any:
-        """Return a reference to a recorded tensor, or a copy of a tensor with values."""
+        """Return a :class:`_RecordedView` of a recorded tensor, or a copy of an ordinary tensor."""
         storage = self._find_storage(tensor)
         return tensor.detach().clone() if storage is None else self._build_view(tensor, storage)
 

@@ -34,7 +34,7 @@ _RENAMED_ROPE_TYPES = {"su": "longrope"}
 
 
 def is_length_dependent(rope_type: str) -> bool:
-    """Return whether the frequencies of a rope type depend on the length of the sequence."""
+    """Return whether the frequencies of a rope type, such as ``longrope``, depend on the sequence length."""
     return any(name in rope_type for name in _LENGTH_DEPENDENT_ROPE_TYPES)
 
 
@@ -201,7 +201,11 @@ class _TextLengthRotaryForward:
 
     @classmethod
     def install(cls, module: Any, types: Mapping[str | None, str]) -> _TextLengthRotaryForward:
-        """Replace the ``forward`` of ``module``. Does nothing if it is already replaced."""
+        """Replace the ``forward`` of a rotary embedding by an object of this class, unless it already is one.
+
+        Returns:
+            The new or the existing object.
+        """
         present = vars(module).get("forward")
         if not isinstance(present, cls):
             present = module.forward = cls(module, types)

@@ -94,7 +94,7 @@ def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, se
 
 
 def _map_quantized_elements(model: nn.Module) -> dict[int, int]:
-    """Map the ``id`` of each quantized parameter to the number of elements of its weight."""
+    """Map the ``id`` of each parameter with quantized bits to the number of weights in it."""
     return {id(m.bits): m.num_elements for m in model.modules() if isinstance(m, QuantizedLinear)}
 
 

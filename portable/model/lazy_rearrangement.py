@@ -259,7 +259,7 @@ def _build_unbind_readers(
 
 
 def _build_identity_readers(sources: list[LazyTensor], *_: object) -> list[ReadSlice]:
-    """Return the reader of the source, because the operation does not move elements."""
+    """Return the reader of the source, because operations such as ``clone`` do not move elements."""
     return [sources[0].read_slice]
 
 

@@ -82,7 +82,7 @@ class PrecomputePass(MicroBatchMeasure):
     pass_name = "pass over all samples"
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Raise NotImplementedError, because only the type of this measure matters."""
+        """Raise NotImplementedError, because this class is only a marker and is never called."""
         raise NotImplementedError
 
 
@@ -819,7 +819,7 @@ def _list_input_names(model: nn.Module) -> frozenset[str]:
 
 
 def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the summed cross-entropy in fp32. Labels of -100 do not count."""
+    """Compute the summed cross-entropy of logits ``[..., classes]`` in fp32. Labels of -100 do not count."""
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),

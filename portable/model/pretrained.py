@@ -347,7 +347,13 @@ def _summarize_names(names: list[str]) -> str:
 
 
 def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tensor) -> None:
-    """Raise UserError if the shape of ``source`` does not match ``target``, or if ``source`` is quantized."""
+    """Raise UserError if a stored tensor is quantized or does not have the shape of the model's tensor.
+
+    Args:
+        name: Name of the tensor, used in error messages.
+        source: Tensor of the checkpoint.
+        target: Tensor of the model. If it is not a float tensor, the dtype is not checked.
+    """
     if tuple(source.shape) != tuple(target.shape):
         raise UserError(
             f"model.name_or_path: {name} has shape {list(source.shape)} in the checkpoint "
@@ -387,7 +393,12 @@ def _check_tied_equal(
 
 
 def _check_output_head_present(model: PreTrainedModel, weights: PretrainedWeights) -> None:
-    """Raise UserError if a language model's output head is not in the checkpoint."""
+    """Raise UserError if the checkpoint lacks the output head of a language model, which would be random.
+
+    Args:
+        model: The model on the meta device.
+        weights: Weights of the checkpoint, with the names that it lacks.
+    """
     missing = set(weights.missing)
     matrix = getattr(model.get_output_embeddings(), "weight", None)
     tables = {id(table) for table in list_embedding_weights(model)}
@@ -450,7 +461,7 @@ def open_quantized_base(settings: ModelConfig) -> Checkpoint:
 
 
 def _load_base_config(settings: ModelConfig) -> PretrainedConfig:
-    """Load the config of the pretrained model without the changes of ``model.config``."""
+    """Load the transformers config of ``model.name_or_path``, without the changes of ``model.config``."""
     from transformers import AutoConfig
 
     name = str(settings.name_or_path)

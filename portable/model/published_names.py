@@ -320,7 +320,7 @@ class PublishedNames:
         return PublishedModel(published, unchanged_names)
 
     def _remove_unsaved_tensors(self, written: Checkpoint) -> Checkpoint:
-        """Remove tensors that ``save_pretrained`` does not write, unless the base model's files have them."""
+        """Drop tensors that ``save_pretrained`` does not write, unless the base model's files have them."""
         base = {} if self.base_checkpoint is None else self.base_checkpoint.tensors
         tensors = {
             name: tensor

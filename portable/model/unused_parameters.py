@@ -217,7 +217,7 @@ def _use_traceable_kernels(trial: Any) -> None:
 
 
 def _iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in a nested model output."""
+    """Yield the tensors in a model output, including tensors in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

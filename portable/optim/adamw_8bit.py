@@ -148,7 +148,10 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1.
+
+        Each rank updates only its shards. The state of a parameter is created at its first step.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -147,7 +147,7 @@ class CustomOptimizer:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad`` does."""
+        """Set all gradients to None or zero, as ``torch.optim.Optimizer.zero_grad`` does."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def step(self) -> None:
@@ -551,7 +551,7 @@ def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
 
 
 def _build_for_parameter(settings: _OptimizerSettings, parameter: nn.Parameter) -> CustomOptimizer:
-    """Build the optimizer for a single parameter."""
+    """Build a custom optimizer that has only one parameter, for trials."""
     group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
     return CustomOptimizer(settings, {"0": parameter}, [group])
 

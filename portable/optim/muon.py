@@ -222,7 +222,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1.
+
+        All ranks have to call this method. The state of a parameter is created at its first step.
+        """
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             for parameter in trained:

@@ -39,7 +39,7 @@ class EngineOptimizer(Protocol):
         """Update every parameter that has a gradient, unless ``found_inf`` is 1."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad`` does."""
+        """Set all gradients to None or zero, as ``torch.optim.Optimizer.zero_grad`` does."""
 
 
 class OptimizerGroup(NamedTuple):
@@ -125,7 +125,7 @@ def _create_optimizer(
     embeddings: Collection[nn.Parameter],
     compute_dtype: torch.dtype,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
-    """Create the optimizer that ``train.optimizer`` names, without the average of the weights."""
+    """Create the optimizer ``train.optimizer``, without the weight average of :func:`build_optimizer`."""
     beta1, beta2 = settings.betas
     if is_plugin_name(settings.optimizer):
         from portable.optim.custom_optimizer import CustomOptimizer
@@ -258,7 +258,7 @@ class FusedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient with torch's fused kernel, unless ``found_inf`` is 1."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             buffers: list[torch.Tensor] = []

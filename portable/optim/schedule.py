@@ -50,7 +50,7 @@ class Schedule:
     total_steps: int
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0. Implemented by subclasses."""
+        """Return the learning rate of an optimizer step, counted from 0. Subclasses implement this method."""
         raise NotImplementedError
 
 

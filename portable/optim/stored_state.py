@@ -61,7 +61,11 @@ def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerS
 
 
 def cast_number(like: Any, number: float) -> Any:
-    """Return ``number`` with the type of ``like``: a number, or a tensor with its dtype and on its device."""
+    """Convert a number to the type of ``like``, which is a number or a tensor.
+
+    Returns:
+        A number, or a tensor with the shape, dtype and device of ``like``.
+    """
     return torch.full_like(like, number) if isinstance(like, torch.Tensor) else type(like)(number)
 
 

@@ -277,7 +277,7 @@ class _FileVersion(NamedTuple):
 
 
 def _list_file_versions(folder: Path) -> dict[str, _FileVersion]:
-    """Return the version of each file and symlink below a folder, except the export marker."""
+    """Return the version of each file and symlink below a folder, except the marker, by relative path."""
     files: dict[str, _FileVersion] = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():

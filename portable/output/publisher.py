@@ -247,7 +247,7 @@ class Publisher:
             print_status(f"warning: {to_one_line(error)}; trying again later")
 
     def close(self) -> None:
-        """Upload the last files, and delete the local folder. Never raises."""
+        """Upload the last files, and delete the local folders. A failed upload only prints a warning."""
         if is_taken(self._staging_folder):
             self._try_to_publish()
             shutil.rmtree(self._staging_folder, ignore_errors=True)

@@ -48,7 +48,7 @@ def get_default_target_modules(constant_name: str, model_type: str) -> list[str]
 
 @_peft.explain_missing_names("adapter.use_dora")
 def is_dora_magnitude_layer(module: nn.Module) -> bool:
-    """Return whether ``module`` contains the DoRA magnitudes of a linear layer."""
+    """Return whether ``module`` is the peft module that contains the DoRA magnitudes of a linear layer."""
     return type(module) is peft.tuners.lora.dora.DoraLinearLayer
 
 

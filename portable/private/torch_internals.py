@@ -330,7 +330,7 @@ def kill_data_workers(batches: Any) -> None:
 @_torch.explain_missing_names("data.num_workers")
 @contextmanager
 def prefix_semaphores(prefix: str) -> Iterator[None]:
-    """Add a prefix to the names of the semaphores that this process creates within this context."""
+    """Use a prefix for the names of ``multiprocessing`` semaphores that are created in this context."""
     from multiprocessing import process
 
     current: Any = process.current_process()

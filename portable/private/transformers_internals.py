@@ -59,7 +59,7 @@ def _replace_masking_functions(**functions: Callable[..., Any]) -> Iterator[None
 @cache
 @_transformers.explain_missing_names("training")
 def _import_masking_module() -> Any:
-    """Import ``transformers.masking_utils``, and check that it has the functions that are replaced."""
+    """Import ``transformers.masking_utils``, and check that the functions to replace exist."""
     from transformers import masking_utils
 
     module: Any = masking_utils
@@ -626,4 +626,6 @@ apply_expert_gate = _transformers.wrap_private_attribute("_apply_gate", "backend
 list_parameter_names_except = _transformers.wrap_private_function(
     "transformers.trainer_pt_utils:get_parameter_names", "train.weight_decay"
 )
-"""List the names of a model's parameters, except by module class and by pattern of the name."""
+"""List the names of the parameters of a model that are outside of certain module classes and do not match
+certain patterns.
+"""

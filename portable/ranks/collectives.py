@@ -192,7 +192,11 @@ def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
 
 
 def collect_values_equal_on_all_ranks(config: RunConfig) -> dict[str, Any]:
-    """Collect the settings and library versions for :func:`check_ranks_agree`, keyed by name."""
+    """Collect the settings and library versions that must be equal on all ranks, by name.
+
+    The result is the argument of :func:`check_ranks_agree`. Settings that may differ between hosts, such as
+    paths, are omitted.
+    """
     facts = {
         key: keys.to_plain_value(config.get(key))
         for key in keys.get_setting_fields(RunConfig)

@@ -75,7 +75,7 @@ class PeerFailure:
     certain: bool = True
 
     def describe(self) -> str:
-        """Return one line that names the rank, its host and its error."""
+        """Format the failure as one line with the rank, its host and its error."""
         message = self.message or "its process was killed or has crashed; the log of its node may show why"
         return f"rank {self.rank} on {self.host} failed first: {message}"
 
@@ -382,14 +382,21 @@ def _encode_message(message: dict[str, Any]) -> bytes:
 
 
 def _iter_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the messages of rank 0 until the connection is closed."""
+    """Yield the messages that rank 0 sends, until the connection is closed or broken."""
     with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as lines:
         for line in lines:
             yield json.loads(line)
 
 
 def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | None:
-    """Connect to the first reachable address. Returns None if none can be reached."""
+    """Connect to the first reachable of several addresses of rank 0.
+
+    Args:
+        addresses: Pairs of a host and a port.
+
+    Returns:
+        The connection. None if no address can be reached.
+    """
     for address, port in addresses:
         with contextlib.suppress(OSError):
             connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)

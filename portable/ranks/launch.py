@@ -306,7 +306,11 @@ def _build_stopped_error(signals: list[int], checkpoint: object | None) -> Stopp
 
 
 def _is_second_interrupt(signals: Sequence[int]) -> bool:
-    """Return whether Ctrl-C was pressed after another signal had already requested a stop."""
+    """Return whether an interrupt (Ctrl-C) followed another signal, which had already requested a stop.
+
+    Args:
+        signals: Numbers of the received signals, in order.
+    """
     return signal.SIGINT in signals[1:]
 
 

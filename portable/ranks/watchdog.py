@@ -62,7 +62,7 @@ class _WatchedBatches:
         return FIRST_BATCH_FACTOR if self._last_count <= self._first_count + 1 else 1.0
 
     def pause_until_next_batch(self) -> None:
-        """Suspend the time limit until the next batch."""
+        """Suspend the time limit until the iterator returns its next batch."""
         self._is_resting = True
 
     def has_progressed(self) -> bool:

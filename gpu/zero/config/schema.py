@@ -110,11 +110,11 @@ class RecordedSection(dict[str, Any]):
             yield key
 
     def keys(self) -> Any:
-        """Return a view of the keys that records lookups and iteration."""
+        """Return a view of the keys. Iterating over it or searching in it records lookups."""
         return KeysView(self)
 
     def items(self) -> Any:
-        """Return the items. Records a lookup of every key."""
+        """Return a list of the items, and record a lookup of every key."""
         return [(key, self[key]) for key in self]
 
     def __copy__(self) -> RecordedSection:
@@ -153,7 +153,10 @@ class ConfigMistakes:
 
 
 def find_config_mistakes(document: Mapping[str, Any]) -> ConfigMistakes:
-    """Find the mistakes in a configuration, with DeepSpeed's models and then with its parser."""
+    """Find the mistakes in a DeepSpeed JSON, with DeepSpeed's pydantic models and then with its parser.
+
+    The parser is not run if the models have already found a wrong value.
+    """
     mistakes = ConfigMistakes()
     _add_model_mistakes(document, mistakes)
     if mistakes.first_wrong_value is None:

@@ -62,7 +62,7 @@ class ShardedModel:
     average_gradients: Callable[[], None] = lambda: None
 
     def get_autocast_context(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of a forward pass. It does nothing if ``autocast_dtype`` is None."""
+        """Return the autocast context for a forward pass, a null context if ``autocast_dtype`` is None."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
