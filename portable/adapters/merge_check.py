@@ -1,4 +1,4 @@
-"""Check that an adapter can be merged into its base model, before the run trains it."""
+"""Check before a run that its adapter will be mergeable into the base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Match a checkpoint written by another program to a run, so that the run can resume from it.
+"""Matching of a checkpoint written by another program to a run, so that the run can resume from it.
 
 The weights and the optimizer state are used without changes. If an optimizer setting in the checkpoint
 differs from a default of the run, there is an error, so that the user sets the value explicitly. If it

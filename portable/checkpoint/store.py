@@ -1,4 +1,4 @@
-"""Save, list and delete the checkpoints of a run.
+"""Store of the checkpoints of a run, which saves, lists and deletes them.
 
 A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the shards in the strategy's native
 format, the model's config and tokenizer, ``trainer_state.json``, and a manifest with the checksums of all

@@ -1,4 +1,4 @@
-"""Check in a single process whether training steps fit the memory of the device.
+"""Memory trial: a check in a single process whether training steps fit in the memory of the device.
 
 A fake process group replaces the real one, and this process acts as rank 0 of the run's world size. The
 result is valid for all ranks, because communication buffers are allocated as usual, and the shards of rank 0

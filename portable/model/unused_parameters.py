@@ -1,4 +1,4 @@
-"""Find the parameters that the training loss does not depend on.
+"""Detection of the parameters that the training loss does not depend on.
 
 Examples are the vision tower of a multimodal model that is trained on text, an indexer that only selects
 positions, and a head that the task does not use. These parameters never receive a gradient. They are frozen,

@@ -1,4 +1,4 @@
-"""Write checkpoints in the format of torch.distributed.checkpoint (DCP), in the foreground or background.
+"""Writer of checkpoints in the format of torch.distributed.checkpoint (DCP), also in the background.
 
 DCP's function ``save`` gathers the plans and the results of all ranks on rank 0, whose work grows with the
 number of ranks times the number of tensors. This module uses DCP's planner and writer, but each rank decides

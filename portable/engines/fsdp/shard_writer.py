@@ -1,4 +1,4 @@
-"""Write the shard file and the table of a rank, in the training process or in a separate process.
+"""Writer of the shard file and the table of a rank, in the training process or in a separate process.
 
 Serializing a large state runs Python code for each tensor. In a thread, this code would compete with the
 training loop for Python's global lock (GIL). Therefore a separate process serializes and writes large files.

@@ -1,4 +1,4 @@
-"""Shard or replicate a model over the ranks with FSDP2 or DDP."""
+"""Sharding or replication of a model over the ranks with FSDP2 or DDP."""
 
 from __future__ import annotations
 
