@@ -165,7 +165,7 @@ def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
 
 
 def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
-    """Return the number of which matrix dimensions should be a multiple for tensor cores at full speed.
+    """Return the number by which matrix dimensions should be divisible for full tensor-core speed.
 
     A dimension should be a multiple of 16 bytes, or of 128 bytes on A100 and later server GPUs. See
     :mod:`portable.model.flops`.

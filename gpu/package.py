@@ -111,7 +111,7 @@ class CudaPackage(TorchPackage):
         return limit_gpu_memory(device, world_size)
 
     def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
-        """Return the number of which matrix dimensions should be a multiple, so that tensor cores are fast.
+        """Return the number by which matrix dimensions should be divisible for full tensor-core speed.
 
         None if the GPU has no tensor cores for the precision.
         """

@@ -148,7 +148,7 @@ class _RankShares:
 
     @property
     def _step_counter_bytes(self) -> int:
-        """Bytes of the step counts, of which there is one per group or, with stage 3, per sub-group."""
+        """Bytes of the step counts. There is one per group or, with stage 3, per sub-group."""
         if self._config.train.optimizer == "sgd":
             return 0
         groups = self._parameter_groups if self._stage < 3 else self._sub_groups
@@ -263,7 +263,7 @@ class _ZeroFootprint(_RankShares):
         return FP32_BYTES * self._updated_elements
 
     def _count_overlapping_elements(self) -> int:
-        """Count the elements of the parameters of which rank 0's share contains at least one element.
+        """Count the elements of the parameters that overlap rank 0's share of the flat tensor.
 
         In fp32, stage 2 stores the complete gradients of these parameters.
         """
@@ -302,7 +302,7 @@ class _ZeroFootprint(_RankShares):
 
     @property
     def _exact_frozen_elements(self) -> int:
-        """Number of elements of frozen weights of which a rank keeps fp32 copies in host memory.
+        """Number of elements of the fp32 copies of frozen weights that a rank keeps in host memory.
 
         These are the weights that would be rounded to the compute dtype. With stages 1 and 2, only rank 0
         keeps copies. Their size is then divided among the ranks of its node, because these share the host

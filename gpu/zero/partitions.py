@@ -430,7 +430,7 @@ def _build_group_fragments(
 
 
 def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
-    """Return the offset of a parameter, in elements, in the flat tensor of which it is a view."""
+    """Return the offset of a parameter, in elements, in the flat tensor that contains it."""
     return (parameter.data_ptr() - group_tensor.data_ptr()) // group_tensor.element_size()
 
 

@@ -574,7 +574,7 @@ def _compute_lora_update(**layers: Any) -> Tensor:
 
 @contextmanager
 def _ignore_peft_warnings() -> Iterator[None]:
-    """Suppress warnings within this context, because this module checks or corrects what peft warns about."""
+    """Suppress warnings within this context, because this module handles their causes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -100,7 +100,7 @@ def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
     """Check that a model supports the context parallelism and the tensor parallelism of a run.
 
     Raises:
-        UserError: If the model does not support one that the run uses.
+        UserError: If the model does not support the parallelism of the run.
     """
     if config.context_parallel_size > 1:
         from portable.model.context_parallel_support import check_context_parallel_support
@@ -117,7 +117,7 @@ class InspectedRun(NamedTuple):
 
     Attributes:
         assembled: Model and adapter.
-        data: Sizes of the data, as far as the files on this machine determine them.
+        data: Sizes of the data, determined from the files on this machine.
     """
 
     assembled: AssembledModel

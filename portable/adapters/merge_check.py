@@ -46,7 +46,7 @@ def check_adapter_can_be_merged(adapter: Adapter) -> None:
 
 
 class _UnreadableBytes(InMemorySource):
-    """Placeholder for the bytes of a tensor of which only the shape is used.
+    """Placeholder for the bytes of a tensor whose values are never read.
 
     Args:
         nbytes: Size of the tensor in bytes.

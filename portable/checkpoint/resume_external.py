@@ -2,8 +2,8 @@
 
 The weights and the optimizer state are used without changes. If an optimizer setting in the checkpoint
 differs from a default of the run, there is an error, so that the user sets the value explicitly. If it
-differs from a value that the user has set, the difference is only reported. The data order and the learning
-rate are those of the run, not of the checkpoint.
+differs from a value that the user has set, the difference is only reported. The run, not the checkpoint,
+determines the data order and the learning rate.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AdoptedCheckpoint:
         checkpoint: Tensors and optimizer state of the model, for an engine to load.
         step: Step at which the run starts.
         samples: Position in the data at which the run starts, as a number of consumed sequences.
-        summary_rows: Table for the user with two columns, which describes what is restored.
+        summary_rows: Table for the user with two columns, which describes the restored state.
         warnings: Warnings for the user, for example about weights in 16 bits.
     """
 

@@ -211,7 +211,7 @@ class TorchBackend:
         return requested_by_rank if self.world_size == 1 else self._stop_requests.wait_for_value() > 0
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, of which only one rank per tensor-parallel group contributes.
+        """Sum a tensor over all ranks. Only one rank of each tensor-parallel group contributes.
 
         Returns:
             A new tensor, or ``value`` itself in a single process.
@@ -243,7 +243,7 @@ class TorchBackend:
         return self._torch_device.measure_memory(self.device)
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return the number of which matrix dimensions should be a multiple, or None if there is none."""
+        """Return the number by which matrix dimensions should be divisible, or None if there is none."""
         return self._torch_device.get_shape_multiple(self.device, precision)
 
     def get_peak_flops(self, precision: str) -> float | None:

@@ -67,7 +67,7 @@ class TorchPackage(TorchDevice, BackendPackage):
         return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
-        """Return an empty dict, because the ranks need no variables in addition to those of the launcher."""
+        """Return an empty dict, because the launcher's variables are sufficient."""
         return {}
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:

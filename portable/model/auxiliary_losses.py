@@ -76,7 +76,7 @@ class AuxiliaryLosses:
         Args:
             forward: The model, or its forward method.
             inputs: Arguments of ``forward``.
-            labels: Labels of the batch, of which the values do not matter.
+            labels: Labels of the batch. Their values do not matter.
 
         Returns:
             The model's output, and the sum of the auxiliary losses as an fp32 scalar. The sum is None if

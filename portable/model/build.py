@@ -320,7 +320,7 @@ def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> N
     Keys without an effect that are common in published config files are accepted.
 
     Args:
-        config: Config of the model type, of which the attributes are the known keys.
+        config: Config of the model type. Its attributes are the known keys.
         values: Keys and values of ``model.config``.
     """
     for key in values:
@@ -818,7 +818,7 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
         key: Setting that describes the model, used in error messages.
 
     Raises:
-        UserError: If the sizes are inconsistent, or if the model does not predict tokens from text alone.
+        UserError: If the sizes are inconsistent, or if the model does not predict tokens from only text.
     """
     try:
         output = run_trial_forward(model)

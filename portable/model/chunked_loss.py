@@ -2,8 +2,9 @@
 
 The logits would be by far the largest tensor of a step. :class:`ChunkedHead` replaces the output head and
 returns the loss or other statistics of each token instead of logits. It computes one chunk of tokens at a
-time, and recomputes each chunk in the backward pass to get the gradients. The results equal those of the head
-followed by the cross-entropy, except that the gradient of the head is summed in a different order, in fp32.
+time, and recomputes each chunk in the backward pass to get the gradients. The results equal the results of
+the head followed by the cross-entropy, except that the gradient of the head is summed in a different order,
+in fp32.
 """
 
 from __future__ import annotations

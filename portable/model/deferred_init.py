@@ -62,10 +62,10 @@ class _RecordedWrite:
             place, with a generator) or "whole" (on complete tensors).
         first_tile: Number of the first tile of this write, which is unique in the recording. The seeds of
             random numbers are derived from tile numbers.
-        result_index: Index of the output of a "whole" operation that this write stores, or -1 - i if the
+        result_index: Index of the output of a whole-tensor operation that this write stores, or -1 - i if the
             operation changes its i-th tensor argument in place.
-        shape: Shape of the output of a "whole" operation.
-        stride: Strides of the output of a "whole" operation in the storage.
+        shape: Shape of the output of a whole-tensor operation.
+        stride: Strides of the output of a whole-tensor operation in the storage.
         storage_size: Number of elements of the storage.
     """
 
@@ -249,9 +249,9 @@ class InitializationRecording:
         """Run an intercepted operation, and record it if it creates, reads or changes a recorded tensor.
 
         There are three cases. Operations without recorded tensors run normally, except that large tensors
-        are created as fake tensors. Operations on recorded tensors run in fake tensor mode, where they
-        compute only shapes. If the result depends on values, such as ``item()``, the values of recorded
-        arguments are computed first.
+        are created as fake tensors. Operations on recorded tensors run in fake tensor mode and compute only
+        shapes. If the result depends on values, such as ``item()``, the values of recorded arguments are
+        computed first.
 
         Args:
             operation: ATen operation.
@@ -346,8 +346,8 @@ class InitializationRecording:
             arguments: Positional arguments, with references instead of recorded tensors.
             keywords: Keyword arguments, with references instead of recorded tensors.
             kind: Kind of the operation; see :class:`_RecordedWrite`.
-            result: ``result_index`` of a "whole" operation; see :class:`_RecordedWrite`.
-            layout: Shape and strides of the result of a "whole" operation.
+            result: ``result_index`` of a whole-tensor operation; see :class:`_RecordedWrite`.
+            layout: Shape and strides of the result of a whole-tensor operation.
         """
         overwrites = kind != "in place" or operation in _OVERWRITING_OPERATIONS
         previous = None if overwrites and stop - start == storage.size else storage.last_write
@@ -381,7 +381,7 @@ class InitializationRecording:
         """Record an operation on recorded tensors, after it has run in fake tensor mode.
 
         An elementwise or random operation on contiguous tensors is recorded so that it can be computed per
-        tile. Any other operation is recorded as a "whole" operation.
+        tile. Any other operation is recorded as a whole-tensor operation.
 
         Args:
             name: Name of the operation without namespace, such as ``normal_``.
@@ -567,8 +567,8 @@ class InitializationRecording:
             last_write: Latest write to apply. Later writes are ignored.
             start: Index of the first element.
             stop: Index after the last element.
-            cache: Results of "whole" operations, and for each last write the latest tile that was only partly
-                inside the range. It is modified.
+            cache: Results of whole-tensor operations, and for each last write the latest tile that was only
+                partly inside the range. It is modified.
 
         Returns:
             A flat tensor of ``stop - start`` elements.
@@ -611,7 +611,7 @@ class InitializationRecording:
             number: Number of the tile in its storage.
             start: Index in the storage of the first element of the tile.
             stop: Index in the storage after the last element of the tile.
-            writes: Writes to the storage, the oldest first.
+            writes: Recorded writes to the storage, in the order of recording.
             cache: See :meth:`_compute_elements`.
         """
         for write in writes:
@@ -647,7 +647,7 @@ class InitializationRecording:
                 target.copy_(write.operation(*arguments, **keywords))
 
     def _compute_whole_result(self, write: _RecordedWrite, cache: dict[Any, Any]) -> Tensor:
-        """Run a "whole" operation on complete tensors, and return the changed storage as a flat tensor.
+        """Run a whole-tensor operation on complete tensors, and return the changed storage as a flat tensor.
 
         torch's default generator is seeded from the first tile of the write, and restored afterwards. If the
         operation returns a new tensor, elements of the storage that do not belong to this tensor are 0.

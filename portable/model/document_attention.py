@@ -380,7 +380,7 @@ class DocumentMaskFunction:
 
     Attributes:
         single_document_mask: Mask function for a single document, such as a causal or sliding-window mask.
-            Its arguments are those of :meth:`__call__`, but with positions in the document.
+            It has the arguments of :meth:`__call__`, but with positions in the document.
         positions: Position of each token in its document, int64 ``[batch, tokens]``.
         document_numbers: Document index of each token, int64 ``[batch, tokens]``.
     """

@@ -220,7 +220,7 @@ class _TextLengthRotaryForward:
         ``layer_type`` does not depend on the length, or if ``position_ids`` are not positions of tokens.
 
         Args:
-            x: Hidden states, of which only the device and dtype matter.
+            x: Hidden states. Only their device and dtype matter.
             position_ids: Positions, int64 ``[..., batch or 1, tokens]``.
             layer_type: Layer type of transformers. None if all layers have the same rope type.
             keywords: Further arguments of the module.
@@ -256,7 +256,7 @@ class _TextLengthRotaryForward:
         to force each choice, and dropped from the result.
 
         Args:
-            x: Hidden states, of which only the device and dtype matter.
+            x: Hidden states. Only their device and dtype matter.
             positions: Positions of the tokens, int64 ``[..., batch, tokens]``.
             text_lengths: Length of the text of each token, int64 ``[batch, tokens]``.
             layer_type: Layer type of transformers, or None.

@@ -88,7 +88,7 @@ def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[
         settings: The ``train`` section.
 
     Returns:
-        A note for each such parameter that says whether it is trained.
+        A note for each such parameter, which contains whether it is trained.
     """
 
     def match_patterns(parameter_name: str) -> tuple[bool, ...]:

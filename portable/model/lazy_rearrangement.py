@@ -92,7 +92,7 @@ class _MoveTrace:
 
         Args:
             operation: ATen operation.
-            arguments: Positional arguments, of which the first is a tensor or a list of tensors.
+            arguments: Positional arguments. The first is a tensor or a list of tensors.
             keywords: Keyword arguments.
 
         Returns:

@@ -64,7 +64,7 @@ class MicroBatchMeasure(Protocol):
         """Compute the sums of a micro-batch.
 
         Args:
-            outputs: Outputs of the model, of which only the output in ``needs`` is guaranteed.
+            outputs: Outputs of the model. Only the output in ``needs`` is guaranteed.
             batch: Micro-batch on the device.
 
         Returns:
@@ -443,7 +443,7 @@ def run_model_for_loss(
         model: A model with :func:`install_loss_forward`, or a wrapper around it.
         inputs: Arguments of the model, on the device.
         labels: Labels of the micro-batch.
-        needs: What the loss needs: ``logits``, or names of statistics of each token.
+        needs: Outputs that the loss reads: ``logits``, or names of statistics of each token.
         statistics: Names of additional statistics. They are computed only if the chunked head is used,
             because the caller can otherwise compute them from the logits.
         head: The model's chunked head. It is used if the micro-batch has more than one chunk of tokens and

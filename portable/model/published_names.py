@@ -224,8 +224,8 @@ class PublishedNames:
     def write_name_record(self, folder: Path) -> None:
         """Write the name rules into a checkpoint, so it can be exported without the base model.
 
-        Writes nothing if the run started from a base model of which neither the files nor a record of the
-        names are available.
+        Writes nothing if the run started from a base model, and neither its files nor a record of its names
+        is available.
 
         Args:
             folder: Folder of the checkpoint.
@@ -274,7 +274,8 @@ class PublishedNames:
     def skipped_base_files(self) -> dict[str, str]:
         """Files of the base model that are not exported, and the reason for each of them, by file name.
 
-        Weights, training state, logs, and hidden files are omitted, because nobody expects them in an export.
+        Weights, training state, logs, and hidden files are omitted, because users do not expect them in an
+        export.
         """
         reasons = {} if self._base_folder is None else find_excluded_files(self._base_folder)
         expected = ("weights", "training state", "a log", "hidden")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 QUANTIZATION_KINDS = ("nf4", "int8")
 BLOCK_ELEMENTS, OUTER_BLOCK_SCALES = 64, 256
 """Number of weights that share a scale, and number of scales that share a second-level scale. The values are
-those of the QLoRA paper.
+taken from the QLoRA paper.
 """
 _ELEMENTS_QUANTIZED_AT_ONCE = 1 << 20  # elements that are quantized at a time, a multiple of BLOCK_ELEMENTS
 _ALIGNMENT_BYTES = 16

@@ -25,7 +25,7 @@ _IN_FORWARD = "compute it in the forward pass (model.function), or use strategy 
 
 
 def is_shard(value: Any) -> bool:
-    """Return whether ``value`` is a sharded DTensor, of which this rank has only a part."""
+    """Return whether ``value`` is a sharded DTensor, so that this rank has only a part."""
     return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 

@@ -31,8 +31,8 @@ _GENERATION_TOKEN_KEYS = ("decoder_start_token_id", "forced_bos_token_id", "forc
 class ModelSpecialTokens:
     """Special token ids of a run's model, in its config, its generation config and the saved config.
 
-    The ids change once. The model is built with the ids of its own config, as in transformers, because the
-    padding id becomes the ``padding_idx`` of the embedding, whose row gets no gradient. Afterwards,
+    The ids change once. The model is built with the ids of the model's config, as in transformers, because
+    the padding id becomes the ``padding_idx`` of the embedding, whose row gets no gradient. Afterwards,
     :meth:`align_token_ids` sets the ids of the tokenizer, as in the Trainer.
 
     Attributes:

@@ -32,8 +32,8 @@ TENSOR_PARALLEL_TYPES = frozenset(_COMPARED.split())
 """Model types for which a test has shown that tensor parallelism preserves the loss and the gradients."""
 
 PARTLY_USED_STYLE = "replicated_with_grad_allreduce"
-"""Style of a replicated parameter of which each rank uses only a part or applies it to only its own heads,
-such as the norms of heads. Its gradients must be all-reduced.
+"""Style of a replicated parameter that each rank uses only partly or only for its heads, such as the norms of
+heads. Its gradients must be all-reduced.
 """
 _COLUMN_STYLES = ("colwise", "colwise_gather_output")
 _ROW_STYLES = ("rowwise", "rowwise_split_input")

@@ -335,8 +335,8 @@ class TrainingLoss:
         """Check on the host, with random outputs, that the loss is a sum over rows.
 
         This method is called once, with the first micro-batch, if the outputs of the model cannot be used for
-        this check: on XLA, where the check would compile another graph, or if the micro-batch has one row. It
-        checks nothing if the loss has a ``before`` method, if labels are floats, or if random logits would
+        this check: on XLA, because the check would compile another graph, or if the micro-batch has one row.
+        It checks nothing if the loss has a ``before`` method, if labels are floats, or if random logits would
         have more than 2**26 elements.
 
         Args:

@@ -76,7 +76,7 @@ def find_unreached_names(
         whole_output: Whether the loss may depend on every model output instead of only the logits.
 
     Returns:
-        Names of the parameters, of which tied parameters have only their first name. If the graph cannot be
+        Names of the parameters. Tied parameters have only their first name. If the graph cannot be
         built on the meta device, for example because control flow depends on tensor values, the names come
         from a trial with random values on the CPU. Empty if the model is too large for this trial, or if the
         trial fails.
@@ -106,7 +106,7 @@ def _find_unreached_names_by_values(
     The trial runs the complete model if it is small, otherwise a copy with one layer of each kind.
 
     Returns:
-        Names of the parameters, of which tied parameters have only their first name. Empty if both the model
+        Names of the parameters. Tied parameters have only their first name. Empty if both the model
         and the copy are too large, or if the trial fails.
     """
     trial: Any = copy.deepcopy(model)
@@ -206,8 +206,8 @@ def _find_leaves(loss: Tensor) -> set[int]:
 def _use_traceable_kernels(trial: Any) -> None:
     """Replace attention and expert kernels that do not run on the meta device by kernels that do.
 
-    Which parameters are frozen must not depend on the selected kernels, because a resumed run may select
-    other kernels.
+    The selected kernels must not affect the set of frozen parameters, because a resumed run may select other
+    kernels.
     """
     if transformers_internals.get_attention_kernel(trial.config) not in ("sdpa", "eager"):
         trial.set_attn_implementation("sdpa")

@@ -1,8 +1,7 @@
 """Adafactor (Shazeer and Stern, 2018) for sharded and unsharded parameters.
 
-:class:`AdafactorRule` contains the formulas. The optimizer in this module applies them on torch devices,
-where it sums over shards with all-reduces. :mod:`portable.tpu.xla.optim` applies them to the lazy tensors of
-XLA.
+:class:`AdafactorRule` contains the formulas. The optimizer in this module applies them on torch devices, and
+sums over shards with all-reduces. :mod:`portable.tpu.xla.optim` applies them to the lazy tensors of XLA.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class AdafactorRule:
         return steps**BETA2_DECAY
 
     def square_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the squared gradient plus ``gradient_epsilon``, of which the second moments are averages."""
+        """Return the squared gradient plus ``gradient_epsilon``, which the second moments average."""
         return gradient.square().add_(self.gradient_epsilon)
 
     def limit_learning_rate(self, rate: Tensor, steps: Tensor) -> Tensor:
@@ -309,7 +308,7 @@ def _sum_over_shards(parts: list[Tensor], parameter: Tensor) -> list[Tensor]:
     """Sum tensors over the ranks over which the parameters are sharded, in one all-reduce.
 
     Args:
-        parts: Tensors of any shape, of which each rank has its own values.
+        parts: Tensors of any shape, whose values differ between ranks.
         parameter: Any parameter, which determines the sharding group.
 
     Returns:

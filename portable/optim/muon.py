@@ -72,7 +72,7 @@ def compute_nesterov_update(gradient: Tensor, buffer: Tensor, momentum: float, d
 def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
     """Return the factor by which the learning rate is multiplied for a matrix of a certain shape.
 
-    The rules are those of ``adjust_lr_fn`` of ``torch.optim.Muon``.
+    The rules are the same as in ``adjust_lr_fn`` of ``torch.optim.Muon``.
 
     Args:
         rule: Rule for the factor, by the name that torch uses.
@@ -164,7 +164,7 @@ class Muon(torch.optim.Optimizer):
 
     The state of a matrix is ``momentum_buffer``, sharded like the parameter. Other parameters have the state
     of AdamW. A parameter with more than two dimensions is a stack of matrices in its last two dimensions.
-    Updates equal those of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+    Updates equal the updates of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
     Args:
         groups: Parameter groups, as for torch's optimizers, each with a bool ``matrices``.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_STREAK = 10
 """Number of consecutive non-finite updates that end a run with ``train.on_non_finite: skip``. A single bad
-sample cannot cause so many of them."""
+sample cannot cause this many."""
 
 INITIAL_COUNTERS = (0.0, 0.0, 0.0, -1.0, 0.0)
 """Initial values of the five counters. In order, these are the number of updates, the number of skipped

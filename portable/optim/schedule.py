@@ -476,8 +476,8 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
 def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
     """Build the schedule of the run if it is ``OneCycle``, which also changes Adam's betas.
 
-    Use the result only for :meth:`OneCycle.compute_betas`. The betas do not depend on the length of the run,
-    which this function does not know.
+    Use the result only for :meth:`OneCycle.compute_betas`. The learning rates would be wrong, because this
+    function assumes a run of one step, but the betas do not depend on the length of the run.
 
     Args:
         settings: The ``train`` section.

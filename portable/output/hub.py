@@ -194,7 +194,7 @@ class HubRepository:
         self._created = True
 
     def _build_user_error(self, error: Exception) -> UserError | None:
-        """Convert an exception to an error that tells the user what to correct.
+        """Convert an exception to an error with a remedy for the user.
 
         Returns None if the exception is a connection error or a temporary error of the Hub, so that a retry
         may help.

@@ -47,7 +47,7 @@ def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
     0 and back along a binary tree, so that a rank waits for only ``2 log2(ranks)`` messages.
 
     Args:
-        numbers: One or two numbers, of which there are equally many on all ranks.
+        numbers: One or two numbers. All ranks have to pass the same count.
 
     Returns:
         The sums, bitwise equal on all ranks. Integers are exact up to 2**53.

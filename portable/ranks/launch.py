@@ -76,7 +76,7 @@ def check_rank_variables() -> None:
 
 
 def check_rendezvous_variables() -> None:
-    """Check that the launcher has set ``MASTER_ADDR`` and ``MASTER_PORT``, where the ranks connect.
+    """Check that the launcher has set ``MASTER_ADDR`` and ``MASTER_PORT``, to which the ranks connect.
 
     Raises:
         UserError: If one of them is not set, and there are several ranks.
@@ -268,7 +268,7 @@ def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> Ra
 
 
 def _terminate_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> None:
-    """Terminate the running processes with SIGTERM, and kill those that do not end in time."""
+    """Terminate the running processes with SIGTERM, and kill processes that do not end in time."""
     running = [process for process in processes if process.is_alive()]
     for process in running:
         process.terminate()

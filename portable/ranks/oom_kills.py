@@ -31,7 +31,7 @@ def read_oom_kills(root: Path = Path("/")) -> OomKillCounts:
 
 
 def _list_cgroup_counter_files(root: Path) -> list[Path]:
-    """List the paths where the counters of this process's memory cgroup and its parents may be.
+    """List the possible paths of the counters of this process's memory cgroup and its parents.
 
     Not all of the files exist. Empty on systems without ``/proc/self/cgroup``.
 

@@ -50,8 +50,8 @@ def _kill_when_parent_ends(parent_pid: int) -> None:
 def kill_spawned_processes_with_parent() -> Iterator[None]:
     """Make processes that ``multiprocessing`` spawns within this context die with this process.
 
-    The first code that a spawned process runs asks the kernel for this, so that it also dies if this process
-    is killed while it imports its modules. Does nothing on systems other than Linux.
+    The first code that a spawned process runs requests this from the kernel, so that it also dies if this
+    process is killed while it imports its modules. Does nothing on systems other than Linux.
     """
     if sys.platform != "linux":
         yield

@@ -131,8 +131,8 @@ def _reconcile_batch(
         config: Config of the run.
         document: DeepSpeed JSON of the run.
         world_size: Number of ranks.
-        set_value: Function that is called with a setting, its computed value, and its origin for messages. It
-            raises UserError if the user has set a different value.
+        set_value: Function that is called with a setting, its computed value, and a description of its
+            origin. It raises UserError if the user has set a different value.
 
     Raises:
         UserError: If the values contradict each other.

@@ -1,7 +1,7 @@
 """Check of a DeepSpeed JSON with the installed release of DeepSpeed.
 
 DeepSpeed reads some sections with pydantic models, which are used here as they are. It reads the other
-sections from plain dictionaries, where it ignores misspelled keys and interprets the text ``"false"`` as
+sections from plain dictionaries. There, it ignores misspelled keys and interprets the text ``"false"`` as
 true. To check these sections, this module runs DeepSpeed's parser on a :class:`RecordedSection`, which
 records the keys that the parser looks up, with their defaults. A key that the parser does not look up is
 unknown, and a value must have the type of its default.
@@ -304,7 +304,7 @@ def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRI
 
 
 def remove_disabled_unknown_keys(document: dict[str, Any]) -> list[KeyPath]:
-    """Remove keys that the installed DeepSpeed does not know and whose value is false or empty.
+    """Remove keys that the installed DeepSpeed does not support and whose value is false or empty.
 
     Such a key may belong to a later release, and has no effect. A key that resembles a known key is not
     removed, because it may be misspelled. In sections that this trainer refuses, values that equal
@@ -353,7 +353,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
-    """Check that the installed DeepSpeed knows the keys of a JSON and accepts their values.
+    """Check that the installed DeepSpeed supports the keys of a JSON and accepts their values.
 
     Args:
         document: DeepSpeed JSON.

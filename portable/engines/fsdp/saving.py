@@ -118,7 +118,7 @@ def write_dcp_checkpoint(
         group: Process group of all ranks. None in a single process.
         writer_process: Process that writes large shard files. None to write all files in this process.
         items_by_digest: Cache of the items of the previous save of the same engine, by a digest of the state
-            dict's keys. It is updated. None to plan the items anew.
+            dict's keys. It is updated. None to plan the items at each save.
 
     Raises:
         OSError: On every rank, if any rank could not write its files.
@@ -325,7 +325,7 @@ def _plan_local_items(
 
     Args:
         planner: DCP's planner, after ``set_up_planner``.
-        ranks: Collectives of the save, of which only the rank and the world size are used.
+        ranks: Collectives of the save. Only the rank and the world size are used.
         holders: Ranks that have a key, for each key that is missing on some rank.
     """
     everyone = tuple(range(ranks.world_size))

@@ -60,7 +60,7 @@ def find_fsdp_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
 def find_unreached_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find the layers that never run in training on text, such as the layers of a vision tower.
 
-    These are the layers of which :func:`get_unreached_names` contains every parameter.
+    These are the layers whose parameters are all in the result of :func:`get_unreached_names`.
 
     Args:
         model: The model.
