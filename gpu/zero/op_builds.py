@@ -56,9 +56,9 @@ def wait_for_op_build(op_name: str) -> None:
 
 
 def _is_open_in_any_process(file: Path) -> bool:
-    """Return whether a process on this machine has a file open, as a process that builds has its lock file.
+    """Return whether a process on this machine has a file open.
 
-    Processes of other users are not visible.
+    A process that builds an op keeps its lock file open. Processes of other users are not visible.
     """
     lock_path = str(file.resolve())
     for handle in Path("/proc").glob("[0-9]*/fd/*"):

@@ -88,7 +88,7 @@ def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[
         settings: The ``train`` section.
 
     Returns:
-        A note for each such parameter, which contains whether it is trained.
+        Notes for the user, each of which names the tied parameters and states whether they are trained.
     """
 
     def match_patterns(parameter_name: str) -> tuple[bool, ...]:

@@ -814,7 +814,10 @@ a :class:`ForwardWrapper` may read them.
 
 
 def _list_input_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the batch columns that are passed to a model, including the common columns."""
+    """Return the names of the batch columns that are passed to a model.
+
+    These are the parameters of its ``forward`` method, and the columns in :data:`_MODEL_COLUMNS`.
+    """
     return frozenset((*inspect.signature(model.forward).parameters, *_MODEL_COLUMNS))
 
 

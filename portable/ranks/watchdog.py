@@ -28,7 +28,8 @@ FIRST_BATCH_FACTOR = 4.0
 GRACE_SECONDS = 3.0
 """Seconds between a rank's report and its exit, so that other ranks can report as well."""
 SUSPENDED_SECONDS = 30.0
-"""Seconds between two checks beyond which the process must have been suspended."""
+"""Largest number of seconds between two checks of a running process. After a longer gap, the process must
+have been suspended, so that the time without progress does not count."""
 EXIT_CODE = 1
 _PROJECT_FOLDER = Path(__file__).parents[2]
 
@@ -147,7 +148,7 @@ class Watchdog:
     def pause(self) -> Iterator[None]:
         """Suspend the time limit within this context, for slow work such as saving a large checkpoint.
 
-        The time limit begins anew when the context ends.
+        The time limit starts again from zero when the context ends.
         """
         watched, self._watched = self._watched, None
         try:
