@@ -41,7 +41,7 @@ GPU_PEAK_TERAFLOPS: tuple[tuple[str, float, float | None], ...] = (
     ("V100", 125.0, None),  # fp16 only
     ("T4", 65.0, None),  # fp16 only
 )
-"""Part of the device name, and dense peaks in TFLOP/s for bf16 or fp16, and for TF32."""
+"""Part of the device name, dense peak in TFLOP/s for bf16 and fp16, and dense peak for TF32 or None."""
 
 NO_GPU_MESSAGE = "backend: cuda needs a GPU, but torch finds none; use --backend cpu"
 
@@ -96,14 +96,16 @@ SRUN_BINDING_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_G
 
 
 def choose_gpu_index(local_rank: int, num_visible_gpus: int) -> int:
-    """Return the CUDA index of the GPU for a local rank.
+    """Choose the CUDA index of the GPU for a local rank.
+
+    This is the local rank, or 0 if srun lets each task see only its own GPU.
 
     Args:
-        local_rank: Rank among the ranks of this node.
+        local_rank: Index of the rank among the ranks of this node.
         num_visible_gpus: Number of GPUs that this process sees.
 
     Raises:
-        UserError: If there are fewer GPUs than ranks.
+        UserError: If there is no GPU for the rank.
     """
     if local_rank < num_visible_gpus:
         return local_rank
@@ -116,7 +118,7 @@ def choose_gpu_index(local_rank: int, num_visible_gpus: int) -> int:
 
 
 def list_gpus() -> list[Device]:
-    """List the GPUs that the planner supports by name."""
+    """List the GPUs that the planner supports by name, followed by aliases such as ``a100``."""
     devices = {
         name: Device(
             name,
@@ -135,15 +137,24 @@ def list_gpus() -> list[Device]:
 
 
 def _look_up_by_prefix(table: dict[str, Value], name: str) -> Value | None:
-    """Return the value of the longest key that is a prefix of a GPU name. None if there is no such key."""
+    """Look up a GPU by name in a table whose keys are prefixes of names.
+
+    Returns:
+        The value of the longest matching key. None if no key matches.
+    """
     keys = sorted(filter(name.startswith, table), key=len)
     return table[keys[-1]] if keys else None
 
 
 def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
-    """List the peak FLOP/s per precision of a GPU by its name in the planner, such as ``a100-80``.
+    """List the dense peak FLOP/s of a GPU for each precision.
 
-    Empty if unknown.
+    Args:
+        name: Name of the GPU in the planner, such as ``a100-80``.
+
+    Returns:
+        Pairs of a precision and its peak. Precisions without tensor cores are missing. Empty if the GPU is
+        not in :data:`GPU_PEAK_TERAFLOPS`.
     """
     for card, half, tf32 in GPU_PEAK_TERAFLOPS:
         key = card.lower().removeprefix("rtx ").replace(" ", "-")
@@ -154,9 +165,10 @@ def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
 
 
 def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
-    """Return the number that matrix dimensions should be a multiple of for full tensor-core speed.
+    """Return the number by which matrix dimensions should be divisible for full tensor-core speed.
 
-    This is 16 bytes, or 128 bytes on A100 and later server GPUs. See :mod:`portable.model.flops`.
+    A dimension should be a multiple of 16 bytes, or of 128 bytes on A100 and later server GPUs. See
+    :mod:`portable.model.flops`.
 
     Args:
         capability: Compute capability of the GPU, such as (9, 0).

@@ -19,7 +19,7 @@ _RECORDED_ALLOCATIONS = 200_000  # a few steps of a large model
 
 
 class CudaDiagnostics(Diagnostics):
-    """Memory history, driver counters and NCCL's flight recorder of one GPU.
+    """Diagnostic tools for one GPU: allocation history, driver counters and NCCL's flight recorder.
 
     Args:
         device: GPU of this rank.
@@ -33,15 +33,18 @@ class CudaDiagnostics(Diagnostics):
         self._world_size = world_size
 
     def record_memory(self) -> None:
-        """Start recording the history of allocations."""
+        """Start to record the history of allocations, up to 200,000 entries."""
         torch_internals.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
-        """Write a snapshot for https://pytorch.org/memory_viz with the recorded history."""
+        """Write a snapshot of the GPU's memory, with the recorded history, for https://pytorch.org/memory_viz."""
         torch_internals.dump_memory_snapshot(str(path))
 
     def dump_collectives(self, folder: Path) -> None:
-        """Write NCCL's flight recorder in the format of ``torchfrtrace``. A no-op for a single rank."""
+        """Write NCCL's flight recorder to a file in ``folder`` that ``torchfrtrace`` reads.
+
+        Does nothing for a single rank.
+        """
         if self._world_size > 1:
             # torchfrtrace expects this name.
             (folder / f"nccl_trace_rank_{self._rank}").write_bytes(torch_internals.dump_nccl_trace())
@@ -54,11 +57,15 @@ class CudaDiagnostics(Diagnostics):
 
 @contextmanager
 def limit_gpu_memory(device: torch.device, world_size: int) -> Iterator[None]:
-    """Make allocations raise within the context if a run with this many ranks would not have the memory.
+    """Limit the memory of torch's allocator within this context to the memory that a run can use.
+
+    The limit is the free memory of the GPU, less a reserve for memory outside of the allocator. Allocations
+    beyond it raise ``torch.OutOfMemoryError``.
 
     Args:
         device: GPU of this rank. It becomes the current device.
-        world_size: Number of ranks of the run. Several ranks need additional memory for collectives.
+        world_size: Number of ranks of the run. With several ranks, the reserve also contains buffers of
+            collectives.
     """
     torch.cuda.set_device(device)
     free, total = torch.cuda.mem_get_info(device)

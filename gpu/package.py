@@ -1,4 +1,7 @@
-"""Record of the backend ``cuda``: see :class:`portable.registry.BackendPackage`."""
+"""Record of the backend ``cuda``, which describes it to the rest of the program.
+
+See :class:`portable.registry.BackendPackage`.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,14 @@ class CudaPackage(TorchPackage):
         require(devices > 0, NO_GPU_MESSAGE)
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        """Return ``bf16`` if the GPU supports it, otherwise ``fp32``. Returns None outside of a rank."""
+        """Return the default of ``precision`` for the current GPU.
+
+        Args:
+            in_rank: Whether this process is a rank, which may open a GPU.
+
+        Returns:
+            ``bf16`` if the GPU supports it natively, otherwise ``fp32``. None if this process is not a rank.
+        """
         # A launcher must not open a GPU, because its CUDA context would exist during the entire run.
         if not in_rank:
             return None
@@ -61,13 +71,17 @@ class CudaPackage(TorchPackage):
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
     def list_devices(self) -> tuple[Device, ...]:
-        """Return the GPUs that the planner supports by name."""
+        """Return the GPUs that a user of the planner can name."""
         from portable.gpu.device_specs import list_gpus
 
         return tuple(list_gpus())
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Return the GPU of a rank."""
+        """Return the GPU of a rank, whose index is usually the local rank.
+
+        Raises:
+            UserError: If torch finds no GPU, or fewer GPUs than local ranks.
+        """
         import torch
 
         from portable.gpu import device_specs
@@ -76,25 +90,31 @@ class CudaPackage(TorchPackage):
         return torch.device("cuda", device_specs.choose_gpu_index(local_rank, torch.cuda.device_count()))
 
     def make_current(self, device: torch.device) -> None:
-        """Make ``device`` current, and enable NCCL's flight recorder unless the user configured it."""
+        """Make ``device`` current, and enable NCCL's flight recorder unless the user has configured it.
+
+        The recorder is enabled by environment variables, which NCCL's process group reads when it starts.
+        """
         super().make_current(device)
         for variable in _FLIGHT_RECORDER:
             os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
 
     def build_diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
-        """Return the diagnostics of a rank's GPU."""
+        """Return the diagnostic tools of a rank's GPU."""
         from portable.gpu.memory import CudaDiagnostics
 
         return CudaDiagnostics(device, rank, world_size)
 
     def build_memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None]:
-        """Return a context in which allocations beyond the memory of a rank raise."""
+        """Return a context in which allocations raise if a run would not have the memory for them."""
         from portable.gpu.memory import limit_gpu_memory
 
         return limit_gpu_memory(device, world_size)
 
     def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
-        """Return the number that matrix dimensions should be a multiple of for tensor cores at full speed."""
+        """Return the number by which matrix dimensions should be divisible for full tensor-core speed.
+
+        None if the GPU has no tensor cores for the precision.
+        """
         import torch
 
         from portable.gpu import device_specs

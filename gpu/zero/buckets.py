@@ -12,10 +12,14 @@ DEEPSPEED_DEFAULTS = {
     "offload_param.buffer_count": 5,
     "offload_param.max_in_cpu": 1_000_000_000,
 }
-"""Defaults of DeepSpeed 0.19 (deepspeed/runtime/zero/config.py and offload_config.py)."""
+"""Default values, in elements or numbers of buffers, of keys in section ``zero_optimization`` of DeepSpeed
+0.19 (``deepspeed/runtime/zero/config.py`` and ``offload_config.py``).
+"""
 
 MIN_SWAPPED_BYTES = 1 << 20
-"""Smaller tensors stay in memory (``MIN_AIO_BYTES`` in deepspeed/runtime/swap_tensor/utils.py)."""
+"""Size in bytes of the smallest tensor that is swapped to disk. Smaller tensors stay in memory
+(``MIN_AIO_BYTES`` in ``deepspeed/runtime/swap_tensor/utils.py``).
+"""
 _ALIGNED_BYTES = 1 << 10
 # Number of elements of a block. A swap buffer consists of complete blocks.
 _SWAP_BLOCK = 1 << 18
@@ -32,26 +36,26 @@ def compute_aligned_bytes(num_elements: int, element_bytes: int) -> int:
 
 
 def compute_swap_buffer_elements(largest_parameter_elements: int, num_ranks: int) -> int:
-    """Compute the size of a swap buffer in elements. A buffer holds the shard of one parameter.
+    """Compute the size of a swap buffer in elements, so that it can contain the shard of any parameter.
 
-    A smaller buffer fails in the first step, and a larger buffer wastes memory.
+    With a smaller buffer, the first step would fail. A larger buffer would waste memory.
 
     Args:
         largest_parameter_elements: Number of elements of the largest parameter.
-        num_ranks: Number of ranks that a parameter is sharded over.
+        num_ranks: Number of ranks over which a parameter is sharded.
     """
     share = -(-largest_parameter_elements // num_ranks)
     return (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
 
 
 def compute_auto_bucket_sizes(hidden_size: int) -> dict[str, int]:
-    """Compute the bucket sizes that ``auto`` means, as in the Hugging Face Trainer.
+    """Compute the bucket sizes that replace the value ``auto``, as in the Hugging Face Trainer.
 
     Args:
         hidden_size: Hidden size of the model.
 
     Returns:
-        Sizes in elements, keyed by setting of section ``zero_optimization``.
+        Sizes in elements, by their keys in the section ``zero_optimization``.
     """
     return {
         "reduce_bucket_size": hidden_size * hidden_size,

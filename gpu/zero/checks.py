@@ -1,7 +1,7 @@
 """Rules about settings that DeepSpeed's ZeRO does not support.
 
-:mod:`portable.checks` calls :func:`check_adapter` and :func:`check_memory` for the strategies of ZeRO. The
-backend calls :func:`find_problems`.
+If the strategy is a stage of ZeRO, :mod:`portable.checks` calls :func:`check_adapter` and
+:func:`check_memory`, and the record of the backend calls :func:`find_problems`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def find_problems(config: RunConfig, *, late: bool, has_cuda: bool) -> Iterator[
 
     Args:
         config: Config of a run with a strategy of ZeRO.
-        late: Whether the config is resolved. This adds the rules that need a resolved config or user code.
+        late: Whether the config is resolved. If it is, rules that need a resolved config or import custom
+            code are also checked.
         has_cuda: Whether the backend has NVIDIA GPUs.
     """
     optimizer = config.train.optimizer
@@ -102,7 +103,7 @@ def find_problems(config: RunConfig, *, late: bool, has_cuda: bool) -> Iterator[
 
 
 def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with the way in which ZeRO gathers, saves and swaps parameters."""
+    """Yield the settings that do not work because of how ZeRO gathers, saves or swaps parameters."""
     if _is_swapping(config) and config.train.micro_batch_size == "auto":
         yield SettingProblem(
             ("train.micro_batch_size",),
@@ -124,7 +125,7 @@ def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of a custom optimizer. Loads its code."""
+    """Yield the reasons why ZeRO does not support a custom optimizer. A trial runs its code."""
     from portable.optim import custom_optimizer  # which imports torch
 
     key, optimizer = "train.optimizer", config.train.optimizer
@@ -137,7 +138,7 @@ def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that do not work with state on nvme."""
+    """Yield the settings that do not work if parameters or optimizer state are offloaded to nvme."""
     key, optimizer = "train.optimizer", config.train.optimizer
     offloading = "memory.offload_optimizer"
     reason = f"does not work with {offloading} or offload_params nvme"
@@ -156,5 +157,5 @@ def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def _is_swapping(config: RunConfig) -> bool:
-    """Return whether parameters or optimizer state are on nvme."""
+    """Return whether parameters or optimizer state are offloaded to nvme."""
     return "nvme" in (config.memory.offload_params, config.memory.offload_optimizer)

@@ -69,12 +69,16 @@ STAGE_BY_STRATEGY = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def check_deepspeed(config: RunConfig, device_type: str) -> None:
-    """Check that DeepSpeed on this machine can run a config: its JSON, optimizer and swap disk.
+    """Check that DeepSpeed can run a config on this machine: its JSON, its optimizer and its swap disk.
 
-    May compile C++ ops, which takes minutes once per machine.
+    C++ ops that the run needs may be compiled, which takes minutes once per machine.
+
+    Args:
+        config: Config of a run with a strategy of ZeRO.
+        device_type: Type of the run's devices, such as ``cuda``.
 
     Raises:
-        UserError: If it cannot.
+        UserError: If DeepSpeed or one of its ops is not available, or if a setting is not supported.
     """
     deepspeed = zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read_deepspeed_document(config)
@@ -86,7 +90,7 @@ def check_deepspeed(config: RunConfig, device_type: str) -> None:
 
 
 def apply_deepspeed_json(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
-    """Return the config with the values of its DeepSpeed JSON instead of default values.
+    """Return a config in which the values of its DeepSpeed JSON replace defaults.
 
     Args:
         config: Config of the run. It is returned unchanged if ``deepspeed.config`` is not set.
@@ -94,7 +98,7 @@ def apply_deepspeed_json(config: RunConfig, device_type: str, world_size: int) -
         world_size: Number of ranks.
 
     Raises:
-        UserError: If the JSON is wrong, or contradicts the config.
+        UserError: If the JSON is invalid, or contradicts a setting that the user has set.
     """
     if config.deepspeed.config is None:
         return config
@@ -104,7 +108,7 @@ def apply_deepspeed_json(config: RunConfig, device_type: str, world_size: int) -
 
 
 def build_deepspeed_notes(config: RunConfig, device_type: str) -> list[str]:
-    """Return notes on the DeepSpeed JSON of a run, one line per note."""
+    """Build the notes for the user on the DeepSpeed JSON of a run, one line each. Empty without a JSON."""
     zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read_deepspeed_document(config)
     return [] if document is None else deepspeed_json.build_document_notes(config, document)
@@ -113,7 +117,13 @@ def build_deepspeed_notes(config: RunConfig, device_type: str) -> list[str]:
 def build_engine(
     model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
 ) -> EngineWithMetrics:
-    """Shard a model with ZeRO. See :class:`portable.engines.engine_interface.EngineModule`."""
+    """Shard a model with ZeRO and build its optimizer. All ranks have to call this function.
+
+    See :class:`portable.engines.engine_interface.EngineModule`.
+
+    Raises:
+        UserError: If ZeRO does not support the model, or if DeepSpeed is not available.
+    """
     stage = STAGE_BY_STRATEGY[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(rank_info.device.type)
     zero_runtime.start_deepspeed(deepspeed, rank_info.device, at_stop)
@@ -171,7 +181,7 @@ def build_engine(
 def _destroy_deepspeed_engine(engine: Any) -> None:
     """Destroy a DeepSpeed engine, ignoring errors.
 
-    It references itself and would otherwise keep all its memory.
+    This is necessary to free its memory, because the engine contains references to itself.
     """
     with suppress(Exception):  # this fails if the device is broken, and that error is being raised already
         private_api.wait_for_swapping(engine.optimizer)
@@ -180,9 +190,19 @@ def _destroy_deepspeed_engine(engine: Any) -> None:
 
 
 def _create_swap_folder(model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack) -> None:
-    """Create an empty folder for the swap files of this run, and remove it at the end.
+    """Create an empty folder for the swap files of this run, after checking the free space of the disk.
 
-    The first rank of each node creates and removes the folder. A collective call.
+    The first rank of each node creates the folder, and removes it at the end of the run. All ranks have to
+    call this function, because it ends with a barrier.
+
+    Args:
+        model: The model, from whose shapes the size of the swap files is computed.
+        config: Config of the run.
+        rank_info: World size of the run.
+        at_stop: Exit stack that removes the folder when it is closed.
+
+    Raises:
+        UserError: If the disk has too little space.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
@@ -199,9 +219,17 @@ def _create_swap_folder(model: nn.Module, config: RunConfig, rank_info: RankInfo
 def _materialize_partitioned(
     deepspeed: Any, model: nn.Module, settings: dict[str, Any], device: torch.device, compute: torch.dtype
 ) -> None:
-    """Allocate a model from the meta device in place, and partition each parameter immediately.
+    """Allocate the parameters of a model one by one, and partition each of them immediately.
 
-    A rank never has more than its shards and one complete parameter in memory. A collective call.
+    A rank thus never has more than its shards and one complete parameter in memory. All ranks have to call
+    this function.
+
+    Args:
+        deepspeed: The module ``deepspeed``.
+        model: The model on the meta device, which is changed in place. Its buffers are moved to ``device``.
+        settings: Configuration for ``deepspeed.initialize``.
+        device: Device of this rank.
+        compute: Compute dtype, which the parameters get.
     """
     # Inside of its context, Init would cast the modules that are built. Its method for a single parameter
     # does not.
@@ -220,12 +248,12 @@ class ZeroEngine:
     """Engine on DeepSpeed ZeRO. Implements :class:`portable.backend.Engine`.
 
     Args:
-        engine: Engine from ``deepspeed.initialize``.
+        engine: Engine of ``deepspeed.initialize``.
         stage: Stage of ZeRO, 1 to 3.
         config: Config of the run.
         rank_info: Device, rank and world size of this process.
-        rounded_names: Names of frozen parameters that the compute dtype rounds. Checkpoints save their
-            original values.
+        rounded_names: Names of frozen parameters whose values are rounded to the compute dtype. The engine
+            also keeps their original values in host memory, for checkpoints.
     """
 
     def __init__(
@@ -279,7 +307,19 @@ class ZeroEngine:
         is_last_micro_batch: bool,
         with_token_metrics: bool = False,
     ) -> StepSums:
-        """Run the forward and backward pass of one micro-batch and return its contribution to the loss."""
+        """Run the forward and backward pass of one micro-batch, which adds to the gradients.
+
+        If the loss is not finite, all gradients become NaN, so that DeepSpeed skips the update.
+
+        Args:
+            batch: Micro-batch on the device.
+            global_weight: Weight of the global batch, by which the loss is divided, a scalar on the device.
+            is_last_micro_batch: Whether the optimizer step follows.
+            with_token_metrics: Whether to also compute the token accuracy and the entropy.
+
+        Returns:
+            The contribution of the micro-batch to the loss and to the logged values.
+        """
         self._partitions.refresh_compute_copies()
         self._engine.set_gradient_accumulation_boundary(is_last_micro_batch)
         output = forward_loss(self._engine, batch, self.objective, with_token_metrics=with_token_metrics)
@@ -291,7 +331,23 @@ class ZeroEngine:
         return sums
 
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
-        """Clip the gradients, take an optimizer step, and zero the gradients. Syncs with the device."""
+        """Clip the gradients, take an optimizer step, and zero the gradients.
+
+        DeepSpeed skips the update if it is not finite on any rank. After too many consecutive skipped
+        updates, no further step is taken. The host syncs with the device.
+
+        Args:
+            learning_rate: Learning rate of this step.
+            max_grad_norm: Norm to which gradients are clipped. 0 disables clipping.
+            loss: Loss of the step, a scalar on the device.
+
+        Returns:
+            The global norm of the gradients before clipping, an fp32 scalar on the device. NaN if no step was
+            taken.
+
+        Raises:
+            RunError: If fp16 gradients overflow at the lowest loss scale.
+        """
         optimizer = self._engine.optimizer
         if self.read_update_health().halted:
             optimizer.zero_grad(set_to_none=True)
@@ -328,7 +384,7 @@ class ZeroEngine:
     def find_nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose accumulated gradient is not finite.
 
-        Gathers each gradient, so it is a collective call.
+        All ranks have to call this method, because it gathers each gradient.
         """
         from deepspeed.utils import safe_get_full_grad
 
@@ -340,20 +396,32 @@ class ZeroEngine:
         return names
 
     def find_nonfinite_state(self) -> list[str]:
-        """Return the names of the trained parameters with a non-finite local weight or optimizer value."""
+        """Return the trained parameters with a non-finite weight or optimizer state on this rank, by name.
+
+        The state of a custom optimizer is not checked, because it may start from infinity.
+        """
         # A custom optimizer may start from infinity.
         weights_only = plugins.is_plugin_name(self._settings.optimizer)
         return find_nonfinite_names(self._partitions.iter_local_values(weights_only=weights_only))
 
     def get_metrics(self) -> dict[str, float]:
-        """Return additional metrics: the fp16 loss scale, or nothing without loss scaling."""
+        """Return the metrics ``overflows`` and ``loss_scale`` in fp16, otherwise an empty dict."""
         return {} if self._loss_scale is None else self._loss_scale.get_metrics()
 
     @torch.no_grad()
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the forward pass of an evaluation micro-batch, and return ``totals`` plus its metrics."""
+        """Run the forward pass of an evaluation micro-batch, and add its sums to the totals.
+
+        Args:
+            batch: Micro-batch on the device.
+            metric_accumulator: Function that computes the metric sums of a micro-batch.
+            totals: Sums of the previous micro-batches. They do not change.
+
+        Returns:
+            New totals by name.
+        """
         self._partitions.refresh_compute_copies()
         self._engine.eval()
         sums = self.objective.measure_micro_batch(self.model, batch, metric_accumulator)
@@ -361,7 +429,7 @@ class ZeroEngine:
         return compute_new_totals(totals, sums)
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
-        """Sample a continuation of ``prompt``."""
+        """Sample a continuation of ``prompt``. See :func:`sample_continuation` for arguments and result."""
         self._partitions.refresh_compute_copies()
         self._engine.eval()
         tokens = sample_continuation(
@@ -384,7 +452,13 @@ class ZeroEngine:
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Fill this rank's partitions of the parameters, and the persistent buffers in ``weights``."""
+        """Read this rank's partitions of the parameters and the persistent buffers in ``weights``.
+
+        Tensors that ``weights`` does not contain keep their values.
+
+        Args:
+            weights: Lazily read tensors by the model's names.
+        """
         self._partitions.load_weights(weights)
         for name, tensor in get_state_tensors(self.model).items():
             # Tensors that the optimizer does not have are complete on every rank, except that ZeRO-3 shards
@@ -402,7 +476,11 @@ class ZeroEngine:
                         copy_into_tensor(self._exact_frozen.setdefault(name, exact), weights[name])
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Load the model weights, optimizer state, and fp16 loss scale from a checkpoint."""
+        """Load the model weights, the optimizer state, and in fp16 the loss scale from a checkpoint.
+
+        Raises:
+            CheckpointError: If state is missing, or if it cannot be represented in ZeRO's flat partitions.
+        """
         stored = match_checkpoint_to_model(checkpoint, self.model)
         self.load_weights(stored.weights)
         base = private_api.get_basic_optimizer(self._engine)
@@ -416,7 +494,17 @@ class ZeroEngine:
         private_api.set_step_count(self._engine, read_step_of_any_checkpoint(checkpoint.root, steps))
 
     def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write this rank's files in DeepSpeed's checkpoint format."""
+        """Write this rank's files in DeepSpeed's checkpoint format.
+
+        All ranks have to call this method. In fp16, rank 0 also writes the state of the loss scale.
+
+        Args:
+            folder: Existing folder.
+            background: Whether to write in a thread, after copying the state to host memory.
+
+        Returns:
+            Handle of the write.
+        """
         self._partitions.refresh_compute_copies()
         if self._loss_scale is not None and self._engine.global_rank == 0:
             self._loss_scale.save_state(folder)
@@ -424,7 +512,10 @@ class ZeroEngine:
 
 
 def _read_optimizer_steps(checkpoint: Checkpoint) -> int:
-    """Read the number of optimizer steps before a checkpoint. 0 if the checkpoint does not record it."""
+    """Read the number of optimizer steps before a checkpoint, from its optimizer state or its metadata.
+
+    Returns 0 if the checkpoint does not contain it.
+    """
     state: Any = next(iter(checkpoint.optimizer.state.values()), {}) if checkpoint.optimizer else {}
     step = state.get("step", checkpoint.metadata.get("step", 0))
     return int(step.read() if isinstance(step, StoredTensor) else step)

@@ -1,7 +1,7 @@
-"""Memory and traffic of DeepSpeed ZeRO, computed from the shapes of a model.
+"""Memory and traffic of DeepSpeed ZeRO for the planner, computed from the shapes of a model.
 
-``tests/gpu/test_footprint.py`` checks that the resident sizes equal the sizes of live engines in bytes. See
-docs/planning.md.
+``tests/gpu/test_footprint.py`` checks that the sizes of parameters, gradients and optimizer state equal the
+sizes in real engines exactly. See docs/planning.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 def iter_zero_settings(config: RunConfig) -> Iterator[StrategySetting]:
-    """Yield the strategies of ZeRO that the planner tries, with their offloading."""
+    """Yield the strategies of ZeRO, with their offloading, that the planner compares.
+
+    Nothing is yielded if ZeRO does not support the optimizer of the run.
+    """
     train = config.train
     if train.optimizer in ZERO_OPTIMIZERS or _is_elementwise(train):
         for strategy in ZERO_STRATEGIES:
@@ -58,14 +61,19 @@ def _is_elementwise(train: TrainConfig) -> bool:
 
 
 def compute_zero_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the memory and traffic of a model under ``config.strategy``, which is a stage of ZeRO."""
+    """Compute the memory and traffic of a rank under ``config.strategy``, which is a stage of ZeRO."""
     return _ZeroFootprint(model, config, cluster).compute_footprint()
 
 
 class _RankShares:
-    """Number of elements that a rank updates and stores.
+    """Sizes of the parts of a model that one rank updates and stores.
 
-    Sizes are in elements, unless the name of an attribute contains ``bytes``.
+    Sizes are numbers of elements, unless a name contains ``bytes``.
+
+    Args:
+        model: Weights of the model.
+        config: Config of the run.
+        cluster: Number of nodes, and devices per node.
     """
 
     def __init__(self, model: ModelInventory, config: RunConfig, cluster: Cluster) -> None:
@@ -89,7 +97,10 @@ class _RankShares:
 
     @cached_property
     def _parameter_groups(self) -> list[list[ParameterEntry]]:
-        """Parameter groups of the optimizer. See :func:`portable.optim.optimizers.build_parameter_groups`."""
+        """Trained parameters by group of the optimizer, in the order of the groups.
+
+        See :func:`portable.optim.optimizers.build_parameter_groups`.
+        """
         groups: dict[Any, list[ParameterEntry]] = {}
         for weight in self._trained:
             groups.setdefault(weight.group, []).append(weight)
@@ -97,24 +108,27 @@ class _RankShares:
 
     @cached_property
     def _updated_elements(self) -> int:
-        """Number of elements that a rank updates."""
+        """Number of elements that a rank updates, including padding."""
         return sum(map(self._count_share_elements, self._parameter_groups))
 
     def _count_shard_elements(self, weights: Iterable[ParameterEntry]) -> int:
         return sum(-(-w.num_elements // self._num_ranks) for w in weights)
 
     def _compute_moment_and_step_counter_bytes(self) -> int:
-        """Compute the bytes of the moments of the flat partitions, and of their step counts."""
+        """Compute the bytes of the optimizer state of a rank: its moments in fp32, and its step counts."""
         return int(self._moments_per_element * FP32_BYTES * self._updated_elements) + self._step_counter_bytes
 
     @property
     def _moments_per_element(self) -> int | Fraction:
-        """Number of moments per element, including the weight average. With Muon, this is an average."""
+        """Number of fp32 values of optimizer state per element, including the weight average.
+
+        With Muon, this is an average over matrices and other parameters.
+        """
         return self._optimizer_moments + (self._config.train.ema is not None)
 
     @property
     def _optimizer_moments(self) -> int | Fraction:
-        """Moments per element of the optimizer, without the weight average."""
+        """Number of fp32 values of optimizer state per element, without the weight average."""
         if is_plugin_name(self._config.train.optimizer):
             return Fraction(compute_custom_state_bytes(self._config.train, (1,), 1).sharded, FP32_BYTES)
         if self._config.train.optimizer == "muon":
@@ -126,7 +140,7 @@ class _RankShares:
         return {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
 
     def _count_share_elements(self, group: list[ParameterEntry]) -> int:
-        """Count the elements of a parameter group that a rank updates."""
+        """Count the elements of a parameter group that a rank updates, including padding."""
         if self._stage == 3:
             return self._count_shard_elements(group)
         alignment = 2 * self._num_ranks
@@ -134,7 +148,7 @@ class _RankShares:
 
     @property
     def _step_counter_bytes(self) -> int:
-        """Bytes of the step counts: one count per group or sub-group."""
+        """Bytes of the step counts. There is one per group or, with stage 3, per sub-group."""
         if self._config.train.optimizer == "sgd":
             return 0
         groups = self._parameter_groups if self._stage < 3 else self._sub_groups
@@ -144,7 +158,7 @@ class _RankShares:
 
     @cached_property
     def _sub_groups(self) -> list[list[ParameterEntry]]:
-        """Sub-groups of parameters that stage 3 updates and swaps together."""
+        """Sub-groups of trained parameters, each of which stage 3 updates and swaps as a unit."""
         max_elements = self._get_deepspeed_size("sub_group_size")
         sub_groups: list[list[ParameterEntry]] = []
         for group in self._parameter_groups:
@@ -158,7 +172,13 @@ class _RankShares:
         return sub_groups
 
     def _get_deepspeed_size(self, name: str) -> int:
-        """Return a size from the DeepSpeed JSON in elements, or its default."""
+        """Return a size in elements, or a number of buffers, from the DeepSpeed JSON of the run.
+
+        A missing value is replaced by DeepSpeed's default, and ``auto`` by the value that the Trainer uses.
+
+        Args:
+            name: Dotted key in the section ``zero_optimization``.
+        """
         value: Any = self._zero_section
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -168,10 +188,10 @@ class _RankShares:
 
 
 class _ZeroFootprint(_RankShares):
-    """Memory and traffic of the stages of ZeRO in DeepSpeed 0.19."""
+    """Computation of the memory and traffic of a rank for the stages of ZeRO in DeepSpeed 0.19."""
 
     def compute_footprint(self) -> Footprint:
-        """Compute the footprint of one rank."""
+        """Compute the memory and traffic of one rank."""
         total, learning, compute, share = (
             self._total_elements,
             self._trained_elements,
@@ -222,13 +242,17 @@ class _ZeroFootprint(_RankShares):
 
     @cached_property
     def _padded_total_elements(self) -> int:
-        """Number of elements of all parameters with stages 1 and 2, which pad each group to equal shares."""
+        """Number of elements of all compute copies with stages 1 and 2, including padding.
+
+        The trained parameters of each group are padded, so that all ranks have shares of equal size.
+        """
         return self._num_ranks * self._updated_elements + self._total_elements - self._trained_elements
 
     def _compute_gradient_bytes(self) -> int:
-        """Compute the bytes of the gradients that a rank stores.
+        """Compute the bytes of the gradients that a rank stores on the device between passes.
 
-        These are unsharded gradients in the compute dtype with stage 1, and an fp32 shard with other stages.
+        With stage 1, these are unsharded gradients in the compute dtype. With the other stages, they are a
+        shard in fp32. Offloading with stage 3 moves this shard to the host.
         """
         if self._stage == 1:
             return self._compute_bytes * self._trained_elements
@@ -239,9 +263,9 @@ class _ZeroFootprint(_RankShares):
         return FP32_BYTES * self._updated_elements
 
     def _count_overlapping_elements(self) -> int:
-        """Count the elements of the parameters that overlap rank 0's share.
+        """Count the elements of the parameters that overlap rank 0's share of the flat tensor.
 
-        In fp32, stage 2 keeps their gradients unsharded.
+        In fp32, stage 2 stores the complete gradients of these parameters.
         """
         overlapping_elements = 0
         for group in self._parameter_groups:
@@ -253,7 +277,11 @@ class _ZeroFootprint(_RankShares):
         return overlapping_elements
 
     def _compute_host_bytes(self, resident: int) -> int:
-        """Compute the bytes in host memory, including buffers for gradients and parameters."""
+        """Compute the bytes of a rank in host memory, including buffers for gradients and parameters.
+
+        Args:
+            resident: Bytes of the compute copies that a rank stores.
+        """
         host = FP32_BYTES * self._exact_frozen_elements
         if self._parameters_on_host:
             host += self._compute_swap_host_bytes() if self._parameters_on_disk else resident
@@ -274,12 +302,11 @@ class _ZeroFootprint(_RankShares):
 
     @property
     def _exact_frozen_elements(self) -> int:
-        """Number of elements of frozen weights that a rank also keeps in fp32.
+        """Number of elements of the fp32 copies of frozen weights that a rank keeps in host memory.
 
-        The compute dtype would round these weights.
-
-        With stages 1 and 2, rank 0 keeps all of them. The result is then a rank's share of the memory of its
-        node.
+        These are the weights that would be rounded to the compute dtype. With stages 1 and 2, only rank 0
+        keeps copies. Their size is then divided among the ranks of its node, because these share the host
+        memory.
         """
         rounded = [w for w in self._weights if not w.is_trained and w.itemsize > self._compute_bytes]
         if self._stage == 3:
@@ -290,7 +317,7 @@ class _ZeroFootprint(_RankShares):
 
     @cached_property
     def _swapped_sub_groups(self) -> list[list[ParameterEntry]]:
-        """Sub-groups whose master weights and moments are swapped to disk."""
+        """Sub-groups whose master weights and moments are swapped to disk, which small sub-groups are not."""
         if not self._optimizer_on_disk:
             return []
         min_bytes = buckets.MIN_SWAPPED_BYTES
@@ -299,7 +326,10 @@ class _ZeroFootprint(_RankShares):
         ]
 
     def _compute_swap_host_bytes(self) -> int:
-        """Compute the bytes of swap buffers, and of compute copies that stay in memory."""
+        """Compute the bytes in host memory that swapping of parameters needs.
+
+        These are the swap buffers, the compute copies that stay in memory, and a buffer for writing.
+        """
         compute, ranks = self._compute_bytes, self._num_ranks
         buffers = self._get_deepspeed_size(
             "offload_param.buffer_count"
@@ -326,7 +356,7 @@ class _ZeroFootprint(_RankShares):
         return compute * (buffers + in_memory + small_elements) + written
 
     def _is_parameter_swapped(self, parameter: ParameterEntry) -> bool:
-        """Return whether the compute copy of a parameter is swapped to a file."""
+        """Return whether the shard of a parameter is large enough to be swapped to a file."""
         return self._compute_bytes * self._count_shard_elements([parameter]) >= buckets.MIN_SWAPPED_BYTES
 
     def _compute_disk_bytes(self) -> int:
@@ -348,7 +378,7 @@ class _ZeroFootprint(_RankShares):
     # -- temporary -----------------------------------------------------------------------------------------
 
     def _compute_pass_memory(self) -> PassMemory:
-        """Compute the memory of buffers, gathered parameters and unreduced gradients in a pass."""
+        """Compute the memory of buffers, gathered parameters and unreduced gradients in a backward pass."""
         bucket = self._get_deepspeed_size("reduce_bucket_size")
         compute = self._compute_bytes
         fp32_copy_bytes = 0 if compute == FP32_BYTES else FP32_BYTES
@@ -408,7 +438,7 @@ class _ZeroFootprint(_RankShares):
         return elements if elements > self._get_deepspeed_size("reduce_bucket_size") else 0
 
     def _compute_update_bytes(self) -> int:
-        """Compute the bytes of the flat fp32 gradients for the optimizer."""
+        """Compute the additional bytes during an optimizer step, mainly for flat fp32 gradients."""
         if self._optimizer_on_host:
             return 0
         if self._stage == 1:
@@ -423,7 +453,11 @@ class _ZeroFootprint(_RankShares):
 
 
 def _get_zero_section(config: RunConfig) -> dict[str, Any]:
-    """Return the section ``zero_optimization`` of the run's DeepSpeed JSON. It may be unchecked."""
+    """Return the section ``zero_optimization`` of the run's DeepSpeed JSON, without null values.
+
+    The section may not have been checked yet. Empty if the run has no JSON or only the path of a file that
+    has not been read.
+    """
     document, setting = config.documents.get("deepspeed.config"), config.deepspeed.config
     values = setting if document is None else document.values
     zero = values.get("zero_optimization") if isinstance(values, dict) else None

@@ -1,4 +1,4 @@
-"""Disk that ZeRO-Infinity swaps to: its checks, and the folder of a run."""
+"""Disk to which ZeRO-Infinity swaps: checks, the swap folder of a run, and the release of swap buffers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ AIO_DEFAULTS: dict[str, Any] = {
     "single_submit": False,
     "overlap_events": True,
 }
-"""Section ``aio`` for a local NVMe drive, with a deep queue of large requests. ``ds_nvme_tune`` measures a
-disk."""
+"""Default of the section ``aio``: a deep queue of large requests, which suits a local NVMe drive. DeepSpeed's
+tool ``ds_nvme_tune`` finds better values for a certain disk.
+"""
 
 
 def is_swapping_to_disk(config: RunConfig) -> bool:
@@ -39,10 +40,15 @@ def is_swapping_to_disk(config: RunConfig) -> bool:
 
 
 def check_swapping(config: RunConfig, deepspeed: Any) -> None:
-    """Check that DeepSpeed can swap, and that the run has a disk to swap to.
+    """Check that ``memory.nvme_path`` is a suitable folder, and that DeepSpeed can swap to it.
+
+    Args:
+        config: Config of a run that swaps to disk.
+        deepspeed: The module ``deepspeed``.
 
     Raises:
-        UserError: If ``memory.nvme_path`` is not a writable folder on a disk, or async_io cannot be built.
+        UserError: If ``memory.nvme_path`` is not a writable folder on a disk, or if DeepSpeed's op
+            ``async_io`` cannot be built.
     """
     path = _get_nvme_folder(config)
     try:
@@ -70,10 +76,10 @@ def _get_nvme_folder(config: RunConfig) -> Path:
 
 
 def check_async_io(deepspeed: Any) -> None:
-    """Check that DeepSpeed's op ``async_io`` can be built. Waits for a build in another process.
+    """Check that DeepSpeed's op ``async_io`` can be built here, and wait for a build in another process.
 
     Raises:
-        UserError: If it cannot be built.
+        UserError: If the op cannot be built, for example because ``libaio`` is missing.
     """
     builder = deepspeed.ops.op_builder.AsyncIOBuilder()
     require(
@@ -89,7 +95,7 @@ def check_free_space(config: RunConfig, required_bytes: int) -> None:
 
     Args:
         config: Config of the run, with ``memory.nvme_path``.
-        required_bytes: Size of the swap files of all ranks of this node.
+        required_bytes: Size of the swap files of all ranks of this node, in bytes.
 
     Raises:
         UserError: If the disk has less free space.
@@ -104,13 +110,13 @@ def check_free_space(config: RunConfig, required_bytes: int) -> None:
 
 
 def release_swap_buffers_after_forward(engine: Any) -> None:
-    """Free the swap buffers of the parameters after each forward pass without gradients.
+    """Install a hook that frees the swap buffers of parameters after each forward pass without gradients.
 
-    DeepSpeed keeps the buffers for a backward pass, and reads ahead for it. An evaluation has no backward
-    pass, so the next forward pass would not find a free buffer.
+    After a forward pass, DeepSpeed keeps the buffers and reads ahead for a backward pass. An evaluation has
+    no backward pass, so that its next forward pass would not find a free buffer.
 
     Args:
-        engine: DeepSpeed's engine, with stage 3 and parameters on NVMe.
+        engine: Engine of ``deepspeed.initialize``, with stage 3 and parameters on NVMe.
     """
     parameters: list[Any] = list(engine.module.parameters())
 
@@ -122,16 +128,16 @@ def release_swap_buffers_after_forward(engine: Any) -> None:
 
 
 def get_swap_folder(config: RunConfig) -> Path:
-    """Return the swap folder of this run under ``memory.nvme_path``.
+    """Return the path of the swap folder of this run under ``memory.nvme_path``. The folder may not exist.
 
-    Each output folder has a separate swap folder, so that runs can share a disk.
+    The name is derived from ``output_dir``, so that runs with different output folders can share a disk.
     """
     digest = hashlib.sha256(os.fsencode(Path(config.output_dir).absolute())).hexdigest()[:12]
     return _get_nvme_folder(config) / f"portable-swap-{digest}"
 
 
 def find_filesystem_type(path: Path) -> str:
-    """Return the type of the file system of a path. Empty if ``/proc/mounts`` does not exist."""
+    """Return the type of a path's file system, such as ``ext4``. Empty if there is no ``/proc/mounts``."""
     mounts = Path("/proc/mounts")
     if not mounts.exists():
         return ""

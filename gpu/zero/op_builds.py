@@ -1,8 +1,8 @@
-"""DeepSpeed's C++ ops, which torch compiles at their first use, one process at a time.
+"""Waiting for builds of DeepSpeed's C++ ops, which torch compiles at their first use, one process at a time.
 
-An older torch locks with a file in the build folder (a FileBaton). A process that is killed leaves the file
-behind, and torch waits forever until it is removed. The lock of a newer torch ends with its process, although
-the file stays.
+Older releases of torch use a file in the build folder as the lock (``FileBaton``). A process that is killed
+leaves the file behind, and other processes would wait forever. This module removes such a file. In newer
+releases, the operating system releases the lock when the process ends, so that the file does not matter.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ from portable.private import torch_internals
 from portable.terminal import print_status
 
 ABANDONED_BUILD_SECONDS = 300.0
-"""Seconds without a change in the build folder after which an unheld lock is considered abandoned.
+"""Seconds without a change in the build folder after which a lock is considered abandoned.
 
-A process on another machine may hold the lock on a shared file system, and such a process is not visible
-here. It compiles each file in about a minute or less.
+This applies to a lock file that no process on this machine has open.
+
+A process on another machine may hold the lock on a shared file system, which cannot be detected directly.
+Such a process changes the folder at least about once a minute, because it compiles each file in that time.
 """
 _PATIENCE, _PAUSE = 2.0, 0.2
 
 
 def wait_for_op_build(op_name: str) -> None:
-    """Wait until no other process builds an op of DeepSpeed.
+    """Wait until no other process builds an op of DeepSpeed. Remove the lock of a process that was killed.
 
-    Removes the lock of a process that was killed.
+    Prints a note if it waits for more than two seconds, or if it removes a lock. Returns at once with newer
+    releases of torch.
+
+    Args:
+        op_name: Name of the op, such as ``cpu_adam``.
     """
     from torch.utils import cpp_extension
 
@@ -50,7 +56,10 @@ def wait_for_op_build(op_name: str) -> None:
 
 
 def _is_open_in_any_process(file: Path) -> bool:
-    """Return whether a process on this machine has a file open. The process that builds holds it open."""
+    """Return whether a process on this machine has a file open.
+
+    A process that builds an op keeps its lock file open. Processes of other users are not visible.
+    """
     lock_path = str(file.resolve())
     for handle in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has ended, or belongs to another user
@@ -60,7 +69,7 @@ def _is_open_in_any_process(file: Path) -> bool:
 
 
 def _get_last_change_time(folder: Path) -> float:
-    """Return the time at which a file in a folder last changed, in seconds like ``time.time()``."""
+    """Return the latest modification time of a folder and the files in it, comparable to ``time.time()``."""
     times = [folder.stat().st_mtime]
     for entry in folder.iterdir():
         with suppress(FileNotFoundError):

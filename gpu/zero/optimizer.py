@@ -1,4 +1,4 @@
-"""Optimizer under ZeRO: a fused optimizer of torch, or DeepSpeed's CPU optimizer if the JSON requires it."""
+"""Optimizer that ZeRO wraps: the optimizer of the run, or DeepSpeed's CPU optimizer for it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,18 @@ _KEY = "zero_force_ds_cpu_optimizer"
 
 
 def check_zero_optimizer(config: RunConfig, document: DeepSpeedDocument | None) -> None:
-    """Check the optimizer settings of the JSON, and build DeepSpeed's CPU optimizer if the run needs it.
+    """Check that the DeepSpeed JSON allows the optimizer of the run.
 
-    The build takes minutes, once per machine.
+    If the JSON requires DeepSpeed's CPU optimizer, its C++ code is compiled, which takes minutes once per
+    machine.
+
+    Args:
+        config: Config of the run.
+        document: DeepSpeed JSON of the run. None if there is none, so that nothing is checked.
 
     Raises:
-        UserError: If DeepSpeed's CPU optimizer cannot be built, or the JSON refuses the optimizer of the run.
+        UserError: If the JSON does not allow the optimizer, or if DeepSpeed's CPU optimizer cannot be
+            compiled.
     """
     if document is None:
         return
@@ -76,13 +82,16 @@ def build_zero_optimizer(
     model: nn.Module,
     groups: Mapping[str, OptimizerGroup],
 ) -> Any:
-    """Build the optimizer of a model, whose parameters may already be partitioned.
+    """Build the optimizer of a model, which is then passed to ``deepspeed.initialize``.
 
     Args:
         config: Config of the run.
         document: DeepSpeed JSON of the run. None if there is none.
-        model: The transformers model.
+        model: The transformers model, whose parameters may already be partitioned.
         groups: Parameter group of each parameter, keyed by parameter name.
+
+    Returns:
+        A ``torch.optim.Optimizer``.
     """
     parameters = dict(model.named_parameters())
     if not _is_cpu_adam_forced(config, document):
@@ -100,16 +109,25 @@ def build_zero_optimizer(
 
 
 def restore_param_groups(optimizer: Any, train: TrainConfig, stored: OptimizerState | None) -> None:
-    """Restore the parameter groups of a custom optimizer. A no-op for built-in optimizers."""
+    """Restore the numbers that a custom optimizer keeps in its parameter groups.
+
+    Does nothing for built-in optimizers, and if there is no stored state.
+
+    Args:
+        optimizer: The optimizer, whose groups are changed in place.
+        train: The ``train`` section.
+        stored: Optimizer state of a checkpoint, or None.
+    """
     if is_plugin_name(train.optimizer):
         restore_custom_group_values(optimizer.param_groups, stored)
 
 
 def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
-    """Build one sample value per state entry of a custom optimizer, with the type that a restored value gets.
+    """Build sample values that determine the types to which a checkpoint's optimizer state is restored.
 
     Returns:
-        Samples keyed by state name. Empty for a built-in optimizer, whose state has known types.
+        Sample of each state entry of a custom optimizer, by entry name. An entry without a sample is restored
+        to an fp32 tensor on the device. Empty for a built-in optimizer.
     """
     if not is_plugin_name(train.optimizer):
         return {}
@@ -119,7 +137,14 @@ def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
 
 
 def replay_optimizer_counters(optimizer: Any, steps: int) -> None:
-    """Set the internal counters of a restored optimizer to their values after ``steps`` updates."""
+    """Set the counters of DeepSpeed's CPU optimizer outside of its state to their values after some updates.
+
+    Does nothing for other optimizers, which have no such counters.
+
+    Args:
+        optimizer: Optimizer that was passed to ``deepspeed.initialize``.
+        steps: Number of updates before the checkpoint.
+    """
     private_api.replay_cpu_adam_steps(optimizer, steps, [torch.zeros(1) for _ in range(4)])
 
 

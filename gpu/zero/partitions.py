@@ -1,9 +1,9 @@
-"""Load checkpoints into DeepSpeed's flat partitions of master weights and optimizer state.
+"""Loading of checkpoints into DeepSpeed's flat partitions of master weights and optimizer state.
 
-ZeRO-1 and 2 concatenate all parameters of a group and give every rank an equal slice. Each rank has the
-compute copies of all parameters. ZeRO-3 cuts every parameter into equal shards, one per rank, and
-concatenates the shards of a rank by sub-group. In both cases a rank reads only elements ``start`` to ``stop``
-of each parameter, in row-major order.
+ZeRO-1 and 2 concatenate all parameters of a group, and every rank stores an equal slice of the result. Each
+rank also has copies of all parameters in the compute dtype, here called compute copies. ZeRO-3 splits every
+parameter into equal shards, one per rank, and concatenates the shards of a rank by sub-group. In both cases,
+a rank needs only a range of the elements of each parameter, in row-major order, and reads no others.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterFragment:
-    """Slice of one parameter in a flat partition of this rank.
+    """Range of elements of one parameter that is stored in a flat partition of this rank.
 
     Attributes:
         parameter_name: Name of the parameter.
-        start: First element that this rank holds, in row-major order.
-        stop: End of the elements that this rank holds, exclusive.
-        partition_offset: Offset of the slice in the flat partition.
+        start: Index of the first element in the parameter, in row-major order.
+        stop: Index after the last element in the parameter.
+        partition_offset: Index of the first element in the flat partition.
     """
 
     parameter_name: str
@@ -48,19 +48,25 @@ class ParameterFragment:
     partition_offset: int
 
     def slice_partition(self, flat: Tensor) -> Tensor:
-        """Return the view of this fragment in the flat partition, or in a tensor of the same shape."""
+        """Return a view of this fragment's elements in the flat partition, or in a tensor of its shape.
+
+        Args:
+            flat: Flat partition of master weights or of a moment.
+        """
         return flat[self.partition_offset : self.partition_offset + self.stop - self.start]
 
 
 @torch.no_grad()
 def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) -> None:
-    """Copy elements ``start`` to ``stop`` of a source, in row-major order. No other elements are read.
+    """Read elements ``start`` to ``stop`` of a source, in row-major order, into a tensor.
+
+    No other elements are read.
 
     Args:
-        target: Flat tensor of ``stop - start`` elements.
+        target: Flat tensor of ``stop - start`` elements, which is overwritten.
         source: Tensor to read.
-        start: First element to copy.
-        stop: End of the elements, exclusive.
+        start: Index of the first element.
+        stop: Index after the last element.
     """
     offset = 0
     for index in _iter_boxes(source.shape, start, stop):
@@ -71,9 +77,17 @@ def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) ->
 
 
 def _iter_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Yield the index of each box that elements ``start`` to ``stop`` consist of, in row-major order.
+    """Divide a range of elements in row-major order into rectangular slices of the tensor.
 
-    The boxes are complete rows, and parts of the rows before and after them.
+    The slices are a block of complete rows, and parts of the rows before and after it.
+
+    Args:
+        shape: Shape of the tensor.
+        start: Index of the first element.
+        stop: Index after the last element.
+
+    Yields:
+        One index with a slice per dimension, in row-major order.
     """
     if not shape or start >= stop:
         if start < stop:
@@ -101,7 +115,7 @@ class FlatPartitions:
     """Partitions of ZeRO-1 and 2: one flat partition per parameter group.
 
     Args:
-        zero_optimizer: DeepSpeed's ZeRO optimizer.
+        zero_optimizer: ZeRO optimizer of DeepSpeed, which wraps the optimizer of the run.
         names: Name of each parameter.
         rank: This rank.
     """
@@ -122,7 +136,9 @@ class FlatPartitions:
         self._has_stale_copies = False
 
     def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
-        """List the matrices in each flat partition for :mod:`portable.optim.muon`, without vectors.
+        """List the layouts of the matrices in each flat partition, for :class:`portable.optim.muon.Muon`.
+
+        Parameters with one dimension are omitted.
 
         Args:
             ranks: Number of ranks.
@@ -149,40 +165,55 @@ class FlatPartitions:
         return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Fill the master weights. :meth:`refresh_compute_copies` then updates the compute copies."""
+        """Read the master weights of this rank for the parameters in ``weights``.
+
+        The compute copies are outdated until :meth:`refresh_compute_copies` is called.
+        """
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             _fill_weights(flat, fragments, weights)
         self._has_stale_copies = True
 
     def iter_local_values(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each parameter with this rank's part of its weight and optimizer state.
+        """Yield the values that this rank stores, each with the name of its parameter.
 
         Args:
-            weights_only: Whether to skip the optimizer state.
+            weights_only: Whether to yield only weights, without optimizer state.
+
+        Yields:
+            Name of a parameter, and a flat view of its weight or of one of its moments on this rank.
         """
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             state = {} if weights_only else self._base_optimizer.state.get(flat, {})
             yield from _iter_fragment_values(flat, fragments, state)
 
     def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state from state by parameter name. See :func:`_assemble_partition_state`."""
+        """Read the optimizer state of this rank from a checkpoint.
+
+        Args:
+            state: Stored state by parameter name and entry name.
+            state_samples: See :func:`_assemble_partition_state`.
+
+        Raises:
+            CheckpointError: If a number such as the step count differs between parameters.
+        """
         for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             self._base_optimizer.state[flat] = _assemble_partition_state(
                 flat, fragments, state, self._base_optimizer.state[flat], state_samples
             )
 
     def swap_ema_weights(self) -> None:
-        """Swap master weights and their average.
+        """Swap the master weights with their moving average.
 
-        :meth:`refresh_compute_copies` then updates the compute copies.
+        The compute copies are outdated until :meth:`refresh_compute_copies` is called.
         """
         swap_weights_and_averages(self._base_optimizer.state.items())
         self._has_stale_copies = True
 
     def refresh_compute_copies(self) -> None:
-        """Update the compute copies of all ranks after loading.
+        """Update the compute copies of all ranks from the master weights, if they are outdated.
 
-        This is a collective if the copies are outdated, and otherwise a no-op.
+        All ranks have to call this method, because it gathers the master weights. Does nothing if the copies
+        are up to date.
         """
         if self._has_stale_copies:
             private_api.gather_compute_copies(self._zero_optimizer)
@@ -200,7 +231,7 @@ class ShardedPartitions:
     """Partitions of ZeRO-3: one flat partition per sub-group, in memory or on NVMe.
 
     Args:
-        zero_optimizer: DeepSpeed's ZeRO optimizer.
+        zero_optimizer: ZeRO optimizer of DeepSpeed, which wraps the optimizer of the run.
         names: Name of each parameter.
         rank: This rank.
     """
@@ -219,7 +250,7 @@ class ShardedPartitions:
             self._fragments.append(fragments)
 
     def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
-        """List the matrices in each flat partition. See :meth:`FlatPartitions.list_matrices`.
+        """List the layouts of the matrices in each flat partition. See :meth:`FlatPartitions.list_matrices`.
 
         Args:
             ranks: Number of ranks.
@@ -244,7 +275,7 @@ class ShardedPartitions:
         return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Fill the master weights and the compute copies."""
+        """Read the master weights of this rank from ``weights``, and update the compute copies."""
         for index, fragments in enumerate(self._fragments):
             if any(fragment.parameter_name in weights for fragment in fragments):
                 with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
@@ -253,9 +284,10 @@ class ShardedPartitions:
         private_api.drop_secondary_shards(self._zero_optimizer)
 
     def iter_local_values(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield local values, and swap in one sub-group after the other.
+        """Yield the values that this rank stores. See :meth:`FlatPartitions.iter_local_values`.
 
-        See :meth:`FlatPartitions.iter_local_values`.
+        Sub-groups on NVMe are read into memory one after the other, so that a yielded tensor is valid only
+        until the next sub-group.
         """
         for index, fragments in enumerate(self._fragments):
             with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
@@ -263,7 +295,10 @@ class ShardedPartitions:
                 yield from _iter_fragment_values(flat, fragments, state)
 
     def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state from state by parameter name. See :func:`_assemble_partition_state`."""
+        """Read the optimizer state of this rank from a checkpoint.
+
+        See :meth:`FlatPartitions.load_optimizer_state`.
+        """
         for index, fragments in enumerate(self._fragments):
             with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
                 states = self._zero_optimizer.optimizer.state
@@ -275,7 +310,10 @@ class ShardedPartitions:
                 states[flat] = _assemble_partition_state(flat, fragments, state, current_state, state_samples)
 
     def swap_ema_weights(self) -> None:
-        """Swap master weights and their average, and update the compute copies."""
+        """Swap the master weights with their moving average, and update the compute copies.
+
+        All ranks have to call this method, because small parameters are gathered again.
+        """
         swap_weights_and_averages(self._zero_optimizer.optimizer.state.items())
         for index in range(len(self._fragments)):
             private_api.update_compute_copies(self._zero_optimizer, index)
@@ -289,15 +327,15 @@ class ShardedPartitions:
     def load_frozen_parameter(
         self, parameter: Any, source: ReadableTensor, *, return_exact: bool
     ) -> Tensor | None:
-        """Fill this rank's shard of a frozen parameter. It has no master copy.
+        """Read this rank's shard of a frozen parameter, which has no master weights.
 
         Args:
-            parameter: Partitioned parameter.
-            source: Full tensor to read.
+            parameter: Partitioned parameter, whose shard is in the compute dtype.
+            source: Complete tensor, from which only the shard is read.
             return_exact: Whether to return an fp32 copy of the shard.
 
         Returns:
-            The shard in fp32 on the host, including padding. None unless ``return_exact`` is set.
+            The shard in fp32 on the host, including padding. None if ``return_exact`` is False.
         """
         start, stop = self._get_local_range(parameter)
         exact_shard = torch.zeros(private_api.get_shard_num_elements(parameter)) if return_exact else None
@@ -310,7 +348,7 @@ class ShardedPartitions:
         return exact_shard
 
     def _get_local_range(self, parameter: Any) -> _ElementRange:
-        """Return the elements of a parameter that this rank holds."""
+        """Return the range of elements of a parameter that this rank stores, without padding."""
         size, full = (
             private_api.get_shard_num_elements(parameter),
             private_api.get_full_num_elements(parameter),
@@ -320,7 +358,15 @@ class ShardedPartitions:
 
 
 class _SwappedInSubGroup:
-    """Context in which a sub-group's flat master weights are in memory. Swaps them in and out if on NVMe."""
+    """Context in which the flat master weights and the optimizer state of a sub-group are in memory.
+
+    If they are on NVMe, they are read when the context begins, and written back when it ends. The value of
+    the context is the tensor with the master weights.
+
+    Args:
+        zero_optimizer: ZeRO optimizer of DeepSpeed.
+        index: Index of the sub-group.
+    """
 
     def __init__(self, zero_optimizer: Any, index: int) -> None:
         self._zero_optimizer, self._index = zero_optimizer, index
@@ -339,7 +385,16 @@ class _SwappedInSubGroup:
 def _iter_fragment_values(
     flat: Tensor, fragments: list[ParameterFragment], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of a flat partition and its state that belong to parameters. Padding is skipped."""
+    """Yield views of the elements of a flat partition and of its state for each parameter, without padding.
+
+    Args:
+        flat: Flat partition of master weights.
+        fragments: Fragments of parameters in the partition.
+        state: Optimizer state of the partition. Entries with another shape than ``flat`` are ignored.
+
+    Yields:
+        Name of a parameter, and a flat view of its weight or of a state entry.
+    """
     tensors = [flat, *(value for value in state.values() if getattr(value, "shape", None) == flat.shape)]
     for fragment in fragments:
         for tensor in tensors:
@@ -353,15 +408,16 @@ def _build_group_fragments(
     partition_size: int,
     names: Mapping[nn.Parameter, str],
 ) -> Iterator[ParameterFragment]:
-    """Yield the fragments of a parameter group in one partition of the group's flat tensor.
+    """Yield the fragments of a group's parameters that are in one partition of the group's flat tensor.
 
-    The fragments are derived from memory addresses. DeepSpeed's own map (``_hp_mapping``) is wrong if the
-    flat tensor is not in the order of the model, as with ``round_robin_gradients``.
+    The positions of parameters in the flat tensor are derived from memory addresses. DeepSpeed's own map
+    (``_hp_mapping``) cannot be used, because it is wrong if the flat tensor is not in the order of the model,
+    as with ``round_robin_gradients``.
 
     Args:
         group: Parameters, which are views of the flat tensor.
         group_tensor: Flat tensor of the group.
-        partition_start: First element of the partition in the flat tensor.
+        partition_start: Index of the partition's first element in the flat tensor.
         partition_size: Number of elements of the partition.
         names: Name of each parameter.
     """
@@ -374,7 +430,7 @@ def _build_group_fragments(
 
 
 def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
-    """Return the offset of a parameter in the flat tensor that it is a view of, in elements."""
+    """Return the offset of a parameter, in elements, in the flat tensor that contains it."""
     return (parameter.data_ptr() - group_tensor.data_ptr()) // group_tensor.element_size()
 
 
@@ -382,7 +438,13 @@ def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
 def _fill_weights(
     flat: Tensor, fragments: list[ParameterFragment], weights: Mapping[str, ReadableTensor]
 ) -> None:
-    """Fill the fragments of a flat partition whose parameters are in ``weights``."""
+    """Read the elements of a flat partition from lazily read weights.
+
+    Args:
+        flat: Flat partition of master weights, which is changed in place.
+        fragments: Fragments of parameters in the partition.
+        weights: Complete weights by parameter name. Elements of other parameters do not change.
+    """
     for fragment in fragments:
         if fragment.parameter_name in weights and fragment.stop > fragment.start:
             fill_slice(
@@ -406,10 +468,13 @@ def _assemble_partition_state(
     Args:
         flat: Flat partition of master weights.
         fragments: Fragments of parameters in the partition.
-        state: Stored state, keyed by parameter name.
-        current_state: Current state of the partition, whose memory is reused.
-        state_samples: Sample value of each state entry that is not an fp32 tensor on the device of the
-            partition.
+        state: Stored state by parameter name and entry name.
+        current_state: Current state of the partition, whose tensors are overwritten and reused.
+        state_samples: Sample value of each entry that does not have the default type, an fp32 tensor on the
+            device of the partition.
+
+    Returns:
+        State by entry name: flat tensors with the shape of ``flat``, and numbers such as the step count.
 
     Raises:
         CheckpointError: If a number such as the step count differs between parameters.

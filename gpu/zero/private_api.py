@@ -1,7 +1,7 @@
-"""All private and undocumented APIs of DeepSpeed that this package uses, as one small function each.
+"""Functions that use private or undocumented APIs of DeepSpeed. No other module uses such APIs.
 
-``tests/gpu/test_deepspeed_api.py`` checks the installed release. After an upgrade, only this module must be
-changed.
+``tests/gpu/test_deepspeed_api.py`` checks the APIs of the installed release. After an upgrade of DeepSpeed,
+only this module has to be changed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def disable_shared_memory_collectives(deepspeed: Any) -> None:
 def reset_parameter_numbering(deepspeed: Any) -> None:
     """Make DeepSpeed number parameters and modules from 0 again.
 
-    DeepSpeed never resets its counters and names swap files by the numbers, so a second run in this process
-    would write checkpoints that cannot be matched. Ranks also compare the numbers and must agree on them.
+    DeepSpeed never resets its counters. The numbers are part of the names of swap files, and ranks compare
+    them. Without a reset, a second run in this process would have other numbers than a first run, so that its
+    checkpoints could not be resumed by other processes.
     """
     deepspeed.zero.Init.param_id = 0
     offload = deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload
@@ -40,17 +41,17 @@ def reset_parameter_numbering(deepspeed: Any) -> None:
 
 
 def has_communicator(deepspeed: Any) -> bool:
-    """Return whether DeepSpeed has a communication backend."""
+    """Return whether DeepSpeed has a communication backend, that is, whether it was started."""
     return deepspeed.comm.comm.cdb is not None
 
 
 def drop_communicator(deepspeed: Any) -> None:
-    """Make DeepSpeed start a new communication backend the next time."""
+    """Drop DeepSpeed's communication backend, so that the next start creates a new one."""
     deepspeed.comm.comm.cdb = None
 
 
 def release_cached_models(deepspeed: Any) -> None:
-    """Drop the references to models that stage 3 never releases, to free their memory."""
+    """Drop the references to models that stage 3 keeps in global caches, to free the memory of the models."""
     zero = deepspeed.runtime.zero
     # Without these attributes, a release of DeepSpeed only leaks memory, which must not fail a run at its
     # end.
@@ -71,25 +72,26 @@ def get_basic_optimizer(engine: Any) -> Any:
 
 
 def set_step_count(engine: Any, steps: int) -> None:
-    """Set the step count. DeepSpeed names its folder inside a checkpoint by it."""
+    """Set DeepSpeed's step count, which becomes the name of its folder in a checkpoint."""
     engine.global_steps = steps
 
 
 def set_sample_count(engine: Any, global_batch_size: int) -> None:
-    """Set the count of samples to the steps times the batch size.
+    """Set DeepSpeed's count of samples to the number of steps times the global batch size.
 
-    DeepSpeed's own count includes each part of a context-parallel sequence, and only the current launch.
+    DeepSpeed's own count is wrong, because it counts each part of a context-parallel sequence as a sample,
+    and counts only samples of the current launch.
     """
     engine.global_samples = engine.global_steps * global_batch_size
 
 
 def set_clipping_norm(zero_optimizer: Any, max_norm: float) -> None:
-    """Set the gradient norm to clip to. 0 disables clipping."""
+    """Set the norm to which DeepSpeed clips the gradients. 0 disables clipping."""
     zero_optimizer.clip_grad = max_norm
 
 
 def get_dynamic_loss_scaler(zero_optimizer: Any) -> Any:
-    """Return DeepSpeed's loss scaler. None if the loss scale is fixed."""
+    """Return DeepSpeed's dynamic loss scaler. None if the loss scale is fixed, as in bf16 and fp32."""
     scaler = zero_optimizer.loss_scaler
     return scaler if scaler.dynamic else None
 
@@ -113,12 +115,12 @@ def replace_file_saver(engine: Any, save_file: Any) -> bool:
 
 
 class FlatGroup(NamedTuple):
-    """Parameter group of ZeRO-1 or 2."""
+    """Parameter group of ZeRO-1 or 2, in the compute dtype."""
 
     parameters: list[Any]
-    """Parameters in the compute dtype."""
+    """Parameters of the group, which are views of ``flat_tensor``."""
     flat_tensor: Tensor
-    """Flat tensor that the parameters are views of."""
+    """Flat tensor with all parameters of the group and padding."""
 
 
 def list_flat_groups(zero_optimizer: Any) -> list[FlatGroup]:
@@ -128,7 +130,10 @@ def list_flat_groups(zero_optimizer: Any) -> list[FlatGroup]:
 
 
 def gather_compute_copies(zero_optimizer: Any) -> None:
-    """Cast the master weights and all-gather them into the compute copies. A collective."""
+    """Cast the master weights of all ranks, and all-gather them into the compute copies.
+
+    All ranks have to call this function.
+    """
     zero_optimizer.update_lp_params()
 
 
@@ -136,7 +141,12 @@ def gather_compute_copies(zero_optimizer: Any) -> None:
 
 
 def partition_parameter(context: Any, parameter: nn.Parameter) -> None:
-    """Partition a parameter in place. ``context`` is a ``deepspeed.zero.Init``."""
+    """Partition a parameter over the ranks in place, so that this rank keeps only its shard.
+
+    Args:
+        context: Object of ``deepspeed.zero.Init``.
+        parameter: Complete parameter on the device.
+    """
     context._convert_to_zero_parameters([parameter])
 
 
@@ -146,22 +156,24 @@ def is_partitioned(tensor: Any) -> bool:
 
 
 def get_full_num_elements(parameter: Any) -> int:
-    """Return the number of elements of the unpartitioned parameter."""
+    """Return the number of elements of a partitioned parameter on all ranks together, without padding."""
     return int(parameter.ds_numel)
 
 
 def get_full_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of the unpartitioned parameter."""
+    """Return the shape that a partitioned parameter has when it is gathered."""
     return tuple(parameter.ds_shape)
 
 
 @contextmanager
 @PACKAGE.explain_missing_names(_FEATURE)
 def open_parameter_shard(parameter: Any) -> Iterator[Tensor]:
-    """Swap in this rank's flat shard of the compute copy if it is on NVMe, and write it back afterwards.
+    """Give access to this rank's shard of a parameter's compute copy within this context.
+
+    If the shard is on NVMe, it is read when the context begins, and written back when it ends.
 
     Yields:
-        The shard to fill, including padding.
+        The flat shard, including padding, which may be overwritten.
     """
     swapped = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
     if swapped:
@@ -173,31 +185,37 @@ def open_parameter_shard(parameter: Any) -> Iterator[Tensor]:
 
 
 def get_shard_num_elements(parameter: Any) -> int:
-    """Return the number of elements of a shard.
+    """Return the number of elements of a rank's shard of a partitioned parameter.
 
-    It is the same on all ranks, because the last shards are padded.
+    The number is the same on all ranks, because the last shards are padded.
     """
     return int(parameter.ds_tensor.ds_numel)
 
 
 def drop_secondary_shard(parameter: Any) -> None:
-    """Drop hpZ's second copy of a frozen parameter, which the optimizer step does not refresh."""
+    """Drop the secondary shard of a frozen parameter, because the optimizer step would not refresh it.
+
+    Secondary shards are copies within a node that ``zero_hpz_partition_size`` of ZeRO++ creates.
+    """
     parameter.ds_secondary_tensor = None
 
 
 def drop_secondary_shards(zero_optimizer: Any) -> None:
-    """Drop hpZ's second copies, because a forward pass would gather outdated values from them."""
+    """Drop the secondary shards of all parameters, which would be outdated in the next forward pass.
+
+    See :func:`drop_secondary_shard`.
+    """
     zero_optimizer.invalidate_secondary_tensor()
 
 
 def get_sub_groups(zero_optimizer: Any) -> list[list[Any]]:
-    """Return the sub-groups of parameters that stage 3 updates together."""
+    """Return the sub-groups of parameters, each of which stage 3 updates as a unit."""
     groups: list[list[Any]] = zero_optimizer.fp16_groups
     return groups
 
 
 def is_sub_group_swapped(zero_optimizer: Any, sub_group: int) -> bool:
-    """Return whether the optimizer state of a sub-group is on NVMe."""
+    """Return whether the master weights and the optimizer state of a sub-group are on NVMe."""
     return bool(zero_optimizer._swappable_optimizer_subgroup(sub_group))
 
 
@@ -218,19 +236,27 @@ def get_master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
 
 
 def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
-    """Cast the master weights of a sub-group into its compute copies, in memory or on NVMe."""
+    """Cast the master weights of a sub-group, and store them in its compute copies in memory or on NVMe."""
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
 
 
 def gather_persistent_parameters(zero_optimizer: Any) -> None:
-    """Gather the small parameters again that stay gathered between steps. A collective."""
+    """Gather the small parameters, which stay gathered between steps, again from their shards.
+
+    All ranks have to call this function.
+    """
     zero_optimizer._partition_all_parameters()
     if zero_optimizer.persistent_parameters:
         zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)
 
 
 def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None:
-    """Wait for running reads, and free the buffers that ``parameters`` were swapped in to."""
+    """Wait for running reads, and free the swap buffers that contain parameters.
+
+    Args:
+        zero_optimizer: ZeRO optimizer of DeepSpeed.
+        parameters: All parameters of the model.
+    """
     zero_optimizer.empty_partition_cache()
     swapper = parameters[0].nvme_swapper
     swapper.synchronize_reads()
@@ -239,9 +265,9 @@ def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None
 
 
 def wait_for_swapping(zero_optimizer: Any) -> None:
-    """Wait for all running reads and writes.
+    """Wait for all running reads and writes of swap files.
 
-    The process crashes if a handle is freed before they are complete.
+    Otherwise, freeing their handles would crash the process. Does nothing without swapping.
     """
     states = getattr(zero_optimizer, "optimizer_swapper", None)
     if states is not None:
@@ -256,10 +282,11 @@ def wait_for_swapping(zero_optimizer: Any) -> None:
 
 
 def replay_cpu_adam_steps(optimizer: Any, steps: int, scratch_tensors: Sequence[Tensor]) -> None:
-    """Run ``steps`` updates of DeepSpeedCPUAdam on scratch tensors. A no-op for other optimizers.
+    """Run ``steps`` updates of DeepSpeedCPUAdam on scratch tensors. Do nothing for other optimizers.
 
-    The C++ code of the optimizer keeps running powers of the betas outside of the state. Powers that are
-    computed directly for a later step would be rounded differently. An update takes a few microseconds.
+    The C++ code of the optimizer stores the powers of the betas outside of the optimizer state, and
+    multiplies them in each step. After a resume, they must be the same. Powers that are computed directly for
+    the step would be rounded differently. An update takes a few microseconds.
 
     Args:
         optimizer: Optimizer that was passed to ``deepspeed.initialize``.
@@ -280,7 +307,10 @@ def replay_cpu_adam_steps(optimizer: Any, steps: int, scratch_tensors: Sequence[
 
 
 def get_config_models() -> dict[str, Any]:
-    """Return DeepSpeed's pydantic models of the sections of its configuration, nested like the sections."""
+    """Return DeepSpeed's pydantic models by the names of the sections of its configuration.
+
+    A nested dict contains the models of nested sections.
+    """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
@@ -304,7 +334,11 @@ def get_config_models() -> dict[str, Any]:
 
 
 def list_type_params(type_name: str) -> set[str]:
-    """List the parameters of an optimizer or a scheduler, by the value of its key ``type``."""
+    """List the names of the parameters that an optimizer or scheduler of DeepSpeed accepts.
+
+    Args:
+        type_name: Value of the key ``type`` in the section ``optimizer`` or ``scheduler``, such as ``adamw``.
+    """
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import lr_schedules
     from torch.optim import SGD, AdamW
@@ -319,7 +353,7 @@ def list_type_params(type_name: str) -> set[str]:
 
 
 def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
-    """Return DeepSpeed's error for a key that it has removed. None if ``values`` has no such key."""
+    """Return the error that DeepSpeed raises for a key that it has removed. None if there is no such key."""
     from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys
 
     try:

@@ -1,4 +1,4 @@
-"""Import DeepSpeed for a device, start it on the process group of the run, and undo both."""
+"""Import of DeepSpeed, and its start on the process group of a run, which is undone when the run ends."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ INSTALL_REMEDY = "install it with: pip install 'portable-trainer[deepspeed]', or
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Import deepspeed for a type of device.
+    """Import deepspeed, and select the type of device that it uses.
 
     Args:
         device_type: Type of the run's devices, ``cuda`` or ``cpu``.
 
+    Returns:
+        The module ``deepspeed``.
+
     Raises:
-        UserError: If deepspeed is not installed, is too old, or cannot be imported.
+        UserError: If deepspeed is not installed, has the wrong version, or cannot be imported.
     """
     os.environ["DS_ACCELERATOR"] = device_type
     os.environ.setdefault("DS_LOGGING_LEVEL", "error")  # at INFO, DeepSpeed logs every detail
@@ -48,7 +51,7 @@ def import_deepspeed(device_type: str) -> Any:
 
 
 def _switch_accelerator(device_type: str) -> None:
-    """Switch DeepSpeed's device if it was imported for another type of device, for example in a notebook."""
+    """Change the type of DeepSpeed's devices if a previous run in this process used another type."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if get_accelerator().device_name() == device_type:
@@ -61,10 +64,10 @@ def _switch_accelerator(device_type: str) -> None:
 
 
 def start_deepspeed(deepspeed: Any, device: torch.device, at_stop: ExitStack) -> None:
-    """Start DeepSpeed on the process group of the run. A single process gets its own process group.
+    """Start DeepSpeed on the process group of the run, which is created first in a single process.
 
     Args:
-        deepspeed: The module deepspeed.
+        deepspeed: The module ``deepspeed``.
         device: Device of this rank.
         at_stop: Exit stack that undoes the changes when the backend stops.
     """

@@ -1,8 +1,8 @@
-"""Write DeepSpeed's checkpoint files, in the foreground or in the background.
+"""Writing of DeepSpeed's checkpoint files, in the foreground or in the background.
 
-DeepSpeed decides on the content of each file and passes it to its *checkpoint engine*, whose method ``save``
-is replaced here. For a background save, the replacement copies the content to host memory. The copy is
-serialized and written with the same ``torch.save`` while training continues.
+DeepSpeed determines the content of each file and passes it to its *checkpoint engine*, whose method ``save``
+is replaced by this module. For a background save, the replacement copies the content to host memory. A thread
+then writes the copy with ``torch.save``, as DeepSpeed would, while training continues.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class ZeroSaver:
-    """Saves the checkpoints of a DeepSpeed engine.
+    """Writer of the checkpoints of a DeepSpeed engine.
 
     Args:
-        engine: Engine from ``deepspeed.initialize``.
-        exact_frozen: Frozen parameters to save instead of their compute copies, keyed by name. The saver
-            reads the mapping at each save.
+        engine: Engine of ``deepspeed.initialize``. The ``save`` method of its checkpoint engine is replaced.
+        exact_frozen: Frozen parameters in fp32 that are saved instead of their rounded compute copies, keyed
+            by name. The mapping is read at each save, so that later additions have an effect.
     """
 
     def __init__(self, engine: Any, exact_frozen: Mapping[str, Tensor]) -> None:
@@ -45,7 +45,7 @@ class ZeroSaver:
         self._has_adapter = has_peft_adapter(engine.module)
         self._stored_names = set(get_checkpointed_tensors(engine.module)) if self._has_adapter else None
         self._deferred_files: list[_CheckpointFile] | None = None
-        """Files to write later. None to write each file immediately."""
+        """List to which the files of a background save are added. None to write each file at once."""
         self._uses_zip_format = private_api.replace_file_saver(engine, self._save_or_defer_file)
 
     @cached_property
@@ -53,9 +53,17 @@ class ZeroSaver:
         return get_or_create_background_group()
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write a checkpoint into ``folder``. See :meth:`portable.backend.Engine.save_shards`.
+        """Write a checkpoint into ``folder``. All ranks have to call this method.
 
-        State on NVMe is copied in the foreground, because the next step overwrites the swap files.
+        See :meth:`portable.backend.Engine.save_shards`. State on NVMe is always copied in the foreground,
+        because the next step overwrites the swap files.
+
+        Args:
+            folder: Existing folder.
+            background: Whether a thread writes the files.
+
+        Returns:
+            Handle of the write. It is already complete if ``background`` is False.
         """
         group = self._group  # a collective: create it before a thread needs it
         files: list[_CheckpointFile] = []
@@ -73,10 +81,15 @@ class ZeroSaver:
         return BackgroundWriteHandle(None)
 
     def _save_or_defer_file(self, state_dict: Any, path: str) -> None:
-        """Save a file of a checkpoint, or copy its content to host memory for a background save.
+        """Write a file of a checkpoint or, in a background save, copy its content to host memory.
 
-        DeepSpeed calls this method with the content of each file. The names of an adapter's checkpoint are
-        filtered, and frozen parameters are replaced by their original values.
+        DeepSpeed calls this method for each file. Before, the content is changed in two ways: with an
+        adapter, only tensors that belong to the checkpoint are kept, and rounded frozen parameters are
+        replaced by their fp32 values.
+
+        Args:
+            state_dict: Content of the file.
+            path: Path of the file.
         """
         # The state dict contains all names of tied frozen parameters, so keep only the stored names.
         if self._stored_names is not None and "module" in state_dict:
@@ -100,10 +113,17 @@ class ZeroSaver:
     def _write_files_collectively(
         self, files: list[_CheckpointFile], folder: Path, rank: int, group: dist.ProcessGroup | None
     ) -> None:
-        """Write this rank's files, and return when the files of all ranks are written.
+        """Write and sync this rank's files, and return when the files of all ranks are written.
+
+        Args:
+            files: Files that have not been written yet. The list is emptied.
+            folder: Folder of the checkpoint, in which all files that this rank wrote are synced to disk.
+            rank: This rank.
+            group: Process group of all ranks. None in a single process.
 
         Raises:
-            OSError: On every rank, if any rank could not write its files. A rank raises its own exception.
+            OSError: If another rank could not write its files. If this rank could not, its own exception is
+                raised instead.
         """
         failure: Exception | None = None
         try:
@@ -123,7 +143,13 @@ class ZeroSaver:
 
 
 class _CheckpointFile:
-    """File of a checkpoint that has not been written yet, with its content in host memory."""
+    """File of a checkpoint that has not been written yet.
+
+    Args:
+        path: Path of the file.
+        content: Content that ``torch.save`` writes.
+        zipfile_serialization: Whether ``torch.save`` uses its zip format.
+    """
 
     def __init__(self, path: Path, content: Any, zipfile_serialization: bool) -> None:
         self.path = path
@@ -131,16 +157,16 @@ class _CheckpointFile:
         self._zipfile = zipfile_serialization
 
     def write(self) -> None:
-        """Write the file."""
+        """Write the file with ``torch.save``."""
         # Open it in Python, because torch's writer hides errors of the system.
         with self.path.open("wb") as file:
             torch.save(self._content, file, _use_new_zipfile_serialization=self._zipfile)
 
 
 def _is_written_by(rank: int, name: str) -> bool:
-    """Return whether a rank wrote a file.
+    """Return whether a rank writes the file of a DeepSpeed checkpoint with this name.
 
-    File names contain the rank, and all other files are written by rank 0.
+    Rank 0 writes the files that do not have a rank in their name.
     """
     return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
 

@@ -18,14 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelElementCounts:
-    """Sizes of a model that determine buckets and buffers, in elements."""
+    """Sizes of a model that determine DeepSpeed's buckets and buffers.
+
+    Attributes:
+        hidden_size: Hidden size.
+        largest_parameter: Number of elements of the largest parameter.
+    """
 
     hidden_size: int
     largest_parameter: int
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelElementCounts:
-        """Read the sizes of a model, which may be on the meta device."""
+        """Read the sizes from a model, which may be on the meta device. The default hidden size is 1024."""
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         largest = max(parameter.numel() for parameter in model.parameters())
         return cls(int(getattr(text, "hidden_size", 1024)), largest)
@@ -65,7 +70,7 @@ def build_deepspeed_config(
 
 
 def _build_base_deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
-    """Build the configuration from the settings of the run, without its DeepSpeed JSON."""
+    """Build the configuration for DeepSpeed from only the settings of the run, without its DeepSpeed JSON."""
     memory = config.memory
     zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
     for part, device in (

@@ -1,5 +1,5 @@
 """Adapters: small trained tensors in a frozen base model, created by peft.
 
-`settings` turns the section ``adapter`` into peft's config, `adapter` injects the modules, `initial` computes
-their initial values, and `assemble` builds the complete model of a run.
+:mod:`.settings` converts the section ``adapter`` to peft's config, :mod:`.adapter` injects the modules,
+:mod:`.initial` computes their initial values, and :mod:`.assemble` builds the complete model of a run.
 """

@@ -1,7 +1,7 @@
 """The adapter of a run: peft's modules in a model on the meta device, and their initial values.
 
-:func:`inject_adapter` changes the model and returns an :class:`Adapter`. The adapter then maps names between
-the base model, the live model and peft's files.
+:func:`inject_adapter` adds the modules to the model and returns an :class:`Adapter`. This object maps tensor
+names between three places: the base model before the injection, the model with the adapter, and peft's files.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class _SourceAdapter(NamedTuple):
-    """Adapter that a run starts from, ``adapter.name_or_path``.
+    """Adapter ``adapter.name_or_path``, from whose values a run starts.
 
     Attributes:
         folder: Folder of the adapter, on this machine.
         adapter: The adapter in the folder, read lazily.
-        base_keys: Keys in its file of the tensors that the base model has as well.
+        base_keys: Keys in its file of unchanged base model tensors, which peft sometimes saves as well.
     """
 
     folder: Path
@@ -91,17 +91,17 @@ class _SourceAdapter(NamedTuple):
 
 
 class Adapter:
-    """The adapter of a run, and the names of its tensors in the live model, the base model and peft's files.
+    """The adapter of a run, with the names of its tensors in the model, the base model and peft's files.
 
-    Use :func:`inject_adapter` to create one.
+    Use :func:`inject_adapter` to create an object.
 
     Args:
         run: Config of the run.
         config: peft's config of the adapter.
         blueprint: Initial weights of the base model.
         model: The model with the adapter, on the meta device.
-        names: Names in the base model of the tensors that the base model provides, keyed by their names in
-            ``model``.
+        names: Names of tensors in the base model before the injection, by their names in ``model``. Contains
+            the tensors of ``model`` whose values come from the base model.
         grown: Whether the vocabulary is larger than the vocabulary of the base model.
 
     Attributes:
@@ -136,10 +136,12 @@ class Adapter:
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     def quantize_frozen_layers(self, model: PreTrainedModel) -> None:
-        """Quantize the frozen linear layers of ``model`` to the format ``adapter.base``.
+        """Replace the frozen linear layers of a model by quantized layers of the format ``adapter.base``.
 
-        The model is still on the meta device. :meth:`map_base_weights` quantizes the values when they are
-        read.
+        Afterwards, :meth:`map_base_weights` returns quantized weights for these layers.
+
+        Args:
+            model: The model with the adapter, on the meta device. It is changed in place.
 
         Raises:
             UserError: If the model has no frozen linear layers, or if bitsandbytes is not installed.
@@ -157,9 +159,9 @@ class Adapter:
     def map_base_weights(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         """Map weights of the base model to the names of the model with the adapter.
 
-        A module in ``modules_to_save`` starts from the values of the base model. Unless the run starts from
-        another adapter, the result also contains the tensors of the adapter that are computed from base
-        weights: DoRA's magnitudes and the trainable token rows.
+        The trained copy of a module in ``modules_to_save`` gets the same values as the original module.
+        Unless the run starts from another adapter, the result also contains the tensors of the adapter that
+        are computed from base weights: DoRA's magnitudes and the trainable token rows.
 
         Args:
             weights: Weights of the base model, keyed by their names in the base model. They are read lazily.
@@ -178,10 +180,10 @@ class Adapter:
         return base_weights
 
     def check_missing_base_weights(self, missing: Sequence[str]) -> None:
-        """Check that the adapter saves all weights that the files of the base model lack.
+        """Check that the adapter saves every weight that the files of the base model lack.
 
-        Any other missing weight would be random in this run, and would have other random values when the
-        adapter is loaded.
+        A missing weight is random in this run. If the adapter did not save it, it would have different random
+        values whenever the adapter is loaded.
 
         Args:
             missing: Names of the missing weights in the base model.
@@ -206,14 +208,16 @@ class Adapter:
             )
 
     def get_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
-        """Return the initial values of the tensors that the adapter adds, keyed by parameter name.
+        """Return the initial values of the tensors that the adapter adds, by parameter name.
 
-        Without ``adapter.name_or_path``, they depend only on the seed and the name, and equal peft's
-        initialization of the layer after ``torch.manual_seed``. Otherwise they are the values of that
-        adapter.
+        If ``adapter.name_or_path`` is set, these are the values in its files. Otherwise, they equal the
+        values to which peft initializes the layer after ``torch.manual_seed``, with a seed that depends on
+        the seed of the run and the name of the layer. Values that are computed from base weights are in the
+        result of :meth:`map_base_weights`.
 
         Args:
-            base_weights: Weights in the files of the base model, keyed by their names in the base model.
+            base_weights: Weights in the files of the base model, by their names in the base model. They are
+                compared with copies in the files of ``adapter.name_or_path``.
 
         Raises:
             UserError: If the adapter ``adapter.name_or_path`` cannot be read or does not fit the model.
@@ -226,7 +230,7 @@ class Adapter:
 
     @cached_property
     def _source_adapter(self) -> _SourceAdapter:
-        """The adapter ``adapter.name_or_path``. The first access reads its headers.
+        """Adapter ``adapter.name_or_path``. The first access downloads it if necessary and reads its headers.
 
         Raises:
             UserError: If the folder does not contain an adapter, or if its tensors do not match the model.
@@ -274,7 +278,14 @@ class Adapter:
             assert self._source_adapter
 
     def _read_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        """Return the source adapter's tensors, after a check that they are finite and fit the base model."""
+        """Return the tensors of the source adapter by parameter name, after checking them.
+
+        The check reads all values of the adapter: they have to be finite, and tensors of the base model that
+        are in the same file have to equal ``base_weights``.
+
+        Raises:
+            UserError: If the check fails.
+        """
         folder, stored_adapter, of_base = self._source_adapter
         try:
             stored_adapter.digest  # noqa: B018  (refuses NaN and infinity, and what is damaged)
@@ -303,23 +314,27 @@ class Adapter:
 
     @property
     def largest_rank(self) -> int:
-        """Largest LoRA rank of any module. peft doubles the rank of a stacked gate and up projection."""
+        """Largest LoRA rank in peft's config: ``r``, or a larger value in ``rank_pattern``.
+
+        Modules that peft adapts with twice the rank, such as stacked gate and up projections, are listed in
+        ``rank_pattern``.
+        """
         ranks: list[int] = [self.config.r, *self.config.rank_pattern.values()]
         return max(ranks)
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Whether the adapter changes a parameter that contains all experts of a layer."""
+        """Whether the adapter changes stacks of experts, for which peft nests its wrappers."""
         return any(".base_layer.lora_" in name for name in self.saved_names)  # peft nests the wrappers
 
     def map_foreign_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Map a checkpoint of this adapter that another program wrote to the names of the live model.
+        """Map a checkpoint of this adapter that another program has written to the names of the model.
 
         Args:
             checkpoint: Checkpoint of any format, for example of TRL's trainer.
 
         Returns:
-            The adapter's tensors and optimizer state. They are read lazily.
+            A checkpoint with only the tensors and the optimizer state of the adapter. They are read lazily.
 
         Raises:
             UserError: If the checkpoint does not contain an adapter, or contains an adapter with other
@@ -378,9 +393,10 @@ class Adapter:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Settings of the adapter and a fingerprint of the base model, as JSON values.
+        """Settings of the adapter and a fingerprint of the base model, as values that JSON can store.
 
-        A checkpoint records them. :meth:`check_stored_identity` compares them when a run resumes.
+        Each checkpoint of the run records the identity. When a run resumes, :meth:`check_stored_identity`
+        compares it. The fingerprint is None if the base model has random weights.
         """
         values = to_peft_document(self.config)
         for name in ("base_model_name_or_path", "revision", "peft_version", "inference_mode"):
@@ -390,9 +406,9 @@ class Adapter:
 
     @cached_property
     def base_checkpoint(self) -> Checkpoint | None:
-        """Files of the base model, or None if the base model starts from random weights.
+        """Checkpoint of the base model with dequantized weights. None if the base model has random weights.
 
-        Random weights depend only on the seed, so they need no files.
+        Random weights depend only on the seed, so that there are no files.
 
         Raises:
             UserError: If the files cannot be read.
@@ -446,7 +462,15 @@ class Adapter:
 
 
 def build_training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
-    """Build the model that a run trains, with its adapter if it has one, on the meta device."""
+    """Build the model that a run trains, with its adapter if it has one, on the meta device.
+
+    Args:
+        model_config: Transformers config of the model. ``model.function`` may change it in place.
+        config: Config of the run.
+
+    Raises:
+        UserError: If the model cannot be built, or cannot have the adapter.
+    """
     model = models.build_and_freeze_model(model_config, config)
     if config.adapter.type is not None:
         inject_adapter(model, model_config, config)
@@ -461,21 +485,21 @@ def inject_adapter(
 ) -> Adapter:
     """Inject the run's adapter into a model on the meta device, and freeze the other weights.
 
-    peft replaces the adapted modules, and the model keeps its transformers class. Trained weights are fp32.
-    Frozen weights get the dtype ``adapter.base``, except the weights that transformers keeps in fp32.
+    peft replaces the adapted modules by its layers. The class of the model does not change. Trained weights
+    are fp32. Frozen weights get the dtype ``adapter.base``, except weights that transformers keeps in fp32.
+    If ``adapter.base`` is a quantized format, the frozen linear layers are quantized.
 
     Args:
-        model: The base model on the meta device.
-        model_config: Config of the base model.
+        model: The base model on the meta device. It is changed in place.
+        model_config: Transformers config of the base model.
         config: Config of the run.
-        grown_from: Rows of the vocabulary before tokens were added. See
-            :func:`portable.model.pretrained.load_pretrained_weights`.
+        grown_from: Vocabulary size before ``data.added_tokens`` enlarged it. None if it did not change.
 
     Returns:
-        The adapter. It maps names and provides initial values.
+        The adapter, which maps names and provides initial values.
 
     Raises:
-        UserError: If the model cannot have the adapter.
+        UserError: If a setting of the section ``adapter`` does not fit the model.
     """
     from portable.private.peft_internals import is_dora_magnitude_layer, peft, use_pattern_matcher
 
@@ -515,7 +539,10 @@ def inject_adapter(
 
 
 def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor) -> bool:
-    """Return whether a stored tensor has the values of a base weight, reading a few rows at a time."""
+    """Return whether a stored tensor has the shape and values of a base weight. Reads 1024 rows at a time.
+
+    Returns False if there is no base weight, or if the stored tensor is not a float tensor.
+    """
     if (
         base_weight is None
         or tuple(base_weight.shape) != tuple(stored.shape)
@@ -533,10 +560,13 @@ def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor)
 
 
 def _compute_lora_update(**layers: Any) -> Tensor:
-    """Compute the product of the LoRA factors that DoRA adds to a weight.
+    """Compute the product of the LoRA factors, ``lora_B @ lora_A``, that DoRA adds to a weight.
 
-    This function replaces peft's method. That method multiplies a unit matrix by both layers so that FSDP1's
-    hooks run. The unit matrix ``[inputs, inputs]`` can be larger than the layer.
+    This function replaces a method of peft, which applies both layers to an identity matrix so that the hooks
+    of FSDP1 run. The identity matrix ``[inputs, inputs]`` can be larger than the layer.
+
+    Args:
+        layers: The modules ``lora_A`` and ``lora_B``, by these names. Other arguments are ignored.
     """
     product: Tensor = layers["lora_B"].weight @ layers["lora_A"].weight
     return product
@@ -544,10 +574,7 @@ def _compute_lora_update(**layers: Any) -> Tensor:
 
 @contextmanager
 def _ignore_peft_warnings() -> Iterator[None]:
-    """Suppress peft's warnings within this context.
-
-    They are about settings that are checked here, or that are corrected afterward.
-    """
+    """Suppress warnings within this context, because this module handles their causes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -557,9 +584,10 @@ def _ignore_peft_warnings() -> Iterator[None]:
 
 
 def _list_head_modules(model: PreTrainedModel) -> list[str]:
-    """List the modules outside of the base model, such as a classifier's head.
+    """List the names of the modules outside of the base model, such as a classifier's head.
 
-    A base checkpoint may lack their weights. Empty if the model does not have a separate base model.
+    These modules are trained completely, because a checkpoint of the base model may lack their weights. Empty
+    if the model does not have a separate base model.
     """
     names = [
         name
@@ -678,7 +706,10 @@ def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunC
 
 
 def _has_linear_output(module: Any) -> bool:
-    """Return whether a module computes one output vector for each input vector, as LoRA requires."""
+    """Return whether a linear module returns a tensor ``[..., out_features]``, as LoRA requires.
+
+    A module with a custom ``forward`` is run on the meta device. False if this fails.
+    """
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return True
     inputs = torch.empty(1, 2, module.in_features, device="meta", dtype=module.weight.dtype)
@@ -691,9 +722,10 @@ def _has_linear_output(module: Any) -> bool:
 
 
 def _find_tied_weights(model: PreTrainedModel) -> set[str]:
-    """Return the names of the parameters that are tied to a parameter of a different module type.
+    """Return the names of the tied parameters whose names differ in more than layer numbers.
 
-    The layers of Zamba that share one module are of the same kind: each has a separate adapter.
+    An adapter of such a parameter would change only one of the modules. Parameters whose names differ only in
+    layer numbers, such as the shared layers of Zamba, are fine, because each layer gets a separate adapter.
     """
     groups = [{first, *others} for first, others in map_tied_names(model).items() if others]
     return {
@@ -702,22 +734,33 @@ def _find_tied_weights(model: PreTrainedModel) -> set[str]:
 
 
 def _build_name_pattern(part: str) -> str:
-    """Build a regular expression for a name that ``summarize_parameters`` returns."""
+    """Build a regular expression from a name in the result of :func:`summarize_as_outermost_modules`.
+
+    The ``*`` in the name matches any layer number.
+    """
     return re.escape(part).replace(r"\*", r"\d+")
 
 
 def _contains_any(part: str, names: list[str]) -> bool:
-    """Return whether a module from ``summarize_parameters`` contains one of the parameters."""
+    """Return whether a module contains one of the parameters.
+
+    Args:
+        part: Name in the result of :func:`summarize_as_outermost_modules`, in which ``*`` matches any number.
+        names: Names of parameters.
+    """
     pattern = re.compile(_build_name_pattern(part) + r"(\..*)?")
     return any(pattern.fullmatch(name) for name in names)
 
 
 def _mark_unreached_with_adapters(model: PreTrainedModel, base_names: Mapping[str, str]) -> None:
-    """Record which parameters never receive a gradient, including adapters of modules that skip text.
+    """Update the record of the parameters that never receive a gradient, after the injection of an adapter.
+
+    The recorded names are renamed, and the parameters of adapters of modules that never run are added. See
+    :func:`record_unreached_names`.
 
     Args:
         model: The model with the adapter.
-        base_names: Names of the tensors in the base model, keyed by the names in ``model``.
+        base_names: Names of the tensors in the base model before the injection, by their names in ``model``.
     """
     before = get_unreached_names(model)
     unreached = {name for name, base in base_names.items() if base in before}
@@ -731,10 +774,17 @@ def _mark_unreached_with_adapters(model: PreTrainedModel, base_names: Mapping[st
 def _resolve_target_names(
     model: PreTrainedModel, settings: Any, run_config: RunConfig, matcher: PatternMatcher
 ) -> None:
-    """Check the names in ``settings``, and expand ``all-linear`` if ``adapter.layers`` is set.
+    """Check the module and parameter names in ``settings``, and limit ``all-linear`` to ``adapter.layers``.
 
-    Changes ``target_modules`` and ``exclude_modules`` of ``settings`` in that case, because peft accepts
-    layer numbers only together with a list of names.
+    peft accepts layer numbers only together with a list of names. If both ``all-linear`` and
+    ``adapter.layers`` are set, ``target_modules`` of ``settings`` is therefore replaced by the names of the
+    linear modules in these layers, and ``exclude_modules`` by None.
+
+    Args:
+        model: The base model on the meta device.
+        settings: peft's config.
+        run_config: Config of the run.
+        matcher: Matcher for a regular expression in ``target_modules``.
 
     Raises:
         UserError: If a name matches nothing; the message suggests similar names. Some names of a file in
@@ -801,7 +851,7 @@ def _resolve_target_names(
 
 
 def _parse_layer_index(name: str) -> int | None:
-    """Parse the layer index in a module name such as ``model.layers.3.mlp``. None if there is no index."""
+    """Parse the layer index in a module name: 3 for ``model.layers.3.mlp``, None if there is no index."""
     match = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
     return None if match is None else int(match[1])
 
@@ -821,7 +871,7 @@ def _check_names_exist(
         requested_names: Names to check.
         module_names: Full names in the model.
         suggested: Names to suggest as alternatives in the message.
-        any_match_suffices: Whether some names may match nothing, if at least one of them matches.
+        any_match_suffices: Whether it is sufficient that one of the names matches.
     """
     missing_names = [
         name
@@ -842,19 +892,28 @@ def _check_names_exist(
 
 
 def _list_last_components(names: list[str]) -> list[str]:
-    """List the distinct last components of module names, sorted."""
+    """List the distinct last components of module names, such as ``q_proj``, in sorted order."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _format_last_components(names: list[str]) -> str:
-    """Format the last components of module names for an error message."""
+    """Format the distinct last components of module names for an error message, at most eight of them."""
     tails = _list_last_components(names)
     more = f" and {len(tails) - _MAX_SHOWN} more" if len(tails) > _MAX_SHOWN else ""
     return ", ".join(tails[:_MAX_SHOWN]) + more
 
 
 def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternMatcher) -> None:
-    """Raise UserError if training would separate a weight from the weight that it is tied to."""
+    """Raise UserError if the adapter would train one of two tied modules but not the other.
+
+    This is the case if ``modules_to_save`` contains a tied module, or if ``target_modules`` contains an
+    output head that is tied to the embedding.
+
+    Args:
+        model: The base model on the meta device.
+        settings: peft's config.
+        matcher: Matcher for a regular expression in ``target_modules``.
+    """
     tied = {name: others for name, others in map_tied_names(model).items() if others}
     tied_modules = {n.rpartition(".")[0] for first, others in tied.items() for n in (first, *others)}
     for name in sorted(settings.modules_to_save or ()):
@@ -889,8 +948,8 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
 
     Args:
         model: The model with the adapter.
-        tied: Whether the model has tied weights.
-        num_base_rows: Rows of the vocabulary before ``data.added_tokens``, or None if no tokens were added.
+        tied: Whether the base model has tied weights, which determines the advice in an error message.
+        num_base_rows: Vocabulary size before ``data.added_tokens``, or None if no tokens were added.
 
     Raises:
         UserError: If a token is not in the vocabulary or is listed twice, or if the adapter would not save
@@ -928,9 +987,13 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
 
 
 class _TableWithTrainedRows:
-    """Replacement of ``get_merged_weights`` of peft's layer: the table with its trained rows.
+    """Callable that returns the embedding table of a peft layer with its trained rows inserted.
 
-    Keeps the row indices on the device, because peft copies them there in each forward pass.
+    It replaces the layer's method ``get_merged_weights``, which copies the row indices to the device in each
+    forward pass. This class keeps the indices on the device.
+
+    Args:
+        module: Layer of peft with ``trainable_tokens_delta``.
     """
 
     def __init__(self, module: Any) -> None:
@@ -953,14 +1016,16 @@ class _TableWithTrainedRows:
 
 
 def _map_base_names(model: PreTrainedModel, base_names_by_id: Mapping[int, str]) -> dict[str, str]:
-    """Map the tensors of ``model`` that start from a base weight to the name of that weight.
+    """Map the tensors of a model with an adapter to the tensors of the base model that have their values.
+
+    The trained copies of modules in ``modules_to_save`` are mapped to the original tensors.
 
     Args:
         model: The model with the adapter. It still contains the tensor objects of the base model.
-        base_names_by_id: Names of the tensors in the base model, keyed by ``id``.
+        base_names_by_id: Names of the base model's tensors before the injection, by the ``id`` of the tensor.
 
     Returns:
-        Names in the base model, keyed by the names in ``model``.
+        Names in the base model, by the names in ``model``.
     """
     live = get_state_tensors(model)
     base_names = {
@@ -974,7 +1039,7 @@ def _map_base_names(model: PreTrainedModel, base_names_by_id: Mapping[int, str])
 
 
 def _map_saved_names(model: PreTrainedModel) -> dict[str, str]:
-    """Map each trained tensor to its name in peft's files."""
+    """Map the name of each trained parameter in the model to its name in peft's files."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {name: (parse_adapter_name(name) or parse_replaced_name(name)).saved_name for name in trained}
 
@@ -984,6 +1049,8 @@ def _map_saved_names(model: PreTrainedModel) -> dict[str, str]:
 
 def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
     """Choose the dtype of the frozen weights from ``adapter.base`` and ``precision``.
+
+    For quantized formats, this is the compute dtype, which the weights that are not quantized have.
 
     Raises:
         UserError: If the dtype is neither the compute dtype nor fp32.
@@ -1001,7 +1068,13 @@ def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
 
 
 def _cast_frozen_weights(model: PreTrainedModel, base_names: Mapping[str, str], dtype: torch.dtype) -> None:
-    """Cast the frozen weights to ``dtype``, except the weights that transformers keeps in fp32."""
+    """Cast the frozen weights of a model to a dtype, except the weights that transformers keeps in fp32.
+
+    Args:
+        model: The model with the adapter, on the meta device. It is changed in place.
+        base_names: Names of the tensors in the base model before the injection, by their names in ``model``.
+        dtype: Dtype of the frozen weights.
+    """
     fp32_names = transformers_internals.list_fp32_name_parts(model, fp16=dtype == torch.float16)
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in fp32_names) or "$^")
     fp32_weights = {name for name in list_frozen_names(model) if pattern.search(base_names[name])}

@@ -1,6 +1,7 @@
-"""Assembly of a run's model on the meta device from its config and its data.
+"""Construction of a run's complete model, with adapter, on the meta device from its config and its data.
 
-Training, ``--dry-run``, ``--show-data`` and the planner all use these functions, so they see the same model.
+Training, ``--dry-run``, ``--show-data`` and the planner all use these functions, so that they build the same
+model and report the same errors.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
 
 
 class AssembledModel(NamedTuple):
-    """A model on the meta device, with its adapter."""
+    """Result of :func:`assemble_model`."""
 
     model: PreTrainedModel
-    """Model that the run trains, including the adapter."""
+    """Model that the run trains, on the meta device, including the adapter."""
     adapter: Adapter | None
     """Adapter in ``model``, or None if the run trains all weights."""
     grown_from: int | None
-    """Rows of the vocabulary before ``data.added_tokens``, or None if no tokens were added."""
+    """Vocabulary size before ``data.added_tokens`` enlarged it, or None if it did not change."""
     replaced_tokens: list[str]
-    """Special tokens of a pretrained model that the tokenizer's replace, described for a note to the user."""
+    """Notes about the special token ids of a pretrained model that ids of the tokenizer have replaced."""
 
 
 def assemble_model(
@@ -58,11 +59,13 @@ def assemble_model(
 
     Args:
         config: Config of the run.
-        model_config: Config of the model. This function sets the vocabulary size, the special tokens and the
-            changes of ``model.function`` in it, which are then saved with the weights.
-        special_tokens: Special tokens from ``model_config`` and ``config.model``.
-        tokenizer: Tokenizer of the data, or None if it is not on this machine.
-        data: Data of the run, or its sizes if the data is not opened.
+        model_config: Transformers config of the model, which is saved with the weights. It is changed in
+            place: it gets the final vocabulary size, the special tokens, and the changes of
+                ``model.function``.
+        special_tokens: Special tokens, built from ``model_config`` and ``config.model``.
+        tokenizer: Tokenizer of the data. None if it is not on this machine, so that special tokens do not
+            change.
+        data: Data of the run, or only its sizes.
 
     Raises:
         UserError: If a setting or the tokenizer does not fit the model.
@@ -94,10 +97,10 @@ def assemble_model(
 
 
 def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
-    """Check that context-parallel and tensor-parallel ranks can share the sequences and layers of ``model``.
+    """Check that a model supports the context parallelism and the tensor parallelism of a run.
 
     Raises:
-        UserError: If the model does not support one of them.
+        UserError: If the model does not support the parallelism of the run.
     """
     if config.context_parallel_size > 1:
         from portable.model.context_parallel_support import check_context_parallel_support
@@ -114,7 +117,7 @@ class InspectedRun(NamedTuple):
 
     Attributes:
         assembled: Model and adapter.
-        data: Sizes of the data that the files on this machine show.
+        data: Sizes of the data, determined from the files on this machine.
     """
 
     assembled: AssembledModel
@@ -124,10 +127,11 @@ class InspectedRun(NamedTuple):
 def inspect_run(config: RunConfig) -> InspectedRun:
     """Assemble the model of a run on the meta device, and inspect its data.
 
-    Does not write or download data. Used by ``--dry-run`` and the planner.
+    Data is neither downloaded nor written. ``--dry-run`` and the planner use this function.
 
     Raises:
         UserError: If a run would refuse the config, the model or the data.
+        MissingDataError: If the data is not on this machine.
     """
     model_config = models.load_model_config(config.model)
     models.check_seq_len(model_config, config)
@@ -142,9 +146,10 @@ def inspect_run(config: RunConfig) -> InspectedRun:
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Resolve the defaults that depend on the files of the adapter, the data and the model.
+    """Resolve the settings that depend on the files of the adapter, the data and the model.
 
-    Data is not downloaded. If the data is missing, ``data.format`` does not change.
+    These are the settings of the section ``adapter``, ``data.format``, and the defaults of ``data.seq_len``
+    and ``data.packing``. Data is not downloaded. If the data is missing, ``data.format`` does not change.
 
     Raises:
         UserError: If a run would refuse the files.
@@ -159,12 +164,12 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
 
 
 class PlanInputs(NamedTuple):
-    """A resolved config and its model, the inputs of a plan.
+    """Inputs of a memory plan, the result of :func:`resolve_and_build_model`.
 
     Attributes:
         config: The resolved config.
-        model: Model on the meta device.
-        sizes: Sizes of the data, or None if the data was not read.
+        model: Model of the run, with its adapter, on the meta device.
+        sizes: Sizes of the data. None if the data was not read, because it is missing or was not requested.
     """
 
     config: RunConfig
@@ -177,7 +182,8 @@ def resolve_and_build_model(config: RunConfig, *, with_data: bool = True) -> Pla
 
     Args:
         config: Config of the run.
-        with_data: Whether to read the data and the tokenizer, if they are on this machine.
+        with_data: Whether to read the data and the tokenizer. If they are not on this machine, the function
+            continues without them.
 
     Raises:
         UserError: If a run would refuse the config.
@@ -198,13 +204,13 @@ def resolve_and_build_model(config: RunConfig, *, with_data: bool = True) -> Pla
 
 
 def build_data_arguments(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
-    """Build the arguments of ``build_data`` that depend on the model's config and the loss.
+    """Build the keyword arguments of ``build_data`` that depend on the model's config and the loss.
 
-    If ``data.tokenizer`` is null, ``build_data`` uses the tokenizer of the pretrained model, or trains a
-    tokenizer with the vocabulary size of a new model.
+    They include the name of the pretrained model and the vocabulary size, because ``build_data`` uses the
+    tokenizer of the pretrained model if ``data.tokenizer`` is null, or trains a tokenizer of this size.
 
     Returns:
-        Keyword arguments of ``build_data`` and ``inspect_data_sizes``.
+        Keyword arguments for ``build_data`` and ``inspect_data_sizes``.
     """
     return {
         "model_tokenizer": config.model.name_or_path,

@@ -1,7 +1,7 @@
 """Initial values of an adapter, computed layer by layer when they are read.
 
-peft itself initializes each layer, on the CPU and with a seed that depends on the layer's name. So all ranks
-compute equal values, and no rank holds the values of all layers.
+Each layer is initialized by peft's code, on the CPU and with a seed that is derived from the layer's name.
+All ranks therefore compute equal values, and no rank has the values of all layers in memory.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from portable.model.weight_sources import Index, ReadableTensor
 
 ADAPTER_NAME = "default"
-"""peft's name of the adapter in a live model. Files do not contain the name."""
+"""Name under which peft registers the adapter in the modules of a model. Files do not contain the name."""
 _BLOCK_ROWS = 1024
 """Number of rows of a base weight that are in memory at a time while DoRA's magnitudes are computed."""
 
 
 class BaseDependentValue(NamedTuple):
-    """A value of the adapter that is computed from a weight of the base model.
+    """Initial value of an adapter tensor that is computed from a weight of the base model.
 
     Attributes:
-        value: DoRA's magnitudes or the trainable token rows, as a function of the weight.
+        value: Object whose method ``build_tensor`` computes the value from the weight.
         base_name: Name of the weight in the base model.
     """
 
@@ -44,7 +44,7 @@ class BaseDependentValue(NamedTuple):
 
 
 class InitialValues(NamedTuple):
-    """Initial values of an adapter, keyed by parameter name. They are computed when they are read.
+    """Initial values of an adapter by parameter name, which are computed when they are read.
 
     Attributes:
         values: Values that do not depend on the base model.
@@ -64,7 +64,7 @@ def build_initial_values(
         model: Model with the adapter, on the meta device.
         config: peft's config.
         seed: Seed of the run.
-        base_names: Names in the base model, keyed by the names in ``model``.
+        base_names: Names of the base weights before the adapter was injected, by their names in ``model``.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -97,11 +97,11 @@ def build_initial_values(
 
 
 class _DetachedPeftLayer:
-    """Copy of one of peft's layers without the adapted module, to be initialized by peft's code.
+    """Copy of a peft layer without the adapted module, which peft's code initializes on the CPU.
 
     Args:
-        module: peft's layer in the model.
-        init: Kind of initialization, ``init_lora_weights`` of peft's config.
+        module: Layer of peft in the model, on the meta device.
+        init: Value of ``init_lora_weights`` in peft's config.
         seed: Seed of this layer.
 
     Attributes:
@@ -119,18 +119,21 @@ class _DetachedPeftLayer:
     def compute_all_values(self) -> dict[str, torch.Tensor]:
         """Return the initial values of all parameters of the layer, keyed by name.
 
-        The last layer's values are cached.
+        The values of the latest layer are cached, and replace the values of the layer before.
         """
         if _DetachedPeftLayer._latest_values is None or _DetachedPeftLayer._latest_values[0] is not self:
             _DetachedPeftLayer._latest_values = (self, self._initialize_on_cpu())
         return _DetachedPeftLayer._latest_values[1]
 
     def compute_value(self, name: str) -> torch.Tensor:
-        """Return the initial value of one parameter."""
+        """Return the initial value of one parameter. Initializes the layer unless its values are cached."""
         return self.compute_all_values()[name]
 
     def _initialize_on_cpu(self) -> dict[str, torch.Tensor]:
-        """Allocate the parameters on the CPU and initialize them with the layer's seed."""
+        """Initialize a copy of the layer on the CPU with the layer's seed, and return its parameters by name.
+
+        Torch's random state does not change.
+        """
         parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
         module = torch_internals.copy_with_submodules(self._module, parts)
         for child in parts.values():
@@ -143,10 +146,12 @@ class _DetachedPeftLayer:
 
 
 def _initialize_parameters(module: Any, init: Any) -> None:
-    """Initialize the parameters of one of peft's layers in place.
+    """Initialize the parameters of a peft layer in place, with torch's default random generator.
 
-    IA3 layers have a single initialization. If ``init`` is false, the LoRA weights keep the default
-    initialization of their layer types.
+    Args:
+        module: LoRA or IA3 layer of peft, with parameters on the CPU.
+        init: Value of ``init_lora_weights`` in peft's config. If it is false, LoRA weights get the default
+            initialization of their modules. IA3 layers ignore it.
     """
     if hasattr(module, "reset_ia3_parameters"):
         module.reset_ia3_parameters(ADAPTER_NAME)
@@ -166,13 +171,16 @@ def _initialize_parameters(module: Any, init: Any) -> None:
 
 
 class _BaseLayerStub(nn.Module):
-    """Stand-in for the adapted module. peft reads the dtype from it."""
+    """Replacement for the adapted module in a copied peft layer, from which peft reads only the dtype."""
 
     weight = torch.zeros(())
 
 
 def _copy_layer_without_base(module: Any) -> Any:
-    """Copy one of peft's layers on the meta device, with a stub for the adapted module."""
+    """Copy a peft layer on the meta device, with a stub instead of the adapted module.
+
+    DoRA's magnitudes are omitted, because they depend on the base weight.
+    """
     children = {
         name: copy.deepcopy(child)
         for name, child in module.named_children()
@@ -182,17 +190,17 @@ def _copy_layer_without_base(module: Any) -> Any:
 
 
 class TrainedTokenRows:
-    """Trainable token rows. Their initial values are the rows of the base weight.
+    """Trainable rows of an embedding (``trainable_token_indices``), which start from rows of the base weight.
 
     Args:
-        tokens: Token ids.
+        tokens: Token ids of the rows.
     """
 
     def __init__(self, tokens: list[int]) -> None:
         self.token_indices = tokens
 
     def build_tensor(self, weight: ReadableTensor) -> ReadableTensor:
-        """Read the rows from a base weight. Returns a tensor ``[tokens, hidden]``."""
+        """Read the initial rows, ``[tokens, hidden]``, from a base weight ``[vocabulary, hidden]``."""
         width = slice(0, weight.shape[1])
         return ComputedTensor.from_tensor(
             torch.cat(
@@ -202,11 +210,11 @@ class TrainedTokenRows:
 
 
 class DoraMagnitudes:
-    """DoRA's initial magnitudes: the norm of each output's row in the base weight plus the LoRA update.
+    """Initial magnitudes of DoRA: for each output, the norm of its row in base weight plus LoRA update.
 
     Args:
-        layer: Layer of the adapter, which computes the LoRA factors.
-        module: peft's layer in the model.
+        layer: Detached copy of the layer, which computes the initial LoRA factors.
+        module: Layer of peft in the model.
     """
 
     def __init__(self, layer: _DetachedPeftLayer, module: Any) -> None:
@@ -216,10 +224,10 @@ class DoraMagnitudes:
         # Embeddings and weights that are stored as [inputs, outputs] have their outputs in dim 1.
         self._outputs_in_columns = self._is_embedding or bool(module.fan_in_fan_out)
         self.dtype = torch.float32
-        """Dtype of the base weight in training. The stored weight is rounded to it first."""
+        """Dtype of the base weight in training, to which the stored weight is rounded before it is used."""
 
     def build_tensor(self, weight: ReadableTensor) -> _DoraMagnitudesTensor:
-        """Build the magnitudes of a base weight. They are computed lazily, when they are read."""
+        """Return the magnitudes for a base weight as a lazily read tensor."""
         return _DoraMagnitudesTensor(self, weight)
 
     def compute_magnitudes(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
@@ -227,10 +235,10 @@ class DoraMagnitudes:
 
         Args:
             weight: The base weight.
-            rows: Range of outputs. All outputs if None.
+            rows: Range of outputs with start and stop. All outputs if None.
 
         Returns:
-            Magnitudes, fp32 ``[outputs]``.
+            Magnitudes, fp32 ``[outputs in the range]``.
         """
         layer_values = self._layer.compute_all_values()
         if self._is_embedding:
@@ -260,10 +268,10 @@ class DoraMagnitudes:
 
 
 class _DoraMagnitudesTensor:
-    """A tensor of magnitudes that is computed when it is read.
+    """Lazily read tensor with DoRA's magnitudes for one base weight.
 
     Args:
-        lengths: Magnitudes as a function of the weight.
+        lengths: Object that computes the magnitudes.
         weight: Base weight.
     """
 
@@ -276,7 +284,7 @@ class _DoraMagnitudesTensor:
         return (self._weight.shape[1 if self._magnitudes._outputs_in_columns else 0],)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """Compute the magnitudes, or a range of them if there is an index."""
+        """Compute the magnitudes in the slice ``index[0]``, or all magnitudes if ``index`` is None."""
         return to_numpy(
             self._magnitudes.compute_magnitudes(self._weight, None if index is None else index[0])
         )

@@ -1,4 +1,4 @@
-"""Check that an adapter can be merged into its base model, before the run trains it."""
+"""Check before a run that its adapter will be mergeable into the base model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def check_adapter_can_be_merged(adapter: Adapter) -> None:
-    """Check that every tensor that the adapter changes is in the base model's files and can be changed.
+    """Check that the base model has every tensor that the adapter changes, in a format that can be changed.
 
-    Runs before training, because a run with ``checkpoint.export: merged`` would otherwise fail at its end.
-    The check uses only names and shapes.
+    The check runs before training, because a run with ``checkpoint.export: merged`` would otherwise fail at
+    its end. It uses only names and shapes. It does nothing if the base model has random weights.
 
     Args:
         adapter: Adapter of the run.
@@ -46,7 +46,11 @@ def check_adapter_can_be_merged(adapter: Adapter) -> None:
 
 
 class _UnreadableBytes(InMemorySource):
-    """Placeholder for the bytes of a tensor when only its shape is used."""
+    """Placeholder for the bytes of a tensor whose values are never read.
+
+    Args:
+        nbytes: Size of the tensor in bytes.
+    """
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(b"")

@@ -1,7 +1,7 @@
-"""Settings of an adapter: the section ``adapter``, files in peft's format, and peft's config.
+"""Conversion of adapter settings between the section ``adapter``, files in peft's format, and peft's config.
 
-:func:`resolve_adapter_config` reads a file in peft's format into the section. :func:`build_peft_config` turns
-the section into peft's config.
+:func:`resolve_adapter_config` reads a file in peft's format into the section ``adapter``.
+:func:`build_peft_config` converts the section to peft's config.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _EXTRA_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "ia3": ("exclude_modules", "fan_in_fan_out", "feedforward_modules"),
 }
-"""Supported keys of peft's files without a setting in the section."""
+"""Keys of peft's files that are supported although the section ``adapter`` has no setting for them."""
 
 _IGNORED_KEYS = (
     "peft_type",
@@ -91,7 +91,9 @@ _TARGET_TABLES: dict[str, dict[str, str]] = {
         "feedforward_modules": "TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING",
     },
 }
-"""peft's tables of default modules by model type, for each setting that peft looks up if it is null."""
+"""Names of peft's tables of default modules by model type. peft looks up a setting in its table if the
+setting is null.
+"""
 
 _SUPPORTED_INITS = (True, False, "gaussian", "orthogonal")
 _PEFT_TASKS = {
@@ -103,13 +105,17 @@ _PEFT_TASKS = {
 
 
 def resolve_adapter_config(config: RunConfig) -> RunConfig:
-    """Return the config with the settings from the file of ``adapter.name_or_path`` or ``adapter.config``.
+    """Read the file of ``adapter.name_or_path`` or ``adapter.config`` into the section ``adapter``.
 
-    Folders of runs are replaced by their exported models first. If neither setting is set, nothing else
-    changes.
+    Folders of runs are replaced by the exported models in them first (:func:`replace_runs_by_exports`). If
+    neither setting is set, nothing else changes. An adapter on the Hub is downloaded.
+
+    Returns:
+        A new config. It also contains the complete file, for keys without a setting in the section.
 
     Raises:
-        UserError: If the file cannot be used or contradicts a setting.
+        UserError: If the file cannot be read, contradicts a setting of the user, or contains a setting that
+            is not supported.
     """
     config = replace_runs_by_exports(config)
     adapter = config.adapter
@@ -167,7 +173,10 @@ def resolve_adapter_config(config: RunConfig) -> RunConfig:
 
 
 def replace_runs_by_exports(config: RunConfig) -> RunConfig:
-    """Replace each run that the config names as a model, tokenizer or adapter by the run's exported model.
+    """Replace each run that the config names as a model, tokenizer or adapter by the exported model in it.
+
+    Returns:
+        A changed config, or ``config`` itself if it names no such folder.
 
     Raises:
         UserError: If the run has no export, or if ``model.name_or_path`` is an adapter. The message gives the
@@ -204,12 +213,12 @@ def _add_default_targets(
     Args:
         config: Config of the run.
         document: Content of the file.
-        kind: Type of the adapter.
+        kind: Type of the adapter, ``lora`` or ``ia3``.
         path: Path of the file, used in error messages.
         key: Setting that names the file, used in error messages.
 
     Returns:
-        The content with the target modules.
+        A copy of the content with the target modules, or ``document`` itself if nothing is missing.
 
     Raises:
         UserError: If peft has no default for the model.
@@ -234,10 +243,14 @@ def _add_default_targets(
 
 
 def _to_setting_value(name: str, value: Any) -> Any:
-    """Convert a value of peft's file to the form of the setting ``name``.
+    """Normalize a value of peft's file or of the section ``adapter``, so that the two can be compared.
 
     ``layers`` becomes a list, or None if it is empty. Lists of modules and parameters are sorted. Other
     values are returned unchanged.
+
+    Args:
+        name: Name of the setting in the section ``adapter``.
+        value: Value of the setting.
     """
     if name == "layers":
         return [value] if isinstance(value, int) else value or None
@@ -254,7 +267,7 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
     Args:
         path: Path of the file.
         key: Setting that names the file or its folder, used in error messages.
-        folder: Folder that links must not leave. None if the setting names the file.
+        folder: Folder of the file, which symbolic links must not leave. None if the setting names the file.
 
     Raises:
         UserError: If the file does not exist, cannot be read, or does not contain a mapping.
@@ -274,7 +287,7 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
 
 
 def _check_supported_keys(document: Mapping[str, Any], kind: str, path: Path, key: str) -> None:
-    """Raise UserError if the file sets a key that would change the training and is not supported."""
+    """Raise UserError if peft's file contains an unsupported key with a value other than its default."""
     supported = {*PEFT_KEYS[kind].values(), *_EXTRA_KEYS[kind], *_IGNORED_KEYS}
     defaults = _get_peft_defaults(kind)
     for name, value in document.items():
@@ -285,7 +298,7 @@ def _check_supported_keys(document: Mapping[str, Any], kind: str, path: Path, ke
 
 
 def _get_peft_defaults(kind: str) -> dict[str, Any]:
-    """Return peft's defaults, keyed by the names in peft's files."""
+    """Return the default value of each key of peft's files for the adapter type ``lora`` or ``ia3``."""
     return {
         field.name: field.default_factory() if field.default_factory is not MISSING else field.default
         for field in fields(_get_peft_config_class(kind))
@@ -299,7 +312,7 @@ def _get_peft_config_class(kind: str) -> Any:
 
 
 def resolve_adapter_folder(name_or_path: str) -> Path:
-    """Return the folder of an adapter on this machine, after downloading it from the hub if it is not cached.
+    """Return the local folder of an adapter. An adapter on the Hub is downloaded unless it is cached.
 
     Args:
         name_or_path: Path of a folder, or a name on the hub (``organization/name``).
@@ -327,7 +340,7 @@ def resolve_adapter_folder(name_or_path: str) -> Path:
 
 
 def find_adapter_weights(folder: Path) -> Path:
-    """Return the file with an adapter's weights in ``folder``, or the folder if there is no such file."""
+    """Return the path of the adapter weights in ``folder``, or ``folder`` itself if it has no such file."""
     return next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), folder)
 
 
@@ -336,8 +349,9 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
 
     Args:
         config: Config of the run, after :func:`resolve_adapter_config`.
-        revision: Commit of the base model on the hub, or None.
-        modules_to_save: Modules to train in full in addition to the modules in the section.
+        revision: Commit of the base model on the Hub, or None.
+        modules_to_save: Names of modules that are trained completely, in addition to
+            ``adapter.modules_to_save``.
 
     Raises:
         UserError: If peft refuses a value.
@@ -373,7 +387,7 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
 def to_peft_document(config: Any) -> dict[str, Any]:
     """Convert peft's config to the content of ``adapter_config.json``.
 
-    The result is the same in every process.
+    Sets are sorted, so that the result is the same in every process.
     """
     values = {**config.to_dict(), "inference_mode": True}
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in values.items()}

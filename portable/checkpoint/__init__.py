@@ -1,1 +1,1 @@
-"""Save, find and restore the checkpoints of a run, and resume from checkpoints of other trainers."""
+"""Checkpoints of a run (saving, finding and restoring them), and checkpoints of other trainers."""

@@ -1,8 +1,8 @@
-"""Checkpoints written by other trainers: the trainer, and its step and sample counts.
+"""Checkpoints written by other trainers: detection of the trainer, and its counts of steps and samples.
 
-:mod:`portable.converters` opens the shards of every program. Each program stores its counts differently: the
-Hugging Face Trainer in ``trainer_state.json`` and ``scheduler.pt``, and DeepSpeed and torchtitan in the
-shards. Accelerate and PyTorch/XLA only store the optimizer's step count.
+:mod:`portable.converters` opens the shards of every program. This module finds the counts, which each program
+stores differently: the Hugging Face Trainer in ``trainer_state.json`` and ``scheduler.pt``, and DeepSpeed and
+torchtitan in the shards. Accelerate and PyTorch/XLA store only the step count of the optimizer.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SCHEDULER_FILES = ("scheduler.pt", "scheduler.bin")
 # Counters of optimizer steps in the shards. A checkpoint has at most one of them.
 _STEP_COUNTERS = ("train_state.step", "global_steps", "step")
 HALF_DTYPES = ("BF16", "F16")
-"""Names of the dtypes with 16 bits."""
+"""Names of the 16-bit dtypes in the notation of checkpoint files."""
 
 
 @dataclass(frozen=True)
 class SourcedCount:
-    """Count of steps or samples, with a description of its origin."""
+    """Count of steps or samples, with a description of the place in the checkpoint that it was read from."""
 
     count: int
     source: str
@@ -60,9 +60,9 @@ class ExternalCheckpoint:
 
     Attributes:
         checkpoint: Contents of the shards.
-        folder: Folder with the other files of the program.
-        hf_trainer_state: Contents of the Hugging Face Trainer's ``trainer_state.json``, or None if there is
-            none.
+        folder: Folder with the other files of the checkpoint, which may be the parent of the shards' folder.
+        hf_trainer_state: Contents of ``trainer_state.json`` of the Hugging Face Trainer. None if there is no
+            such file.
     """
 
     checkpoint: Checkpoint
@@ -71,12 +71,12 @@ class ExternalCheckpoint:
 
     @property
     def root(self) -> AnyPath:
-        """Folder or file of the shards."""
+        """Path of the folder with the shards, or of the file if there is only one."""
         return self.checkpoint.root
 
     @property
     def writer_description(self) -> str:
-        """Description of the program that wrote the checkpoint, and of its number of ranks if it is known."""
+        """Text that names the program that wrote the checkpoint, such as ``DeepSpeed ZeRO-3, 8 ranks``."""
         checkpoint, facts = self.checkpoint, self.checkpoint.metadata
         if checkpoint.format.startswith("deepspeed"):
             universal = ", universal" if checkpoint.format.endswith("universal") else ""
@@ -101,7 +101,10 @@ class ExternalCheckpoint:
 
     @cached_property
     def step_counts(self) -> list[SourcedCount]:
-        """Step counts from all sources except the optimizer."""
+        """Step counts in ``trainer_state.json`` and in the shards. Empty if neither has one.
+
+        The step count of the optimizer is in :attr:`num_parameters_by_optimizer_step`.
+        """
         counts = []
         if self.hf_trainer_state is not None:
             counts.append(SourcedCount(self.hf_trainer_state["global_step"], f"global_step of {STATE_FILE}"))
@@ -113,9 +116,10 @@ class ExternalCheckpoint:
 
     @cached_property
     def num_parameters_by_optimizer_step(self) -> Counter[int]:
-        """Number of parameters for each step count of the optimizer.
+        """Map from each step count in the optimizer state to the number of parameters that have it.
 
-        Empty if the optimizer does not count steps.
+        It has one entry unless some parameters had no gradient in some steps. Empty if the optimizer does not
+        count steps.
         """
         counts: Counter[int] = Counter()
         for values in self.optimizer.state.values() if self.optimizer is not None else ():
@@ -125,7 +129,7 @@ class ExternalCheckpoint:
 
     @property
     def sample_count(self) -> SourcedCount | None:
-        """Number of sequences consumed, or None if the program did not count them."""
+        """Number of sequences that the trainer has consumed. None if the checkpoint does not contain it."""
         counted = self.checkpoint.counters.get("global_samples")
         return SourcedCount(counted, "global_samples in the shards") if isinstance(counted, int) else None
 
@@ -133,7 +137,8 @@ class ExternalCheckpoint:
     def scheduler_state(self) -> Mapping[str, Any]:
         """State of the learning rate scheduler that the Trainer or Accelerate saved.
 
-        Empty if the state is missing or is not plain data. It is only shown to the user.
+        The state is only shown to the user. Empty if it is missing, or if its pickle contains other objects
+        than plain data.
         """
         for path in (self.folder / name for name in _SCHEDULER_FILES):
             if path.is_file():
@@ -146,10 +151,10 @@ class ExternalCheckpoint:
         return {}
 
     def rename_to_model_names(self, model: Any) -> ExternalCheckpoint:
-        """Return a copy of this checkpoint with the parameter names of ``model``.
+        """Return a copy of this checkpoint in which tensors have the parameter names of a model.
 
-        torchtitan uses its own names, and for many models the published names differ from the names in
-        memory.
+        Renaming is necessary because torchtitan uses its own names, and because the published names of many
+        models differ from the names in memory.
 
         Args:
             model: The transformers model.
@@ -222,17 +227,18 @@ def open_external_checkpoint(
     """Open a checkpoint written by another trainer.
 
     Args:
-        path: Path or URL that the user has set.
-        parameter_order: Names of the model's parameters in module order. Empty if the model is not known.
-        build_once: Function that writes a file in one process of each node. None if only one rank opens the
-            checkpoint.
+        path: Value of ``checkpoint.resume``, a path or URL.
+        parameter_order: Names of the model's parameters in module order, to which some formats refer by
+            number. Empty if the model is not known.
+        build_once: Function that writes a file in one process of each node, for formats that need an index.
+            None if only one rank opens the checkpoint.
 
     Returns:
-        The checkpoint. None if this program wrote it, even if it is incomplete, or if ``path`` does not
-        exist.
+        The checkpoint. None if ``path`` does not exist, or if this program wrote the checkpoint, complete or
+        not.
 
     Raises:
-        DamagedError: If no format can open it.
+        DamagedError: If the checkpoint cannot be opened in any format.
     """
     try:
         with convert_storage_errors("checkpoint.resume"):
@@ -260,16 +266,18 @@ def open_external_for_model(
     """Open a checkpoint written by another trainer for ``model``. See :func:`open_external_checkpoint`.
 
     Args:
-        path: Path or URL that the user has set.
+        path: Value of ``checkpoint.resume``, a path or URL.
         model: Model of the run.
-        adapter: Adapter in ``model``, or None. The checkpoint must then contain the same adapter.
+        adapter: Adapter in ``model``. If it is not None, the checkpoint must contain the same adapter.
         build_once: See :func:`open_external_checkpoint`.
 
     Returns:
-        The checkpoint. See :func:`open_external_checkpoint`.
+        The checkpoint, or None; see :func:`open_external_checkpoint`. With an adapter, it contains only the
+        tensors of the adapter, under the names of ``model``.
 
     Raises:
-        UserError: If the checkpoint contains another adapter, or none.
+        UserError: If the run trains an adapter, and the checkpoint contains a different adapter or none.
+        DamagedError: If the checkpoint cannot be opened in any format.
     """
     names = [name for name, _ in model.named_parameters()] if adapter is None else adapter.saved_names
     external = open_external_checkpoint(path, names, build_once=build_once)
@@ -282,7 +290,8 @@ def is_run_checkpoint(folder: AnyPath) -> bool:
     """Return whether this program wrote the checkpoint in ``folder``, complete or not.
 
     If there is a ``trainer_state.json``, the result is True unless the Hugging Face Trainer wrote that file.
-    Otherwise, the result depends on the name of the folder and on whether it contains a ``config.json``.
+    Without this file, the folder must contain a ``config.json`` and have a name such as ``step-000100``,
+    which may have the prefix or suffix of an unfinished or damaged checkpoint.
     """
     if path_exists(folder / STATE_FILE):
         return _read_hf_trainer_state(folder) is None
@@ -290,7 +299,10 @@ def is_run_checkpoint(folder: AnyPath) -> bool:
 
 
 def read_run_state(path: AnyPath) -> TrainerState | None:
-    """Read the state of a checkpoint of this program.
+    """Read ``trainer_state.json`` of a checkpoint of this program.
+
+    Args:
+        path: Checkpoint, or output folder of a run, whose newest checkpoint is then read.
 
     Returns:
         The state. None if another program wrote the checkpoint, or if ``path`` does not exist.
@@ -302,11 +314,11 @@ def read_run_state(path: AnyPath) -> TrainerState | None:
 
 
 def read_step_of_any_checkpoint(path: AnyPath, external_step: int) -> int:
-    """Read the step of a checkpoint. Skipped updates count as steps.
+    """Return the step of a checkpoint of this program, in which skipped updates count as steps.
 
     Args:
         path: Path of the checkpoint.
-        external_step: Result if another program wrote the checkpoint, such as its number of updates.
+        external_step: Step to return if another program wrote the checkpoint.
     """
     state = read_run_state(path)
     return external_step if state is None else state.step
@@ -316,7 +328,7 @@ def _read_hf_trainer_state(folder: AnyPath) -> dict[str, Any] | None:
     """Read the Hugging Face Trainer's ``trainer_state.json``.
 
     Returns:
-        The contents. None if there is no such file, or if this trainer has written it, with different keys.
+        The contents. None if there is no valid file, or if this program wrote it, which uses other keys.
     """
     try:
         values = read_json_file(folder / STATE_FILE)
@@ -340,7 +352,10 @@ def _build_optional_row(title: str, values: Mapping[str, Any], keys: Sequence[st
 
 
 def _is_nonscalar_tensor(value: object) -> bool:
-    """Return whether a stored value is a tensor with dimensions, such as a moment. Step counts are not."""
+    """Return whether a stored value is a tensor with at least one dimension, such as a moment.
+
+    Step counts are numbers or scalar tensors.
+    """
     return isinstance(value, StoredTensor) and bool(value.shape)
 
 

@@ -1,4 +1,4 @@
-"""Match a checkpoint to a model, before each rank loads its slices of the tensors."""
+"""Selection of the tensors in a checkpoint that a model needs, before each rank loads its slices of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StoredState:
 
     Attributes:
         weights: Stored tensors of the model, keyed by name. Tied parameters have one entry.
-        optimizer: Optimizer state of each trained parameter, keyed by parameter name and state name
-            (``exp_avg``, ``step``, ...). Parameters that have not had a gradient are missing.
+        optimizer: Optimizer state of each trained parameter, keyed by parameter name and then by entry name
+            (``exp_avg``, ``step``, ...). Parameters that have never had a gradient are missing.
     """
 
     weights: Mapping[str, ReadableTensor]

@@ -1,8 +1,9 @@
-"""Match a checkpoint written by another program to a run, so that the run can resume from it.
+"""Matching of a checkpoint written by another program to a run, so that the run can resume from it.
 
-The weights and the optimizer state are used without changes. If an optimizer setting of the checkpoint
-differs from a default of the run, the user must set it explicitly. If it differs from a value that the user
-has set, the difference is reported. The run determines the data order and the learning rate.
+The weights and the optimizer state are used without changes. If an optimizer setting in the checkpoint
+differs from a default of the run, there is an error, so that the user sets the value explicitly. If it
+differs from a value that the user has set, the difference is only reported. The run, not the checkpoint,
+determines the data order and the learning rate.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 ParameterState = dict[str, "StoredTensor | float | bool"]
-"""Optimizer state of one parameter, keyed by state name."""
+"""Optimizer state of one parameter, keyed by the name of the entry, such as ``exp_avg``."""
 _MAX_NAMES_SHOWN = 3
 # Settings of parameter groups that change the update rule, with the values of our optimizers.
 _UPDATE_RULE_FLAGS: dict[str, dict[str, bool]] = {
@@ -50,10 +51,10 @@ class AdoptedCheckpoint:
 
     Attributes:
         checkpoint: Tensors and optimizer state of the model, for an engine to load.
-        step: Number of optimizer steps that count as taken.
-        samples: Number of sequences that count as consumed.
-        summary_rows: Table for the user with two columns.
-        warnings: Warnings for the user.
+        step: Step at which the run starts.
+        samples: Position in the data at which the run starts, as a number of consumed sequences.
+        summary_rows: Table for the user with two columns, which describes the restored state.
+        warnings: Warnings for the user, for example about weights in 16 bits.
     """
 
     checkpoint: Checkpoint
@@ -63,7 +64,11 @@ class AdoptedCheckpoint:
     warnings: list[str]
 
     def check_steps_remain(self, end_step: int) -> None:
-        """Raise UserError if the run would end before its first step."""
+        """Raise UserError if the checkpoint is already at or after the last step of the run.
+
+        Args:
+            end_step: Step after which the run ends.
+        """
         if self.step >= end_step:
             raise UserError(
                 f"checkpoint.resume: {self.checkpoint.root} is at step {self.step}, and this run ends after "
@@ -84,13 +89,14 @@ def adopt_external_checkpoint(
         external: Checkpoint that was opened with the order of the model's parameters.
         config: Config of the run.
         model: Unsharded model on any device.
-        learning_rate_at: Function that returns the run's learning rate of a step.
+        learning_rate_at: Function that returns the run's learning rate at a step, for the summary.
 
     Returns:
         The matched checkpoint.
 
     Raises:
-        UserError: If the checkpoint is of another model or optimizer, or if a setting must be set explicitly.
+        UserError: If the checkpoint belongs to another model or optimizer, if the step is ambiguous, or if a
+            setting has to be set explicitly.
         DamagedError: If the checkpoint is damaged.
     """
     try:
@@ -121,7 +127,7 @@ def _build_resume_error(external: ExternalCheckpoint, reason: str, remedy: str) 
 
 
 def _suggest_weights_only(external: ExternalCheckpoint) -> str:
-    """Build the remedy for error messages: how to start from the weights without the optimizer state."""
+    """Build the advice for error messages on how to start from only the weights of a checkpoint."""
     checkpoint = external.checkpoint
     if checkpoint.format in ("safetensors", "torch") and "config.json" in checkpoint.companions:
         return f"to start from only its weights, set model.name_or_path to {external.root} instead"
@@ -135,16 +141,21 @@ class MatchedWeights(NamedTuple):
     """Weights of an external checkpoint that fit a model."""
 
     tensors: dict[str, StoredTensor]
-    """Every tensor of the model, keyed by the model's name for it."""
+    """Stored tensors of the model, by the model's names. Tied parameters have one entry."""
     warnings: list[str]
-    """Warnings for the user, such as about weights that are only stored in 16 bits."""
+    """Warnings for the user: at most one, if trained weights are stored in only 16 bits."""
 
 
 def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> MatchedWeights:
-    """Match the weights to the model, and rename tied weights to the name that the model uses.
+    """Select the stored tensors of a model, and rename tied weights to the first name in the model.
+
+    Args:
+        external: Checkpoint with the parameter names of the model.
+        model: Unsharded model on any device.
 
     Raises:
-        UserError: If a tensor is missing or unexpected, or if its shape does not match.
+        UserError: If a tensor is missing or unexpected, if its shape does not match, or if the checkpoint and
+            the model tie different weights.
     """
     model_tensors = get_checkpointed_tensors(model)
     tensors = dict(external.checkpoint.tensors)
@@ -200,7 +211,7 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
 
 
 class _ResumeMatcher:
-    """Matches an external checkpoint with optimizer state to a run.
+    """Matching of an external checkpoint with optimizer state to a run.
 
     Args:
         external: Checkpoint with the parameter names of the model.
@@ -230,9 +241,8 @@ class _ResumeMatcher:
 
         Args:
             tensors: Weights, keyed by the names of the model.
-            warnings: Warnings about the weights. Modified in place: warnings about the optimizer state are
-                added.
-            learning_rate_at: Function that returns the run's learning rate of a step.
+            warnings: Warnings about the weights. A warning about the optimizer state may be appended.
+            learning_rate_at: Function that returns the run's learning rate at a step.
         """
         self.check_update_rule()
         counted_steps = self.determine_step_count()
@@ -276,13 +286,19 @@ class _ResumeMatcher:
     # -- the optimizer -----------------------------------------------------------------------------------
 
     def build_optimizer_state(self, step: int) -> dict[str, ParameterState]:
-        """Build the run's optimizer state for every trained parameter that has had an update.
+        """Select the stored entries that the optimizer of the run needs, for every parameter with an update.
+
+        Entries that the optimizer does not use are added to the notes.
 
         Args:
-            step: Step count of parameters for which the checkpoint has none.
+            step: Step count for parameters whose stored state has none.
+
+        Returns:
+            Entries by parameter name and entry name. Parameters that never had a gradient are missing.
 
         Raises:
-            UserError: If the state is of another optimizer, or if a trained parameter has no state.
+            UserError: If the state belongs to another optimizer, if the optimizer has not taken a step, or if
+                a parameter that the run trains has no state.
         """
         optimizer, kind = self.optimizer, self.config.train.optimizer
         tables = set(list_embedding_weights(self.model))
@@ -338,7 +354,13 @@ class _ResumeMatcher:
         return state
 
     def _suggest_other_optimizer(self, values: Mapping[str, object]) -> str:
-        """Build the remedy for error messages: an optimizer that uses the stored values, or the weights."""
+        """Build the advice for error messages: an optimizer that fits the stored state of a parameter.
+
+        If no optimizer fits, the advice is to start from only the weights.
+
+        Args:
+            values: Stored state of a parameter by entry name.
+        """
         fits = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
         for name, needed in fits.items():
             if needed <= values.keys() and name != self.config.train.optimizer:
@@ -346,7 +368,7 @@ class _ResumeMatcher:
         return _suggest_weights_only(self.external)
 
     def check_update_rule(self) -> None:
-        """Raise UserError if the checkpoint's optimizer has the same state but another update rule."""
+        """Raise UserError if a flag of the stored optimizer, such as ``amsgrad``, changes the update rule."""
         kind = self.config.train.optimizer
         for group in self.optimizer.param_groups:
             for name, ours in _UPDATE_RULE_FLAGS.get(kind, {}).items():
@@ -360,10 +382,12 @@ class _ResumeMatcher:
                     )
 
     def check_optimizer_settings(self) -> None:
-        """Compare the settings of the checkpoint's optimizer with the run's, and note the differences.
+        """Compare the settings of the stored optimizer with the settings of the run.
+
+        A difference to a value that the user has set is added to the notes.
 
         Raises:
-            UserError: If a setting differs that the run does not set explicitly.
+            UserError: If a setting differs from a default of the run.
         """
         differing = [(key, theirs, self.config.get(key)) for key, theirs in self._iter_stored_settings()]
         differing = [(key, theirs, ours) for key, theirs, ours in differing if not _is_close(theirs, ours)]
@@ -381,9 +405,10 @@ class _ResumeMatcher:
         ]
 
     def _iter_stored_settings(self) -> Iterator[tuple[str, Any]]:
-        """Yield the settings of the checkpoint's optimizer, named as in the run's config.
+        """Yield the names, as in the run's config, and values of the settings of the stored optimizer.
 
-        Settings with different values per parameter group are not yielded. They are added to the notes.
+        A setting that has different values in different parameter groups is not yielded. If it differs from
+        the run, it is added to the notes.
         """
         kind = self.config.train.optimizer
         groups = [group for group in self.optimizer.param_groups if group.get("params")]
@@ -425,11 +450,13 @@ class _ResumeMatcher:
             self._note_group_differences("initial_lr", "train.learning_rate")
 
     def _note_group_differences(self, key: str, setting: str) -> None:
-        """Add a note if a value per parameter group differs from the run's value for some parameters.
+        """Compare a setting that has several values in the stored parameter groups with the run's groups.
+
+        A note is added if the value of any parameter differs.
 
         Args:
-            key: Name of the value in the checkpoint's parameter groups.
-            setting: Corresponding setting of the run.
+            key: Name of the setting in the stored parameter groups.
+            setting: Name of the corresponding setting of the run, used in the note.
         """
         ours = assign_parameter_groups(self.model, self.config.train)
         theirs = {
@@ -448,7 +475,7 @@ class _ResumeMatcher:
             )
 
     def _describe_learning_rate(self, step: int, learning_rate_at: Callable[[int], float]) -> str:
-        """Describe the learning rate of the next step, and the unused rate in the checkpoint."""
+        """Describe for the user which learning rate the next step has, and which stored rate is not used."""
         train = self.config.train
         rates = [group["lr"] for group in self.optimizer.param_groups if _is_number(group.get("lr"))]
         last = f" of {float(rates[0]):.4g}" if rates else ""
@@ -460,7 +487,10 @@ class _ResumeMatcher:
     # -- step and samples --------------------------------------------------------------------------------
 
     def determine_step_count(self) -> SourcedCount:
-        """Determine the number of steps taken, preferably from ``checkpoint.resume_step``.
+        """Determine the step at which the run starts.
+
+        ``checkpoint.resume_step`` has priority, followed by the counts in the checkpoint and the step count
+        of the optimizer.
 
         Raises:
             UserError: If no source has the number, or if the sources disagree.
@@ -503,7 +533,11 @@ class _ResumeMatcher:
         raise _build_resume_error(self.external, reason, remedy)
 
     def determine_sample_count(self, step: int) -> SourcedCount:
-        """Determine the number of consumed sequences. If there is no count, it is computed from the step."""
+        """Determine the number of consumed sequences, which is the position in the data.
+
+        ``checkpoint.resume_samples`` has priority, followed by the count in the checkpoint. Without a count,
+        or with ``checkpoint.resume_step``, the result is the step times the global batch size.
+        """
         resume_samples, counted = self.config.checkpoint.resume_samples, self.external.sample_count
         if resume_samples is not None:
             checkpoint_text = f"; the checkpoint has {counted}" if counted is not None else ""
@@ -515,7 +549,7 @@ class _ResumeMatcher:
 
 
 def _shorten_names(names: list[str]) -> str:
-    """Join names for an error message. Only the first names are shown."""
+    """Join the first three names for an error message, and add the number of further names."""
     more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
 
@@ -530,7 +564,7 @@ def _to_hashable(value: Any) -> Any:
 
 
 def _is_close(theirs: Any, ours: Any) -> bool:
-    """Return whether two settings are equal up to rounding to fp32."""
+    """Return whether two settings, numbers or tuples of numbers, are equal up to rounding to fp32."""
     if isinstance(theirs, tuple):
         return len(theirs) == len(ours) and all(map(_is_close, theirs, ours))
     return bool(abs(theirs - ours) <= 1e-6 * max(abs(theirs), abs(ours)))

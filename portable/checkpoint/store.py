@@ -1,4 +1,4 @@
-"""Save, list and delete the checkpoints of a run.
+"""Store of the checkpoints of a run, which saves, lists and deletes them.
 
 A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the shards in the strategy's native
 format, the model's config and tokenizer, ``trainer_state.json``, and a manifest with the checksums of all
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 CHECKPOINTS_FOLDER = "checkpoints"
 """Folder of the checkpoints in a run's output folder."""
 NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
-"""Reason why a folder is not a checkpoint, used in messages."""
+"""Text for messages that gives the reason why a folder is not a checkpoint."""
 _RETRY_SECONDS = 5.0
-"""Time between attempts to write the last checkpoint of a run."""
+"""Seconds between attempts to write the last checkpoint of a run, if the object store is unavailable."""
 
 
 class StoreUnavailableError(RunError):
@@ -78,14 +78,14 @@ class _PendingSave(Generic[P]):
     """Save in progress.
 
     Attributes:
-        final: Path of the checkpoint.
-        local_folder: Local folder that this rank writes to.
-        write_files: Function that waits for the shards, adds the other files, and returns this rank's
-            manifest entries.
-        build_manifest: Function that formats the manifest, given the entries of all ranks.
+        final: Path or URL of the complete checkpoint.
+        local_folder: Local folder that this rank writes to until the checkpoint is complete.
+        write_files: Function that waits for the shards, adds the other files on rank 0, and returns this
+            rank's manifest entries.
+        build_manifest: Function that formats the manifest from the entries of all ranks.
         best_steps: Steps of the best checkpoints, which must not be deleted.
-        completion: Future that completes once the checkpoint is complete, or holds the exception if the save
-            failed.
+        completion: Future that is done once the checkpoint is complete, or that contains the exception of a
+            failed save.
     """
 
     final: P
@@ -102,20 +102,24 @@ class _PendingSave(Generic[P]):
 
 
 class _AllRanksCaller:
-    """Calls functions on all ranks, and raises on every rank if a function fails on any rank.
+    """Callable that runs a function on all ranks, and raises on every rank if the function fails on any rank.
 
     Args:
-        max_outage_seconds: Seconds that the object store may be unavailable before failures become errors.
+        max_outage_seconds: Seconds for which the object store may be unavailable. Afterwards, the failure is
+            no longer temporary.
     """
 
     def __init__(self, max_outage_seconds: float) -> None:
         self._max_outage_seconds = max_outage_seconds
         self.unavailable_since: float | None = None
-        """Time of the first failure in the current outage. None if the object store is available."""
+        """``time.monotonic()`` of the first failure of the current outage. None if the store is available."""
 
     @cached_property
     def group(self) -> Any:
-        """Process group for collectives in background threads. None if there is only one rank."""
+        """Process group for collectives in background threads. None if there is only one rank.
+
+        All ranks have to make the first access at the same point, because it may create the group.
+        """
         from portable.ranks.collectives import (
             get_or_create_background_group,  # imported here because it imports torch
         )
@@ -123,18 +127,21 @@ class _AllRanksCaller:
         return get_or_create_background_group()
 
     def __call__(self, function: Callable[[], ManifestEntries | None]) -> ManifestEntries:
-        """Call ``function`` on every rank and gather the manifest entries that it returns. A collective call.
+        """Call a function on this rank, and gather the manifest entries that all ranks return.
+
+        All ranks have to call this method.
 
         Args:
-            function: Function to call. It may return None if this rank has no entries.
+            function: Function to call. It returns None if this rank has no entries.
 
         Returns:
             The manifest entries of all ranks.
 
         Raises:
-            StoreUnavailableError: If the function only failed because the object store is unavailable, and
-                the outage has not lasted longer than permitted.
-            RunError: If the function failed on another rank for any other reason.
+            StoreUnavailableError: If the function failed on any rank only because the object store is
+                unavailable, and the outage has not lasted longer than permitted.
+            RunError: If the function failed on another rank for any other reason. If it failed on this rank,
+                its exception is raised instead.
         """
         failure: BaseException | None = None
         entries: ManifestEntries | None = None
@@ -168,17 +175,17 @@ class _AllRanksCaller:
 
 
 class CheckpointStore(Generic[P]):
-    """Checkpoints of a run.
+    """Checkpoints of a run, in a local folder or an object store.
 
-    At most one save is in progress at a time. Waiting for the shards, completing the checkpoint, and deleting
-    older checkpoints happen in a background thread. Only rank 0 completes and deletes checkpoints.
+    At most one save is in progress at a time. A background thread waits for the shards, completes the
+    checkpoint, and deletes older checkpoints. Only rank 0 completes and deletes checkpoints.
 
     Args:
         path: Folder or URL that contains the checkpoints.
         keep: Number of recent checkpoints to keep. None keeps all checkpoints.
         rank: Rank of this process.
-        publisher: Publisher that uploads this rank's files. Required for saving if ``path`` is a URL,
-            otherwise None.
+        publisher: Publisher that uploads this rank's files. It is required for saving if ``path`` is a URL.
+            None for a local folder.
     """
 
     def __init__(
@@ -195,12 +202,12 @@ class CheckpointStore(Generic[P]):
         self._publisher = publisher
         self._on_all_ranks = _AllRanksCaller(0.0 if publisher is None else publisher.outage_seconds)
         self._folders_to_delete: list[P] = []
-        """Folders to delete: old checkpoints, and leftovers of failed saves in the object store."""
+        """Folders that are deleted after the next save: old checkpoints, and leftovers of failed uploads."""
         self._pending_save: _PendingSave[P] | None = None
         self._postponed_save: _PendingSave[P] | None = None
         """Save that failed because the object store was unavailable.
 
-        It is discarded when the next save starts.
+        The last save of a run retries it. Any other save discards it.
         """
         self._newest_known: P | None = None
         """Newest complete checkpoint that this rank has seen."""
@@ -233,14 +240,15 @@ class CheckpointStore(Generic[P]):
     def find_newest_known(self) -> P | None:
         """Return the newest complete checkpoint, or None if there is none.
 
-        If the object store is unavailable, return the newest checkpoint that this rank has seen so far.
+        Unlike :meth:`find_latest`, this method does not fail if the object store is unavailable, but returns
+        the newest checkpoint that this rank has seen so far.
         """
         with suppress(RetriesExhaustedError):
             return self.find_latest()
         return self._newest_known
 
     def mark_damaged(self, folder: P) -> P:
-        """Mark a checkpoint as damaged so that it is no longer used. Its files are kept.
+        """Rename the folder of a damaged checkpoint, so that it is no longer used. Its files are kept.
 
         Returns:
             The new path of the damaged checkpoint.
@@ -250,9 +258,9 @@ class CheckpointStore(Generic[P]):
         return damaged_folder
 
     def remove_interrupted_saves(self) -> None:
-        """Delete files left behind by interrupted saves.
+        """Delete the folders of interrupted saves, and warn about folders that only look like checkpoints.
 
-        Must only be called on rank 0, because it holds the run's lock.
+        Call this method only on rank 0, because it holds the run's lock.
         """
         for entry in list_subfolders(self.path):
             if is_abandoned_folder(entry):
@@ -271,15 +279,17 @@ class CheckpointStore(Generic[P]):
         save_shards: Callable[[Path], SaveHandle],
         write_other_files: Callable[[Path], None],
     ) -> None:
-        """Start writing a checkpoint. Must be called on all ranks.
+        """Start to write a checkpoint. All ranks have to call this method.
 
-        Waits for the previous save first. The checkpoint is complete once :meth:`finish_save` has returned.
+        It waits for the previous save first. The checkpoint is complete once :meth:`finish_save` has
+        returned.
 
         Args:
-            backend: Backend to use for the barrier.
+            backend: Backend of this rank, for a barrier after the folder is created.
             state: Contents of ``trainer_state.json``.
             save_shards: Function that writes this rank's shards to a folder, possibly in the background.
-            write_other_files: Function that writes all other files to a folder. Only called on rank 0.
+            write_other_files: Function that writes the other files to a folder. It is called only on rank 0,
+                in the background thread.
 
         Raises:
             RunError: If this or the previous save failed.
@@ -324,10 +334,10 @@ class CheckpointStore(Generic[P]):
             self.finish_save()
 
     def finish_save(self, *, is_last_save: bool = False) -> None:
-        """Wait until the save in progress is complete. Does nothing without a save.
+        """Wait until the save in progress is complete. Does nothing if there is no save.
 
-        If the object store is unavailable, a warning is printed and training continues without this
-        checkpoint.
+        If the object store is unavailable, the method prints a warning and returns, so that training
+        continues without this checkpoint.
 
         Args:
             is_last_save: Whether this is the last save of the run. If so, a save that fails because the
@@ -370,10 +380,12 @@ class CheckpointStore(Generic[P]):
 
     @contextmanager
     def _convert_save_errors(self, folder: P) -> Iterator[None]:
-        """Convert any exception during a save to a RunError.
+        """Convert exceptions of a save within this context to errors that name the last good checkpoint.
 
-        The error names the folder and the last good checkpoint. A StoreUnavailableError remains a
-        StoreUnavailableError.
+        A StoreUnavailableError is converted to a StoreUnavailableError, any other exception to a RunError.
+
+        Args:
+            folder: Checkpoint that is written, used in the error message.
         """
         try:
             yield
@@ -391,9 +403,9 @@ class CheckpointStore(Generic[P]):
             ) from error
 
     def delete_old_checkpoints(self, best_steps: set[int]) -> None:
-        """Delete old checkpoints.
+        """Delete old checkpoints, and folders whose earlier deletion failed.
 
-        Recent checkpoints, the best checkpoints, and checkpoints in use are kept.
+        The newest checkpoints (``keep`` of them), the best checkpoints, and checkpoints in use are kept.
 
         Args:
             best_steps: Steps of the best checkpoints.
@@ -413,9 +425,10 @@ class CheckpointStore(Generic[P]):
     # -- Completion of a save, in the background thread ------------------------------------------------------
 
     def _create_local_folder(self, final: P) -> Path:
-        """Create an empty local folder for this rank's files of the checkpoint ``final``.
+        """Create an empty local folder for this rank's files of the checkpoint ``final``. Return its path.
 
-        Must be called on all ranks and followed by a barrier, because ranks may share the folder.
+        All ranks have to call this method. A barrier has to follow, because without a publisher all ranks
+        share a folder that rank 0 creates.
         """
         if self._publisher is not None:
             # Create the process group here, because that is a collective and must not happen in a thread.
@@ -431,7 +444,11 @@ class CheckpointStore(Generic[P]):
         return local_folder
 
     def _complete_save(self, save: _PendingSave[P]) -> None:
-        """Complete a checkpoint, in the background thread of every rank."""
+        """Complete a checkpoint: upload the files of this rank, or rename the shared folder on rank 0.
+
+        Rank 0 also calls ``on_complete`` and deletes older checkpoints. This method runs in the background
+        thread of every rank.
+        """
         if self._publisher is not None:
             self._upload_save(save, self._publisher)
         else:
@@ -443,9 +460,13 @@ class CheckpointStore(Generic[P]):
             self._delete_old_or_warn(save)
 
     def _upload_save(self, save: _PendingSave[P], publisher: Publisher) -> None:
-        """Upload the files of all ranks, then write the marker on rank 0.
+        """Upload the files of this rank, and then write the manifest and the marker on rank 0.
 
-        If this fails on any rank, all ranks raise.
+        All ranks have to call this method. If a step fails on any rank, all ranks raise an error.
+
+        Args:
+            save: The save. Its local folder is deleted after the upload.
+            publisher: Publisher of this rank.
         """
         final = publisher.store / CHECKPOINTS_FOLDER / save.final.name
 
@@ -472,9 +493,9 @@ class CheckpointStore(Generic[P]):
         shutil.rmtree(save.local_folder, ignore_errors=True)
 
     def _delete_old_or_warn(self, save: _PendingSave[P]) -> None:
-        """Delete older checkpoints and leftovers of failed saves.
+        """Delete older checkpoints and leftovers of failed saves, after a save is complete.
 
-        If the object store is unavailable, warn, and delete them after a later save.
+        If the object store is unavailable, the method prints a warning, and a later save deletes them.
         """
         try:
             self._folders_to_delete = [folder for folder in self._folders_to_delete if folder != save.final]
@@ -484,9 +505,14 @@ class CheckpointStore(Generic[P]):
 
 
 def _rename_to_final(save: _PendingSave[P], entries: ManifestEntries) -> None:
-    """Sync all files to disk and rename the folder to its final name.
+    """Write the manifest, sync all files to disk, and rename the local folder to the name of the checkpoint.
 
-    The folder replaces a checkpoint of the same step, which exists if the run was resumed from an older one.
+    The folder replaces an existing checkpoint of the same step. There is one if the run was resumed from an
+    older checkpoint.
+
+    Args:
+        save: The save in a local folder.
+        entries: Manifest entries of all files.
     """
     final = Path(str(save.final))
     (save.local_folder / MANIFEST).write_text(save.build_manifest(entries), "utf-8")
@@ -501,7 +527,10 @@ def _rename_to_final(save: _PendingSave[P], entries: ManifestEntries) -> None:
 
 
 def _move_non_checkpoint_away(final: P) -> None:
-    """Rename a file or folder that has the checkpoint's name but is not a checkpoint."""
+    """Rename a file or folder at the path of a new checkpoint that is not a checkpoint, and print a warning.
+
+    Does nothing if the path does not exist or is a checkpoint.
+    """
     if is_taken(final) and not (final / STATE_FILE).is_file() and not is_incomplete_folder(final):
         new_path = move_folder(final, find_unused_path(final.parent / f"{final.name}.kept"))
         print_status(
@@ -510,7 +539,10 @@ def _move_non_checkpoint_away(final: P) -> None:
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
-    """Return the lowest rank's exception if torch combined the exceptions of several ranks."""
+    """Return the exception of the lowest rank if torch has combined the exceptions of several ranks.
+
+    Other exceptions are returned unchanged.
+    """
     failures = getattr(error, "failures", None)
     if not isinstance(failures, dict) or not failures:
         return error
@@ -519,14 +551,14 @@ def _find_root_cause(error: BaseException) -> BaseException:
 
 
 def start_background_call(function: Callable[[], None], *, name: str) -> Future[None]:
-    """Call a function in a daemon thread.
+    """Call a function in a new daemon thread.
 
     Args:
         function: Function to call.
         name: Name of the thread.
 
     Returns:
-        A future that completes when the function returns, or holds the exception that it raised.
+        A future that is done when the function has returned, or that contains the exception that it raised.
     """
     future: Future[None] = Future()
 
@@ -550,7 +582,8 @@ def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -
         checkpoints: Checkpoints in the run's output folder.
 
     Returns:
-        The path of the checkpoint, or None to start at step 0.
+        The path of the checkpoint, or None to start at step 0. If ``checkpoint.resume`` is a path, but the
+        run has already written newer checkpoints, the newest of them is returned.
 
     Raises:
         UserError: If ``checkpoint.resume`` is ``never`` but the run already has checkpoints, or if it is a

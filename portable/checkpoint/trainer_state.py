@@ -41,9 +41,10 @@ class TrainerState:
         seed: Seed of the run.
         schedule: Settings of the learning rate schedule.
         run: Settings that must not change within a run.
-        data: Digest of all tokens of the dataset, to detect other data.
-        backend, strategy, world_size: Values of the launch that wrote the checkpoint. The next launch may
-            have others.
+        data: Digest of all tokens of the dataset, to detect that a resumed run uses different data.
+        backend: Backend of the launch that wrote the checkpoint. The next launch may use another.
+        strategy: Strategy of the launch that wrote the checkpoint. The next launch may use another.
+        world_size: World size of the launch that wrote the checkpoint. The next launch may have another.
         metadata: Additional information, such as the evaluation history.
         format_version: Version of the file format.
     """
@@ -88,7 +89,12 @@ class TrainerState:
             raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error
 
     def _check_types_and_ranges(self) -> TrainerState:
-        """Check the types and ranges of all fields, and return this object."""
+        """Check the types and ranges of all fields, and return this object.
+
+        Raises:
+            TypeError: If a value has the wrong type.
+            ValueError: If a number is too small.
+        """
         for name, kind in get_type_hints(TrainerState).items():
             value = getattr(self, name)
             if not isinstance(value, get_origin(kind) or kind) or isinstance(value, bool):
@@ -103,9 +109,9 @@ class TrainerState:
     def verify_files(self, folder: AnyPath, rank: int = 0, world_size: int = 1) -> str | None:
         """Check the files of the checkpoint in ``folder`` against its manifest.
 
-        If all ranks call this method, they divide the work: each rank compares the checksums of the files
-        that it would have written. Rank 0 also compares the checksums of files without a rank, and the sizes
-        of all files.
+        Several ranks divide the work. The files that rank ``r`` of the previous launch wrote are read by rank
+        ``r % world_size``, which compares their checksums. Rank 0 also reads the files that have no rank in
+        their name, and compares the sizes of all files.
 
         Args:
             folder: Folder of the checkpoint.
@@ -136,7 +142,7 @@ class TrainerState:
 
     @property
     def run_digest(self) -> str:
-        """Digest of :attr:`run`. The manifest also contains it, so that the two files cannot be mixed up."""
+        """Digest of :attr:`run`, which the manifest also contains to prove that it belongs to this file."""
         return hashlib.blake2b(json.dumps(self.run, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
@@ -147,7 +153,7 @@ class TrainerState:
 
     @property
     def eval_history(self) -> EvalHistory:
-        """Best evaluation results and early-stopping counters."""
+        """Best evaluation results and early-stopping counters, from :attr:`metadata`."""
         return EvalHistory.from_json(self.metadata.get("standing"))
 
     def write(self, folder: Path) -> None:
@@ -156,7 +162,7 @@ class TrainerState:
 
 
 def parse_rank_of_file(name: str) -> int:
-    """Parse the rank that wrote a file of a checkpoint from the file name. 0 if the name contains no rank."""
+    """Parse the rank that wrote a file of a checkpoint from the file name. Without a rank in it, return 0."""
     match = _RANK_FILE_NAME.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 

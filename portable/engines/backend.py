@@ -1,4 +1,4 @@
-"""Backend on torch.distributed, with one device per rank: CPU ranks, or any device of torch."""
+"""Backend on torch.distributed, with one device per rank: a CPU or any accelerator of torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TorchBackend:
     """Ranks in one torch.distributed process group. Implements :class:`portable.backend.Backend`.
 
     Args:
-        torch_device: Kind of the ranks' devices.
+        torch_device: Record of the type of device that the ranks use.
     """
 
     def __init__(self, torch_device: TorchDevice) -> None:
@@ -80,7 +80,7 @@ class TorchBackend:
                 raise _build_rendezvous_error(error) from error
 
     def stop(self) -> None:
-        """Close the engine's exit stack, destroy the process group, and restore torch's fp32 settings."""
+        """Run the cleanup of the engine, destroy the process group, and restore torch's fp32 settings."""
         if self._previous_fp32_products is not None:
             _set_fp32_matmul_precision(*self._previous_fp32_products)
             self._previous_fp32_products = None
@@ -90,7 +90,17 @@ class TorchBackend:
             dist.destroy_process_group()
 
     def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
-        """Shard a model with the engine of ``config.strategy`` and build its optimizer."""
+        """Shard a model with the engine of ``config.strategy`` and build its optimizer.
+
+        The precision of fp32 matrix products is also set in this process. All ranks have to call this method.
+
+        Args:
+            model: The model on the meta device.
+            config: Config of the run.
+
+        Returns:
+            The engine. Its weights are still uninitialized.
+        """
         if self._previous_fp32_products is None:
             self._previous_fp32_products = (
                 torch.get_float32_matmul_precision(),
@@ -117,8 +127,13 @@ class TorchBackend:
     ) -> bool | None:
         """Run steps on a temporary engine to check whether they fit in memory.
 
+        Args:
+            build_meta_model: Function that builds the model on the meta device.
+            config: Config of the run.
+            take_steps: Function that takes training steps with the engine.
+
         Returns:
-            Whether they fit. None if the device does not support a memory limit. No steps are run then.
+            Whether the steps fit. None, without running steps, if the device does not support a memory limit.
         """
         limit = self._torch_device.build_memory_limit(self.device, self.world_size)
         if limit is None:
@@ -134,7 +149,11 @@ class TorchBackend:
         return is_out_of_memory(error)
 
     def abandon_process_group(self) -> None:
-        """Release the engine and stop using the process groups without closing their connections."""
+        """Release the engine and the process groups, but keep the connections of the groups open.
+
+        Closing the connections would make collectives of the other ranks fail. The groups stay referenced
+        until the process exits.
+        """
         self._engine = None
         self._detached_groups += torch_internals.detach_process_groups()
         self._at_stop.close()
@@ -160,8 +179,12 @@ class TorchBackend:
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
         """Sum a number and the stop requests of all ranks with one all-reduce on the device.
 
-        Does not sync with the host. In each tensor-parallel group, only one rank contributes its number. In a
-        single process, no collective is called and ``stop`` is ignored.
+        The method does not sync with the host. In each tensor-parallel group, only one rank contributes its
+        number. In a single process, no collective is called and ``stop`` is ignored.
+
+        Args:
+            count: Number of this rank.
+            stop: Whether this rank requests a stop; see :meth:`is_stop_requested`.
 
         Returns:
             The sum as a device scalar, int64 if ``count`` is an int, otherwise float64.
@@ -178,15 +201,20 @@ class TorchBackend:
         return sums[0]
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
-        """Return whether any rank requested a stop in the latest :meth:`sum_host_numbers`."""
+        """Return whether any rank requested a stop in the latest :meth:`sum_host_numbers`.
+
+        The result is the same on all ranks. Waits for the all-reduce of that call.
+
+        Args:
+            requested_by_rank: Whether this rank requested a stop, which is the result in a single process.
+        """
         return requested_by_rank if self.world_size == 1 else self._stop_requests.wait_for_value() > 0
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
-        """All-reduce a copy of a tensor over all ranks.
+        """Sum a tensor over all ranks. Only one rank of each tensor-parallel group contributes.
 
-        Only one rank of each tensor-parallel group contributes.
-
-        Returns ``value`` itself in a single process.
+        Returns:
+            A new tensor, or ``value`` itself in a single process.
         """
         if self.world_size > 1:
             value = value.clone() if self._contributes_to_sums else torch.zeros_like(value)
@@ -194,20 +222,20 @@ class TorchBackend:
         return value
 
     def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
-        """Copy device tensors to the host and return their values as one flat list."""
+        """Copy device tensors to the host in one sync, and return their values as one flat list."""
         numbers: list[float] = torch.cat([value.detach().double().reshape(-1) for value in values]).tolist()
         return numbers
 
     def reduce_any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is True on any rank, by a collective on the host."""
+        """Return whether ``flag`` is True on any rank. All ranks have to call this host collective."""
         return reduce_any(flag)
 
     def gather_text(self, text: str) -> list[str]:
-        """Gather ``text`` from all ranks, by a collective on the host."""
+        """Return the ``text`` of every rank, in rank order. All ranks have to call this host collective."""
         return gather_text(text)
 
     def barrier(self) -> None:
-        """Block until all ranks have reached the barrier. Does not wait for the devices."""
+        """Block the host until all ranks have called this method. Does not wait for work on the devices."""
         self.reduce_any(False)  # over the host, because dist.barrier would also wait for the GPU
 
     def measure_memory(self) -> MemoryUsage:
@@ -215,7 +243,7 @@ class TorchBackend:
         return self._torch_device.measure_memory(self.device)
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return the number that matrix dimensions should be a multiple of, or None if there is none."""
+        """Return the number by which matrix dimensions should be divisible, or None if there is none."""
         return self._torch_device.get_shape_multiple(self.device, precision)
 
     def get_peak_flops(self, precision: str) -> float | None:
@@ -228,14 +256,14 @@ class TorchBackend:
 
 
 class AsyncHostCopy:
-    """Copy of a device scalar to the host that overlaps with the work of the device."""
+    """Asynchronous copy of a device scalar to the host, which overlaps with other work of the device."""
 
     def __init__(self) -> None:
         self._copy = torch.zeros(())
         self._copy_event: torch.Event | None = None
 
     def start_copy(self, value: Tensor) -> None:
-        """Queue the copy of ``value`` behind the work that computes it. Does not sync."""
+        """Enqueue the copy of ``value`` on the device's current stream. Does not wait for it."""
         if value.device.type not in _DEVICES_WITH_EVENTS:
             self._copy = value  # `wait_for_value` copies it; it waits for the value and not for later work
             return
@@ -247,7 +275,7 @@ class AsyncHostCopy:
         self._copy_event.record()
 
     def wait_for_value(self) -> float:
-        """Wait for the copy and return the value. Does not wait for later work of the device."""
+        """Wait for the latest copy and return its value. Does not wait for later work of the device."""
         if self._copy_event is not None:
             self._copy_event.synchronize()
         return float(self._copy)
@@ -260,7 +288,14 @@ def _set_fp32_matmul_precision(precision: str, tf32_convolutions: bool) -> None:
 
 
 def _build_rendezvous_error(error: Exception) -> UserError | RunError:
-    """Return the error for ranks of an external launcher that could not join the process group."""
+    """Build the error for ranks of an external launcher that could not join the process group.
+
+    Args:
+        error: Exception of ``init_process_group`` or of the rendezvous.
+
+    Returns:
+        A UserError if the port is in use, otherwise a RunError.
+    """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in str(error):
         return UserError(

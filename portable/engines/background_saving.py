@@ -1,4 +1,4 @@
-"""Saves in the background: copy the state to host memory, then write files while training continues."""
+"""Background saves: the state is copied to host memory, and a thread writes it while training continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundWriteHandle:
-    """Handle for a write. Implements :class:`portable.backend.SaveHandle`.
+    """Handle for a write in the background. Implements :class:`portable.backend.SaveHandle`.
 
     Args:
         writing: Future of the writer thread. None if the files are already written.
@@ -37,10 +37,11 @@ class BackgroundWriteHandle:
 
 
 def copy_state_to_host(value: Any) -> Any:
-    """Copy a nested state, with every tensor in its dicts, lists and tuples copied to host memory.
+    """Copy a nested state of dicts, lists and tuples, with the copies of all tensors in host memory.
 
-    Tensors that share a storage share the copy of the storage, so that files do not grow. The copy of a
-    ``DTensor`` is a ``DTensor`` with a copy of its local shard. Returns after the copies are complete.
+    Tensors that share a storage share a copy of it, so that files do not become larger. The copy of a
+    ``DTensor`` is a ``DTensor`` with a copy of its local shard. The function returns after all copies are
+    complete.
     """
     copier = _HostCopier()
     result = copier.copy_value(value)
@@ -49,14 +50,17 @@ def copy_state_to_host(value: Any) -> Any:
 
 
 class _HostCopier:
-    """Copies nested values to host memory, and each storage once."""
+    """Copier of nested values to host memory, which copies each storage once."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._devices: set[torch.device] = set()
 
     def copy_value(self, value: Any) -> Any:
-        """Copy a tensor, container or other value. The copies of tensors may still be running."""
+        """Copy a tensor, container or other value.
+
+        The copies of tensors may not be complete before :meth:`wait_for_copies`.
+        """
         if isinstance(value, DTensor):
             return torch_internals.build_dtensor_like(value, self._copy_tensor(value.to_local()))
         if isinstance(value, torch.Tensor):
@@ -74,7 +78,7 @@ class _HostCopier:
 
     @torch.no_grad()
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the same view of the copied storage."""
+        """Copy the storage of a tensor, unless it was copied before, and return the same view of the copy."""
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
         number = torch_internals.get_storage_id(storage)
@@ -97,7 +101,7 @@ class _HostCopier:
         return target.untyped_storage()
 
     def wait_for_copies(self) -> None:
-        """Wait until the copies are complete."""
+        """Wait until the copies from all devices are complete."""
         for device in self._devices:
             if device.type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""Modes that capture CUDA graphs. A graph contains the addresses of the parameters."""
+"""Modes of ``torch.compile`` that capture CUDA graphs, which need parameters at fixed addresses."""
 
 # Maximum number of graphs per layer: for training, for evaluation, and for another batch size.
 _GRAPHS_PER_LAYER = 4
@@ -31,8 +31,8 @@ def check_compile_settings(config: RunConfig, world_size: int, device_compiler: 
     Args:
         config: Config of the run.
         world_size: Number of ranks.
-        device_compiler: Compiler of the device. It may be registered only after the device has been opened,
-            so it is not looked up.
+        device_compiler: Default compiler of the device. It is always accepted, because it may be registered
+            only after the device has been opened.
 
     Raises:
         UserError: If the compiler is not registered, or the strategy does not support the mode.
@@ -75,11 +75,11 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
 
 
 class CudaGraphMemory:
-    """Keeps tensors in the memory of CUDA graphs valid.
+    """Protection of gradients against CUDA graphs that overwrite their memory.
 
-    A CUDA graph reuses the memory of its outputs in the next pass, and by default every call of a compiled
-    layer begins a new pass. This would overwrite accumulated gradients and, with recomputed activations, the
-    gradients of the running backward pass.
+    A CUDA graph reuses the memory of its outputs in the next pass. By default, torch assumes that every call
+    of a compiled layer begins a new pass. This would overwrite accumulated gradients and, with recomputed
+    activations, the gradients of the running backward pass.
     """
 
     def __init__(self) -> None:
@@ -87,16 +87,22 @@ class CudaGraphMemory:
 
     @staticmethod
     def begin_pass() -> None:
-        """Begin a pass, that is, one forward and one backward. Call it before each forward pass."""
+        """Mark the beginning of a pass, which consists of a forward and a backward pass.
+
+        Call this method before each forward pass, so that graphs reuse memory only from earlier passes.
+        """
         torch.compiler.cudagraph_mark_step_begin()
 
     def copy_gradients_out_of_graph_memory(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
-        """Copy accumulating gradients out of the memory of the graphs. Call it after each backward pass.
+        """Copy gradients out of the memory of the graphs, so that the next pass can add to them.
+
+        Call this method after each backward pass. It copies only after the first of several micro-batches,
+        because autograd adds the gradients of later micro-batches to the copies in place.
 
         Args:
-            parameters: Parameters with their gradients.
-            last: Whether the optimizer step follows. In this case no further pass can overwrite the
-                gradients.
+            parameters: Parameters with their gradients, which are replaced by copies.
+            last: Whether this was the last micro-batch of the step. If it was, nothing is copied, because no
+                further pass runs before the optimizer step.
         """
         if self._is_first_pass and not last:
             for parameter in parameters:

@@ -1,8 +1,8 @@
-"""Context parallelism (``context_parallel_size``): attention over sequences that ranks share.
+"""Context parallelism (``context_parallel_size``): attention over sequences that are split over ranks.
 
-A rank has a part of the tokens of each sequence. Around the attention of every layer, an all-to-all exchanges
-tokens for heads, so that a rank attends over full sequences with its share of the heads. All other operations
-work on each token independently.
+Each rank has a part of the tokens of each sequence. Before the attention of every layer, an all-to-all
+exchanges tokens for heads, so that a rank attends over complete sequences with its share of the heads. A
+second all-to-all reverses the exchange. All other operations work on each token independently.
 
 Source: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _ContextParallelState:
-    """Context-parallel group of this process. The patched functions of transformers read it."""
+    """Context-parallel group of this process, which the replaced functions of transformers read."""
 
     group: Any = None
     """Context-parallel process group of this rank. None if this rank has complete sequences."""
@@ -56,14 +56,18 @@ def use_context_parallel_group(group: Any) -> Iterator[None]:
 
 
 def enable_context_parallelism(model: Any, config: RunConfig, at_stop: ExitStack) -> None:
-    """Split each sequence of a model over ``config.context_parallel_size`` consecutive ranks. A collective.
+    """Make the attention of a model work on sequences that are split over context-parallel ranks.
+
+    The attention, mask and router loss functions of transformers are replaced in this process. The groups
+    consist of ``config.context_parallel_size`` consecutive ranks. All ranks have to call this function,
+    because it creates process groups.
 
     Args:
         model: Transformers model that has passed
             :func:`portable.model.context_parallel_support.check_context_parallel_support`. Its ``generate``
             method is replaced.
         config: Config of the run.
-        at_stop: Exit stack that restores the replaced functions of transformers.
+        at_stop: Exit stack, which restores the replaced functions of transformers when it is closed.
     """
     at_stop.enter_context(use_context_parallel_group(dist.new_subgroups(config.context_parallel_size)[0]))
     model.generate = use_context_parallel_group(None)(model.generate)  # every rank has the complete prompt
@@ -81,7 +85,10 @@ def enable_context_parallelism(model: Any, config: RunConfig, at_stop: ExitStack
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all that splits one dim over the ranks of a group and concatenates another dim."""
+    """Autograd function for an all-to-all that splits one dim over the ranks and concatenates another dim.
+
+    Its backward pass is the reverse all-to-all.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any, split_dim: int, concat_dim: int) -> Tensor:
@@ -99,11 +106,13 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _HeadShardedLayer:
-    """Proxy of an attention layer for a rank that has a share of the heads.
+    """Proxy of an attention layer, with the number of query heads per key head on this rank.
+
+    Attention functions of transformers read this number from the layer to repeat keys.
 
     Args:
-        layer: Attention layer, whose other attributes the proxy returns.
-        groups: Query heads per key head on this rank.
+        layer: Attention layer, from which the proxy reads all other attributes.
+        groups: Number of query heads per key head on this rank.
     """
 
     def __init__(self, layer: nn.Module, groups: int) -> None:
@@ -115,7 +124,11 @@ class _HeadShardedLayer:
 
 
 def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an attention function of transformers with the exchanges before and after it."""
+    """Wrap an attention function of transformers with an all-to-all before and after it.
+
+    Without a context-parallel group, the wrapper only calls the function. ``torch.compile`` does not trace
+    it.
+    """
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
@@ -138,7 +151,11 @@ def _wrap_attention_function(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a mask function of transformers to build masks of complete sequences instead of parts."""
+    """Wrap a mask function of transformers so that it builds masks for complete sequences.
+
+    Without a context-parallel group, the wrapper only calls the function. With a group, it multiplies the
+    lengths by the number of ranks, because a model computes them from this rank's part of the sequences.
+    """
 
     def build_mask(*, q_length: int, kv_length: int, **keywords: Any) -> Any:
         parts = 1
@@ -151,7 +168,11 @@ def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_router_loss(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the router loss of a model to return this rank's share of the loss of complete sequences."""
+    """Wrap the router loss function of a model so that it computes the loss of complete sequences.
+
+    The router logits are gathered from all ranks of the group. The loss is divided by the number of ranks, so
+    that the sum over the ranks equals the loss.
+    """
 
     def compute_loss(
         gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None

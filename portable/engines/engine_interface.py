@@ -28,7 +28,7 @@ COMPUTE_DTYPES = {
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Device, rank and world size of this process."""
+    """Device, rank and world size of this process, for engines on torch.distributed."""
 
     device: torch.device
     rank: int
@@ -65,7 +65,10 @@ class EngineModule(Protocol):
 
 
 def get_dist_backend(device: torch.device) -> str:
-    """Return the ``backend`` argument of ``init_process_group`` for tensors on ``device`` and on the host."""
+    """Return the ``backend`` argument of ``init_process_group`` for a device.
+
+    The result, such as ``cpu:gloo,cuda:nccl``, supports tensors on the device and on the host.
+    """
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"

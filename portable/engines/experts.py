@@ -1,10 +1,11 @@
-"""Gradients of mixtures of experts whose parameters may be unused in a pass.
+"""Zero gradients for the experts of a mixture of experts that no token of a forward pass has chosen.
 
-If the tokens of a rank do not choose an expert, its gradient is missing only on this rank. Ranks that reduce
-gradients during the backward pass would then disagree on the tensors to send. Models with all experts in one
-tensor have zeros for unused experts, unless all tokens choose experts without parameters. This module adds
-gradients of zeros in all other cases. It does so on any number of ranks, because an optimizer treats a zero
-gradient and a missing gradient differently.
+If no token of a rank chooses an expert, the gradient of the expert is missing on this rank but not on others.
+Ranks that reduce gradients during the backward pass would then disagree on the tensors to send. Most models
+with all experts in one tensor do not have this problem, because autograd computes zeros for unused experts.
+The exception is a pass in which all tokens choose experts without parameters. This module adds gradients of
+zeros in all cases with missing gradients. It does so even for one rank, because an optimizer treats a zero
+gradient and a missing gradient differently, and results must not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 
 def find_modules_with_unused_parameters(model: nn.Module) -> list[nn.Module]:
-    """Find the modules whose forward may skip parameters.
+    """Find the modules whose forward pass may leave some of their parameters unused.
 
-    These are ModuleLists and ModuleDicts with a custom forward, which calls only some of their modules, and
-    modules with all experts in one tensor next to experts that return their input (LongCat Flash).
+    These are ModuleLists and ModuleDicts with a custom ``forward``, because it may call only some of their
+    modules, and modules that have all experts in one tensor and also experts without parameters, which return
+    their input (LongCat Flash).
     """
     default_forwards = (nn.ModuleList.forward, nn.ModuleDict.forward)
     experts_with_identity = [
@@ -33,9 +35,10 @@ def find_modules_with_unused_parameters(model: nn.Module) -> list[nn.Module]:
 
 
 def find_stacked_expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Find the modules with all experts in one tensor and with submodules that have no parameters.
+    """Find the modules that have all experts in one tensor, and submodules without parameters.
 
-    The submodules may run once per chosen expert, and therefore in a different order on each rank.
+    ZeRO-3 has to treat such a module as one unit. Its submodules, such as activation functions, may run once
+    per chosen expert and therefore in a different order on each rank.
     """
     return [
         module
@@ -47,24 +50,30 @@ def find_stacked_expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def register_zero_gradient_hooks(model: nn.Module) -> None:
-    """Give unused parameters of expert modules a gradient of zeros in each backward pass.
+    """Install hooks that give unused parameters of expert modules a gradient of zeros in each backward pass.
 
-    Call it before other forward hooks are registered, because it needs unsharded parameters. The modules are
-    found by :func:`find_modules_with_unused_parameters`.
+    Call this function before other forward hooks are registered, because its hooks need unsharded parameters
+    and have to run first. See :func:`find_modules_with_unused_parameters` for the modules.
+
+    Args:
+        model: The transformers model. Its modules get forward hooks.
     """
     for module in find_modules_with_unused_parameters(model):
         module.register_forward_hook(_connect_parameters_to_output)
 
 
 def _connect_parameters_to_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
-    """Connect the trained parameters of a module to its output. A forward hook."""
+    """Connect the trained parameters of a module to its output in the autograd graph. This is a forward hook.
+
+    The value of the output does not change.
+    """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     reached: Tensor = _ZeroGradients.apply(output, *trained)  # type: ignore[no-untyped-call, unused-ignore]
     return reached
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Identity on its first argument. The gradients of the other arguments are zeros."""
+    """Autograd function that returns its first argument. The gradients of the other arguments are zeros."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """Apply the DeepSpeed JSON of a run. See :class:`portable.planner.memory_model.FootprintModule`.
+    """Replace default settings by the values of the run's DeepSpeed JSON.
 
-    Returns ``config`` itself if it has no DeepSpeed JSON, or if its backend does not run DeepSpeed.
+    See :class:`portable.planner.memory_model.FootprintModule`. Returns ``config`` itself if it has no
+    DeepSpeed JSON, or if its backend does not run DeepSpeed.
     """
     if config.deepspeed.config is None or not load_backend_package(config.backend).runs_zero:
         return config
@@ -35,7 +36,11 @@ def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
-    """Yield the strategies of FSDP and ZeRO. See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Yield the strategies, with their offloading, that the planner compares on a cluster.
+
+    See :class:`portable.planner.memory_model.FootprintModule`. Hybrid strategies are included only if there
+    are several full nodes.
+    """
     yield StrategySetting("no_shard")
     yield from import_engine_module(ZERO_STRATEGIES[0], "footprint").iter_zero_settings(config)
     yield StrategySetting("shard_grad_op")
@@ -48,16 +53,20 @@ def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetti
 
 
 def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """Return the FSDP units of a model. See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Return the modules whose parameters FSDP2 gathers together.
+
+    See :class:`portable.planner.memory_model.FootprintModule`.
+    """
     from portable.engines.fsdp.units import find_fsdp_units  # imports torch
 
     return find_fsdp_units(model, config)
 
 
 def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the footprint of a run. See :class:`portable.planner.memory_model.FootprintModule`.
+    """Compute the memory and traffic of a run with the formulas of its engine.
 
-    The model is replicated if the strategy is ``no_shard``, or on one device without parameter offloading.
+    See :class:`portable.planner.memory_model.FootprintModule`. Without ZeRO, the formula for replicated
+    models applies to ``no_shard``, and to a single device that does not offload parameters.
     """
     if config.strategy in ZERO_STRATEGIES:
         zero: Any = import_engine_module(config.strategy, "footprint")

@@ -1,4 +1,4 @@
-"""Sampling of a continuation from a model in training."""
+"""Sampling of a continuation of a prompt from a model in training."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ def sample_continuation(
 ) -> Tensor:
     """Sample up to ``max_new_tokens`` tokens after ``prompt``. All ranks return the same text.
 
+    The seed of torch's default generators is set and not restored.
+
     Args:
         model: The transformers model, in evaluation mode.
         prompt: Token ids, int64 ``[1, length]``, on the host.
         device: Device of the model.
         max_new_tokens: Maximum number of tokens to sample.
         seed: Sampling seed.
-        is_collective: Whether each forward pass gathers parameters. In this case a rank that has finished
-            continues to run passes until all ranks have finished.
+        is_collective: Whether each forward pass gathers parameters from all ranks. If it does, a rank that
+            has finished continues to run forward passes until all ranks have finished.
 
     Returns:
         Token ids of the prompt and its continuation, int64 ``[1, length + added]``, on the host.

@@ -1,7 +1,8 @@
 """Dynamic loss scaling for fp16: metrics, checkpoints, and the error at the lowest scale.
 
-The search follows DeepSpeed's rule under every strategy. An overflow halves the scale, after ``hysteresis -
-1`` overflows have been tolerated. ``loss_scale_window`` updates without an overflow double the scale.
+The search follows DeepSpeed's rule under every strategy. The scale is doubled after ``loss_scale_window``
+updates without an overflow. An overflow halves the scale, except for the first ``hysteresis - 1`` overflows
+of the run and after each doubling.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STATE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class LossScaleSearch(ABC):
-    """Search for the fp16 loss scale. While it runs, an overflow is not a failure, but lowers the scale.
+    """Search for the fp16 loss scale, in which an overflow lowers the scale and is not a failure.
 
     Attributes:
         min_scale: Lowest scale of the search.
@@ -42,7 +43,7 @@ class LossScaleSearch(ABC):
 
     @abstractmethod
     def restore_state(self, state: Mapping[str, float]) -> None:
-        """Set the values that :meth:`read_state` returns."""
+        """Set the state of the search to the values that :meth:`read_state` returned."""
 
     def get_metrics(self) -> dict[str, float]:
         """Return the metrics ``overflows`` and ``loss_scale``. Triggers a host-device sync."""
@@ -50,7 +51,7 @@ class LossScaleSearch(ABC):
         return {"overflows": int(state["overflows"]), "loss_scale": float(state["cur_scale"])}
 
     def build_exhausted_error(self) -> RunError:
-        """Return the error to raise when gradients overflow at the lowest scale."""
+        """Build the error for gradients that overflow even at the lowest scale."""
         return RunError(
             f"precision: fp16 gradients overflow even at the lowest loss scale ({self.min_scale:g}); "
             "use precision bf16 or fp32, a lower fp16.min_loss_scale, or a lower train.learning_rate"
@@ -61,10 +62,12 @@ class LossScaleSearch(ABC):
         write_durably(folder / _FILE, json.dumps(self.read_state()) + "\n")
 
     def load_state(self, folder: AnyPath) -> None:
-        """Restore the state of the search. A no-op if the checkpoint was not written in fp16.
+        """Restore the state of the search from the folder of a checkpoint.
+
+        Does nothing if the checkpoint was not written by an fp16 run.
 
         Raises:
-            UserError: If the file is damaged.
+            UserError: If the file with the state is damaged.
         """
         path = folder / _FILE
         if not path.exists():

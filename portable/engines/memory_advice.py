@@ -16,7 +16,7 @@ def format_host_memory_advice(config: RunConfig) -> str:
 
 
 def _iter_host_memory_remedies(config: RunConfig) -> Iterator[str]:
-    """Yield the parts of the sentence: settings that reduce host memory."""
+    """Yield changes of settings that reduce host memory, as text such as ``data.num_workers lower``."""
     memory, zero3 = config.memory, config.strategy == "zero3"
     on_gpu = config.backend == "cuda"
     offload_targets = {

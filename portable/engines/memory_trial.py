@@ -1,8 +1,9 @@
-"""Check in a single process whether training steps fit the memory of the device.
+"""Memory trial: a check in a single process whether training steps fit in the memory of the device.
 
-A fake process group replaces the real one, and this process acts as rank 0 of the future world size. All
-communication buffers are allocated, and the shards of rank 0 are the largest. Every strategy therefore runs
-without changes, and an out-of-memory error on one rank does not leave other ranks waiting.
+A fake process group replaces the real one, and this process acts as rank 0 of the run's world size. The
+result is valid for all ranks, because communication buffers are allocated as usual, and the shards of rank 0
+are the largest. Every strategy runs without changes. Since no other rank takes part, an out-of-memory error
+does not leave other ranks waiting.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def has_host_memory_limit() -> bool:
-    """Return whether this process has a memory limit (``ulimit -v``), beyond which allocations raise.
+    """Return whether this process has a memory limit, such as ``ulimit -v``, beyond which allocations fail.
 
-    Without a limit, the system overcommits memory and kills processes later.
+    A memory trial on a CPU needs such a limit. Without one, the system overcommits memory and kills processes
+    later.
     """
     return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in _HOST_LIMITS)
 
@@ -62,17 +64,17 @@ def run_memory_trial(
     memory_limit: AbstractContextManager[None],
     run_steps: Callable[[Engine], None],
 ) -> bool:
-    """Run training steps on a temporary engine. See :meth:`portable.backend.Backend.run_memory_trial`.
+    """Run training steps on a temporary engine, and return whether they fit in memory.
 
-    Random states are restored, and cached device memory is released afterwards. Errors that do not mean "out
-    of memory" are raised unchanged.
+    See :meth:`portable.backend.Backend.run_memory_trial`. Afterwards, random states are restored, and cached
+    device memory is released. Errors other than out-of-memory errors are raised unchanged.
 
     Args:
         build_model: Function that builds the model on the meta device.
         config: Config of the run.
         rank_info: Device of this process, rank 0, and the world size of the run.
-        memory_limit: Context in which allocations raise if they exceed the free memory, less the memory that
-            a run needs outside of torch's allocator.
+        memory_limit: Context in which an allocation raises an error if it exceeds the memory that a run can
+            use for tensors.
         run_steps: Function that takes training steps with the engine.
 
     Returns:
@@ -120,9 +122,9 @@ def start_fake_ranks(rank_info: RankInfo) -> Iterator[ExitStack]:
 
 @contextmanager
 def limit_host_memory() -> Iterator[None]:
-    """Lower the memory limits of this process by a reserve for allocations outside of tensors.
+    """Lower the memory limits of this process by 64 MiB, as a reserve for allocations outside of tensors.
 
-    The limits are restored when the context ends. Does nothing for a limit that is infinite.
+    The limits are restored when the context ends. An infinite limit does not change.
     """
     limits = {kind: resource.getrlimit(kind) for kind in _HOST_LIMITS}
     for kind, (soft, hard) in limits.items():

@@ -1,7 +1,8 @@
 """Base class of the records of devices on torch.distributed, and the record of backend ``cpu``.
 
-A record (:class:`portable.registry.BackendPackage`) does not import torch or DeepSpeed at module level,
-because the checks read records whenever a config is resolved.
+A record (:class:`portable.registry.BackendPackage`) describes a backend. This module does not import torch or
+DeepSpeed at module level, because records are read whenever a config is resolved, also by commands that need
+neither package.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _RANKS_PER_CORE = 4
 
 @dataclass(frozen=True)
 class TorchPackage(TorchDevice, BackendPackage):
-    """Record of a kind of device that runs DDP and FSDP2 on torch.distributed, with one device per rank.
+    """Record of a type of device that runs DDP and FSDP2 on torch.distributed, with one device per rank.
 
-    The engines use this record and ``torch.accelerator``, and nothing else that is specific to a device. To
-    add a device, derive a class from this one and add it to :data:`portable.registry.BACKENDS`. See
+    The engines access a device only through this record and ``torch.accelerator``. To add a device, derive a
+    class from this class and add it to :data:`portable.registry.BACKENDS`. See
     :class:`portable.registry.BackendPackage` for the methods.
 
     Attributes:
@@ -62,11 +63,11 @@ class TorchPackage(TorchDevice, BackendPackage):
     default_compile_backend: str = "inductor"
 
     def get_world(self, ranks: int) -> World:
-        """Return the world of ``ranks`` ranks, or of the launcher's ranks if ``WORLD_SIZE`` is larger."""
+        """Return the world size of a run: ``ranks``, or ``WORLD_SIZE`` of the launcher if it is larger."""
         return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
-        """Return no variables: the ranks need none in addition to the variables of the launcher."""
+        """Return an empty dict, because the launcher's variables are sufficient."""
         return {}
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
@@ -85,7 +86,12 @@ class TorchPackage(TorchDevice, BackendPackage):
             yield from checks.check_fsdp(config)
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
-        """Replace default settings with the values of a DeepSpeed JSON, if the device runs ZeRO."""
+        """Replace default settings by the values of the DeepSpeed JSON in ``deepspeed.config``.
+
+        Returns:
+            The changed config. ``config`` itself if it has no DeepSpeed JSON, or if the device does not run
+            ZeRO.
+        """
         if config.deepspeed.config is None or not self.runs_zero:
             return config
         adopted: RunConfig = import_engine_module(ZERO_STRATEGIES[0], "engine").apply_deepspeed_json(
@@ -94,7 +100,12 @@ class TorchPackage(TorchDevice, BackendPackage):
         return adopted
 
     def check_config(self, config: RunConfig, world: World) -> None:
-        """Check the attention kernels, the compiler, the engine and the sharding group on this machine."""
+        """Check on this machine that the packages and settings that a run needs are available.
+
+        Raises:
+            UserError: If the package of the attention kernel, the compiler, or DeepSpeed is not available, or
+                if the ranks cannot be divided into sharding groups.
+        """
         from portable.engines.fsdp.sharding import compute_shard_group_size
 
         attention = config.model.attention
@@ -131,7 +142,7 @@ class TorchPackage(TorchDevice, BackendPackage):
         return zero_notes
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        """Yield settings that need less device memory than ``config``, the cheapest first."""
+        """Yield settings that reduce device memory, such as ``strategy zero3``, the cheapest first."""
         memory = config.memory
         sharded = "zero3" if config.strategy in ZERO_STRATEGIES else "full_shard"
         if memory.activation_checkpointing != "full":
@@ -147,19 +158,22 @@ class TorchPackage(TorchDevice, BackendPackage):
             yield "memory.offload_params cpu" + ("" if config.strategy == sharded else f" with {sharded}")
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
-        """Return one sentence that lists settings which need less host memory."""
+        """Return one sentence for an error message that lists settings which need less host memory."""
         from portable.engines.memory_advice import format_host_memory_advice
 
         return format_host_memory_advice(config)
 
     def load_footprint(self) -> FootprintModule:
-        """Import the module that computes the memory and traffic of the engines. It does not import torch."""
+        """Import and return the module that computes the memory and traffic of the engines for the planner.
+
+        The module does not import torch.
+        """
         from portable.engines import footprint
 
         return footprint
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
-        """Raise UserError: these devices have no compiler that works without the device."""
+        """Raise UserError, because these devices have no compiler that works without the device."""
         raise UserError(
             f"--compile: backend {self.name} has no compiler that works without its device; name a TPU with "
             "--device"
@@ -206,11 +220,11 @@ class CpuPackage(TorchPackage):
         return "bf16" if _has_bf16_instructions() else "fp32"
 
     def list_devices(self) -> tuple[Device, ...]:
-        """Return no devices: the planner has no data sheets of CPUs."""
+        """Return an empty tuple, because the planner has no data sheets of CPUs."""
         return ()
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Return the CPU, and divide the cores of the machine among the threads of its ranks."""
+        """Return the CPU device, and set torch's number of threads to this rank's share of the cores."""
         import torch
 
         if local_world_size > 1:
@@ -218,7 +232,7 @@ class CpuPackage(TorchPackage):
         return torch.device("cpu")
 
     def make_current(self, device: torch.device) -> None:
-        """Do nothing: there is only one CPU device."""
+        """Do nothing, because there is only one CPU device."""
 
     def measure_memory(self, device: torch.device) -> MemoryUsage:
         """Return the current and peak resident memory of this process, in bytes."""
@@ -236,9 +250,9 @@ class CpuPackage(TorchPackage):
 
 
 def _has_bf16_instructions() -> bool:
-    """Return whether the CPU has instructions for bf16 products: AVX512-BF16 or AMX.
+    """Return whether the CPU has instructions for bf16 matrix products (AVX512-BF16 or AMX).
 
-    Without them, bf16 is slow.
+    Without these instructions, bf16 is slower than fp32.
     """
     import torch
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TorchDevice:
-    """Kind of device, as a rank uses it. Each rank has one device."""
+    """Operations of a type of device that a rank on torch.distributed uses. Each rank has one device."""
 
     name: str
     """Name of the backend."""
@@ -26,8 +26,8 @@ class TorchDevice:
         """Return the device of a rank.
 
         Args:
-            local_rank: Rank among the ranks of this machine.
-            local_world_size: Number of ranks of this machine.
+            local_rank: Index of the rank among the ranks of this machine.
+            local_world_size: Number of ranks on this machine.
 
         Raises:
             UserError: If this machine has no device for the rank.
@@ -41,13 +41,13 @@ class TorchDevice:
         torch.accelerator.set_device_index(device.index)
 
     def build_diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
-        """Return the diagnostics of a rank's device, for debugging."""
+        """Return the diagnostic tools of a rank's device. The base class returns tools that do nothing."""
         from portable.backend import Diagnostics
 
         return Diagnostics()
 
     def measure_memory(self, device: torch.device) -> MemoryUsage:
-        """Measure the memory in use. See :meth:`portable.backend.Backend.measure_memory`."""
+        """Return the current and peak memory of torch's allocator on a device, in bytes."""
         import torch
 
         from portable.backend import MemoryUsage

@@ -1,8 +1,8 @@
 """Transforms that a run applies to its transformers model before an engine shards it.
 
-:data:`TRANSFORMS` lists all transforms. :func:`apply_transforms` applies them in this order. Each transform
-changes a model in place and returns it. None of them changes names, shapes or values of parameters. Freezing
-parameters, quantizing them, and adding an adapter are not in the list: they are part of building the model
+:data:`TRANSFORMS` lists all transforms, and :func:`apply_transforms` applies them in this order. Each
+transform changes a model in place. None of them changes names, shapes or values of parameters. Freezing
+parameters, quantizing them, and adding an adapter are not transforms. They are part of building the model
 (:func:`portable.adapters.adapter.build_training_model`), because the planner needs their result.
 """
 
@@ -40,8 +40,8 @@ class TransformInputs:
 
     Attributes:
         config: Config of the run.
-        at_stop: Exit stack that the backend closes before it destroys the process group.
-        recompute_inputs_on_host: Whether recomputed layers keep their inputs in host memory.
+        at_stop: Exit stack for cleanup, which the backend closes before it destroys the process group.
+        recompute_inputs_on_host: Whether activation checkpointing stores the inputs of layers in host memory.
     """
 
     config: RunConfig
@@ -56,7 +56,7 @@ class Transform:
     Attributes:
         name: Name that ``--dry-run`` prints.
         is_needed: Function of the model and the config that returns whether a run applies the transform.
-        apply: Function that changes a model and returns it.
+        apply: Function that changes a model in place. Its result is ignored.
     """
 
     name: str
@@ -197,10 +197,10 @@ def apply_transforms(
     """Apply the transforms of a run to its model.
 
     Args:
-        model: The transformers model, on the meta device or not. Not wrapped or sharded.
+        model: The transformers model, on any device, not wrapped or sharded. It is changed in place.
         config: Config of the run.
         at_stop: Exit stack that the backend closes before it destroys the process group.
-        recompute_inputs_on_host: Whether recomputed layers keep their inputs in host memory.
+        recompute_inputs_on_host: Whether activation checkpointing stores the inputs of layers in host memory.
     """
     context = TransformInputs(config, at_stop, recompute_inputs_on_host)
     for transform in list_needed_transforms(model, config):

@@ -22,11 +22,11 @@ def enable_activation_checkpointing(model: nn.Module, mode: str, *, inputs_on_ho
     Args:
         model: A transformers model.
         mode: The mode. ``selective`` stores the results of matrix products and fused attention.
-        inputs_on_host: Whether to store the input hidden states of each layer in host memory until
-            recomputation.
+        inputs_on_host: Whether to store the input hidden states of each layer in host memory until the
+            backward pass recomputes the layer.
 
     Raises:
-        UserError: If the model does not support recomputation.
+        UserError: If the model class does not support activation checkpointing.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
@@ -61,10 +61,13 @@ _SAVED_ATTENTION_KERNELS = (
 
 
 def _offload_checkpoint_inputs(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``checkpoint`` so that the inputs of the layer are stored on the host.
+    """Wrap a checkpoint function so that it stores the inputs of the layer in host memory.
 
-    Tensors that the layer itself saves are not affected, because the inner hooks of checkpointing handle
-    them.
+    Other tensors that the layer saves for the backward pass are not copied to the host, because the hooks of
+    checkpointing inside of it handle them.
+
+    Args:
+        checkpoint: Function with the interface of ``torch.utils.checkpoint.checkpoint``.
     """
 
     def checkpoint_with_inputs_on_host(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Initial values of the rows for tokens that are added to a vocabulary, as in transformers."""
+"""Initial values of the embedding rows of ``data.added_tokens``, drawn as in transformers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _COVARIANCE_SCALE = 1e-9  # factor of the covariance, as in transformers
 class TableWithAddedRows:
     """Lazily read table with additional rows, which are drawn like the rows of ``resize_token_embeddings``.
 
-    The added rows are drawn from a normal distribution with the mean and a scaled covariance of the existing
-    rows.
+    The added rows are drawn from a normal distribution with the mean of the existing rows and their
+    covariance times 1e-9. Every added row is the mean if the covariance is not positive definite or the table
+    is a bias.
 
     Args:
         source: Existing table, ``[tokens, size]``, or bias, ``[tokens]``.
@@ -37,14 +38,17 @@ class TableWithAddedRows:
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the existing table."""
+        """Dtype of the existing table, in the notation of its file. None if the table does not have one."""
         return getattr(self._source, "dtype", None)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
         """Read a slice of the table, which may contain existing and added rows.
 
         Args:
-            index: Slices with unit steps. None for the complete table.
+            index: One slice per dimension, with unit steps. None for the complete table.
+
+        Returns:
+            The elements, in the dtype of the existing rows, or in fp32 if all requested rows are added rows.
         """
         rows, *others = index or tuple(slice(0, size) for size in self.shape)
         start, stop, _ = rows.indices(self.shape[0])
@@ -59,7 +63,10 @@ class TableWithAddedRows:
 
     @cached_property
     def _added_rows(self) -> NDArray[np.float32]:
-        """Values of the added rows, drawn when they are first read."""
+        """Values of the added rows, fp32 ``[added rows, size]``.
+
+        The first access reads the complete existing table to compute its statistics. The result is cached.
+        """
         num_source_rows, total, square_sum = self._num_source_rows, None, None
         for start in range(0, num_source_rows, _ROWS_PER_READ):
             rows = slice(start, min(start + _ROWS_PER_READ, num_source_rows))

@@ -1,4 +1,4 @@
-"""Auxiliary losses that a model's ``forward(labels=...)`` adds to its cross-entropy."""
+"""Auxiliary losses that ``forward(labels=...)`` of a model adds to its cross-entropy, e.g. a router loss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class AuxiliaryLosses:
     the sum of its auxiliary losses.
 
     Args:
-        model: A transformers model, not wrapped.
+        model: A transformers model, not wrapped. Its ``loss_function`` is replaced by a function that returns
+            0 during :meth:`run_forward` and calls the original otherwise.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,10 +76,11 @@ class AuxiliaryLosses:
         Args:
             forward: The model, or its forward method.
             inputs: Arguments of ``forward``.
-            labels: Labels of the batch.
+            labels: Labels of the batch. Their values do not matter.
 
         Returns:
-            The model's output, and the sum of the auxiliary losses. The sum is None if there are none.
+            The model's output, and the sum of the auxiliary losses as an fp32 scalar. The sum is None if
+            there are none.
         """
         if not self._may_have_losses:
             return OutputWithAuxiliaryLoss(forward(**inputs), None)
@@ -97,7 +99,10 @@ class AuxiliaryLosses:
         return OutputWithAuxiliaryLoss(output, loss.float())
 
     def _compute_cross_entropy(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute the cross-entropy of the model: 0 during :meth:`run_forward`, otherwise as before."""
+        """Compute the cross-entropy of the model: 0 during :meth:`run_forward`, otherwise the original loss.
+
+        This method replaces the model's ``loss_function``.
+        """
         return (
             self._original_loss_function(*arguments, **keywords)
             if self._replacement_loss is None
@@ -107,8 +112,9 @@ class AuxiliaryLosses:
     def _exclude_padding_from_router_loss(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which the router loss ignores the padding of packed documents.
 
-        transformers would include it. The context does nothing if documents are not packed, or if the model
-        has no router loss function that accepts an attention mask.
+        Packed samples have no attention mask, so transformers would include their padding. The context does
+        nothing if ``inputs`` has no ``document_lengths``, or if the model has no router loss function that
+        accepts an attention mask.
         """
         if not self._has_router_loss or "document_lengths" not in inputs:
             return nullcontext()
@@ -160,14 +166,15 @@ _ROUTER_LOGITS_KEY = "output_router_logits"
 
 
 def has_router_loss(config: PretrainedConfig) -> bool:
-    """Return whether the config of a model requests the router loss."""
+    """Return whether the config of a model enables its router loss (``output_router_logits``)."""
     return bool(getattr(config.get_text_config(), _ROUTER_LOGITS_KEY, False))
 
 
 def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether the run enables the router loss although the model config does not, as in TRL.
+    """Return whether the run should enable the router loss even if the model config does not, as in TRL.
 
-    This is the case for a pretrained mixture of experts, unless the user sets ``output_router_logits``.
+    This is the case for a pretrained causal mixture of experts whose ``router_aux_loss_coef`` is not 0,
+    unless the user sets ``output_router_logits``.
 
     Args:
         config: Transformers config of the model.
@@ -180,10 +187,11 @@ def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConf
 
 
 def needs_last_token_as_input(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether the model needs the last token of a document as an input although it is only a label.
+    """Return whether the last token of a document must be an input of the model, and not only a label.
 
-    The router loss of a mixture of experts is a mean over all tokens of a document, and rotary embeddings may
-    depend on the document length. Such a model receives the last token of each text, as in transformers.
+    Usually it is only a label, because no token follows it. However, the router loss of a mixture of experts
+    is a mean over all tokens of a document, and rotary embeddings may depend on the document length. Such
+    models receive all tokens of a document, so that their loss is the same as in transformers.
 
     Args:
         config: Transformers config of the model.

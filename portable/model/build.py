@@ -1,7 +1,7 @@
 """Construction of transformers models on the meta device.
 
-No function in this module holds a complete model in memory. Parameters are created on the meta device, a
-backend shards and allocates them, and their values are then loaded layer by layer or tensor by tensor.
+The parameters of the models have no values, so that a model of any size can be built. Afterwards, a backend
+shards and allocates the parameters, and their values are loaded tensor by tensor.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
     """Build the transformers config that ``model.config`` describes.
 
     Raises:
-        UserError: If ``model_type`` is missing or unknown, if a key is unknown, or if the config class
-            rejects a value.
+        UserError: If ``model_type`` is missing or unknown, if a key is unknown or has no effect, or if a
+            value is invalid.
     """
     from transformers import AutoConfig
 
@@ -155,17 +155,20 @@ def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> Pretrai
 
 
 def load_model_config(settings: ModelConfig) -> PretrainedConfig:
-    """Return the transformers config for ``model.config`` or ``model.name_or_path``.
+    """Build or load the transformers config that ``model.config`` or ``model.name_or_path`` describes.
+
+    If ``model.function`` is set, its module is imported first, because it may register a model type.
 
     Args:
         settings: The ``model`` section of the config.
 
     Returns:
-        The config, without a description of quantized weights.
+        The config, from which ``quantization_config`` is removed.
 
     Raises:
-        UserError: If ``model_type`` or another key is unknown, if the name is neither a local folder nor a
-            model on the Hub, or if the model does not support the task.
+        UserError: If ``model_type`` or another key is unknown, if ``model.name_or_path`` is neither a local
+            folder nor a model on the Hub, if the config is invalid, or if the model does not support the
+            task.
     """
     if settings.function is not None:  # importing it may register a model type
         plugins.load_plugin("model.function", settings.function)
@@ -194,11 +197,17 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
 
 
 def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfig:
-    """Return the config of a pretrained model with the changes of ``model.config``.
+    """Return a copy of a pretrained model's config with the changes of ``model.config``.
+
+    Returns ``config`` itself if ``model.config`` is empty.
+
+    Args:
+        config: Transformers config of the pretrained model.
+        settings: The ``model`` section of the config.
 
     Raises:
-        UserError: If the config does not have a changed key, or if a change affects the shapes or ties of the
-            weights.
+        UserError: If the config does not have a changed key, if a value is invalid or has no effect, or if
+            the run loads the weights and a change affects their shapes or ties.
     """
     if not settings.config:
         return config
@@ -241,7 +250,13 @@ def _get_state_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
 
 
 def _fixes_zero_division(key: str, model_type: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the config can be built without a division by zero after ``key`` is set to 1."""
+    """Return whether a division by zero while building a config disappears if ``key`` is set to 1.
+
+    Args:
+        key: A key of ``values`` with the value 0.
+        model_type: Model type of transformers.
+        values: Keys and values of the config.
+    """
     from transformers import AutoConfig
 
     try:
@@ -267,19 +282,27 @@ _ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def _list_rope_per_layer_type(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rope parameters of each layer type, or an empty list if all layers share them."""
+    """List the rope parameters of the layer types.
+
+    Args:
+        rope: Value of ``rope_parameters`` in a config.
+
+    Returns:
+        One mapping for each layer type. Empty if all layers share one mapping.
+    """
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
 def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
-    """Check that each rope setting has an effect.
+    """Check that the top-level rope settings of ``model.config`` have an effect.
 
     Args:
         config: The config that was built from the settings.
         values: The settings of ``model.config``.
 
     Raises:
-        UserError: If a setting has no effect, because each layer type has its own value.
+        UserError: If a setting has no effect, because the config class reads it only from
+            ``rope_parameters``.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     scopes = (rope, *_list_rope_per_layer_type(rope))
@@ -292,7 +315,14 @@ def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) 
 
 
 def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
-    """Raise UserError if neither the config class nor the model's code supports one of the keys."""
+    """Raise UserError if a key of ``model.config`` is unknown to the config class and to the modeling code.
+
+    Keys without an effect that are common in published config files are accepted.
+
+    Args:
+        config: Config of the model type. Its attributes are the known keys.
+        values: Keys and values of ``model.config``.
+    """
     for key in values:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
         is_known = _has_config_attribute(config, key) or (
@@ -305,7 +335,7 @@ def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> N
 
 
 def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
-    """Return whether a config has a key, also if each layer type has a separate value."""
+    """Return whether a config has a key. A key may have one value per layer type."""
     try:
         return hasattr(config, key)
     except Exception:  # reading a per-layer setting as one value raises
@@ -313,7 +343,11 @@ def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
 
 
 def _is_read_by_model_code(config: PretrainedConfig, key: str) -> bool:
-    """Return whether the modeling code reads a key without a default in the config, such as ``head_dim``."""
+    """Return whether the modeling code reads an optional key that the config class does not define.
+
+    An example is ``head_dim``, which some models read as ``getattr(config, "head_dim", ...)``. The source
+    text of the modeling module is searched for this pattern.
+    """
     spec = find_spec(type(config).__module__.replace("configuration_", "modeling_"))
     if spec is None or spec.origin is None:
         return False
@@ -355,10 +389,11 @@ _BUILT_IN_ATTENTION = ("sdpa", "eager")
 
 
 def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
-    """Build the model with fp32 parameters on the meta device and buffers with values. Weights are tied.
+    """Build the model on the meta device, and check it with a trial forward pass.
 
-    Architectures without ``sdpa`` fall back to ``eager``, unless the user sets ``model.attention`` to
-    ``sdpa``.
+    The parameters are fp32 and on the meta device, and the buffers have values. Weights are tied as the
+    config requires. ``model.function`` is applied. Architectures without an ``sdpa`` implementation use
+    ``eager``, unless the user sets ``model.attention: sdpa``.
 
     Args:
         config: Transformers config of the model.
@@ -368,7 +403,8 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
         The model.
 
     Raises:
-        UserError: If the config does not describe a model that can run.
+        UserError: If the model cannot be built, for example because of inconsistent sizes, if it does not run
+            on text, or if the attention or experts implementation is not available.
     """
     key, text = settings.setting_key, config.get_text_config()
     if "/" in settings.attention:  # a name with a slash loads code from the Hub
@@ -421,8 +457,8 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
         The model on the meta device.
 
     Raises:
-        UserError: If :func:`build_model_on_meta` raises one, or if a parameter pattern does not match the
-            model.
+        UserError: If the model cannot be built; see :func:`build_model_on_meta`. If a pattern of
+            ``train.trainable`` or ``train.frozen`` matches no parameter, or if no parameter is trained.
     """
     model = build_model_on_meta(config, run.model)
     compute_dtype = COMPUTE_DTYPES.get(run.precision, torch.float32)
@@ -443,7 +479,10 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
 
 
 def _prepare_for_training(model: PreTrainedModel) -> None:
-    """Disable the KV cache and a warning that syncs, and add token types if the model requires them."""
+    """Change a model in place so that it can be trained without a KV cache and without host syncs.
+
+    If the model requires token types in training, a hook is installed that adds them to its inputs.
+    """
     from transformers import PreTrainedModel
 
     for module in model.modules():
@@ -458,11 +497,11 @@ def _prepare_for_training(model: PreTrainedModel) -> None:
 
 
 _TOKEN_TYPES = "mm_token_type_ids"
-"""Argument that separates text tokens, which are 0, from image tokens. Molmo 2 requires it for training."""
+"""Model argument that is 0 for text tokens and not 0 for image tokens. Molmo 2 requires it for training."""
 
 
 def _requires_token_types(model: PreTrainedModel) -> bool:
-    """Return whether the model raises an error about missing token types in training."""
+    """Return whether a trial forward pass in training mode raises an error about missing token types."""
     try:
         run_trial_forward(model, _set_train_mode)
     except ValueError as error:
@@ -477,7 +516,13 @@ def _set_train_mode(model: nn.Module) -> None:
 
 
 def _add_token_types(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Forward pre-hook that marks all tokens as text."""
+    """Add token types to the inputs, which mark all tokens as text. This is a forward pre-hook.
+
+    Token types that are already present do not change.
+
+    Returns:
+        The positional and keyword arguments of the forward method.
+    """
     ids = arguments[0] if arguments else keywords.get("input_ids")
     if ids is not None and keywords.get(_TOKEN_TYPES) is None:
         keywords = {**keywords, _TOKEN_TYPES: torch.zeros_like(ids)}
@@ -491,9 +536,10 @@ def _skip_warning(*_: Any) -> None:
 def _select_model_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
     """Select the class to build for ``config``.
 
-    For ``causal-lm``, a checkpoint is trained as the class listed in its ``architectures`` if that class
-    accepts text and other inputs and generates text. Otherwise, the Auto class of the task is used or, if it
-    does not support the model type of the checkpoint, the model type's class for text and other inputs.
+    This is usually the Auto class of the task. There are two exceptions for pretrained ``causal-lm`` models.
+    A multimodal checkpoint is trained as the multimodal class in its ``architectures``. If the Auto class
+    does not support the model type, the multimodal class of the model type is selected, or else the class in
+    ``architectures`` if it generates text.
 
     Args:
         config: Transformers config of the model.
@@ -535,7 +581,10 @@ def _select_model_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
 
 
 def _check_architecture_generates_text(config: PretrainedConfig, settings: ModelConfig) -> None:
-    """Raise UserError if ``architectures`` names a class with a head that does not generate text."""
+    """Raise UserError if the first class in ``architectures`` has a head that does not generate text.
+
+    Base models without a head and classes that transformers does not have are accepted.
+    """
     import transformers
 
     name = (config.architectures or [""])[0]
@@ -551,7 +600,11 @@ def _check_architecture_generates_text(config: PretrainedConfig, settings: Model
 
 
 def _find_architecture_class(config: PretrainedConfig) -> Any:
-    """Return the class that ``architectures`` names, if it is a decoder of this type of config."""
+    """Return the first class in ``architectures`` if it is a decoder that generates text.
+
+    Returns None if transformers does not have the class, if the class is for another type of config, if it
+    does not generate text, or if the model is an encoder-decoder.
+    """
     import transformers
 
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
@@ -563,13 +616,18 @@ def _find_architecture_class(config: PretrainedConfig) -> Any:
 
 
 def select_pretrained_class(name: str) -> Any:
-    """Select the class that a run builds to train a pretrained causal language model.
+    """Select the class that a run with default settings builds for a pretrained causal language model.
+
+    The config of a Hub model is downloaded unless it is cached.
 
     Args:
         name: Local folder, or name of a model on the Hub.
 
     Returns:
         A transformers model class, or an Auto class.
+
+    Raises:
+        UserError: If the config cannot be loaded, or if transformers has no class for it.
     """
     from transformers import AutoConfig
 
@@ -585,7 +643,10 @@ def select_pretrained_class(name: str) -> Any:
 
 
 def _find_composite_class(config: PretrainedConfig) -> Any:
-    """Return the class for ``config`` that accepts text and other inputs, or None if there is none."""
+    """Return the multimodal class for the model type of ``config``, which accepts text and other inputs.
+
+    Returns None if transformers has no such class.
+    """
     import transformers
 
     autos = (getattr(transformers, name, None) for name in _COMPOSITE_CLASSES)
@@ -594,11 +655,11 @@ def _find_composite_class(config: PretrainedConfig) -> Any:
 
 
 _COMPOSITE_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
-"""Auto classes of models that accept text and other inputs and generate text, in order of preference."""
+"""Names of the Auto classes of multimodal models that generate text, in order of preference."""
 
 
 def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> str:
-    """Build the error message for a model type that has no class for the task."""
+    """Build the error message, with a suggestion, for a model type that has no class for the task."""
     import transformers
 
     name = (config.architectures or [f"a model of type {config.model_type}"])[0]
@@ -624,7 +685,16 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
 def _build_unchecked_model(
     config: PretrainedConfig, settings: ModelConfig, attention: str
 ) -> PreTrainedModel:
-    """Build the model of the selected class on the meta device, and apply ``model.function``."""
+    """Build the model of the selected class on the meta device, and apply ``model.function``.
+
+    Weights are not tied yet, and no trial forward pass is run.
+
+    Args:
+        config: Transformers config. It is copied. Only ``model.function`` may change the original, into which
+            its changes to the model config are copied.
+        settings: The ``model`` section of the config.
+        attention: Attention implementation, which may differ from ``model.attention``.
+    """
     model_class = _select_model_class(config, settings)
     saved_config, config = config, copy.deepcopy(config)
     text = config.get_text_config()
@@ -660,7 +730,7 @@ def _build_unchecked_model(
 def apply_model_function(
     model: PreTrainedModel, import_path: str, saved_config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
-    """Apply ``model.function`` to a model.
+    """Call the custom function ``model.function``, which may change or replace a model.
 
     Args:
         model: The model, whose modules the function may change.
@@ -697,14 +767,19 @@ def apply_model_function(
 
 
 _PIP_ADVICE = re.compile(r"`pip install ([\w.\[\]-]+)`")
-"""Pattern for the packages that an error message of transformers advises to install."""
+"""Pattern that finds the packages that an error message of transformers advises to install."""
 
 
 def _explain_build_error(config: PretrainedConfig, key: str, error: Exception) -> str:
-    """Return the message for the user about an error while the model was built.
+    """Build the error message for the user from an exception that was raised while the model was built.
 
     The message of a UserError is returned unchanged. For an import error, the message names the package to
-    install.
+    install. For a name that transformers does not support, it names the key of the config.
+
+    Args:
+        config: Transformers config of the model.
+        key: Setting that describes the model, which begins the message.
+        error: The exception.
     """
     if isinstance(error, UserError):
         return str(error)
@@ -734,7 +809,17 @@ _SHAPES_DISAGREE = re.compile(
 
 
 def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
-    """Raise UserError if the sizes in the config are inconsistent. Uses no memory and computes nothing."""
+    """Run a trial forward pass on the meta device, to check the sizes in the config.
+
+    Other errors of the forward pass are ignored, because some models cannot run on the meta device.
+
+    Args:
+        model: The model, on the meta device.
+        key: Setting that describes the model, used in error messages.
+
+    Raises:
+        UserError: If the sizes are inconsistent, or if the model does not predict tokens from only text.
+    """
     try:
         output = run_trial_forward(model)
     except UserError:
@@ -768,13 +853,16 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
 
 
 def _mentions_forward_argument(model: PreTrainedModel, error: Exception) -> bool:
-    """Return whether an error names an argument of the forward pass that is neither tokens nor labels."""
+    """Return whether the message of an error contains the name of an argument of ``forward``.
+
+    ``input_ids`` and ``labels`` do not count. Such an error indicates that the model needs further inputs.
+    """
     arguments = inspect.signature(model.forward).parameters.keys() - {"input_ids", "labels"}
     return not arguments.isdisjoint(re.findall(r"\w+", str(error)))
 
 
 def enlarge_vocabulary(config: PretrainedConfig, tokenizer_size: int, run: RunConfig) -> int | None:
-    """Enlarge the vocabulary size in ``config`` for ``data.added_tokens``, if the tokenizer is larger.
+    """Enlarge the vocabulary size in ``config`` if ``data.added_tokens`` makes the tokenizer larger than it.
 
     Args:
         config: The transformers config. Modified in place.
@@ -818,23 +906,22 @@ def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunC
 
 
 def get_max_positions(config: PretrainedConfig) -> int | None:
-    """Return the number of positions of the model, or None if it has no bound."""
+    """Return the number of positions of a model (``max_position_embeddings``), or None if unlimited."""
     bound = getattr(config.get_text_config(), "max_position_embeddings", None)
     return bound if isinstance(bound, int) and bound > 0 else None
 
 
 def apply_default_seq_len(config: RunConfig) -> RunConfig:
-    """Return the config with the default of ``data.seq_len`` for fine-tuning or continued pretraining.
+    """Set the default of ``data.seq_len`` for the kind of training, such as fine-tuning, of a causal-lm run.
 
-    For a causal-lm model, the default is the number of positions of the model, but at most the length in
-    :data:`portable.config.derived_defaults.DEFAULTS_BY_TRAINING_KIND`. A value that the user has set does not
-    change.
+    The default is the length in :data:`portable.config.derived_defaults.DEFAULTS_BY_TRAINING_KIND`, but at
+    most the number of positions of the model. A value that the user has set does not change.
 
     Args:
         config: Config of the run, with the format of the data.
 
     Returns:
-        The changed config, or ``config`` itself if nothing changes.
+        The changed config, or ``config`` itself if nothing changes or the model config cannot be loaded.
     """
     length = DEFAULTS_BY_TRAINING_KIND["data.seq_len"].get_default(classify_training_kind(config))
     has_fixed_default = config.model.task != "causal-lm" or config.data.format == "samples"
@@ -849,29 +936,32 @@ def apply_default_seq_len(config: RunConfig) -> RunConfig:
 
 
 def limit_seq_len(seq_len: int, max_positions: int | None, multiple: int = 8) -> int:
-    """Limit the length of sequences to the positions of a model.
+    """Limit the length of sequences to the positions of a model, and round it down to a multiple.
 
-    The result is rounded down, because the position tables of some models have two more rows than positions.
+    Rounding also leaves room for models such as RoBERTa, which reserve some of their positions.
 
     Args:
-        seq_len: Length without the limit.
+        seq_len: Length without the limit, in tokens.
         max_positions: The result of :func:`get_max_positions`.
         multiple: Number that the result should be a multiple of.
+
+    Returns:
+        The length in tokens. It is not rounded if it is smaller than ``multiple``.
     """
     seq_len = seq_len if max_positions is None else min(seq_len, max_positions)
     return seq_len // multiple * multiple or seq_len
 
 
 def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
-    """Check that sequences are not longer than the positions of the model.
+    """Check that sequences are not longer than the number of positions of the model.
 
     Args:
         config: Transformers config of the model.
         run: The config of the run.
-        model: The model. If it is given, the positions that the model reserves are subtracted.
+        model: The model, to subtract the positions that it reserves. None if it is not built yet.
 
     Raises:
-        UserError: If sequences are longer.
+        UserError: If ``data.seq_len`` or ``data.target_seq_len`` exceeds the number of positions.
     """
     seq_len = run.data.max_sequence_length
     bound = get_max_positions(config)
@@ -890,9 +980,9 @@ def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | N
 
 
 def _count_reserved_positions(model: nn.Module) -> int:
-    """Count the rows of the position table that no token uses.
+    """Count the rows at the start of a model's position table that no token uses.
 
-    For example, the positions of RoBERTa start after its padding id.
+    For example, the positions of RoBERTa start after its padding id. Returns 0 for other models.
     """
     reserved = 0
     for name, module in model.named_modules():

@@ -1,11 +1,10 @@
-"""Token losses of a language model, computed without holding all logits.
+"""Token losses of a language model, computed in chunks so that the logits of all tokens never exist at once.
 
-The logits would be by far the largest tensor of a step.
-
-The output head returns the loss or other statistics of each token instead of its logits. It computes a chunk
-of tokens at a time, and recomputes the chunk in the backward pass to get the gradients. The results equal the
-head followed by the cross-entropy, except for the summation order of the head's gradient. That gradient is
-accumulated in fp32.
+The logits would be by far the largest tensor of a step. :class:`ChunkedHead` replaces the output head and
+returns the loss or other statistics of each token instead of logits. It computes one chunk of tokens at a
+time, and recomputes each chunk in the backward pass to get the gradients. The results equal the results of
+the head followed by the cross-entropy, except that the gradient of the head is summed in a different order,
+in fp32.
 """
 
 from __future__ import annotations
@@ -31,13 +30,18 @@ if TYPE_CHECKING:
 MAX_CHUNK_LOGITS = 1 << 26
 """Number of logits per chunk with ``memory.loss_chunk_tokens: auto``; 256 MiB in fp32."""
 _MAX_COMPILED_CHUNK_BYTES = 1 << 29
-"""Bytes of a chunk's logits if the loss is compiled, because it then stores the logits and their gradient,
-neither in fp32.
+"""Largest size in bytes of a chunk's logits if the loss is compiled. It is larger than without compilation,
+because the compiled functions do not create fp32 copies of the logits.
 """
 
 
 class _ChunkFunctions(NamedTuple):
-    """Functions that compute one chunk of tokens. They may be compiled."""
+    """Functions that compute one chunk of tokens, which may be compiled.
+
+    Attributes:
+        compute_statistics: :func:`_compute_chunk_statistics`, for the forward pass.
+        compute_logits_gradient: :func:`_compute_logits_gradient`, for the backward pass.
+    """
 
     compute_statistics: Callable[..., Tensor]
     compute_logits_gradient: Callable[..., Tensor]
@@ -62,8 +66,8 @@ class ChunkedHead(nn.Linear):
 
     Args:
         linear: Output head of the model.
-        chunk_tokens: Number of tokens per chunk. If None, the number whose logits have
-            :data:`MAX_CHUNK_LOGITS` elements.
+        chunk_tokens: Number of tokens per chunk. If None, the number is chosen so that the logits of a chunk
+            have at most :data:`MAX_CHUNK_LOGITS` elements.
     """
 
     def __init__(self, linear: nn.Linear, chunk_tokens: int | None) -> None:
@@ -79,9 +83,9 @@ class ChunkedHead(nn.Linear):
         """Maximum number of chunks to compute, for memory measurements. All chunks if None."""
 
     def compile(self, **options: Any) -> None:  # type: ignore[override, unused-ignore]
-        """Compile the computation after the matrix product into two kernels.
+        """Compile the two functions that compute a chunk, so that the operations on its logits are fused.
 
-        Otherwise it is a dozen passes over the logits.
+        Without compilation, about a dozen operations read or write the logits.
 
         Args:
             options: Arguments of ``torch.compile``.
@@ -92,7 +96,7 @@ class ChunkedHead(nn.Linear):
         )
 
     def needs_chunking(self, labels: Tensor) -> bool:
-        """Return whether a micro-batch has more than one chunk of tokens."""
+        """Return whether a micro-batch with these labels has more than one chunk of tokens."""
         return labels.numel() > self._chunk_tokens
 
     def forward_with_statistics(
@@ -159,7 +163,11 @@ class ChunkedHead(nn.Linear):
     def _compute_chunk_tokens(self, dtype: torch.dtype) -> int:
         """Return the number of tokens per chunk.
 
-        If the loss is compiled, it is a power of two, to limit recompilations.
+        If the loss is compiled and the user has not set the number, it is the largest power of two whose
+        logits fit into :data:`_MAX_COMPILED_CHUNK_BYTES`, so that few sizes are compiled.
+
+        Args:
+            dtype: Dtype of the logits before they are converted to fp32.
         """
         if (
             self._chunk_functions.compute_statistics is _compute_chunk_statistics
@@ -170,14 +178,15 @@ class ChunkedHead(nn.Linear):
 
 
 def install_chunked_head(model: nn.Module, chunk_tokens: int | Literal["auto"]) -> ChunkedHead | None:
-    """Replace the head of a model on the meta device by a head that computes losses in chunks.
+    """Replace the output head of a model by a :class:`ChunkedHead`, which computes losses in chunks.
 
     Args:
-        model: A model with an output head, which is changed in place.
+        model: A model with an output head, on the meta device. It is changed in place.
         chunk_tokens: Value of ``memory.loss_chunk_tokens``.
 
     Returns:
-        The new head. None if ``chunk_tokens`` is 0, or if it is ``auto`` and the model needs its logits.
+        The new head. None if ``chunk_tokens`` is 0, or if it is ``auto`` and the model does not return the
+        logits of its head unchanged.
 
     Raises:
         UserError: If ``chunk_tokens`` is a positive number, but the model does not return the logits of its
@@ -202,12 +211,12 @@ def install_chunked_head(model: nn.Module, chunk_tokens: int | Literal["auto"]) 
 
 
 def find_chunked_head(model: nn.Module) -> ChunkedHead | None:
-    """Return the head that :func:`install_chunked_head` has put into ``model``, or None."""
+    """Return the :class:`ChunkedHead` of a model, or None if the model has none."""
     return next((module for module in model.modules() if isinstance(module, ChunkedHead)), None)
 
 
 def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module of a model wherever it is registered."""
+    """Replace the module ``old`` by ``new`` in every parent module that contains it."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:
@@ -215,7 +224,11 @@ def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _returns_head_logits(model: nn.Module) -> bool:
-    """Return whether a model returns the logits of its head unchanged and uses them in no other loss."""
+    """Return whether a model returns the logits of its head unchanged, and does not use them in another loss.
+
+    Only then can the head return statistics instead. A trial forward pass decides. If it fails, the result is
+    False.
+    """
     # Try bf16 as well, because grouped matrix products of experts run only in bf16 on the meta device.
     for dtype in (None, torch.bfloat16):
         try:
@@ -226,9 +239,13 @@ def _returns_head_logits(model: nn.Module) -> bool:
 
 
 def _trial_returns_head_logits(model: nn.Module, dtype: torch.dtype | None) -> bool:
-    """Return whether the logits of a trial forward pass are exactly the output of the head.
+    """Run a trial forward pass, and return whether the model returns the output of its head as logits.
 
-    Returns False if an auxiliary loss depends on the logits. ``model`` is not modified.
+    Returns False if an auxiliary loss depends on the logits.
+
+    Args:
+        model: The model, on the meta device. It is not modified.
+        dtype: Dtype of the parameters in the trial. None to keep their dtypes.
     """
     recorder = _RecordingHead()
 
@@ -251,7 +268,7 @@ def _trial_returns_head_logits(model: nn.Module, dtype: torch.dtype | None) -> b
 
 
 class _RecordingHead(nn.Module):
-    """A head with one logit per token that records its outputs."""
+    """Output head for trials that returns one uninitialized logit per token and records these tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +280,10 @@ class _RecordingHead(nn.Module):
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Autograd function that computes token statistics in chunks, and recomputes them for gradients."""
+    """Autograd function that computes the statistics of tokens from hidden states, in chunks.
+
+    The backward pass recomputes the logits of each chunk.
+    """
 
     @staticmethod
     def forward(
@@ -278,9 +298,23 @@ class _TokenStatistics(torch.autograd.Function):
         statistic_names: Sequence[str],
         chunk_functions: _ChunkFunctions,
     ) -> Tensor:
-        """Compute the statistics of each row of ``hidden``, fp32 ``[tokens, statistics]``.
+        """Compute the statistics of each token.
 
-        Rows beyond ``max_chunks`` chunks are not computed, so their values are undefined.
+        Args:
+            ctx: Autograd context.
+            hidden: Hidden states, ``[tokens, hidden size]``.
+            weight: Weight of the head, ``[vocabulary, hidden size]``.
+            bias: Bias of the head, or None.
+            labels: Labels, int64 ``[tokens]``.
+            chunk_tokens: Number of tokens per chunk.
+            max_chunks: Number of chunks to compute. The results of further tokens are undefined. None to
+                compute all chunks.
+            dtype: Compute dtype of the matrix products.
+            statistic_names: Names of the statistics; see :meth:`ChunkedHead.forward_with_statistics`.
+            chunk_functions: Functions that compute a chunk.
+
+        Returns:
+            Statistics, fp32 ``[tokens, statistics]``.
         """
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.parts = list(islice(_iter_row_slices(len(labels), chunk_tokens), max_chunks))
@@ -330,14 +364,17 @@ def _compute_logits_gradient(
     labels: Tensor,
     statistic_gradients: dict[str, Tensor],
 ) -> Tensor:
-    """Compute the gradient of the logits of a chunk, in the dtype of the weight.
+    """Compute the gradient of the loss with respect to the logits of a chunk.
 
     Args:
         hidden: Hidden states of the chunk, ``[tokens, hidden size]``.
         weight: Weight of the head, in the compute dtype.
         bias: Bias of the head, or None.
         labels: Labels, ``[tokens, 1]``.
-        statistic_gradients: Gradient of each statistic by name, ``[tokens, 1]``.
+        statistic_gradients: Gradient of the loss with respect to each statistic, ``[tokens, 1]``, by name.
+
+    Returns:
+        The gradient, ``[tokens, vocabulary]``, in the dtype of ``weight``.
     """
     gradient = _compute_logits(hidden, weight, bias).softmax(dim=-1)
     log_z_gradient = gradient * statistic_gradients["log_z"] if "log_z" in statistic_gradients else None
@@ -360,7 +397,18 @@ def _compute_logits_gradient(
 def _compute_chunk_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, statistic_names: Sequence[str]
 ) -> Tensor:
-    """Compute the statistics of each token of a chunk, fp32 ``[tokens, statistics]``."""
+    """Compute the statistics of each token of a chunk.
+
+    Args:
+        hidden: Hidden states of the chunk, ``[tokens, hidden size]``.
+        weight: Weight of the head, in the compute dtype.
+        bias: Bias of the head, or None.
+        labels: Labels, int64 ``[tokens]``.
+        statistic_names: Names of the statistics; see :meth:`ChunkedHead.forward_with_statistics`.
+
+    Returns:
+        Statistics, fp32 ``[tokens, statistics]``, in the order of ``statistic_names``.
+    """
     logits = _compute_logits(hidden, weight, bias)
     columns = [
         -functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
@@ -378,15 +426,15 @@ def _compute_chunk_statistics(
 
 
 def _cast_parameters(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Cast the weight and the bias of the head to the compute dtype. The bias may be None."""
+    """Cast the weight and the bias of the head to the compute dtype. A bias of None stays None."""
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _compute_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the logits in fp32. The matrix product runs in the dtype of the weight, as under autocast."""
+    """Compute the logits in fp32, after a matrix product in the dtype of the weight, as under autocast."""
     return functional.linear(hidden.to(weight.dtype), weight, bias).float()
 
 
 def _iter_row_slices(num_rows: int, rows_per_slice: int) -> Iterator[slice]:
-    """Yield slices of at most ``rows_per_slice`` rows."""
+    """Divide rows 0 to ``num_rows`` into consecutive slices of at most ``rows_per_slice`` rows."""
     return (slice(start, start + rows_per_slice) for start in range(0, num_rows, rows_per_slice))

@@ -1,7 +1,8 @@
-"""Bounds of the numbers in a model config, by the meaning of their keys.
+"""Checks of the values in a model config, with a range for each kind of number.
 
 transformers checks the types of most values, but not their ranges: a dropout of 2 fails in the first step,
-and a RoPE factor of 0 makes the loss NaN. Keys of all model types follow few conventions.
+and a RoPE factor of 0 makes the loss NaN. The kind of a number follows from its key, because the keys of all
+model types follow the same few naming conventions.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ NUMBER_RULES = (
     # limit.
     _NumberRule(re.compile(r""), "a number", -sys.float_info.max, sys.float_info.max),
 )
-"""Rules for numbers by their keys. The first match applies."""
+"""Rules for numbers by their keys. The first rule whose pattern matches the key applies."""
 
 
 def check_config_values(message_prefix: str, values: Mapping[str, Any]) -> None:
@@ -118,8 +119,8 @@ def check_config_values(message_prefix: str, values: Mapping[str, Any]) -> None:
         values: Keys and values of the config.
 
     Raises:
-        UserError: If a number is out of the range of its kind, or if a dtype or a setting of RoPE has the
-            wrong type.
+        UserError: If a number is outside of the range of :data:`NUMBER_RULES`, or if a dtype or a RoPE
+            setting has the wrong type.
     """
     for path, value in iter_config_values(values):
         key = path[-1]
@@ -147,17 +148,17 @@ def _build_value_error(message_prefix: str, path: tuple[str, ...], value: Any, r
 
 
 def iter_config_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the keys and the value of each scalar in a model config and its nested configs.
+    """Yield the path of keys and the value of each scalar in a model config and its nested configs.
 
-    A RoPE setting that must be a scalar is also yielded if it is a container, so that the caller can reject
-    it.
+    Some values are also yielded if they are containers, so that the caller can reject them: RoPE settings
+    that must be scalars, and dtypes.
 
     Args:
         values: Keys and values of the config.
 
     Yields:
-        The keys from the outermost to the innermost config, and the value. The elements of a list have the
-        keys of the list.
+        The keys from the outermost to the innermost config, and the value. Each element of a list is yielded
+        with the path of the list.
     """
     # A dtype is only a container in a composite model, which may have one name for each part.
     pending: list[tuple[tuple[str, ...], Any]] = [((str(key),), value) for key, value in values.items()]
@@ -174,12 +175,12 @@ def iter_config_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, .
 
 
 def _is_rope_type(path: tuple[str, ...]) -> bool:
-    """Return whether a setting is a RoPE type, also inside the settings of one layer type."""
+    """Return whether a path of keys belongs to a RoPE type, either common or of one layer type."""
     return path[-1] in _ROPE_TYPES and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 
 def _is_rope_number(path: tuple[str, ...]) -> bool:
-    """Return whether a setting is a RoPE number, also inside the settings of one layer type."""
+    """Return whether a path of keys belongs to a RoPE number, either common or of one layer type."""
     return path[-1] in _ROPE_NUMBERS and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 

@@ -26,7 +26,8 @@ def check_context_parallel_support(model: Any, config: RunConfig) -> None:
         config: The config of the run.
 
     Raises:
-        UserError: If its attention is not supported, or if its heads cannot be divided among the ranks.
+        UserError: If the model's attention is not supported, or if its heads cannot be divided among the
+            ranks.
     """
     size = config.context_parallel_size
     if config.backend != "xla":
@@ -68,34 +69,42 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
 
 
 def _has_mixtral_signature(router_loss: Any) -> bool:
-    """Return whether a router loss has the arguments of Mixtral's, which takes the logits of each layer."""
+    """Return whether a router loss function has the same parameter names as Mixtral's.
+
+    Mixtral's function takes the gate logits of every layer, which context-parallel ranks can compute for
+    their parts of the sequences. False if ``router_loss`` is None.
+    """
     names = ["gate_logits", "num_experts", "top_k", "attention_mask"]
     return router_loss is not None and [*inspect.signature(inspect.unwrap(router_loss)).parameters] == names
 
 
 def repeat_key_heads(num_ranks: int, key_states: Tensor) -> Tensor:
-    """Repeat key or value heads so that they can be divided among ranks.
+    """Repeat key or value heads so that each context-parallel rank gets at least one head.
 
     Args:
-        num_ranks: Number of context-parallel ranks.
+        num_ranks: Number of context-parallel ranks. It is a multiple or a divisor of the number of heads.
         key_states: Keys or values, ``[batch, heads, ...]``.
 
     Returns:
-        The tensor with ``num_ranks`` heads. The tensor itself if its heads are divisible by ``num_ranks``.
+        A tensor with ``num_ranks`` heads, or ``key_states`` itself if its number of heads is already
+        divisible by ``num_ranks``.
     """
     heads = key_states.shape[1]
     return key_states.repeat_interleave(num_ranks // heads, 1) if heads % num_ranks else key_states
 
 
 class AttentionHeadCounts(NamedTuple):
-    """Numbers of query heads and key heads of an attention layer."""
+    """Number of query heads and number of key heads of an attention layer. Values have as many as keys."""
 
     queries: int
     keys: int
 
 
 def count_attention_heads(model: Any) -> AttentionHeadCounts:
-    """Return the numbers of query heads and of key heads."""
+    """Read the numbers of query heads and of key heads from the text config of a model.
+
+    A model without grouped-query attention has as many key heads as query heads.
+    """
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads
     return AttentionHeadCounts(heads, getattr(text, "num_key_value_heads", None) or heads)

@@ -2,12 +2,15 @@
 
 While a model is built, :class:`InitializationRecording` creates large tensors without values (torch's fake
 tensors) and records the operations that give them values. Constructors, ``_init_weights`` and custom code run
-unchanged. Afterwards, each rank computes the elements of its shards. An element depends only on the seed and
-its position, because every tensor is divided into fixed tiles, and each tile has a separate seed for its
-random numbers.
+unchanged. Afterwards, each rank computes only the elements of its shards. An element depends only on the seed
+and its position, not on the sharding, because every tensor is divided into fixed tiles, and each tile has a
+separate seed for its random numbers.
 
-Operations on complete tensors, such as the QR decomposition of an orthogonal initialization, are computed
-completely, one tensor at a time, whenever a slice of their result is read.
+Operations that need complete tensors, such as the QR decomposition of an orthogonal initialization, are an
+exception. Whenever a slice of their result is read, the complete result is computed.
+
+Values are recorded per storage: a storage has a list of writes, each of which changes a range of its
+elements. To compute a tile, the writes that overlap it are replayed in order.
 """
 
 from __future__ import annotations
@@ -33,33 +36,36 @@ if TYPE_CHECKING:
     from portable.model.weight_sources import Index, ReadableTensor
 
 MIN_RECORDED_ELEMENTS = 1 << 14
-"""Elements of the smallest tensor that is recorded. Smaller tensors are computed at once."""
+"""Number of elements of the smallest tensor that is recorded. Smaller tensors are created with values."""
 _MAX_TILE_ELEMENTS = 1 << 12
-"""Elements of the largest tile. A tile is a part of a row, or consists of several rows."""
+"""Largest number of elements of a tile. A tile is a part of one row, or consists of several complete rows."""
 
 
 class RecordingError(Exception):
-    """Error for an operation of a model's constructor that cannot be recorded."""
+    """Raised if a model's constructor uses an operation that cannot be recorded."""
 
 
 @dataclass(frozen=True, eq=False)
 class _RecordedWrite:
-    """Operation that changes the elements ``start`` to ``stop`` of a storage.
+    """Recorded operation that changes the elements ``start`` to ``stop`` of a storage.
 
     Attributes:
-        previous: Write before this write. None if all elements were zero or are overwritten.
-        start: First element.
-        stop: End of the elements.
-        operation: Operation of torch.
-        arguments: Positional arguments of the operation, with references instead of recorded tensors.
-        keywords: Keyword arguments of the operation, with references instead of recorded tensors.
+        previous: Write before this write. None if all elements were zero before, or if this write replaces
+            all elements.
+        start: Index in the storage of the first changed element.
+        stop: Index in the storage after the last changed element.
+        operation: ATen operation, or a function with the same interface.
+        arguments: Positional arguments of the operation, with a :class:`_RecordedView` for each recorded
+            tensor.
+        keywords: Keyword arguments of the operation, with a :class:`_RecordedView` for each recorded tensor.
         kind: "elementwise", "in place" (elementwise, and the first argument is the target), "random" (in
             place, with a generator) or "whole" (on complete tensors).
-        first_tile: Index of the first tile. The seeds of random numbers are derived from it.
-        result_index: Index of the output of a "whole" operation, or -1 - i if the operation changes its i-th
-            tensor argument.
-        shape: Shape of the output of a "whole" operation.
-        stride: Strides of the output of a "whole" operation in the storage.
+        first_tile: Number of the first tile of this write, which is unique in the recording. The seeds of
+            random numbers are derived from tile numbers.
+        result_index: Index of the output of a whole-tensor operation that this write stores, or -1 - i if the
+            operation changes its i-th tensor argument in place.
+        shape: Shape of the output of a whole-tensor operation.
+        stride: Strides of the output of a whole-tensor operation in the storage.
         storage_size: Number of elements of the storage.
     """
 
@@ -78,7 +84,7 @@ class _RecordedWrite:
 
 
 class _TileRange(NamedTuple):
-    """Tile of a storage: its number, its first element, and the end of its elements."""
+    """Tile of a storage: its number, and the elements ``start`` to ``stop`` that it consists of."""
 
     number: int
     start: int
@@ -90,11 +96,12 @@ class _RecordedStorage:
     """Recorded values of the storage of a fake tensor.
 
     Attributes:
-        storage: Storage of torch. The reference keeps its id in use.
-        columns: Size of the last dimension of the tensor that the storage was created for.
+        storage: Untyped storage of torch. The reference ensures that no other storage gets the same id.
+        columns: Size of the last dimension of the tensor that the storage was created for, or the size of the
+            storage if that tensor is not contiguous or has fewer than two dimensions.
         size: Number of elements.
         dtype: Dtype of the elements.
-        last_write: Last write. None if all elements are zero.
+        last_write: Latest write, which refers to the earlier writes. None if all elements are zero.
     """
 
     storage: Any
@@ -104,7 +111,11 @@ class _RecordedStorage:
     last_write: _RecordedWrite | None = None
 
     def iter_tiles(self, start: int, stop: int) -> Iterator[_TileRange]:
-        """Yield the tiles that contain any of the elements ``start`` to ``stop``."""
+        """Yield the tiles that contain any of the elements ``start`` to ``stop``, in order.
+
+        A tile is a part of one row if rows exceed the tile size. Otherwise, it consists of several complete
+        rows.
+        """
         while start < stop:
             if self.columns >= _MAX_TILE_ELEMENTS:
                 per_row = -(-self.columns // _MAX_TILE_ELEMENTS)
@@ -121,10 +132,7 @@ class _RecordedStorage:
             start = last
 
     def count_tiles(self) -> int:
-        """Return the number of tiles of the storage.
-
-        A tile is a part of one row if rows exceed the tile size, otherwise several complete rows.
-        """
+        """Return the number of tiles of the storage, including tiles at the end that are smaller."""
         if self.columns >= _MAX_TILE_ELEMENTS:
             return self.size // self.columns * -(-self.columns // _MAX_TILE_ELEMENTS)
         return -(-self.size // (_MAX_TILE_ELEMENTS // self.columns * self.columns))
@@ -132,7 +140,15 @@ class _RecordedStorage:
 
 @dataclass(frozen=True, eq=False)
 class _RecordedView:
-    """Recorded tensor as an argument, with its values at the time of the call."""
+    """Reference to a recorded tensor at one point of the recording, such as the call of an operation.
+
+    Attributes:
+        storage: Storage of the tensor.
+        last_write: Latest write to the storage at this point. Later writes do not affect the view.
+        shape: Shape of the tensor.
+        stride: Strides of the tensor in elements.
+        offset: Index in the storage of the first element of the tensor.
+    """
 
     storage: _RecordedStorage
     last_write: _RecordedWrite | None
@@ -159,9 +175,9 @@ class InitializationRecording:
 
     @cached_property
     def _fake_tensors(self) -> Any:
-        """Fake tensor mode: operations compute only shapes.
+        """Fake tensor mode of torch, in which operations compute only shapes.
 
-        It is created lazily, because its import takes a second.
+        It is created at the first access, because importing it takes a second.
         """
         return torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True)
 
@@ -175,17 +191,18 @@ class InitializationRecording:
             yield
 
     def is_recorded(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has recorded operations instead of values."""
+        """Return whether a tensor is a fake tensor of this recording, which has no values yet."""
         return self._find_storage(tensor) is not None
 
     def build_deferred_tensor(self, tensor: Tensor) -> ReadableTensor:
-        """Return a lazily read tensor with the values that ``tensor`` has at the end of the recording.
+        """Return a lazily read tensor with the values that ``tensor`` has at the time of this call.
 
         Args:
-            tensor: Recorded tensor, or a tensor with values.
+            tensor: Recorded tensor, or an ordinary tensor, which is wrapped.
 
         Raises:
-            RecordingError: If the tensor is on the meta device.
+            RecordingError: If the tensor is on the meta device but not recorded, or if it reinterprets a
+                recorded tensor as a different dtype.
         """
         storage = self._find_storage(tensor)
         if storage is None:
@@ -204,9 +221,14 @@ class InitializationRecording:
         return self._storages.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _build_view(self, tensor: Tensor, storage: _RecordedStorage) -> _RecordedView:
-        """Return a reference to the current values of a recorded tensor.
+        """Return a reference to the values that a recorded tensor has now.
 
-        Raises RecordingError if the tensor reinterprets the storage as a different dtype.
+        Args:
+            tensor: Recorded tensor.
+            storage: Result of :meth:`_find_storage` for it.
+
+        Raises:
+            RecordingError: If the tensor reinterprets the storage as a different dtype.
         """
         if tensor.dtype != storage.dtype:
             raise RecordingError("a view of another type")
@@ -215,7 +237,7 @@ class InitializationRecording:
         )
 
     def _add_storage(self, tensor: Tensor) -> _RecordedStorage:
-        """Record the storage of a new fake tensor."""
+        """Start to record the storage of a new fake tensor, whose elements are zero until the first write."""
         storage = tensor.untyped_storage()
         size = storage.nbytes() // tensor.element_size()
         plain = tensor.is_contiguous() and tensor.dim() > 1 and size == tensor.numel() > 0
@@ -226,8 +248,18 @@ class InitializationRecording:
     def _run_and_record(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run an intercepted operation, and record it if it creates, reads or changes a recorded tensor.
 
-        Recorded operations run on fake tensors and compute only shapes. Operations that depend on values run
-        on real, computed arguments.
+        There are three cases. Operations without recorded tensors run normally, except that large tensors
+        are created as fake tensors. Operations on recorded tensors run in fake tensor mode and compute only
+        shapes. If the result depends on values, such as ``item()``, the values of recorded arguments are
+        computed first.
+
+        Args:
+            operation: ATen operation.
+            arguments: Positional arguments of the operation.
+            keywords: Keyword arguments of the operation.
+
+        Returns:
+            The result of the operation, with fake tensors for recorded results.
 
         Raises:
             RecordingError: If the operation has an ``out`` argument or changes a recorded tensor in a way
@@ -264,15 +296,21 @@ class InitializationRecording:
         return results
 
     def _is_large(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Return whether a factory function creates a large tensor on the host, without a generator."""
+        """Return whether the arguments of a factory function such as ``torch.empty`` describe a large tensor.
+
+        Only tensors on the CPU whose factory has no generator count, because only they are recorded.
+        """
         size, device = arguments[0] if arguments else (), keywords.get("device")
         on_host = device is None or torch.device(device).type == "cpu"
         return on_host and keywords.get("generator") is None and math.prod(size) >= self._min_elements
 
     def _record_creation(self, name: str, tensor: Tensor, fill_values: tuple[Any, ...]) -> None:
-        """Record a tensor that a factory function has created.
+        """Record a tensor that a factory function has created, and the write that fills it.
 
-        ``fill_values`` contains the value for ``full``.
+        Args:
+            name: Name of the factory function, one of :data:`_FACTORY_FUNCTIONS`.
+            tensor: The new fake tensor.
+            fill_values: A tuple with the fill value if the function is ``full``. Otherwise ignored.
         """
         storage = self._add_storage(tensor)
         aten = torch.ops.aten
@@ -298,7 +336,19 @@ class InitializationRecording:
         result: int = 0,
         layout: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> None:
-        """Append a write to the writes of a storage, and reserve its tile numbers."""
+        """Append a write to the writes of a storage, and reserve its tile numbers.
+
+        Args:
+            storage: Storage that the operation changes.
+            start: Index in the storage of the first changed element.
+            stop: Index in the storage after the last changed element.
+            operation: ATen operation, or a function with the same interface.
+            arguments: Positional arguments, with references instead of recorded tensors.
+            keywords: Keyword arguments, with references instead of recorded tensors.
+            kind: Kind of the operation; see :class:`_RecordedWrite`.
+            result: ``result_index`` of a whole-tensor operation; see :class:`_RecordedWrite`.
+            layout: Shape and strides of the result of a whole-tensor operation.
+        """
         overwrites = kind != "in place" or operation in _OVERWRITING_OPERATIONS
         previous = None if overwrites and stop - start == storage.size else storage.last_write
         storage.last_write = _RecordedWrite(
@@ -328,15 +378,18 @@ class InitializationRecording:
         written: list[Tensor],
         fresh: list[Tensor],
     ) -> None:
-        """Record an operation on recorded tensors.
+        """Record an operation on recorded tensors, after it has run in fake tensor mode.
+
+        An elementwise or random operation on contiguous tensors is recorded so that it can be computed per
+        tile. Any other operation is recorded as a whole-tensor operation.
 
         Args:
-            name: Name of the operation.
-            operation: Operation of torch.
+            name: Name of the operation without namespace, such as ``normal_``.
+            operation: ATen operation.
             arguments: Positional arguments.
             keywords: Keyword arguments.
-            tensors: Tensors among the arguments.
-            written: Arguments that the operation changes.
+            tensors: Tensors among the arguments, in order.
+            written: Arguments that the operation changes in place.
             fresh: New tensors that the operation returns.
         """
         family = name.removeprefix("new_").removesuffix("_like")
@@ -381,7 +434,20 @@ class InitializationRecording:
     def _record_truncated_normal(
         self, function: Callable[..., Tensor], tensor: Tensor, *arguments: Any
     ) -> Tensor:
-        """Record a truncated normal distribution, which torch draws by rejection, for each tile."""
+        """Record ``trunc_normal_`` as a random operation, so that it is drawn separately for each tile.
+
+        torch draws it by rejection, with a number of operations that depends on values, so they cannot be
+        recorded one by one. If the tensor is not recorded or not contiguous, or if there is a generator,
+        ``function`` is called instead.
+
+        Args:
+            function: The original function of torch.
+            tensor: Tensor to fill.
+            arguments: Mean, standard deviation, bounds, and the generator, which may be None.
+
+        Returns:
+            ``tensor``.
+        """
         storage = self._find_storage(tensor)
         *settings, generator = arguments
         if storage is None or generator is not None or not tensor.is_contiguous():
@@ -395,16 +461,26 @@ class InitializationRecording:
         return tensor
 
     def _to_reference(self, tensor: Tensor) -> Any:
-        """Return a reference to a recorded tensor, or a copy of a tensor with values."""
+        """Return a :class:`_RecordedView` of a recorded tensor, or a copy of an ordinary tensor."""
         storage = self._find_storage(tensor)
         return tensor.detach().clone() if storage is None else self._build_view(tensor, storage)
 
     def _run_with_values(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        """Run an operation that depends on values or on a generator, on computed copies of recorded tensors.
+        """Run an operation that depends on values or on a generator, after computing its recorded arguments.
 
-        Raises RecordingError if the operation would change a recorded tensor.
+        Args:
+            operation: ATen operation.
+            arguments: Positional arguments, with recorded tensors.
+            keywords: Keyword arguments, with recorded tensors.
+            written: Arguments that the operation changes in place.
+
+        Returns:
+            The result of the operation, with real tensors.
+
+        Raises:
+            RecordingError: If the operation would change a recorded tensor.
         """
         storages = [self._find_storage(tensor) for tensor in written]
         if any(storage is not None for storage in storages):
@@ -420,10 +496,10 @@ class InitializationRecording:
     # -- computing ---------------------------------------------------------------------------------------
 
     def _derive_tile_seed(self, tile_number: int) -> int:
-        """Return the random seed of a tile.
+        """Derive the random seed of a tile from its number and the seed of the recording.
 
-        torch uses 32 bits of a seed. The computation is a permutation, so that no two tiles of a model have
-        the same seed.
+        torch uses 32 bits of a seed. The function is a permutation of 32-bit integers, so that no two tiles
+        of a model have the same seed.
         """
         for key in self._seed_keys:
             tile_number = (tile_number ^ key) * 0x9E3779B1 & 0xFFFFFFFF
@@ -433,7 +509,12 @@ class InitializationRecording:
     def _compute_slice(self, view: _RecordedView, index: Index) -> Tensor:
         """Compute a slice of a recorded tensor.
 
-        A tensor that is not contiguous is computed completely first.
+        Only the tiles that contain elements of the slice are computed, unless the tensor is not contiguous.
+        In that case, its complete storage is computed first.
+
+        Args:
+            view: Reference to the tensor.
+            index: One slice per dimension, with unit steps.
         """
         cache: dict[Any, Any] = {}
         shape = view.shape
@@ -462,7 +543,12 @@ class InitializationRecording:
         return values.reshape([part.stop - part.start for part in index])
 
     def _compute_view(self, view: _RecordedView, cache: dict[Any, Any]) -> Tensor:
-        """Compute all elements of a view."""
+        """Compute all elements of a recorded tensor. This computes its complete storage.
+
+        Args:
+            view: Reference to the tensor.
+            cache: Results that are shared by the computations of one read; see :meth:`_compute_elements`.
+        """
         values = self._compute_elements(view.storage, view.last_write, 0, view.storage.size, cache)
         return torch.as_strided(values, view.shape, view.stride, view.offset)
 
@@ -478,10 +564,14 @@ class InitializationRecording:
 
         Args:
             storage: Storage to compute.
-            last_write: Last write to apply.
-            start: First element.
-            stop: End of the elements.
-            cache: Results of operations on complete tensors, and the last tile.
+            last_write: Latest write to apply. Later writes are ignored.
+            start: Index of the first element.
+            stop: Index after the last element.
+            cache: Results of whole-tensor operations, and for each last write the latest tile that was only
+                partly inside the range. It is modified.
+
+        Returns:
+            A flat tensor of ``stop - start`` elements.
         """
         values = torch.zeros(stop - start, dtype=storage.dtype)
         writes = []
@@ -514,7 +604,16 @@ class InitializationRecording:
         writes: Sequence[_RecordedWrite],
         cache: dict[Any, Any],
     ) -> None:
-        """Apply ``writes`` to the tile of the elements ``start`` to ``stop``."""
+        """Apply writes to a tile.
+
+        Args:
+            tile: Elements of the tile, flat. They are zero at first, and are changed in place.
+            number: Number of the tile in its storage.
+            start: Index in the storage of the first element of the tile.
+            stop: Index in the storage after the last element of the tile.
+            writes: Recorded writes to the storage, in the order of recording.
+            cache: See :meth:`_compute_elements`.
+        """
         for write in writes:
             low, high = max(start, write.start), min(stop, write.stop)
             if low >= high:
@@ -548,10 +647,10 @@ class InitializationRecording:
                 target.copy_(write.operation(*arguments, **keywords))
 
     def _compute_whole_result(self, write: _RecordedWrite, cache: dict[Any, Any]) -> Tensor:
-        """Run an operation on complete tensors, and return the changed storage as a flat tensor.
+        """Run a whole-tensor operation on complete tensors, and return the changed storage as a flat tensor.
 
-        The random generator is seeded from the first tile, and restored afterwards. If the operation returns
-        a new tensor, elements of the storage outside of it are 0.
+        torch's default generator is seeded from the first tile of the write, and restored afterwards. If the
+        operation returns a new tensor, elements of the storage that do not belong to this tensor are 0.
         """
         argument_tensors: list[Tensor] = []
 
@@ -582,7 +681,7 @@ class InitializationRecording:
 
 _FACTORY_FUNCTIONS = ("empty", "zeros", "ones", "full", "rand", "randn")
 _VALUE_READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operations whose result depends on the values of tensors."""
+"""Tags of operations, such as ``item``, whose Python result or output shape depends on tensor values."""
 _OVERWRITING_OPERATIONS = {
     operation
     for family in (torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_)
@@ -593,7 +692,16 @@ _UNTAGGED_ELEMENTWISE = ("fill_", "zero_", "copy_", "_to_copy", "clone")
 
 
 def _find_written_positions(operation: Any, arguments: tuple[Any, ...], tensors: list[Tensor]) -> list[int]:
-    """Return the positions in ``tensors`` of the arguments that an operation changes."""
+    """Find the tensor arguments that an operation changes in place, according to its schema.
+
+    Args:
+        operation: ATen operation.
+        arguments: Positional arguments of the operation.
+        tensors: Tensors among all arguments, in order.
+
+    Returns:
+        Indices in ``tensors``.
+    """
     changed = [
         value
         for argument, value in zip(
@@ -606,11 +714,11 @@ def _find_written_positions(operation: Any, arguments: tuple[Any, ...], tensors:
 
 
 def _map_leaves(tree: Any, replace: Any) -> Any:
-    """Replace each leaf of a nested structure of arguments."""
+    """Copy a nested structure of arguments, with each leaf replaced by ``replace(leaf)``."""
     leaves, structure = torch_internals.tree_flatten(tree)
     return torch_internals.tree_unflatten([replace(leaf) for leaf in leaves], structure)
 
 
 def _map_tensors(tree: Any, replace: Any) -> Any:
-    """Replace each tensor in a nested structure of arguments."""
+    """Copy a nested structure of arguments, with each tensor replaced by ``replace(tensor)``."""
     return _map_leaves(tree, lambda leaf: replace(leaf) if isinstance(leaf, torch.Tensor) else leaf)

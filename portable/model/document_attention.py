@@ -1,18 +1,18 @@
 """Attention that stays within the documents of a packed sample.
 
-The data marks documents by ``position_ids`` that begin at 0 in each document, and provides the lengths of the
-documents (:class:`portable.data.samples.packing.PackedDocumentSamples`). Every layer then attends as if each
-document were a separate sequence:
+Packed samples have ``position_ids`` that begin at 0 in each document, and ``document_lengths``
+(:class:`portable.data.samples.packing.PackedDocumentSamples`). This module uses them so that every layer
+attends as if each document were a separate sequence. There are three implementations:
 
-* Masks: transformers builds the mask of each kind of layer (causal, sliding window, chunked) from a function
-  of two positions. This module passes positions within documents to the function. The mask has a fixed shape
-  and is built without reading values of tensors, so this works on every device, compiled or not.
-* On a CPU, the fused kernel also computes the masked part of a product. There, sdpa runs once per document
-  instead, which costs less than causal attention over the sample.
-* Flash attention, from a package or the Hub, receives the lengths.
+* Masks: transformers builds the mask of each layer type (causal, sliding window, chunked) from a function of
+  two positions. This module passes positions within documents to the function. The mask has a fixed shape and
+  is built without reading values of tensors, so this works on every device, compiled or not.
+* One call per document: on a CPU, the fused sdpa kernel also computes the masked elements. It is therefore
+  called once per document, which costs less than causal attention over the sample.
+* Lengths: flash attention, from a package or the Hub, receives the lengths of the documents.
 
-Some models mix tokens in other ways, such as by a state space, or count positions themselves. They cannot
-keep documents separate, and :func:`check_document_separation` rejects them.
+Some models also mix tokens by other operations than attention, such as a state space, or compute positions
+themselves. They cannot keep documents separate, and :func:`check_document_separation` rejects them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ video_llama_3 video_llava vipllava voxtral whisper xglm youtu
 """
 
 DOCUMENT_SEPARATING_TYPES = frozenset(_COMPARED.split())
-"""Model types for which a test has shown that packed documents have the loss and gradients of separate
-documents.
+"""Model types for which a test has shown that packed documents have the same loss and gradients as documents
+in separate samples.
 """
 
 DOCUMENT_SEPARATING_TEXT_TYPES = frozenset(
@@ -91,7 +91,9 @@ DOCUMENT_SEPARATING_TEXT_TYPES = frozenset(
 """Model types of the text configs of composite models in :data:`DOCUMENT_SEPARATING_TYPES`."""
 
 MASK_READING_TYPES = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
-"""Types in :data:`DOCUMENT_SEPARATING_TYPES` whose layers compute with the mask, so it must be a tensor."""
+"""Types in :data:`DOCUMENT_SEPARATING_TYPES` whose layers read the attention mask, so that it must be a
+tensor. For these types, attention cannot run once per document.
+"""
 
 _MASKED_KERNELS = ("sdpa", "eager", "flex_attention")
 """Kernels that accept the masks of this module. Other kernels must accept lengths, like flash attention."""
@@ -114,15 +116,17 @@ UNTESTED_LAYERS = frozenset(
 
 
 def check_document_separation(model: PreTrainedModel, key: str = "data.packing", *, seq_len: int = 0) -> None:
-    """Check that attention in a model does not cross the document boundaries of a packed sample.
+    """Check that no token of a packed sample attends to another document.
 
     Args:
-        model: The model, on the meta device.
+        model: The model, on the meta device. A trial forward pass on a copy shows whether its masks are
+            causal.
         key: Setting that requires separate documents, used in error messages.
         seq_len: Number of tokens of a sample.
 
     Raises:
-        UserError: If attention may cross the boundaries.
+        UserError: If tokens may attend to other documents, because of the attention kernel, the model type,
+            or bidirectional attention.
     """
     config = model.config
     kernel = get_attention_kernel(config)
@@ -142,7 +146,7 @@ def check_document_separation(model: PreTrainedModel, key: str = "data.packing",
 
 
 def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str | None:
-    """Explain why attention in a model might cross the document boundaries of a packed sample.
+    """Explain why the tokens of a packed sample might attend to other documents in this model type.
 
     Args:
         config: Transformers config of the model.
@@ -173,16 +177,17 @@ def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str |
 
 
 def apply_default_packing(config: RunConfig) -> RunConfig:
-    """Return the config with the default of ``data.packing`` for the model.
+    """Disable the default packing of conversations if the model might mix the documents of a packed sample.
 
-    The default for conversations is ``documents``. It becomes false if the model might mix the documents of a
-    packed sample. A value that the user has set does not change.
+    The default of ``data.packing`` for conversations is ``documents``. A value that the user has set does not
+    change.
 
     Args:
         config: The config of the run.
 
     Returns:
-        The changed config, or ``config`` itself if nothing changes.
+        A config with ``data.packing: false``, or ``config`` itself if nothing changes. It does not change if
+        the model config cannot be loaded, because building the model reports that error.
     """
     if config.data.packing != "documents" or config.is_set("data.packing"):
         return config
@@ -196,14 +201,14 @@ def apply_default_packing(config: RunConfig) -> RunConfig:
 
 
 def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
-    """Build the note that explains why :func:`apply_default_packing` has turned packing off.
+    """Build the note that explains why :func:`apply_default_packing` has disabled packing.
 
     Args:
-        config: The config of the run.
+        config: The config of the run, after :func:`apply_default_packing`.
         model: The model.
 
     Returns:
-        A list with one note. Empty if the default has not changed, or if the model can separate documents.
+        A list with one note. Empty if the user has set ``data.packing``, or if its default is unchanged.
     """
     default = compute_derived_defaults(config).get("data.packing")  # missing if the user has set the value
     if config.data.packing is not False or default != "documents":
@@ -218,7 +223,7 @@ def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
 
 
 def _find_mask_function(kernel: str) -> Any:
-    """Return transformers' mask function of an attention kernel. None if transformers does not have one."""
+    """Return the function by which transformers creates masks for an attention kernel, or None if unknown."""
     return get_mask_functions().get(kernel, None)
 
 
@@ -228,15 +233,15 @@ _DIRECTION_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "causal": ((False,), "true"),  # XLM
     "attn_type": (("bi",), "uni"),  # XLNet
 }
-"""Settings of the text config that select bidirectional attention: their bidirectional values, and a causal
-value.
+"""Settings of the text config that can select bidirectional attention. Each is mapped to the values that make
+attention bidirectional, and to a value, as text, that makes it causal.
 """
 _BIDIRECTIONAL_TYPES = ("cpmant",)
 """Model types whose attention is always bidirectional."""
 
 
 def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
-    """Check that a causal language model does not attend to later tokens. Otherwise it would see its labels.
+    """Check that a causal language model does not attend to later tokens, which are its labels.
 
     Args:
         model: The model, on the meta device.
@@ -268,7 +273,13 @@ def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
 
 
 def _makes_only_causal_masks(model: PreTrainedModel) -> bool:
-    """Return whether every mask that ``model``, on the meta device, creates in a forward pass is causal."""
+    """Return whether every attention mask that a model creates in a trial forward pass is causal.
+
+    Returns False if the forward pass creates no mask. Errors of the forward pass are ignored.
+
+    Args:
+        model: The model, on the meta device. The trial runs a copy.
+    """
     causal: list[bool] = []
 
     def wrap_mask_maker(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -301,15 +312,19 @@ class DocumentForward(ForwardWrapper):
         self._model = model
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run the forward pass.
+        """Run the wrapped forward pass without attention between packed documents.
+
+        On a CPU, ``document_lengths`` are read to run attention once per document. Without ``position_ids``,
+        the samples are not packed, and the wrapped forward pass runs unchanged.
 
         Args:
             arguments: Positional arguments of the model.
-            inputs: Columns of a batch. Packed documents have ``position_ids``, which begin at 0 in each
-                document, and ``document_lengths``.
+            inputs: Columns of a batch. Packed samples have ``position_ids``, which begin at 0 in each
+                document, and usually ``document_lengths``. Columns that the model does not accept are
+                removed.
 
         Returns:
-            The output of the model. Reads ``document_lengths`` on the host if attention runs per document.
+            The output of the model.
         """
         positions = inputs.get("position_ids")
         inputs.pop(TEXT_TOKENS_COLUMN, None)
@@ -334,7 +349,10 @@ class DocumentForward(ForwardWrapper):
                 return self.__wrapped__(*arguments, **inputs)
 
     def _attends_per_document(self, device: torch.device) -> bool:
-        """Return whether attention runs on one document at a time: only for uncompiled sdpa on a CPU."""
+        """Return whether attention runs once per document.
+
+        This is the case on a CPU for sdpa, unless the layers read the mask or a module is compiled.
+        """
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
         return all(torch_internals.get_compiled_call(module) is None for module in self._model.modules())
@@ -353,16 +371,16 @@ def install_document_forward(model: Model) -> Model:
 
 
 BIDIRECTIONAL_ARGUMENT = "allow_is_bidirectional_skip"
-"""Argument that makes transformers create masks that are not causal."""
+"""Keyword argument that transformers passes to mask functions only if the mask is bidirectional."""
 
 
 @dataclass(frozen=True)
 class DocumentMaskFunction:
-    """Mask function of samples whose documents do not attend to each other.
+    """Mask function, as transformers defines it, for samples whose documents do not attend to each other.
 
     Attributes:
-        single_document_mask: Mask function of a single document. Its arguments include the positions of two
-            tokens in the document.
+        single_document_mask: Mask function for a single document, such as a causal or sliding-window mask.
+            It has the arguments of :meth:`__call__`, but with positions in the document.
         positions: Position of each token in its document, int64 ``[batch, tokens]``.
         document_numbers: Document index of each token, int64 ``[batch, tokens]``.
     """
@@ -379,6 +397,9 @@ class DocumentMaskFunction:
             head: Index of the attention head.
             query: Index of the query token in the sample.
             key: Index of the key token in the sample.
+
+        Returns:
+            A boolean tensor. The arguments are index tensors, which are broadcast.
         """
         is_visible = self.single_document_mask(
             batch, head, self.positions[batch, query], self.positions[batch, key]
@@ -389,11 +410,17 @@ class DocumentMaskFunction:
 def _build_document_mask_wrapper(
     positions: Tensor, document_lengths: list[list[int]] | None
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Any]]:
-    """Build a wrapper for mask functions that adds document separation to causal masks.
+    """Build a decorator for transformers' mask creation that adds document separation to causal masks.
+
+    Bidirectional masks, such as masks of an image encoder, do not change.
 
     Args:
         positions: Positions of the tokens in their documents, int64 ``[batch, tokens]``.
-        document_lengths: Lengths of the documents of each sample. None if the masks must be tensors.
+        document_lengths: Lengths of the documents of each sample, to replace masks by
+            :class:`_PerDocumentMask`. None if the masks must be tensors.
+
+    Returns:
+        Function that receives a function that creates a mask, and returns its replacement.
     """
     documents = (positions == 0).cumsum(-1)
 
@@ -416,23 +443,31 @@ def _build_document_mask_wrapper(
 
 
 def _build_flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
-    """Return the arguments of transformers' kernel for sequences of different lengths.
+    """Return the keyword arguments for flash attention over sequences of different lengths.
 
-    Their shapes and integers are equal for every batch, so they cause no sync and no recompilation. A length
-    of zero is a sequence without tokens.
+    Shapes and integers of the arguments are equal for all batches, so that they cause no sync and no
+    recompilation. For this reason, the sequence length of the run is passed as the maximum length.
+
+    Args:
+        lengths: Lengths of the documents, int64 ``[batch, documents]``. Unused entries are 0, which the
+            kernel treats as sequences without tokens.
+        seq_len: Number of tokens of a sample.
     """
     ends = functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": seq_len, "max_length_k": seq_len}
 
 
 class _PerDocumentMask:
-    """Replacement for the attention mask of a batch. It makes attention run on one document at a time.
+    """Object that is passed instead of an attention mask, so that sdpa runs once per document.
+
+    :func:`register_document_sdpa` makes sdpa accept it.
 
     Args:
         document_lengths: Lengths of the documents of each sample.
-        mask_function: Mask function within a document.
-        local_size: Largest document length whose mask is a plain causal mask. None if it always does.
-        make_mask: Function that creates a mask from a mask function.
+        mask_function: Mask function for a single document.
+        local_size: Size of a sliding window or chunk. Documents that are not longer have a plain causal mask.
+            None if the mask of every document is causal.
+        make_mask: Function of transformers that creates a mask tensor from a mask function.
     """
 
     def __init__(
@@ -457,7 +492,15 @@ class _PerDocumentMask:
         value: Tensor,
         **keywords: Any,
     ) -> Tensor:
-        """Call ``attention`` for each document.
+        """Call an attention function once for each document and concatenate the results.
+
+        Args:
+            attention: The sdpa function of transformers, which returns the output and None.
+            module: Attention module, passed to ``attention``.
+            query: Queries of the batch, ``[batch, heads, tokens, head size]``.
+            key: Keys of the batch, with the same layout.
+            value: Values of the batch, with the same layout.
+            keywords: Further arguments of ``attention``.
 
         Returns:
             The output, ``[batch, tokens, heads, head size]``.
@@ -475,7 +518,14 @@ class _PerDocumentMask:
         return torch.cat(rows)
 
     def _build_document_mask(self, query: Tensor) -> Tensor | None:
-        """Return the mask of a single document, or None if it is causal. Masks are cached by length."""
+        """Build the mask tensor of a single document. Masks are cached by document length.
+
+        Args:
+            query: Queries of the document, ``[1, heads, tokens, head size]``. Only length and device matter.
+
+        Returns:
+            The mask. None if it is a plain causal mask, which sdpa applies without a tensor.
+        """
         length = query.shape[2]
         if self._local_size is None or length <= self._local_size:
             return None
@@ -493,7 +543,10 @@ class _PerDocumentMask:
 
 @cache  # once per process, because recomputed layers run outside of any context
 def register_document_sdpa() -> None:
-    """Replace transformers' ``sdpa`` by a function that also accepts :class:`_PerDocumentMask`."""
+    """Replace ``sdpa`` of transformers in this process by a function that accepts :class:`_PerDocumentMask`.
+
+    With an ordinary mask, the replacement calls the original function.
+    """
     from transformers import AttentionInterface
 
     attention = AttentionInterface()["sdpa"]

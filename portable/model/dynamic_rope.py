@@ -2,8 +2,9 @@
 
 LongRoPE has one set of factors for short and one for long sequences, and dynamic NTK scaling changes the base
 with the length. transformers derives the length from the largest position of a forward pass, so padding and
-the other sequences of a micro-batch would change the result of a sequence. In this module, each text has the
-rotations that it has in a separate forward pass.
+the other sequences of a micro-batch would change the result of a sequence. This module passes the length of
+each text to the rotary embeddings instead, so that a text gets the same rotations as in a separate forward
+pass.
 """
 
 from __future__ import annotations
@@ -29,16 +30,20 @@ if TYPE_CHECKING:
 
 _LENGTH_DEPENDENT_ROPE_TYPES = ("longrope", "dynamic")
 _RENAMED_ROPE_TYPES = {"su": "longrope"}
-"""Former names of rope types, which custom code may still use, and their current names."""
+"""Current names of rope types, by the former names that custom code may still use."""
 
 
 def is_length_dependent(rope_type: str) -> bool:
-    """Return whether the frequencies of a rope type depend on the length of the sequence."""
+    """Return whether the frequencies of a rope type, such as ``longrope``, depend on the sequence length."""
     return any(name in rope_type for name in _LENGTH_DEPENDENT_ROPE_TYPES)
 
 
 def _list_rope_settings(config: PretrainedConfig) -> list[Any]:
-    """List the mappings of a config that may contain a rope type: one, and one for each layer type."""
+    """List the RoPE settings of a config: the common mapping, followed by the mapping of each layer type.
+
+    The common mapping is empty if the model has no RoPE settings. Only some models have settings per layer
+    type.
+    """
     text = config.get_text_config()
     # Custom code may still use the former name.
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -52,14 +57,18 @@ def has_length_dependent_rope(config: PretrainedConfig) -> bool:
 
 
 def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
-    """Check that the model's custom code does not count padding as part of a sequence.
+    """Check that length-dependent RoPE in a model's custom code does not see padding.
+
+    :func:`install_text_length_forward` supports only the rotary embeddings of transformers. Custom code
+    derives the length from the padded sequence. This has no effect if samples are packed without padding, or
+    if ``data.seq_len`` is at most the original number of positions.
 
     Args:
         model: The model, on any device.
         config: The config of the run.
 
     Raises:
-        UserError: If padding would count.
+        UserError: If padding may change the frequencies.
     """
     rope_types = (rope_type for module in model.modules() for rope_type in list_rope_types(module).values())
     if not has_length_dependent_rope(model.config) or any(map(is_length_dependent, rope_types)):
@@ -79,7 +88,10 @@ def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
 
 
 def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -> None:
-    """Check that the rotary embeddings of a model can depend on the length of each text.
+    """Check that the length of each text is available to a model with length-dependent rotary embeddings.
+
+    It is not available for encoder-decoder models, because their targets are padded, and for DeepSeek-V4,
+    because it compresses tokens.
 
     Args:
         config: Transformers config of the model.
@@ -87,7 +99,7 @@ def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -
         key: Setting that names the model, used in error messages.
 
     Raises:
-        UserError: If the length of each text is not available.
+        UserError: If the model has such embeddings, and the length of each text is not available.
     """
     if not has_length_dependent_rope(config):
         return
@@ -119,10 +131,11 @@ class TextLengthForward(ForwardWrapper):
         ]
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run the forward pass, and pass the sequence lengths in ``inputs`` to the rotary layers.
+        """Run the wrapped forward pass, during which the rotary layers use the length of each text.
 
-        Without ``input_ids``, run the wrapped forward pass unchanged. In training, the lengths remain set
-        after the forward pass, because the backward pass may recompute layers.
+        The lengths are a column of the batch, or are computed from its positions or its attention mask. In
+        training, the lengths remain set after the forward pass, because the backward pass may recompute
+        layers. Without ``input_ids``, the wrapped forward pass runs unchanged.
         """
         if "input_ids" not in inputs:
             return self.__wrapped__(*arguments, **inputs)
@@ -139,12 +152,12 @@ class TextLengthForward(ForwardWrapper):
 
 
 def install_text_length_forward(model: Model) -> Model:
-    """Make length-dependent rotary embeddings follow the length of each text of a batch.
+    """Make length-dependent rotary embeddings use the length of each text of a batch.
 
-    Without such embeddings, nothing changes.
+    Does nothing if the model has no such embeddings.
 
     Args:
-        model: A transformers model, not wrapped.
+        model: A transformers model, not wrapped. Its ``forward`` is replaced.
 
     Returns:
         The same model.
@@ -155,7 +168,11 @@ def install_text_length_forward(model: Model) -> Model:
 
 
 def _find_length_dependent_types(module: nn.Module) -> dict[str | None, str]:
-    """Return the length-dependent rope types of a rotary embedding by layer type; empty if it has none."""
+    """Map each layer type to the rope type of a rotary embedding, if the rope type depends on the length.
+
+    The layer type is None if all layers have the same rope type. Empty if ``module`` is not a rotary
+    embedding of transformers, or if none of its rope types depends on the length.
+    """
     return {
         name: rope_type
         for name, rope_type in list_rope_types(module).items()
@@ -164,7 +181,7 @@ def _find_length_dependent_types(module: nn.Module) -> dict[str | None, str]:
 
 
 class _TextLengthRotaryForward:
-    """Forward method of a rotary embedding that rotates each text by its length.
+    """Forward method of a rotary embedding in which the length of each text selects its frequencies.
 
     Args:
         module: The rotary embedding.
@@ -184,7 +201,11 @@ class _TextLengthRotaryForward:
 
     @classmethod
     def install(cls, module: Any, types: Mapping[str | None, str]) -> _TextLengthRotaryForward:
-        """Replace the ``forward`` of ``module``. Does nothing if it is already replaced."""
+        """Replace the ``forward`` of a rotary embedding by an object of this class, unless it already is one.
+
+        Returns:
+            The new or the existing object.
+        """
         present = vars(module).get("forward")
         if not isinstance(present, cls):
             present = module.forward = cls(module, types)
@@ -193,14 +214,24 @@ class _TextLengthRotaryForward:
     def __call__(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **keywords: Any
     ) -> Any:
-        """Compute the cosines and sines of each position, as the module does for each text separately."""
+        """Compute the cosines and sines of each position, with the frequencies for the length of its text.
+
+        The original forward method of the module runs instead if no lengths are set, if the rope type of
+        ``layer_type`` does not depend on the length, or if ``position_ids`` are not positions of tokens.
+
+        Args:
+            x: Hidden states. Only their device and dtype matter.
+            position_ids: Positions, int64 ``[..., batch or 1, tokens]``.
+            layer_type: Layer type of transformers. None if all layers have the same rope type.
+            keywords: Further arguments of the module.
+        """
         layer, text_lengths = self._layer, self.text_lengths
         if layer_type is not None:
             keywords["layer_type"] = layer_type
         in_use = text_lengths is not None and (self.in_forward or layer.module.training)
         if text_lengths is None or not in_use or layer_type not in self._rope_types:
             return layer.forward(x, position_ids, **keywords)
-        # These positions are not positions of tokens.
+        # Positions that do not have the shape of the lengths are not positions of tokens.
         if text_lengths.shape[-1] not in (1, position_ids.shape[-1]):
             return layer.forward(x, position_ids, **keywords)
         shape = (text_lengths.shape[0], position_ids.shape[-1])
@@ -219,10 +250,17 @@ class _TextLengthRotaryForward:
         layer_type: str | None,
         keywords: dict[str, Any],
     ) -> Any:
-        """Compute the rotations with the short and with the long factors, and select one per sequence.
+        """Compute the rotations with the short and with the long factors, and select one for each token.
 
         The module chooses the factors by its largest position. An additional position is therefore appended
         to force each choice, and dropped from the result.
+
+        Args:
+            x: Hidden states. Only their device and dtype matter.
+            positions: Positions of the tokens, int64 ``[..., batch, tokens]``.
+            text_lengths: Length of the text of each token, int64 ``[batch, tokens]``.
+            layer_type: Layer type of transformers, or None.
+            keywords: Further arguments of the module.
 
         Returns:
             A tuple of tensors such as ``(cos, sin)``, or a single tensor if the module returns one.

@@ -1,6 +1,6 @@
 """Parameter counts, FLOPs per token, and hints about sizes that are inefficient on a device.
 
-Hints follow NVIDIA's guide to matrix multiplication, requirements to use tensor cores
+The hints follow the requirements for tensor cores in NVIDIA's guide to matrix multiplication
 (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html).
 """
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def count_parameters(model: nn.Module) -> int:
     """Count the parameters of a model.
 
-    Tied parameters count once, and quantized weights with all their elements.
+    Tied parameters count once. A quantized weight counts with its number of weights, not with the number of
+    elements of the tensor that stores its bits.
     """
     quantized_elements = _map_quantized_elements(model)
     return sum(quantized_elements.get(id(p), p.numel()) for p in model.parameters())
@@ -32,7 +33,7 @@ def format_parameter_counts(num_parameters: int, num_trained: int) -> str:
 
     Args:
         num_parameters: Number of parameters.
-        num_trained: Number of trained parameters.
+        num_trained: Number of trained parameters. Omitted from the text if all parameters are trained.
     """
     part = "" if num_trained == num_parameters else f", of which {num_trained:,} are trained"
     return f"{num_parameters:,} parameters{part}"
@@ -46,11 +47,13 @@ def count_trained_parameters(model: nn.Module) -> int:
 def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
     """Compute the floating-point operations per trained token, in the forward and backward pass.
 
-    Follows appendix B of the PaLM paper: 6 for each weight in a matrix product, plus 12 x layers x hidden
-    size x sequence length for the attention scores. Embedding lookups do not count, but a tied output head
-    does. In a mixture of experts, only the active experts count. Recomputation does not count. The gradient
-    of a frozen weight is not computed. If no layer before a weight is trained, the backward pass does not
-    reach it at all.
+    This follows appendix B of the PaLM paper: 6 for each weight in a matrix product, plus 12 x layers x
+    hidden size x sequence length for the attention scores. Embedding lookups do not count, but a tied output
+    head does. In a mixture of experts, only the active experts count. Recomputation does not count.
+
+    A frozen weight costs 4 instead of 6, because its gradient is not computed. It costs 2 if no earlier
+    weight is trained, because the backward pass then stops before it. Parameters that the loss does not
+    depend on are left out.
 
     Args:
         model: The model, on any device.
@@ -91,7 +94,7 @@ def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, se
 
 
 def _map_quantized_elements(model: nn.Module) -> dict[int, int]:
-    """Map the ``id`` of each quantized parameter to the number of elements of its weight."""
+    """Map the ``id`` of each parameter with quantized bits to the number of weights in it."""
     return {id(m.bits): m.num_elements for m in model.modules() if isinstance(m, QuantizedLinear)}
 
 
@@ -118,14 +121,19 @@ HINTED_SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 def build_shape_hints(
     config: PretrainedConfig, *, micro_batch_tokens: int, shape_multiple: int | None, precision: str
 ) -> list[str]:
-    """Return a hint for each matrix dimension that is not a multiple of ``shape_multiple``.
+    """Build a hint for each dimension of the matrix products that is not a multiple of ``shape_multiple``.
+
+    Such products are slower on the device, because they cannot use its matrix units fully.
 
     Args:
         config: Transformers config of the model.
         micro_batch_tokens: Number of tokens in a micro-batch, which is a dimension of each matrix product.
-        shape_multiple: Number of elements from :meth:`portable.backend.Backend.get_shape_multiple`. No hints
-            about sizes if None.
+        shape_multiple: Number of elements from :meth:`portable.backend.Backend.get_shape_multiple`. If None,
+            the device has no preference, and there are no hints.
         precision: Precision of the matrix products, used in the text.
+
+    Returns:
+        Hints for the user, one line each.
     """
     if shape_multiple is None:
         return []

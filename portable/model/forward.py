@@ -1,4 +1,4 @@
-"""Replacements of the ``forward`` method of a model."""
+"""Base class of objects that replace the ``forward`` method of a model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class ForwardWrapper:
     """Base class of objects that replace ``model.forward`` and call the method that they replace.
 
-    The replacement is inside of the model, so the hooks of FSDP2, DDP and DeepSpeed receive its inputs and
-    outputs. It is an object and not a function, because :func:`copy.deepcopy` then gives the copy of a model
-    a replacement that calls the copy.
+    A replacement is better than a wrapper around the model, because the hooks of FSDP2, DDP and DeepSpeed
+    then receive the inputs and outputs of the replacement. It is an object rather than a function, because
+    :func:`copy.deepcopy` copies objects: the replacement in the copy of a model calls the copy.
 
     Args:
         model: A transformers model, not wrapped.
@@ -34,7 +34,7 @@ class ForwardWrapper:
 
     @classmethod
     def install(cls, model: Model) -> Model:
-        """Replace ``model.forward``, unless an earlier call has replaced it.
+        """Replace ``model.forward`` by an object of this class, unless an earlier call has done so.
 
         Args:
             model: A transformers model, not wrapped. It is changed in place.

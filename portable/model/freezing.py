@@ -1,7 +1,7 @@
 """Selection of the parameters that are trained, and dtypes of the frozen parameters.
 
-A frozen parameter has no gradient and no optimizer state. Its dtype on the meta device is the dtype in which
-an engine stores it. A trained parameter is fp32.
+A frozen parameter has no gradient and no optimizer state. Engines store a frozen parameter in the dtype that
+it has on the meta device. Trained parameters are always stored in fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Compute dtype of each ``precision``. Other precisions have fp32."""
+"""Compute dtypes by the value of ``precision``. The compute dtype of any other value is fp32."""
 _CHECKPOINT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -33,8 +33,9 @@ def freeze_parameters(
 
     Args:
         model: The model, on the meta device. Its other parameters do not change.
-        names: Names of the parameters. A tied parameter may have any of its names.
-        dtype: Dtype in which engines store the parameters: one for all, or one for each name.
+        names: Names of the parameters to freeze. Any of the names of a tied parameter is possible.
+        dtype: Dtype in which engines store the frozen parameters: a single dtype, or a map from names to
+            dtypes.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
@@ -46,7 +47,7 @@ def freeze_parameters(
 
 
 def list_frozen_names(model: nn.Module) -> list[str]:
-    """List the names of the frozen parameters. Tied parameters have only their first name."""
+    """List the names of the frozen parameters. A tied parameter is listed once, under its first name."""
     return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
@@ -80,14 +81,14 @@ def freeze_untrained_parameters(
 
 
 def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[str]:
-    """Build notes about tied parameters if the patterns match only some of their names.
+    """Build notes about tied parameters if ``train.trainable`` or ``train.frozen`` matches only some names.
 
     Args:
         model: The model, after parameters were frozen.
         settings: The ``train`` section.
 
     Returns:
-        A note for the user about each tied parameter.
+        Notes for the user, each of which names the tied parameters and states whether they are trained.
     """
 
     def match_patterns(parameter_name: str) -> tuple[bool, ...]:
@@ -103,15 +104,15 @@ def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[
 
 
 def set_frozen_dtypes(model: nn.Module, stored_tensors: Mapping[str, Any], precision: str) -> None:
-    """Give each frozen parameter the dtype in which an engine stores its values exactly.
+    """Set the dtype of each frozen parameter so that an engine stores its values without rounding.
 
-    This is the compute dtype if the stored tensor has it, otherwise fp32.
+    The dtype is the compute dtype of the run if the tensor in the files has this dtype, otherwise fp32.
 
     Args:
-        model: The model, on the meta device.
-        stored_tensors: Tensors by name from which the parameters are loaded. Without a ``dtype``, they count
-            as fp32.
-        precision: Precision of the run.
+        model: The model, on the meta device. It is changed in place.
+        stored_tensors: Tensors from which the parameters are loaded, by name. A tensor without an attribute
+            ``dtype`` is treated as fp32.
+        precision: Value of the setting ``precision``.
     """
     compute = COMPUTE_DTYPES.get(precision, torch.float32)
     tied_names = map_tied_names(model)

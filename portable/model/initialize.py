@@ -1,4 +1,4 @@
-"""Initial weights with the values or the distributions of transformers' ``from_config``."""
+"""Random initial weights, with the values or at least the distributions of transformers' ``from_config``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_WHOLE_MODEL_BYTES = 512 << 20
-"""Size in bytes up to which every rank initializes the complete model, as transformers does."""
+"""Largest size in bytes of a model that every rank initializes completely, as transformers does. The weights
+of a larger model are computed in slices.
+"""
 
 
 @dataclass
@@ -59,21 +61,23 @@ class InitialWeights:
         max_whole_bytes: int = MAX_WHOLE_MODEL_BYTES,
         min_recorded_elements: int = MIN_RECORDED_ELEMENTS,
     ) -> dict[str, ReadableTensor]:
-        """Return the weights of ``from_config``, as tensors that are computed when they are read.
+        """Build the initial weights of the model, as tensors that can be read in slices.
 
-        The weights depend only on the seed and the model, not on the world size or the strategy. Up to
-        ``max_whole_bytes``, they equal the weights of ``from_config`` after ``torch.manual_seed``. The
-        tensors of a larger model have the same distributions, and a slice can be computed without the rest of
-        the tensor. If the construction of a model cannot be recorded, all of its weights are computed.
+        The weights depend only on the seed and the model, not on the world size or the strategy. If the model
+        has at most ``max_whole_bytes``, all weights are computed now, and equal the weights of
+        ``from_config`` after ``torch.manual_seed``. The weights of a larger model have the same
+        distributions, and are computed when they are read. A slice then does not require the rest of its
+        tensor. If the construction of a larger model cannot be recorded, all of its weights are computed now,
+        and ``recording_failure`` is set.
 
         Args:
             seed: Seed of the random numbers.
             max_whole_bytes: Size in bytes of the largest model whose weights are all computed at once.
-            min_recorded_elements: Elements of the smallest tensor of a larger model that is computed in
-                slices.
+            min_recorded_elements: Number of elements of the smallest tensor that is computed in slices, if
+                the model is larger.
 
         Returns:
-            Lazily read tensors by name.
+            Tensors by name.
         """
         size = sum(
             tensor.numel() * tensor.element_size() for tensor in get_state_tensors(self.model).values()
@@ -96,7 +100,14 @@ class InitialWeights:
     def _build_initialized_model(
         self, seed: int, recording: InitializationRecording | None = None
     ) -> PreTrainedModel:
-        """Build the model with transformers' initialization, and apply ``model.function``."""
+        """Build the model with transformers' initialization, and apply ``model.function``.
+
+        Values that the architecture does not initialize become 0. Torch's random state does not change.
+
+        Args:
+            seed: Seed of the random numbers.
+            recording: Active recording. Its tensors have no values yet. None if all tensors have values.
+        """
         with torch.random.fork_rng(devices=[]), _fill_uninitialized_with_nan():
             torch.default_generator.manual_seed(seed)
             model = build_model_from_config(
@@ -113,7 +124,10 @@ class InitialWeights:
 
 @contextmanager
 def _fill_uninitialized_with_nan() -> Iterator[None]:
-    """Fill uninitialized memory with NaN until the context ends."""
+    """Fill the memory of ``torch.empty`` with NaN until the context ends, to find uninitialized parameters.
+
+    Torch does this while deterministic algorithms are enabled. The former setting is restored.
+    """
     enabled, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -126,6 +140,10 @@ def _fill_uninitialized_with_nan() -> Iterator[None]:
 
 
 def derive_named_seed(seed: int, name: str) -> int:
-    """Derive a seed from ``seed`` and ``name``, a signed 64-bit integer."""
+    """Derive an independent seed for the object ``name`` from ``seed``.
+
+    Returns:
+        A signed 64-bit integer, which depends only on the arguments.
+    """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)

@@ -1,4 +1,4 @@
-"""Class names and ids, problem type and token position of sequence classifiers."""
+"""Settings of sequence classifiers in the model config: classes, problem type, and the token that is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def find_known_classes(config: PretrainedConfig, settings: ModelConfig) -> ModelClasses | None:
-    """Return the classes of a pretrained head or of ``model.config``.
+    """Find the classes that the model prescribes, because of a pretrained head or of ``model.config``.
 
     The outputs of a regression count as classes.
 
@@ -26,7 +26,7 @@ def find_known_classes(config: PretrainedConfig, settings: ModelConfig) -> Model
         settings: The ``model`` section of the config.
 
     Returns:
-        The classes. None if the labels of the data determine them.
+        The classes. None if the model prescribes none, so that the labels of the data determine them.
     """
     names = _list_class_names(config)
     if settings.name_or_path is None:
@@ -48,7 +48,8 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
         settings: The ``model`` section of the config.
 
     Returns:
-        The problem type. None if the labels of the data determine it.
+        The problem type. None for other tasks, or if the config has none, so that the labels of the data
+        determine it.
 
     Raises:
         UserError: If transformers does not have this problem type.
@@ -65,7 +66,10 @@ def read_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Proble
 
 
 def _list_class_names(config: PretrainedConfig) -> list[str]:
-    """List the names of the classes in the order of their ids."""
+    """List the names of the classes in the order of their ids, from ``id2label`` or else ``label2id``.
+
+    Classes without a name are called ``LABEL_<id>``, as in transformers.
+    """
     count = int(config.num_labels or 0)
     by_id = {int(index): str(name) for index, name in (config.id2label or {}).items()}
     names = [by_id.get(index, f"LABEL_{index}") for index in range(count)]
@@ -76,14 +80,14 @@ def _list_class_names(config: PretrainedConfig) -> list[str]:
 
 
 def classifies_at_last_position(config: PretrainedConfig) -> bool:
-    """Return whether the classifier reads the last position, so that padding must be on the left."""
+    """Return whether a classifier reads the last position, so that padding must be on the left."""
     return getattr(config, "summary_type", None) == "last"
 
 
 def classifies_at_end_token(config: PretrainedConfig) -> bool:
-    """Return whether the classifier reads the end token, as in BART and T5.
+    """Return whether a classifier reads the hidden state of the end token, as in BART and T5.
 
-    It then fails without an end token.
+    The forward pass of such a classifier fails if a text has no end token.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -95,14 +99,17 @@ def classifies_at_end_token(config: PretrainedConfig) -> bool:
 
 
 def build_label_arguments(config: PretrainedConfig, settings: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of ``build_data`` that depend on the config of a classifier.
+    """Return the keyword arguments of ``build_data`` that depend on the config of a classifier.
 
     Args:
         config: Transformers config of the model.
         settings: The ``model`` section of the config.
 
     Returns:
-        Known classes, problem type, and whether padding is on the left, by the names of the parameters.
+        ``model_classes`` and ``problem_type``, which may be None, and ``pad_left``.
+
+    Raises:
+        UserError: If transformers does not have the problem type in the config.
     """
     return {
         "model_classes": find_known_classes(config, settings),
@@ -112,7 +119,10 @@ def build_label_arguments(config: PretrainedConfig, settings: ModelConfig) -> di
 
 
 def set_config_labels(config: PretrainedConfig, classes: LabelMapping) -> None:
-    """Store the names of the classes and the problem type in a config.
+    """Store the names of the classes and the problem type in a transformers config.
+
+    The problem type is not stored if it is single-label classification and the config had none, because this
+    is the default of transformers.
 
     Args:
         config: The transformers config, which is changed in place.

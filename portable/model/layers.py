@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def find_layers_without_hooks(model: nn.Module) -> set[str]:
-    """Find the layers whose forward hooks never run.
+    """Find the layers whose forward hooks never run. FSDP2 cannot shard such a layer as a separate unit.
 
-    There are two causes. The parent of a layer may call ``forward`` directly; a trial forward pass on the
-    meta device detects this. In Reformer, an autograd function calls the layer and computes its gradients
-    itself.
+    There are two causes. The parent of a layer may call ``layer.forward`` directly, which a trial forward
+    pass on the meta device detects. In Reformer, a custom autograd function calls the layers and computes
+    their gradients.
 
     Args:
         model: The model, on the meta device. It is not modified.
 
     Returns:
-        Names of the layers. Only the Reformer layers if the trial forward pass fails.
+        Names of the layers. If the trial forward pass fails, only the Reformer layers are returned.
     """
     kinds = list(group_layers_by_kind(model).values())
     uncalled_kinds = set(range(len(kinds)))
@@ -51,12 +51,15 @@ def find_layers_without_hooks(model: nn.Module) -> set[str]:
 def gives_all_parameters_gradients(model: nn.Module) -> bool:
     """Return whether every trainable parameter gets a gradient in each pass.
 
+    A trial forward and backward pass on the meta device decides. DDP needs ``find_unused_parameters``
+    otherwise.
+
     Args:
         model: The model, on the meta device. It is not modified.
 
     Returns:
-        False also if this is unknown, because control flow depends on values that the meta device does not
-        have.
+        True if every trainable parameter gets a gradient. False if one does not, if the config enables layer
+        dropout, or if the trial fails, for example because control flow depends on tensor values.
     """
     settings = cast("PreTrainedModel", model).config.to_dict()
     if any(value for key, value in settings.items() if key.endswith("layerdrop")):
@@ -79,7 +82,8 @@ def run_trial_forward(
 ) -> Any:
     """Run a reduced copy of a model on two tokens on the meta device.
 
-    The copy has one layer of each kind.
+    The copy has one layer of each kind (see :data:`LayerKinds`), and is in evaluation mode unless ``prepare``
+    changes it.
 
     Args:
         model: The model, on the meta device, with buffers on any device. It is not modified.
@@ -101,14 +105,15 @@ def run_trial_forward(
 
 
 def find_modules_called_repeatedly(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
-    """Find the modules that one forward pass calls several times, as a loop over layers does.
+    """Find the modules that one forward pass calls more than once, such as a layer used at several depths.
 
     Args:
-        model: The model on the meta device, with buffers anywhere. It is not modified.
-        modules: Modules of the model.
+        model: The model on the meta device, with buffers on any device. It is not modified.
+        modules: Modules of the model that are checked.
 
     Returns:
-        Names of the modules. Empty if the model does not run on the meta device.
+        Names of the modules that are called more than once. If the forward pass fails on the meta device,
+        only calls before the failure count.
     """
     ids = {id(module) for module in modules}
     calls = dict.fromkeys((name for name, module in model.named_modules() if id(module) in ids), 0)
@@ -126,13 +131,17 @@ def find_modules_called_repeatedly(model: nn.Module, modules: Collection[nn.Modu
 
 
 def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find the outermost repeated layers. They are the units of sharding, recomputation and initialization.
+    """Find the transformer layers, which are the units of sharding, recomputation and initialization.
+
+    These are the members of module lists whose class is in the model's ``_no_split_modules``. Layers inside
+    of another layer are omitted. If there are none, the members of the module list with the most parameters
+    are returned.
 
     Args:
         model: A transformers model.
 
     Returns:
-        Names and modules, in the order of the model.
+        Names and modules, in the order of the model. Empty if the model has no module list.
     """
     classes = list_no_split_layer_classes(model)
     # Use only members of lists: some models also declare their embeddings, which may be tied to the head.
@@ -147,7 +156,10 @@ def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _iter_list_members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and modules of a module list and of nested lists. A list itself is never called."""
+    """Yield the names and modules of the members of a module list.
+
+    A nested list is replaced by its members, because a list itself is never called and cannot have hooks.
+    """
     for child, module in entries.named_children():
         if type(module) is nn.ModuleList:
             yield from _iter_list_members(f"{name}.{child}", module)
@@ -162,7 +174,7 @@ parameters.
 
 
 def group_layers_by_kind(model: nn.Module) -> LayerKinds:
-    """Group the names of the layers by kind."""
+    """Group the names of the transformer layers by kind. See :data:`LayerKinds`."""
     kinds: LayerKinds = defaultdict(list)
     for name, layer in find_transformer_layers(model):
         parent, _, _ = name.rpartition(".")
@@ -178,7 +190,7 @@ def group_layers_by_kind(model: nn.Module) -> LayerKinds:
 
 
 def copy_one_layer_per_kind(model: nn.Module) -> Any:
-    """Copy a model with only the first layer of each kind."""
+    """Copy a model with only the first layer of each kind. The layers of the copy are renumbered from 0."""
     return copy_with_only_layers(model, {names[0] for names in group_layers_by_kind(model).values()})
 
 

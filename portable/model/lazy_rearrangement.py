@@ -1,7 +1,7 @@
-"""Lazy tensors that are computed from other tensors by moving elements, such as stacked experts.
+"""Lazy tensors whose elements are elements of other tensors in a different order, such as stacked experts.
 
 :func:`trace_element_moves` runs a conversion once on the meta device and records its operations. Afterwards,
-any slice of a result can be read, and only the source elements that belong to the slice are read.
+any slice of a result can be read. Such a read loads only the source elements that belong to the slice.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LazyTensor:
 
     Attributes:
         shape: Shape of the complete tensor.
-        read_slice: Function that returns the elements at an index with unit steps and one slice per
-            dimension.
+        read_slice: Function that returns the elements at an index. The index has one slice per dimension,
+            with a start, a stop and no step.
     """
 
     shape: tuple[int, ...]
@@ -39,21 +39,21 @@ class LazyTensor:
 
 
 class NotTraceableError(Exception):
-    """Error for a conversion that does more than move elements."""
+    """Raised if a conversion uses an operation that changes values or that this module does not support."""
 
 
 def trace_element_moves(
     convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]], sources: Sequence[LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Trace a conversion that only moves elements.
+    """Trace a conversion that only moves elements, so that its results can be read lazily.
 
     Args:
-        convert: Function that computes the results from the sources. It is called once, with tensors on the
-            meta device.
+        convert: Function that computes the results by name from a list of tensors. It is called once, with
+            tensors on the meta device that have the shapes of ``sources``.
         sources: Tensors to convert.
 
     Returns:
-        The results by name.
+        Lazy results, by the names that ``convert`` returns.
 
     Raises:
         NotTraceableError: If the conversion uses an operation that changes values or is not supported.
@@ -72,7 +72,7 @@ def trace_element_moves(
 
 
 class _MoveTrace:
-    """Functions that read the tensors of a traced conversion."""
+    """Trace of a conversion: the function that reads each of its tensors lazily."""
 
     def __init__(self) -> None:
         self._readers: dict[
@@ -90,8 +90,17 @@ class _MoveTrace:
     def trace_operation(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run an operation on meta tensors, and record how to read slices of its results.
 
+        Args:
+            operation: ATen operation.
+            arguments: Positional arguments. The first is a tensor or a list of tensors.
+            keywords: Keyword arguments.
+
+        Returns:
+            The result of the operation, on the meta device.
+
         Raises:
-            NotTraceableError: If the operation does more than move elements.
+            NotTraceableError: If the operation is not in :data:`_READER_BUILDERS`, or if its tensors are not
+                computed from the sources.
         """
         make_readers = _READER_BUILDERS.get(str(operation).removeprefix("aten."))
         if make_readers is None or set(keywords) - {"memory_format"}:
@@ -110,7 +119,11 @@ class _MoveTrace:
 def _build_stack_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
-    """Return a reader for the result of ``torch.stack``."""
+    """Return one reader for the result of ``torch.stack``, which reads only the stacked tensors in the slice.
+
+    Like every function in :data:`_READER_BUILDERS`, it receives the input tensors, the shapes of the results,
+    and the other arguments of the operation.
+    """
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
@@ -123,7 +136,7 @@ def _build_stack_readers(
 def _build_cat_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
-    """Return a reader for the result of ``torch.cat``."""
+    """Return one reader for the result of ``torch.cat``. It reads only tensors that overlap the slice."""
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
@@ -140,7 +153,7 @@ def _build_cat_readers(
 
 
 def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int]) -> list[ReadSlice]:
-    """Return a reader for the result of ``torch.permute``."""
+    """Return one reader for the result of ``torch.permute`` with the dimensions ``order``."""
     (source,) = sources
     order = [dim % len(source.shape) for dim in order]
 
@@ -154,14 +167,21 @@ def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int
 def _build_transpose_readers(
     sources: list[LazyTensor], shapes: object, first: int, second: int
 ) -> list[ReadSlice]:
-    """Return a reader for the result of ``torch.transpose``."""
+    """Return one reader for the result of ``torch.transpose`` of the dimensions ``first`` and ``second``."""
     order = list(range(len(sources[0].shape)))
     order[first], order[second] = order[second], order[first]
     return _build_permute_readers(sources, shapes, order)
 
 
 def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> Tensor:
-    """Read a slice of a tensor that is narrowed along ``dim`` by ``offset``."""
+    """Read a slice of ``source.narrow(dim, offset, ...)``.
+
+    Args:
+        source: The tensor before narrowing.
+        dim: Narrowed dimension.
+        offset: Index in ``source`` of the first element along ``dim``.
+        index: Slices of the narrowed tensor.
+    """
     shifted = slice(index[dim].start + offset, index[dim].stop + offset)
     return source.read_slice((*index[:dim], shifted, *index[dim + 1 :]))
 
@@ -169,7 +189,7 @@ def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> T
 def _build_split_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], _: object, dim: int = 0
 ) -> list[ReadSlice]:
-    """Return a reader for each result of ``torch.split``."""
+    """Return one reader for each result of ``torch.split`` along ``dim``, whose sizes are in ``shapes``."""
     dim %= len(shapes[0])
     offsets = [sum(shape[dim] for shape in shapes[:i]) for i in range(len(shapes))]
     return [partial(_read_narrowed, sources[0], dim, offset) for offset in offsets]
@@ -183,7 +203,11 @@ def _build_slice_readers(
     stop: int | None = None,
     step: int = 1,
 ) -> list[ReadSlice]:
-    """Return a reader for a slice along one dimension. Raises NotTraceableError if ``step`` is not 1."""
+    """Return one reader for ``source[start:stop]`` along ``dim``.
+
+    Raises:
+        NotTraceableError: If ``step`` is not 1.
+    """
     (source,) = sources
     dim %= len(source.shape)
     if step != 1:
@@ -194,10 +218,10 @@ def _build_slice_readers(
 def _build_view_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], *_: object
 ) -> list[ReadSlice]:
-    """Return a reader for a reshaped tensor.
+    """Return one reader for the result of ``view`` and other operations that only change the shape.
 
-    The reader reads all elements of the dimensions that differ, and slices of the leading dimensions that do
-    not.
+    The reader slices the leading dimensions that both shapes have in common. It reads all elements of the
+    other dimensions, reshapes them, and selects the slice afterwards.
     """
     (source,), (shape,) = sources, shapes
     num_equal_dims = 0
@@ -217,7 +241,7 @@ def _build_view_readers(
 
 
 def _build_select_readers(sources: list[LazyTensor], _: object, dim: int, position: int) -> list[ReadSlice]:
-    """Return a reader for the result of ``torch.select``."""
+    """Return one reader for the result of ``torch.select``, which drops ``dim`` at index ``position``."""
     (source,) = sources
     dim, position = dim % len(source.shape), position % source.shape[dim]
 
@@ -230,12 +254,12 @@ def _build_select_readers(sources: list[LazyTensor], _: object, dim: int, positi
 def _build_unbind_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
-    """Return a reader for each result of ``torch.unbind``."""
+    """Return one reader for each result of ``torch.unbind`` along ``dim``."""
     return [_build_select_readers(sources, None, dim, position)[0] for position in range(len(shapes))]
 
 
 def _build_identity_readers(sources: list[LazyTensor], *_: object) -> list[ReadSlice]:
-    """Return the reader of the source, because the operation does not move elements."""
+    """Return the reader of the source, because operations such as ``clone`` do not move elements."""
     return [sources[0].read_slice]
 
 
@@ -258,4 +282,4 @@ _READER_BUILDERS: dict[str, Callable[..., list[ReadSlice]]] = {
     "alias.default": _build_identity_readers,
     "detach.default": _build_identity_readers,
 }
-"""Operations that only move elements, by name, with the functions that return readers of their results."""
+"""Functions that return readers for the results of an operation, by the names of the supported operations."""

@@ -1,14 +1,16 @@
-"""Loss of a micro-batch, for every task, engine and kind of loss.
+"""Loss of a micro-batch, for every task and engine.
 
-:func:`forward_loss` runs the model on a micro-batch and returns the summed loss. A step minimizes
-the mean over all labels of the global batch, so :func:`scale_loss_by_global_weight` divides the sum by the
-number of valid labels of the global batch, not of the micro-batch. The loss is cross-entropy, the loss of a
-classifier's ``problem_type``, or the loss that ``train.loss`` names.
+:func:`forward_loss` runs the model on a micro-batch and returns the summed loss. The loss is the
+cross-entropy, the loss of a classifier's ``problem_type``, or the loss that ``train.loss`` names. A step
+minimizes the mean over all labels of the global batch. For this reason,
+:func:`scale_loss_by_global_weight` divides the sum by the number of valid labels of the global batch, not of
+the micro-batch.
 
 transformers defines the auxiliary losses of a model (:mod:`portable.model.auxiliary_losses`), such as the
-load-balancing loss of a mixture of experts, for one forward pass. Over a global batch they are averaged over
-the sequences: each micro-batch is weighted by its share of the sequences. The result equals transformers'
-loss if the global batch is one micro-batch, and does not grow with the number of micro-batches or ranks.
+load-balancing loss of a mixture of experts, for one forward pass. The auxiliary loss of a global batch is the
+mean over its micro-batches, in which each micro-batch is weighted by its share of the sequences. The mean
+equals transformers' loss if the global batch is one micro-batch, and does not grow with the number of
+micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -46,39 +48,48 @@ MetricNeeds = Literal["logits", "predictions"] | None
 
 
 class MicroBatchMeasure(Protocol):
-    """Interface of the sums of an evaluation. See :class:`portable.evaluation.metrics.MetricSet`."""
+    """Interface of the function that computes the metric sums of each micro-batch in an evaluation.
+
+    :class:`portable.evaluation.metrics.MetricSet` implements it.
+
+    Attributes:
+        needs: Output of the model that the function reads. None if it reads neither logits nor predictions.
+    """
 
     needs: MetricNeeds
     pass_name: str
-    """Name of the pass, used in messages."""
+    """Name of the pass over the data, used in messages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Compute the sums of a micro-batch.
 
         Args:
-            outputs: Outputs of the model that ``needs`` names.
+            outputs: Outputs of the model. Only the output in ``needs`` is guaranteed.
             batch: Micro-batch on the device.
 
         Returns:
-            Sums by name.
+            Scalar tensors by name. The sums of all micro-batches and ranks are added up.
         """
 
 
 class PrecomputePass(MicroBatchMeasure):
-    """Pass that returns the columns that ``once`` of a custom loss computes, instead of sums."""
+    """Marker for a pass over all samples that calls ``once`` of a custom loss instead of computing metrics.
+
+    :meth:`TrainingObjective.measure_micro_batch` then returns the columns that ``once`` computes.
+    """
 
     needs = None
     pass_name = "pass over all samples"
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Raise NotImplementedError, because only the type of this measure matters."""
+        """Raise NotImplementedError, because this class is only a marker and is never called."""
         raise NotImplementedError
 
 
 def count_valid_labels(labels: Tensor) -> int:
-    """Count the valid labels on the host.
+    """Count the valid labels, and return the number to the host.
 
-    Labels are valid unless they are -100 or, if they are floats, NaN.
+    An integer label is valid unless it is -100. A float label is valid unless it is NaN.
     """
     valid = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED_LABEL
     return int(torch.count_nonzero(valid))
@@ -93,14 +104,14 @@ class LossOutput:
 
     Attributes:
         loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
-        num_sequences: Number of samples in the micro-batch. With SPMD, all ranks run one program, and the
-            samples of all ranks count.
-        weight: Weight that a :class:`TrainingLoss` returned. None if the task loss is used. Its weight is the
+        num_sequences: Number of samples in the micro-batch. With SPMD on XLA, a micro-batch contains the
+            samples of all devices.
+        weight: Weight that a :class:`TrainingLoss` returned. None for the task loss, whose weight is the
             number of valid labels.
         auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
         metrics: Sums to log, which are divided by the same global weight as the loss.
-        predictions: Most likely class of each position. Only in evaluations with metrics.
-        logits: Logits, only in evaluations and if all of them are computed.
+        predictions: Most likely class of each position. None unless a metric of an evaluation needs it.
+        logits: Logits of all positions. None in training, or if they are computed in chunks.
     """
 
     loss_sum: Tensor
@@ -114,7 +125,7 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Contributions of a micro-batch as one tensor, to be summed over micro-batches and ranks.
+    """Loss and logged values of a micro-batch, as one tensor that can be summed over micro-batches and ranks.
 
     Attributes:
         values: The loss, followed by the logged values, fp32 ``[1 + metrics]`` on the device.
@@ -131,6 +142,9 @@ def sum_micro_batches(sums: Sequence[StepSums]) -> StepSums:
     Args:
         sums: Contributions of the micro-batches, at least one.
 
+    Returns:
+        The sum of the values, with the same names.
+
     Raises:
         UserError: If a custom loss logs different names for different micro-batches.
     """
@@ -146,7 +160,7 @@ def sum_micro_batches(sums: Sequence[StepSums]) -> StepSums:
 
 
 RETURNED_WEIGHT = "returned weight"
-"""Name of the sum of the weights that a custom loss returns in a step."""
+"""Name in :class:`StepSums` of the weights that a custom loss returns, divided by the global weight."""
 
 
 class StepContribution(NamedTuple):
@@ -169,7 +183,7 @@ def scale_loss_by_global_weight(
     Args:
         output: Result of the micro-batch.
         global_weight: Weight of the global batch, a scalar on the device: its number of valid labels, or the
-            sum of the weights of a custom loss.
+            sum of the weights of a custom loss. If it is 0, the sums are divided by 1.
         global_batch_size: Number of sequences in an optimizer step, over all ranks.
 
     Returns:
@@ -194,13 +208,13 @@ def scale_loss_by_global_weight(
 
 @dataclass(frozen=True)
 class LossRequest:
-    """Request to the forward method of a model for the parts of a loss.
+    """Argument of :class:`LossForward` that specifies which parts of a loss the forward pass computes.
 
     Attributes:
         labels: Labels that align with the logits, int64 ``[sequences, tokens]`` for a language model.
-        statistics: Names of the statistics of each token that ``head`` computes; see
-            :meth:`ChunkedHead.forward_with_statistics`. Empty for the logits.
-        head: The model's chunked head, if ``statistics`` is not empty.
+        statistics: Names of the statistics of each token that ``head`` computes instead of the logits; see
+            :meth:`ChunkedHead.forward_with_statistics`. Empty to get the logits.
+        head: The model's chunked head. None if ``statistics`` is empty.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
     """
 
@@ -217,17 +231,20 @@ class RequestedOutput(TypedDict):
     """
 
     model_output: Any
-    """Output of the transformers model. Its logits are None if there are statistics."""
+    """Output of the transformers model. Its logits are None if ``statistics`` is not empty."""
     statistics: dict[str, Tensor]
+    """Requested statistics by name, fp32 ``[batch, tokens]``."""
     auxiliary_loss: Tensor | None
+    """Sum of the auxiliary losses, an fp32 scalar. None if it was not requested or there are none."""
 
 
 class LossForward(ForwardWrapper):
     """Forward method that also accepts a :class:`LossRequest`, and then returns a :class:`RequestedOutput`.
 
-    A batch of samples always has a request. Without a request, as in ``model.generate``, ``position_ids`` do
-    not mark packed documents, and may begin after the tokens of a cache. Such a pass runs the forward method
-    of the transformers model, without any replacement.
+    Training and evaluation always pass a request. Without a request, as in ``model.generate``, the original
+    forward method of the transformers model runs, without any replacement. The reason is that the
+    replacements interpret ``position_ids`` as marks of packed documents, but generation passes positions that
+    continue after the cached tokens.
 
     Args:
         model: A transformers model, not wrapped.
@@ -272,8 +289,8 @@ class LossForward(ForwardWrapper):
 def install_loss_forward(model: Model) -> Model:
     """Make the model's forward method accept a :class:`LossRequest`.
 
-    Call this function after the functions that install other forward methods. The last one receives all
-    columns of a batch, and auxiliary losses need them.
+    Call this function after the functions that install other forward methods. The forward method that is
+    installed last receives all columns of a batch, some of which the auxiliary losses need.
 
     Args:
         model: A transformers model, not wrapped.
@@ -288,10 +305,12 @@ def install_loss_forward(model: Model) -> Model:
 
 
 class TaskLoss:
-    """Summed loss of the task, used if there is no :class:`TrainingLoss`.
+    """Summed loss of the task: cross-entropy, or a regression or multi-label loss for float labels.
+
+    It is used if there is no :class:`TrainingLoss`.
 
     Args:
-        problem_type: ``problem_type`` of the model config. May be None.
+        problem_type: ``problem_type`` of the model config. May be None. It selects the loss for float labels.
     """
 
     needs: frozenset[str] = frozenset({"log_probs"})
@@ -301,7 +320,15 @@ class TaskLoss:
         self._criterion = _CRITERION_BY_PROBLEM_TYPE.get(problem_type, _compute_cross_entropy)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossSums:
-        """Compute the loss from the logits or, if they are not all computed, from the log-probabilities."""
+        """Compute the summed loss of a micro-batch.
+
+        Args:
+            outputs: Outputs of the model, with either ``log_probs`` or ``logits``.
+            batch: Micro-batch on the device.
+
+        Returns:
+            The loss, without a weight and without metrics.
+        """
         if outputs.log_probs is not None:
             return LossSums(-outputs.log_probs.sum(), None, {})
         labels = batch["labels"]
@@ -325,8 +352,9 @@ def forward_loss(
         model: The model of ``objective``, or a wrapper around it.
         batch: Micro-batch on the device.
         objective: The objective of the run.
-        with_token_metrics: Whether to also compute the token accuracy and the entropy.
-        evaluation: Metrics of an evaluation. Auxiliary losses are then not computed. None in training.
+        with_token_metrics: Whether to also compute the token accuracy and the entropy, in training.
+        evaluation: Metrics of an evaluation, in which auxiliary losses and token metrics are not computed.
+            None in training.
 
     Returns:
         The summed loss, its weight, the auxiliary losses, the sums to log, and the predictions.
@@ -385,8 +413,8 @@ class LossInputs(NamedTuple):
     Attributes:
         outputs: Outputs that are passed to the loss.
         auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
-        hits: 1 for each token that is predicted, fp32 ``[sequences, tokens]``. None if all logits are
-            computed, or if the caller did not request ``hits``.
+        hits: 1 for each token whose label is the most likely token, fp32 ``[sequences, tokens]``. None if all
+            logits are computed, or if the caller did not request ``hits``.
     """
 
     outputs: Outputs
@@ -407,20 +435,22 @@ def run_model_for_loss(
 ) -> LossInputs:
     """Run a model on a micro-batch and return the inputs of its loss.
 
-    A sample may consist of several sequences, such as a pair. ``input_ids`` are then ``[batch, sequences,
-    tokens]``, which the model receives as ``[batch * sequences, tokens]``. Its outputs are split again.
+    If a sample consists of several sequences, such as a pair, ``input_ids`` have the shape ``[batch,
+    sequences, tokens]``. The model receives them as ``[batch * sequences, tokens]``. The outputs for the loss
+    have the original dimensions.
 
     Args:
         model: A model with :func:`install_loss_forward`, or a wrapper around it.
         inputs: Arguments of the model, on the device.
         labels: Labels of the micro-batch.
-        needs: ``logits``, or the statistics of each token that the loss needs.
-        statistics: Additional statistics, which only the chunked head computes.
+        needs: Outputs that the loss reads: ``logits``, or names of statistics of each token.
+        statistics: Names of additional statistics. They are computed only if the chunked head is used,
+            because the caller can otherwise compute them from the logits.
         head: The model's chunked head. It is used if the micro-batch has more than one chunk of tokens and
-            the logits are not needed.
+            ``needs`` does not contain ``logits``.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
-        logits_suffice: Whether the loss takes the logits instead of the statistics if all of them are
-            computed.
+        logits_suffice: Whether the loss accepts logits instead of the statistics in ``needs``. If the chunked
+            head is not used, the outputs then contain only the logits.
 
     Returns:
         The outputs for the loss, the auxiliary loss, and the hits.
@@ -455,12 +485,13 @@ def run_model_for_loss(
 
 
 class TrainingObjective:
-    """Training objective of a run: its loss, and the inputs of the loss in addition to the forward pass.
+    """Training objective of a run: its losses in training and evaluation, their weights, and references.
 
     Args:
-        model: A transformers model, not wrapped.
+        model: A transformers model, not wrapped. Its forward method is replaced; see
+            :func:`install_loss_forward`.
         global_batch_size: Number of sequences in an optimizer step, over all ranks.
-        head: The model's head, if it can compute token statistics in chunks.
+        head: The chunked head of the model. None if all logits are always computed.
         custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss, or metrics
             for each source of a mixture. None to use the task loss.
         compute_dtype: Compute dtype of an engine without autocast. If None, the dtype of the parameters.
@@ -482,14 +513,21 @@ class TrainingObjective:
         self._is_checked = False
         self._compute_dtype = compute_dtype
         self._prepared_models: WeakSet[nn.Module] = WeakSet()
-        """References and teachers with the transforms and the precision of the model in training."""
+        """Reference models and teachers that :meth:`_prepare_reference` has already changed."""
         # Only a custom loss adds columns that the model does not accept.
         self._input_names = None if custom_loss is None else _list_input_names(model)
 
     def compute_weight(self, batch: Batch) -> float:
         """Compute the weight of a micro-batch on the host: its number of valid labels, or a custom weight.
 
-        The first call may also check the custom loss, on the host.
+        If the outputs of the model cannot be used to check that a custom loss is a sum over rows, the first
+        call makes this check with random outputs.
+
+        Args:
+            batch: Micro-batch on the host.
+
+        Raises:
+            UserError: If the check fails, or if ``weight`` of a custom loss fails.
         """
         loss, labels = self._custom_loss, batch["labels"]
         if loss is None:
@@ -506,14 +544,17 @@ class TrainingObjective:
 
     @property
     def _reads_cause_compilation(self) -> bool:
-        """Whether reading values from the device would compile another graph."""
+        """Whether the model is on an XLA device, where reading values would compile another graph."""
         return any(parameter.device.type == "xla" for parameter in self._model.parameters())
 
     def compute_logged_values(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the values that a step logs in addition to the loss.
+        """Convert the sums of a step to the values that it logs in addition to the loss.
 
         Args:
-            sums: The names and values of :class:`StepSums`, added up over the step.
+            sums: Values of :class:`StepSums` by name, added up over the micro-batches and ranks of a step.
+
+        Returns:
+            Values to log by name, such as ``mean_token_accuracy``.
 
         Raises:
             UserError: If the weights that a custom loss returned differ from the weights that it declared.
@@ -563,7 +604,11 @@ class TrainingObjective:
         return self.task_loss if loss is None or not (training or loss.in_evaluation) else loss
 
     def select_model_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the columns of a batch that the model accepts, without the labels."""
+        """Return the columns of a batch that are arguments of the model. Labels are removed.
+
+        Without a custom loss, all other columns are returned. With a custom loss, columns that the model does
+        not accept are removed as well.
+        """
         names = batch if self._input_names is None else self._input_names
         return {name: tensor for name, tensor in batch.items() if name != "labels" and name in names}
 
@@ -582,7 +627,18 @@ class TrainingObjective:
     def _call_without_gradients(
         self, function: Callable[..., Mapping[str, Tensor]], batch: Batch
     ) -> dict[str, Tensor]:
-        """Call ``before`` or ``once`` of a custom loss, and pass a function that runs forward passes."""
+        """Call ``before`` or ``once`` of a custom loss without gradients and with the model in eval mode.
+
+        Args:
+            function: ``before`` or ``once``. It receives a function that runs forward passes, and the batch.
+            batch: Micro-batch on the device.
+
+        Returns:
+            The columns that ``function`` returns, by name.
+
+        Raises:
+            UserError: If ``function`` fails.
+        """
         loss = self._custom_loss
         assert loss is not None
 
@@ -602,14 +658,15 @@ class TrainingObjective:
             self._model.train(training)
 
     def _prepare_reference(self, reference: nn.Module) -> nn.Module:
-        """Install the forward methods of a run in a reference or teacher, and cast its parameters.
+        """Install the forward methods of a run in a reference model or teacher, and cast its parameters.
 
-        The parameters have the dtype of their files. They are cast so that the reference computes in the same
-        precision as the model in training: to the dtype of its parameters under autocast, otherwise to the
-        compute dtype of the engine.
+        The parameters are loaded in the dtype of their files. They are cast so that the reference computes in
+        the same precision as the model in training: under autocast to the dtype of the parameters in
+        training, otherwise to the compute dtype of the engine. A second call for the same reference does
+        nothing.
 
         Args:
-            reference: The reference or teacher.
+            reference: The reference model or teacher, which is changed in place.
 
         Returns:
             The same model.
@@ -647,8 +704,8 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
 
 
 _METRIC_COUNT_NAMES = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
-"""Means that steps log in addition to the loss, with TRL's names, and the names of the counts that divide
-them.
+"""Means that are logged in addition to the loss, with the names of TRL. Each is mapped to the name of the
+count by which its sum is divided.
 """
 _MAX_ENTROPY_LOGITS = 1 << 24
 
@@ -657,17 +714,20 @@ _MAX_ENTROPY_LOGITS = 1 << 24
 def compute_token_metric_sums(
     logits: Tensor | None, hits: Tensor | None, labels: Tensor
 ) -> dict[str, Tensor]:
-    """Compute sums over the labels: hits of the most likely token and, from all logits, the entropy in nats.
+    """Compute the sums for the token accuracy and the entropy, together with their counts of labels.
 
-    Hits are counted in the first sequence of each sample. In a pair this is the chosen answer, as in TRL.
+    Hits are labels that are the most likely token. They are counted only in the first sequence of each
+    sample, which is the chosen answer of a pair, as in TRL. The entropy, in nats, is computed only from
+    logits, and not on XLA.
 
     Args:
         logits: Logits of all tokens, ``[sequences, tokens, vocabulary]``. None if the head computes ``hits``.
-        hits: 1 for each token that is predicted, fp32 ``[sequences, tokens]``.
+        hits: 1 for each token whose label is the most likely token, fp32 ``[sequences, tokens]``. None to
+            compute the hits from the logits.
         labels: Labels, ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
 
     Returns:
-        The sums by name, fp32 scalars.
+        The sums by name, fp32 scalars. See :data:`_METRIC_COUNT_NAMES` for the names.
     """
     valid = labels != IGNORED_LABEL
     targets = labels.flatten(0, -2)
@@ -699,9 +759,16 @@ def compute_token_metric_sums(
 
 
 def _compute_token_statistics(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Compute statistics of each token from all logits. See :meth:`ChunkedHead.forward_with_statistics`.
+    """Compute statistics of each token from all logits.
 
-    Returns an empty dict if ``names`` is empty.
+    Args:
+        logits: Logits, ``[..., classes]``.
+        labels: Labels, int64, with the shape of the logits without the last dimension.
+        names: Some of ``log_probs``, ``log_z`` and ``mean_logits``; see
+            :meth:`ChunkedHead.forward_with_statistics`.
+
+    Returns:
+        Statistics by name, fp32 with the shape of the labels. Empty if ``names`` is empty.
     """
     if not names:
         return {}
@@ -741,16 +808,21 @@ _MODEL_COLUMNS = (
     "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths",
     PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN,
 )  # fmt: skip
-"""Columns that are always passed to the model, because its forward method may accept any keyword."""
+"""Columns that are always passed to the model, because its forward method may accept them as ``**kwargs``, or
+a :class:`ForwardWrapper` may read them.
+"""
 
 
 def _list_input_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the columns of a batch that a model accepts."""
+    """Return the names of the batch columns that are passed to a model.
+
+    These are the parameters of its ``forward`` method, and the columns in :data:`_MODEL_COLUMNS`.
+    """
     return frozenset((*inspect.signature(model.forward).parameters, *_MODEL_COLUMNS))
 
 
 def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the summed cross-entropy in fp32. Labels of -100 do not count."""
+    """Compute the summed cross-entropy of logits ``[..., classes]`` in fp32. Labels of -100 do not count."""
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
@@ -760,7 +832,7 @@ def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _compute_squared_error(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the summed squared error. NaN labels do not count."""
+    """Compute the summed squared error in fp32. NaN labels do not count."""
     values = logits.float().reshape(labels.shape)
     return functional.mse_loss(values, torch.where(labels.isnan(), values.detach(), labels), reduction="sum")
 
@@ -779,4 +851,4 @@ _CRITERION_BY_PROBLEM_TYPE: dict[str | None, Callable[[Tensor, Tensor], Tensor]]
 }
 
 LOSS_SUM_PREFIX = "loss/"
-"""Prefix of the names of sums that a custom loss returns in an evaluation."""
+"""Prefix that is added, in an evaluation, to the names of the sums that a custom loss returns."""

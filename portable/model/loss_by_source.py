@@ -1,4 +1,4 @@
-"""Cross-entropy and number of labels of each source of a mixture, which steps log."""
+"""Mean cross-entropy of each source of a data mixture, and its share of the labels, logged in every step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from portable.batch import Batch
 
 LOSS_PREFIX, SHARE_PREFIX = "loss/", "share/"
-"""Prefixes of the names of a source's mean cross-entropy, and of its share of the labels in a step."""
+"""Prefixes of two logged values of a source: its mean cross-entropy, and its share of a step's labels."""
 
 
 class LossBySource:
-    """Sums over the labels of each source, from the column ``source`` of a batch.
+    """Sums over the labels of each source of a mixture.
 
-    Batches of evaluations have no such column, and no sums.
+    The column ``source`` of a batch contains the index of each sample's source. Batches of evaluations do not
+    have this column, so that nothing is logged for them.
 
     Args:
         sources: Names of the sources.
-        with_losses: Whether there are log-probabilities. Otherwise, only the labels are counted.
+        with_losses: Whether the log-probabilities of the labels are available. If not, the labels of each
+            source are counted, but its loss is not computed.
     """
 
     def __init__(self, sources: Sequence[str], *, with_losses: bool) -> None:
@@ -37,11 +39,12 @@ class LossBySource:
         """Compute the number of labels and the summed cross-entropy of each source.
 
         Args:
-            log_probs: Log-probabilities of the labels. None if the loss does not compute them.
+            log_probs: Log-probabilities of the labels, with the shape of the labels. None if ``with_losses``
+                is False.
             batch: Micro-batch on the device.
 
         Returns:
-            Sums by prefix and source. Empty in evaluations.
+            Scalar tensors by name, which is a prefix followed by the source. Empty in evaluations.
         """
         if SOURCE_COLUMN not in batch:
             return {}
@@ -57,10 +60,15 @@ class LossBySource:
         return sums
 
     def compute_logged_values(self, sums: dict[str, float]) -> dict[str, float]:
-        """Compute the mean loss of each source, and its share of the labels.
+        """Compute the mean loss of each source and its share of the labels, from the sums of a step.
 
         Args:
-            sums: Sums of a step by name, all divided by the same weight. Other names are returned unchanged.
+            sums: Results of :meth:`compute_sums` for a step, all divided by the same weight, together with
+                other values to log.
+
+        Returns:
+            Values to log by name. Values that do not belong to a source are returned unchanged. A source
+            without labels in the step has no loss.
         """
         metrics = dict(sums)
         counts = {source: metrics.pop(SHARE_PREFIX + source) for source in self._sources}

@@ -1,4 +1,4 @@
-"""Models whose parameters are on the meta device and whose buffers have values."""
+"""Construction of models whose parameters are on the meta device and whose buffers have values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MIN_RECORDED_ELEMENTS = 1 << 22
-"""Elements of the smallest tensor that is recorded instead of created on the host."""
+"""Number of elements of the smallest tensor that is recorded instead of allocated in host memory."""
 
 
 @contextmanager
 def create_parameters_on_meta() -> Iterator[InitializationRecording]:
     """Move each parameter to the meta device when a module registers it, until the context ends.
 
-    A constructor creates each parameter before it is registered, and the stacked experts of one layer can
-    take up tens of gigabytes. Large tensors are therefore created without values. The operations on them are
-    recorded, because a buffer may be computed from them.
+    A constructor has to create a parameter before it registers it, and the stacked experts of one layer can
+    take up tens of gigabytes. Large tensors are therefore created as fake tensors, without values. The
+    operations on them are recorded, because a buffer may be computed from them.
 
     Yields:
         The recording, for :func:`assign_recorded_values`.
@@ -40,9 +40,11 @@ def create_parameters_on_meta() -> Iterator[InitializationRecording]:
 
 
 def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Parameter registration hook that replaces a parameter by a copy on the meta device.
+    """Replace a parameter by a copy on the meta device. This is a parameter registration hook of torch.
 
-    Returns None, which leaves the parameter unchanged, if it is None or already on the meta device.
+    Returns:
+        The copy, with the attributes that the model has set on the parameter. None, which leaves the
+        parameter unchanged, if it is None or already on the meta device.
     """
     if parameter is None or parameter.is_meta:
         return None  # unchanged
@@ -58,11 +60,13 @@ def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) 
 
 
 def assign_recorded_values(model: nn.Module, recording: InitializationRecording) -> None:
-    """Give values to the buffers and other large tensors of a model that was built while recording.
+    """Replace the fake tensors of a model, except its parameters, by tensors with the recorded values.
+
+    These are buffers and plain attributes of modules. A buffer on the meta device is filled with zeros.
 
     Args:
-        model: The model, which is changed in place.
-        recording: The recording of :func:`create_parameters_on_meta`.
+        model: A model that was built within :func:`create_parameters_on_meta`. It is changed in place.
+        recording: The recording of this context.
     """
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

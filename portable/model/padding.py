@@ -28,16 +28,17 @@ _CLASSIFICATION = frozenset({"t5gemma", "t5gemma2"})
 
 
 def explain_padding_dependence(config: PretrainedConfig, run: RunConfig) -> str | None:
-    """Explain that padding changes the output of the model for a text.
+    """Build a warning if padding changes the output of the model for a text.
 
-    ``python -m tests.alone`` compares each model type of transformers with and without padding.
+    The model types in this module come from ``python -m tests.alone``, which compares each model type of
+    transformers with and without padding.
 
     Args:
         config: Transformers config of the model.
         run: The config of the run.
 
     Returns:
-        A warning. None if the samples have no padding, or if padding does not change the output.
+        The warning. None if the samples have no padding, or if padding does not change the output.
     """
     packs = run.model.task in ("causal-lm", "masked-lm") and run.data.packing is True
     classifies = run.model.task == "sequence-classification"

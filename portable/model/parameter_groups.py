@@ -21,9 +21,9 @@ _UNDECAYED_PATTERN = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)
 def list_decayed_names(model: nn.Module) -> set[str]:
     """List the names of the parameters with weight decay: all except norms and biases.
 
-    As in the Trainer's ``get_decay_parameter_names``, the name of the parameter or the class of its module
-    decides. The number of dimensions does not matter, because a bias may be a table and a weight may be a
-    vector.
+    As in the Trainer's ``get_decay_parameter_names``, a parameter is a norm or bias because of its name or
+    the class of its module. The number of dimensions does not matter, because some biases are tables and some
+    weights are vectors.
     """
     return set(
         transformers_internals.list_parameter_names_except(model, [nn.LayerNorm], [_UNDECAYED_PATTERN])
@@ -41,10 +41,10 @@ CONVOLUTION_CLASSES = (
 
 
 def list_layer_matrix_names(model: nn.Module) -> set[str]:
-    """List the names of the matrices in the layers of a model, including stacks of experts.
+    """List the names of the matrices in the layers of a model, which the Muon optimizer updates.
 
-    Only members of module lists count. Embeddings, convolutions, norms and biases are excluded, and so are
-    vectors that are stored as matrices.
+    Only parameters inside of module lists count. 3D parameters, which stack the matrices of experts, are
+    included. Embeddings, convolutions, norms, biases and matrices with a single row or column are excluded.
     """
     decays = list_decayed_names(model)
     lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -59,18 +59,21 @@ def list_layer_matrix_names(model: nn.Module) -> set[str]:
 
 
 def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str, OptimizerGroup]:
-    """Assign each trained parameter of a model to a group.
+    """Assign each trained parameter of a model to a group of the optimizer.
+
+    A parameter belongs to the first group of ``train.parameter_groups`` whose pattern matches one of its
+    names, or otherwise to the default group.
 
     Args:
-        model: The model.
+        model: The model, in which frozen parameters do not require gradients.
         settings: The ``train`` section.
 
     Returns:
         The group of each trained parameter, by its first name.
 
     Raises:
-        UserError: If a pattern is not a regular expression or selects no new parameter, or if nothing is
-            trained.
+        UserError: If a pattern is not a regular expression or selects no trained parameter that earlier
+            patterns have left over, or if nothing is trained. With Muon, if no trained parameter is a matrix.
     """
     decays = list_decayed_names(model)
     names: dict[nn.Parameter, list[str]] = {}

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 def materialize_model(
     model: nn.Module, device: torch.device, *, storage_device: torch.device | None = None
 ) -> None:
-    """Allocate the parameters of a model without initializing them, and copy its buffers.
+    """Allocate the parameters of a model without initializing them, and move its buffers to ``device``.
 
     Tied weights stay tied.
 
     Args:
         model: The model, whose parameters are on the meta device.
         device: Device on which the model computes.
-        storage_device: Device on which parameters are stored between uses. None for ``device``.
+        storage_device: Device on which the parameters are allocated, if an offloading engine copies them to
+            ``device`` only when they are used. None for ``device``.
     """
 
     def allocate_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
@@ -47,9 +48,9 @@ def replace_tensors(
 
     Args:
         model: The model, which is changed in place.
-        replace_parameter: Function of a parameter's first name and the parameter that returns the
+        replace_parameter: Function that receives a parameter's first name and the parameter, and returns its
             replacement. It is called once for tied parameters.
-        replace_buffer: Function of a buffer's name and the buffer that returns the replacement.
+        replace_buffer: Function that receives a buffer's name and the buffer, and returns its replacement.
     """
     replacements: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -65,7 +66,7 @@ def replace_tensors(
 def list_embedding_weights(model: nn.Module) -> list[nn.Parameter]:
     """List the weights of all ``nn.Embedding`` modules.
 
-    One of them may also be the weight of the output head.
+    The weight of a token embedding may also be the weight of the output head, if the two are tied.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return [parameter for table in tables for parameter in table.parameters(recurse=False)]
@@ -81,7 +82,7 @@ def get_token_embedding(model: PreTrainedModel) -> nn.Parameter | None:
 
 
 def map_tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Map the first name of each parameter to its other names.
+    """Map the first name of each parameter to the list of its other names, which a tied parameter has.
 
     The list is empty for parameters that are not tied.
     """
@@ -92,7 +93,10 @@ def map_tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def get_state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters, each once, and the persistent buffers of a model by name."""
+    """Return the parameters and the persistent buffers of a model by name.
+
+    Unlike ``state_dict``, the result contains a tied parameter only once, under its first name.
+    """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True).keys()
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
@@ -100,14 +104,15 @@ def get_state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def has_peft_adapter(model: nn.Module) -> bool:
-    """Return whether ``model`` has a peft adapter. Its base weights are then frozen."""
+    """Return whether ``model`` has a peft adapter, so that its base weights are frozen."""
     return hasattr(model, "peft_config")
 
 
 def get_checkpointed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model that the checkpoints of a run contain.
+    """Return the tensors that the checkpoints of a run contain, by name.
 
-    These are all tensors, or with an adapter only the trained parameters.
+    With an adapter, these are only the trained parameters. Otherwise, they are all parameters and persistent
+    buffers.
     """
     tensors = get_state_tensors(model)
     return {n: t for n, t in tensors.items() if t.requires_grad} if has_peft_adapter(model) else tensors
@@ -130,15 +135,15 @@ def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
 
 
 def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Sequence[str]]) -> set[str]:
-    """Return the parameters with a name that matches a pattern.
+    """Find the parameters that have a name which a pattern of a setting matches.
 
     Args:
         key: Name of the setting, used in error messages.
-        pattern: Regular expression that is searched in names.
-        aliases_by_name: All names of each parameter, by its first name.
+        pattern: Regular expression that has to match anywhere in a name.
+        aliases_by_name: All names of each parameter, including the first name, by its first name.
 
     Returns:
-        First names of the parameters.
+        First names of the matching parameters.
 
     Raises:
         UserError: If ``pattern`` is not a regular expression or matches no parameter.
@@ -155,7 +160,16 @@ def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Seque
 
 
 def _suggest_parameter_names(pattern: str, names: Collection[str]) -> str:
-    """Build the end of an error message, with the parts of ``names`` that are most similar to ``pattern``."""
+    """Build the end of an error message that suggests words for a pattern without matches.
+
+    Args:
+        pattern: The regular expression.
+        names: Names of the model's parameters, at least one.
+
+    Returns:
+        The components of parameter names that are most similar to the words of the pattern or, if there are
+        none, one parameter name as an example.
+    """
     words = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdigit())
     pattern_words = re.findall(r"\w*[a-z]\w*", pattern, re.IGNORECASE)
     similar_words = [

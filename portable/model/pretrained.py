@@ -1,8 +1,9 @@
 """Pretrained weights: mapping of a checkpoint's tensors to the names and shapes of a model.
 
-transformers renames and reshapes tensors when it loads them. For example, it renames heads and stacks
-experts. This module applies the conversion table of transformers to every tensor. Stacked or split tensors
-are computed when they are read, one group at a time, so the complete model is never in memory.
+transformers renames and reshapes tensors when it loads them. For example, it renames output heads, and stacks
+the matrices of experts. This module applies the conversion table of transformers to every tensor. Stacked or
+split tensors are computed when they are read, one group at a time, so the complete model is never in memory.
+If the table cannot be applied lazily, transformers loads the complete model into host memory instead.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class PretrainedWeights:
     unexpected: list[str] = field(default_factory=list)
 
     def build_notes(self) -> list[str]:
-        """Build the notes for the user about missing and unexpected tensors."""
+        """Build the notes for the user: at most one about missing and one about unexpected tensors."""
         notes = []
         if self.missing:
             notes.append("newly initialized: " + ", ".join(self.missing))
@@ -86,7 +87,8 @@ def load_pretrained_weights(
 ) -> PretrainedWeights:
     """Map the tensors of the checkpoint ``model.name_or_path`` to a model, lazily if possible.
 
-    A checkpoint of a base model fits a model with a head, and vice versa.
+    The checkpoint may be of the base model without a head, or of a model with a different head, as in
+    ``from_pretrained``.
 
     Args:
         settings: The ``model`` section of the config.
@@ -95,11 +97,11 @@ def load_pretrained_weights(
             change.
 
     Returns:
-        The weights, and the names without a match.
+        The weights, and the names without a match in the model or in the checkpoint.
 
     Raises:
-        UserError: If the checkpoint cannot be read, its architecture or shapes do not match, it lacks the
-            output head of a language model, or is quantized in a way that cannot be dequantized.
+        UserError: If the checkpoint cannot be read or dequantized, if its architecture or shapes do not match
+            the model, or if it lacks the output head of a language model.
     """
     assert settings.name_or_path is not None
     quantization_config = pop_quantization_config(_load_base_config(settings))
@@ -126,6 +128,13 @@ def _match_tensors(
     """Select the checkpoint tensors that belong to the model, and check their shapes and dtypes.
 
     If the names cannot be translated tensor by tensor, transformers loads the complete model instead.
+
+    Args:
+        settings: The ``model`` section of the config.
+        model: The model on the meta device.
+        tensors: Tensors of the checkpoint, by their names in its files.
+        base_vocabulary_size: Vocabulary size before ``data.added_tokens`` enlarged it. Tables with this
+            number of rows get additional rows. None if the vocabulary size did not change.
 
     Raises:
         UserError: If none of the tensors belongs to the model, if a shape or dtype does not match, or if tied
@@ -191,12 +200,13 @@ class _TranslatedTensors(NamedTuple):
 def _translate_names(
     model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
 ) -> _TranslatedTensors | None:
-    """Convert the checkpoint's tensors to the model's names and shapes.
+    """Convert the checkpoint's tensors to the model's names and shapes, without reading their values.
 
-    Follows transformers' ``convert_and_load_state_dict_in_model``.
+    This follows ``convert_and_load_state_dict_in_model`` of transformers.
 
     Returns:
-        The converted tensors and the unused names. None if a conversion needs values, so it cannot be lazy.
+        The converted tensors and the unused names. None if a conversion depends on the values of tensors and
+        can therefore not be lazy.
     """
     renamed, converters = transformers_internals.map_checkpoint_names(model, tensors)
     names = model.state_dict()
@@ -220,7 +230,13 @@ def _translate_names(
 
 
 class _ConversionMember(NamedTuple):
-    """A tensor of a checkpoint, and how transformers renames it."""
+    """A tensor of a :class:`_ConversionGroup`.
+
+    Attributes:
+        key: Name in the checkpoint.
+        pattern: Pattern of transformers' conversion table that matches the name.
+        tensor: The stored tensor.
+    """
 
     key: str
     pattern: str
@@ -228,7 +244,13 @@ class _ConversionMember(NamedTuple):
 
 
 class _ConversionGroup:
-    """Tensors of a checkpoint that are converted together, such as the experts of a layer."""
+    """Tensors of a checkpoint that are converted together, such as the experts of a layer.
+
+    Args:
+        name: Name in the model of the first result of the conversion.
+        converter: Conversion of transformers. It is copied before each use.
+        model: The model on the meta device.
+    """
 
     # Cache the latest result, because the tensors of a group are usually read in sequence.
     _latest_result: tuple[_ConversionGroup, dict[str, torch.Tensor]] | None = None
@@ -269,7 +291,11 @@ class _ConversionGroup:
         }
 
     def _compute_result(self, name: str) -> torch.Tensor:
-        """Convert the complete group and return one result. The latest group stays in memory."""
+        """Read and convert the complete group, and return its result with the name ``name``.
+
+        The results of the latest group stay in memory for the next call. The results of another group are
+        freed first.
+        """
         if _ConversionGroup._latest_result is None or _ConversionGroup._latest_result[0] is not self:
             _ConversionGroup._latest_result = None  # free its memory first
             _ConversionGroup._latest_result = (
@@ -279,7 +305,15 @@ class _ConversionGroup:
         return _ConversionGroup._latest_result[1][name]
 
     def _convert_members(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert the values of the members, given in the order of the members."""
+        """Apply transformers' conversion to tensors.
+
+        Args:
+            tensors: One tensor for each member of the group, in the same order. They may be on the meta
+                device or lazy, to compute only shapes.
+
+        Returns:
+            Results by the model's names.
+        """
         converter = copy.deepcopy(self._converter)
         for member, tensor in zip(self._members, tensors, strict=True):
             converter.add_tensor(self._name, member.key, member.pattern, lambda tensor=tensor: tensor)
@@ -289,12 +323,15 @@ class _ConversionGroup:
 
 
 def _read_floats(tensor: StoredTensor, index: Index | None = None) -> torch.Tensor:
-    """Read a tensor of a checkpoint as fp32."""
+    """Read a slice of a tensor of a checkpoint, or all of it if ``index`` is None, and convert it to fp32."""
     return to_torch(tensor.read(index)).to(torch.float32)
 
 
 def _summarize_names(names: list[str]) -> str:
-    """List names, with one pattern for repeated layers."""
+    """Format names for a message, in which repeated layers appear as one pattern with their number.
+
+    At most eight names or patterns are listed, followed by the number of omitted ones.
+    """
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in names:
         names_by_pattern[re.sub(r"\.\d+(?=\.|$)", ".*", name)].append(name)
@@ -310,7 +347,13 @@ def _summarize_names(names: list[str]) -> str:
 
 
 def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tensor) -> None:
-    """Raise UserError if the shape of ``source`` does not match ``target``, or if ``source`` is quantized."""
+    """Raise UserError if a stored tensor is quantized or does not have the shape of the model's tensor.
+
+    Args:
+        name: Name of the tensor, used in error messages.
+        source: Tensor of the checkpoint.
+        target: Tensor of the model. If it is not a float tensor, the dtype is not checked.
+    """
     if tuple(source.shape) != tuple(target.shape):
         raise UserError(
             f"model.name_or_path: {name} has shape {list(source.shape)} in the checkpoint "
@@ -333,7 +376,10 @@ def _check_not_quantized(name: str, source: ReadableTensor) -> None:
 def _check_tied_equal(
     first_name: str, first_tensor: ReadableTensor, other_name: str, other_tensor: ReadableTensor
 ) -> None:
-    """Raise UserError if two tensors that the model ties differ in the checkpoint."""
+    """Raise UserError if two tensors that the model ties have different values in the checkpoint.
+
+    Reads 1024 rows of both tensors at a time.
+    """
     for start in range(0, first_tensor.shape[0] if first_tensor.shape else 1, _ROWS_PER_COMPARISON):
         index = None
         if first_tensor.shape:
@@ -347,7 +393,12 @@ def _check_tied_equal(
 
 
 def _check_output_head_present(model: PreTrainedModel, weights: PretrainedWeights) -> None:
-    """Raise UserError if a language model's output head is not in the checkpoint."""
+    """Raise UserError if the checkpoint lacks the output head of a language model, which would be random.
+
+    Args:
+        model: The model on the meta device.
+        weights: Weights of the checkpoint, with the names that it lacks.
+    """
     missing = set(weights.missing)
     matrix = getattr(model.get_output_embeddings(), "weight", None)
     tables = {id(table) for table in list_embedding_weights(model)}
@@ -388,13 +439,15 @@ def open_pretrained_checkpoint(settings: ModelConfig, dtype: str) -> Checkpoint:
 
 
 def open_quantized_base(settings: ModelConfig) -> Checkpoint:
-    """Open the quantized checkpoint ``model.name_or_path`` unchanged, for ``checkpoint.export: like_base``.
+    """Open the checkpoint ``model.name_or_path`` without dequantizing its weights.
+
+    ``checkpoint.export: like_base`` uses it as the template of an export.
 
     Args:
         settings: The ``model`` section of the config.
 
     Raises:
-        UserError: If the checkpoint is not quantized, or is quantized in a way that cannot be written.
+        UserError: If the checkpoint is not quantized, or if the export cannot write its quantization format.
     """
     try:
         checkpoint = open_checkpoint(fetch_model_folder(str(settings.name_or_path)))
@@ -408,7 +461,7 @@ def open_quantized_base(settings: ModelConfig) -> Checkpoint:
 
 
 def _load_base_config(settings: ModelConfig) -> PretrainedConfig:
-    """Load the config of the pretrained model without the changes of ``model.config``."""
+    """Load the transformers config of ``model.name_or_path``, without the changes of ``model.config``."""
     from transformers import AutoConfig
 
     name = str(settings.name_or_path)
@@ -423,12 +476,16 @@ def _load_base_config(settings: ModelConfig) -> PretrainedConfig:
 def _load_dequantized(
     settings: ModelConfig, model: PreTrainedModel, quantization_config: Mapping[str, Any]
 ) -> PretrainedWeights:
-    """Load a quantized checkpoint as floats, with transformers' dequantization.
+    """Load a quantized checkpoint into host memory as floats, with transformers' dequantization.
 
     Args:
         settings: The ``model`` section of the config.
-        model: The model on the meta device.
+        model: The model on the meta device. It is not modified.
         quantization_config: The ``quantization_config`` of the checkpoint.
+
+    Raises:
+        UserError: If transformers cannot dequantize the checkpoint here, for example because a package is
+            missing.
     """
     method, changed_quantization = (
         quantization_config.get("quant_method", "unknown method"),
@@ -467,7 +524,7 @@ def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) ->
 
 
 def _load_with_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
-    """Load the weights into host memory with transformers, if only it can map the names."""
+    """Load the weights into host memory with ``from_pretrained``, for names that cannot be mapped lazily."""
     with convert_library_errors("model.name_or_path"):
         loaded, info = _load_with_report(settings, model, model.config)
     return _collect_loaded_weights(loaded, info)
@@ -488,7 +545,13 @@ class _LoadedModel(NamedTuple):
 def _load_with_report(
     settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
 ) -> _LoadedModel:
-    """Load a model like ``model`` into host memory with transformers."""
+    """Load the checkpoint into host memory in fp32, as a model of the class of ``model``.
+
+    Args:
+        settings: The ``model`` section of the config.
+        model: The model on the meta device. Only its class is used.
+        config: Transformers config for the loaded model.
+    """
     load = partial(
         type(model).from_pretrained,
         settings.name_or_path,
@@ -502,7 +565,13 @@ def _load_with_report(
 
 
 def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
-    """Collect the weights of a loaded model that ``from_pretrained`` does not report as missing."""
+    """Collect the weights of a model that ``from_pretrained`` has loaded.
+
+    Args:
+        loaded: The model.
+        info: Report of ``from_pretrained``. Tensors in its ``missing_keys`` are listed as missing, because
+            their values are random.
+    """
     missing = set(info["missing_keys"])
     tensors = get_state_tensors(loaded)
     weights = {name: ComputedTensor.from_tensor(t) for name, t in tensors.items() if name not in missing}
@@ -511,16 +580,16 @@ def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> Pretr
 
 
 def fetch_model_folder(name_or_path: str, key: str = "model.name_or_path") -> Path:
-    """Return the folder of a pretrained model.
+    """Return the local folder of a pretrained model.
 
-    The weights of a Hub model are downloaded unless they are cached.
+    The files of a Hub model are downloaded unless they are cached, by one process per node.
 
     Args:
         name_or_path: Local folder, or name of a model on the Hub.
         key: Setting that names the model, used in error messages.
 
     Raises:
-        UserError: If there is no such folder or model.
+        UserError: If there is no such folder or model, or if the download fails.
     """
     if Path(name_or_path).is_dir():
         return Path(name_or_path)

@@ -1,8 +1,10 @@
 """Published names and shapes of a run's model, and the tensors and files that are copied from its base model.
 
-transformers renames and rearranges many tensors while it loads a checkpoint. A run exports its model with the
-names and shapes of the checkpoint that it started from, or with the defaults of the model type. Each
-checkpoint of the run records the name rules, so it can be exported or converted without the base model.
+transformers renames and rearranges many tensors while it loads a checkpoint. An export undoes this: it has
+the names and shapes of the base model's files or, without a base model, the names and shapes that
+transformers writes by default for the model type. Each checkpoint of the run records the rules for this
+conversion, so that the checkpoint can be exported or converted on a machine that does not have the base
+model.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ _FILES_NOT_COPIED = {
 
 
 def build_name_rules(model: PreTrainedModel) -> NameRules:
-    """Build the name rules that the installed transformers applies when it loads a model's files."""
+    """Build the rules by which the installed transformers renames and reshapes the tensors that it loads."""
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
     rules = tuple(parse_rule(value) for value in transformers_internals.list_name_rules(model))
     return NameRules(rules, model.base_model_prefix, config)
@@ -69,7 +71,8 @@ class PublishedModel(NamedTuple):
 
     Attributes:
         checkpoint: The model to export, with published names and shapes.
-        names_equal_to_base: Published names of the tensors that are identical to the base model's.
+        names_equal_to_base: Published names of the tensors whose values equal the base model's. Empty if the
+            base model is not available.
     """
 
     checkpoint: Checkpoint
@@ -77,7 +80,10 @@ class PublishedModel(NamedTuple):
 
 
 class PublishedNames:
-    """Published names of a run's model.
+    """Mapping of a run's model to the tensor names, shapes and files with which it is published.
+
+    They are taken from the files of the base model. Without a base model, they are the names and shapes that
+    ``save_pretrained`` writes.
 
     Args:
         settings: The ``model`` section of the config.
@@ -112,16 +118,22 @@ class PublishedNames:
 
     @cached_property
     def name_rules(self) -> NameRules:
-        """Rules for the names in the base model's files, or the default rules of the model type."""
+        """Rules that map the model's tensors to the published names and shapes.
+
+        If the base model is available, these are the rules that apply to the names in its files. Otherwise,
+        they are the rules recorded in the checkpoint that the run resumes from or, without such a record, the
+        default rules of the model type.
+        """
         if self.base_checkpoint is not None:
             shapes = {name: tensor.shape for name, tensor in self.base_checkpoint.tensors.items()}
             return select_used_rules(self._default_rules, shapes, shapes)
         return self._default_rules if self._recorded_rules is None else self._recorded_rules.rules
 
     def adopt_recorded_rules(self, checkpoint: Checkpoint) -> None:
-        """Adopt the recorded name rules of the checkpoint that the run resumes from.
+        """Read the name rules that are recorded in the checkpoint that the run resumes from.
 
-        They are used if the base model is not available on this machine.
+        The recorded rules are used only if the base model is not available on this machine. Does nothing if
+        the run trains from scratch.
 
         Args:
             checkpoint: The checkpoint that the run resumes from.
@@ -133,8 +145,8 @@ class PublishedNames:
     def unloaded_base_names(self) -> list[str]:
         """Names of base tensors that transformers does not load, such as multi-token prediction layers.
 
-        Empty if the base model is not available, or if the run's model has a different class from the base
-        model.
+        The export copies these tensors from the base model. Empty if the base model is not available, or if
+        the run's model has a different class from the base model.
         """
         if self.base_checkpoint is None or not self._has_base_class:
             return []
@@ -153,7 +165,11 @@ class PublishedNames:
 
     @property
     def _has_base_class(self) -> bool:
-        """Whether the base is a model of the same class, so the export includes its remaining tensors."""
+        """Whether the run's model has the class that the base model's ``config.json`` names first.
+
+        If it does, the export also contains the base tensors that transformers does not load. The base model
+        must be available.
+        """
         assert self.base_checkpoint is not None
         architectures = read_json_object_or_empty(self.base_checkpoint.companions.get("config.json")).get(
             "architectures"
@@ -161,10 +177,14 @@ class PublishedNames:
         return isinstance(architectures, list) and architectures[:1] == [self._architecture]
 
     def build_base_tensor_notes(self, reported: Collection[str] = ()) -> list[str]:
-        """Build the notes that are shown to the user at the start of a run.
+        """Build the notes, shown at the start of a run, about base tensors that the run does not load.
 
         Args:
             reported: Names of base tensors that another note already lists as unused.
+
+        Returns:
+            At most two notes: on tensors that the export copies from the base model, and on tensors that the
+            export lacks.
         """
         notes = []
         if names := ", ".join(collapse_layer_numbers(self.unloaded_base_names)):
@@ -182,7 +202,9 @@ class PublishedNames:
         return notes
 
     def check_export_like_base(self) -> None:
-        """Check that the base model has every tensor that is exported in its layout.
+        """Check that ``checkpoint.export: like_base`` is possible: the base model has all exported tensors.
+
+        Does nothing if the base model is not available.
 
         Raises:
             UserError: If the base model lacks one of the model's tensors.
@@ -202,10 +224,11 @@ class PublishedNames:
     def write_name_record(self, folder: Path) -> None:
         """Write the name rules into a checkpoint, so it can be exported without the base model.
 
-        Writes nothing if neither the base model nor a record of its names is available.
+        Writes nothing if the run started from a base model, and neither its files nor a record of its names
+        is available.
 
         Args:
-            folder: The checkpoint.
+            folder: Folder of the checkpoint.
         """
         if not self._settings.from_scratch and self.base_checkpoint is None and self._recorded_rules is None:
             return
@@ -235,9 +258,9 @@ class PublishedNames:
 
     @cached_property
     def _copyable_base_files(self) -> dict[str, AnyPath]:
-        """Small files of the base model that are copied into checkpoints, by name.
+        """Paths of the small files of the base model that are copied into checkpoints, by file name.
 
-        Empty without a base model.
+        The custom code is included if ``model.trust_remote_code`` is set. Empty without a base model.
         """
         folder = self._base_folder
         if folder is None:
@@ -249,9 +272,10 @@ class PublishedNames:
 
     @cached_property
     def skipped_base_files(self) -> dict[str, str]:
-        """Files of the base model that are not exported, each with the reason.
+        """Files of the base model that are not exported, and the reason for each of them, by file name.
 
-        Weights, training state, logs, and hidden files are not listed.
+        Weights, training state, logs, and hidden files are omitted, because users do not expect them in an
+        export.
         """
         reasons = {} if self._base_folder is None else find_excluded_files(self._base_folder)
         expected = ("weights", "training state", "a log", "hidden")
@@ -274,13 +298,15 @@ class PublishedNames:
     def convert_to_published(self, checkpoint: Checkpoint) -> PublishedModel:
         """Convert a checkpoint of this run to the published names and shapes.
 
-        Frozen tensors, and tensors that transformers does not load, are read from the base model.
+        Two kinds of tensors are replaced by the tensors in the files of the base model, so that the export
+        keeps their dtype: frozen tensors whose values have not changed, and tensors that transformers does
+        not load.
 
         Args:
             checkpoint: The checkpoint, without an adapter.
 
         Returns:
-            The model to export, and the names of the tensors that are identical to the base model's.
+            The model to export, and the names of the tensors that are taken from the base model.
         """
         renamed = self._rename_tied_tensors(rename_to_published(checkpoint, self.name_rules))
         renamed = self._remove_unsaved_tensors(renamed)
@@ -295,7 +321,7 @@ class PublishedNames:
         return PublishedModel(published, unchanged_names)
 
     def _remove_unsaved_tensors(self, written: Checkpoint) -> Checkpoint:
-        """Remove tensors that ``save_pretrained`` does not write, unless the base model's files have them."""
+        """Drop tensors that ``save_pretrained`` does not write, unless the base model's files have them."""
         base = {} if self.base_checkpoint is None else self.base_checkpoint.tensors
         tensors = {
             name: tensor
@@ -305,10 +331,10 @@ class PublishedNames:
         return written.with_tensors(tensors, {}, written.companions)
 
     def _rename_tied_tensors(self, written: Checkpoint) -> Checkpoint:
-        """Give each tied tensor the name that the files of the base model have for it.
+        """Rename each tied tensor to the name that the files of the base model have for it.
 
-        Without a base model, this is the name that ``save_pretrained`` writes. In the checkpoint, the tensor
-        has the name of the module that comes first in the model.
+        Without a base model, this is the name that ``save_pretrained`` writes. Renaming is necessary because
+        the run's checkpoint stores a tied tensor under the name of the first module that uses it.
         """
         published = {
             values.list_sources()[0]: name
@@ -325,10 +351,13 @@ class PublishedNames:
         return written.with_tensors(tensors, {}, written.companions) if names else written
 
     def _is_exported_name(self, name: str) -> bool:
-        """Return whether the export uses a name of a tied tensor.
+        """Return whether the export stores a tied tensor under ``name``.
 
-        The export uses the names in the files of the base model, or without a base model the names that
+        The export uses the names in the files of the base model or, without a base model, the names that
         ``save_pretrained`` writes.
+
+        Args:
+            name: One of the names of a tied tensor.
         """
         return (
             name not in self._aliases
@@ -338,7 +367,10 @@ class PublishedNames:
 
     @property
     def _base_shard_files(self) -> dict[str, str]:
-        """Shard file of each base tensor, as listed in the base model's index."""
+        """Map from the name of each base tensor to its shard file, as listed in the base model's index.
+
+        Empty if the base model is not available or consists of one file.
+        """
         table = (
             {}
             if self._base_folder is None
@@ -361,7 +393,7 @@ class PublishedNames:
 
     @cached_property
     def _frozen_published_names(self) -> set[str]:
-        """Published names of the tensors that consist only of frozen parameters and buffers."""
+        """Published names of the tensors that are built only from frozen parameters and buffers."""
         files = arrange_for_files(self._model_shapes, self.name_rules)
         return {
             name for name, values in files.items() if self._untrained_names.issuperset(values.list_sources())
@@ -369,20 +401,25 @@ class PublishedNames:
 
 
 def collapse_layer_numbers(names: Iterable[str]) -> list[str]:
-    """Replace the numbers in tensor names with ``*`` and list each resulting name once.
+    """Replace the numbers in tensor names with ``*`` and list each resulting pattern once.
 
     Args:
         names: Names of tensors.
 
     Returns:
-        The names. If several tensors have the same name, it is followed by their count in parentheses.
+        The patterns, such as ``layers.*.weight (12)``. The number in parentheses counts the tensors of a
+        pattern, and is omitted if there is only one.
     """
     counts = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
     return [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]
 
 
 def _have_same_values(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether two tensors have the same shape and values, regardless of their dtypes."""
+    """Return whether two tensors have the same shape and values, regardless of their dtypes.
+
+    NaN equals NaN. Returns False if a dtype is not numeric. At most about a million elements are read at
+    once.
+    """
     if ours.shape != theirs.shape:
         return False
     try:

@@ -1,7 +1,8 @@
-"""Frozen linear layers with 4-bit or 8-bit weights, which bitsandbytes computes.
+"""Frozen linear layers with 4-bit or 8-bit weights, which use the kernels of bitsandbytes.
 
-A weight and its scales are one parameter of raw bits, viewed in the compute dtype. FSDP2 therefore gathers
-them like any other parameter, without a cast.
+A quantized weight and its scales are stored together as raw bytes in one parameter, whose nominal dtype is
+the compute dtype. FSDP2 therefore shards and gathers it like any other parameter, without a cast that would
+change the bytes.
 """
 
 from __future__ import annotations
@@ -24,22 +25,27 @@ if TYPE_CHECKING:
 
 QUANTIZATION_KINDS = ("nf4", "int8")
 BLOCK_ELEMENTS, OUTER_BLOCK_SCALES = 64, 256
-"""Number of weights with a common scale, and number of scales with a common second-level scale, as in the
-QLoRA paper.
+"""Number of weights that share a scale, and number of scales that share a second-level scale. The values are
+taken from the QLoRA paper.
 """
 _ELEMENTS_QUANTIZED_AT_ONCE = 1 << 20  # elements that are quantized at a time, a multiple of BLOCK_ELEMENTS
 _ALIGNMENT_BYTES = 16
 
 
 class QuantizedLinear(nn.Module):
-    """Linear layer with a quantized weight. Only the input receives a gradient.
+    """Linear layer with a quantized, frozen weight. Gradients flow only to the input.
+
+    A new layer has uninitialized bits, which :func:`build_lazy_quantized_weight` computes from a weight.
 
     Args:
         linear: Layer that is replaced. Its bias is kept.
         kind: ``nf4`` (normal floats in blocks, with double quantization) or ``int8`` (one scale per row).
-            With ``int8``, the inputs are also rounded to 8 bits. Outliers are not decomposed, because the
-            host would have to wait for the device.
+            With ``int8``, the inputs are also rounded to 8 bits. Unlike in ``LLM.int8()``, outliers are not
+            computed separately, because the host would have to wait for the device.
         dtype: Compute dtype.
+
+    Attributes:
+        bits: The scales and the quantized weight as raw bytes, viewed in the compute dtype.
     """
 
     def __init__(self, linear: nn.Linear, kind: str, dtype: torch.dtype) -> None:
@@ -56,14 +62,15 @@ class QuantizedLinear(nn.Module):
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the weight."""
+        """Number of elements of the weight before quantization."""
         return self.in_features * self.out_features
 
     def _compute_part_sizes(self) -> list[int]:
-        """Return the sizes of the parts of ``bits``: first the number of fp32 scales, then sizes in bytes.
+        """Return the sizes of the parts of ``bits``: of the first in fp32 values, of the others in bytes.
 
-        int8 has two parts (scales and codes). The 4-bit kinds have three (scales of scales, scales and
-        codes).
+        Returns:
+            For ``int8``, the number of scales and the bytes of the codes. For ``nf4``, the number of
+            second-level scales including their offset, the bytes of the scales, and the bytes of the codes.
         """
         if self.kind == "int8":
             return [self.out_features, self.num_elements]
@@ -71,7 +78,11 @@ class QuantizedLinear(nn.Module):
         return [1 + -(-blocks // OUTER_BLOCK_SCALES), blocks, -(-self.num_elements // 2)]
 
     def _split_bits(self) -> tuple[Tensor, ...]:
-        """Return views of the fp32 scales and of the other parts of the raw bits."""
+        """Return views of the parts of ``bits``; see :meth:`_compute_part_sizes`.
+
+        Returns:
+            An fp32 tensor, followed by one or two uint8 tensors.
+        """
         raw = self.bits.view(torch.uint8)
         first, *others = (raw[start:stop] for start, stop in self._byte_ranges)
         return first.view(torch.float32), *others
@@ -79,8 +90,11 @@ class QuantizedLinear(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the output of the layer, in the compute dtype.
 
-        Meta and fake inputs only get the shape of the output: trial passes and the planner do not call
-        bitsandbytes.
+        For meta and fake inputs, which trial passes and the planner use, only the shape of the output is
+        computed, without bitsandbytes.
+
+        Args:
+            inputs: Inputs of any float dtype, ``[..., in_features]``.
         """
         if inputs.is_meta:  # a trial pass, whose compute dtype may differ
             return functional.linear(inputs, inputs.new_empty(self.out_features, self.in_features), None)
@@ -103,9 +117,12 @@ class QuantizedLinear(nn.Module):
         return output
 
     def _build_quant_state(self, package: Any) -> Any:
-        """Build the description of the 4-bit weight that bitsandbytes needs.
+        """Build the ``QuantState`` that describes the nf4 weight to bitsandbytes.
 
-        It shares memory with the raw bits.
+        It shares memory with ``bits``.
+
+        Args:
+            package: The module ``bitsandbytes``.
         """
         outer, scales, codes = self._split_bits()
         state = package.functional.QuantState
@@ -125,13 +142,13 @@ class QuantizedLinear(nn.Module):
         )
 
     def quantize_weight(self, weight: Tensor) -> Tensor:
-        """Quantize a weight into the raw bits of this layer.
+        """Quantize a weight into the format of ``bits``. The layer itself does not change.
 
         Args:
-            weight: Weight, fp32 ``[out_features, in_features]``.
+            weight: Weight, fp32 ``[out_features, in_features]``, on the device that quantizes.
 
         Returns:
-            The bits, viewed in the compute dtype.
+            The raw bytes, viewed in the compute dtype, on the device of ``weight``.
         """
         kernels = import_bitsandbytes().functional
         if self.kind == "int8":
@@ -157,9 +174,10 @@ class QuantizedLinear(nn.Module):
 
 
 class _PlannedMatmul(torch.autograd.Function):
-    """Matrix product that only allocates memory as bitsandbytes does, to plan memory with fake tensors.
+    """Replacement for the matrix product of bitsandbytes that runs on fake tensors, to plan memory.
 
-    Each pass allocates the dequantized weight in the compute dtype.
+    It allocates the same memory: the forward and the backward pass each create the dequantized weight in the
+    compute dtype, and ``int8`` also saves the inputs.
     """
 
     @staticmethod
@@ -176,19 +194,19 @@ class _PlannedMatmul(torch.autograd.Function):
 
 @cache  # otherwise, a copy from the host in every layer would be a host sync
 def _build_scale_levels(device: torch.device) -> Tensor:
-    """Return the 256 levels of the quantized scales, fp32."""
+    """Return the 256 values, fp32, that the 8-bit codes of quantized scales represent. Cached per device."""
     levels: Tensor = import_bitsandbytes().functional.create_dynamic_map().to(device)
     return levels
 
 
 def build_lazy_quantized_weight(source: ReadableTensor, layer: QuantizedLinear) -> ReadableTensor:
-    """Return the raw bits of a quantized weight as a lazily read tensor.
+    """Return the ``bits`` of a quantized layer as a lazy tensor, which is computed from a float weight.
 
-    Each read quantizes the complete weight.
+    Each read quantizes the complete weight, on the current GPU if CUDA is initialized in this process.
 
     Args:
-        source: Weight of the layer.
-        layer: Layer that the bits are for.
+        source: Float weight, ``[out_features, in_features]``.
+        layer: Quantized layer, which determines the format. It does not change.
     """
 
     def compute_bits() -> Tensor:

@@ -1,4 +1,4 @@
-"""Noise on embeddings (NEFTune), and removal of dropout."""
+"""Regularization of a model in training: noise on embeddings (NEFTune), and removal of dropout."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def install_embedding_noise(model: Model, alpha: float, *, extra_tokens: int = 0) -> Model:
-    """Add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
+    """Install hooks that add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
 
-    The noise is uniform in ±alpha / sqrt(tokens * hidden size), with the number of tokens of each document,
-    and is drawn from the generator of dropout. It does not depend on the padding of a document or on the
-    other documents of its sample.
+    The noise is uniform in ±alpha / sqrt(tokens * hidden size), and is drawn from torch's default generator,
+    as dropout is. ``tokens`` is the length of the document that a token belongs to. The scale therefore does
+    not depend on padding or on other documents of the sample.
 
     Args:
         model: A transformers model, not wrapped.
         alpha: Scale of the noise.
-        extra_tokens: Number of tokens of a document that are not inputs: one if the last token is only a
-            label.
+        extra_tokens: Number of tokens of a document that are not inputs, which is added to its length: 1 if
+            the last token is only a label.
 
     Returns:
         The same model.

@@ -1,4 +1,4 @@
-"""Guard against custom code that reads a shard of a parameter as if it were the complete parameter."""
+"""Guard against custom code that reads the shard of one rank as if it were the complete parameter."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ _IN_FORWARD = "compute it in the forward pass (model.function), or use strategy 
 
 
 def is_shard(value: Any) -> bool:
-    """Return whether ``value`` is a DTensor that is not replicated, so that this rank holds only a part."""
+    """Return whether ``value`` is a sharded DTensor, so that this rank has only a part."""
     return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 
 class ShardReadGuard(TorchFunctionMode):
-    """Context that raises UserError if code reads a value that only one rank's shard has.
+    """Context in which code that reads a sharded parameter outside of the forward pass raises UserError.
 
     Outside of the forward pass, the parameters of FSDP2 are DTensors. Operations on them compute complete
-    results, but reading a value, for example with ``item()``, reads the shard of this rank. The parameters of
-    ZeRO-3 are empty.
+    results, but a function that reads a value, such as ``item()``, sees only the shard of this rank. The
+    parameters of ZeRO-3 are empty outside of the forward pass, so every operation on them is an error.
 
     Args:
-        key: Name of the setting, with which error messages begin.
-        in_loss: Whether the code computes the loss. The loss cannot contain DTensors.
+        key: Name of the setting that names the custom code. Error messages begin with it.
+        in_loss: Whether the code is a custom loss. A loss may not use DTensors at all, because it is combined
+            with ordinary tensors.
     """
 
     def __init__(self, key: str, *, in_loss: bool) -> None:

@@ -1,4 +1,4 @@
-"""Special token ids and decoder start of a model and its saved configs."""
+"""Special token ids, including the decoder start token, of a model and of the configs saved with it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _GENERATION_TOKEN_KEYS = ("decoder_start_token_id", "forced_bos_token_id", "forc
 
 @dataclass
 class ModelSpecialTokens:
-    """Special token ids that a model is built with, and ids that it is saved with.
+    """Special token ids of a run's model, in its config, its generation config and the saved config.
 
-    As in transformers, the model is built from its config: the padding id becomes the embedding's
-    ``padding_idx``, whose row gets no gradient. Afterwards the model, the generation config and the saved
-    config get the ids of the tokenizer, as in the Trainer.
+    The ids change once. The model is built with the ids of the model's config, as in transformers, because
+    the padding id becomes the ``padding_idx`` of the embedding, whose row gets no gradient. Afterwards,
+    :meth:`align_token_ids` sets the ids of the tokenizer, as in the Trainer.
 
     Attributes:
         saved_config: Config that is saved with the weights.
@@ -49,12 +49,11 @@ class ModelSpecialTokens:
         self.generation_config = _load_generation_config(self.settings)
 
     def replace_default_ids(self, tokenizer: Any) -> None:
-        """Replace the default ids of a config that is built from scratch.
+        """Replace the default ids in the saved config of a model that is built from ``model.config``.
 
-        Call this before the model is built.
-
-        The defaults are ids of another tokenizer, so generation would start and stop at arbitrary tokens. A
-        pretrained model keeps its ids.
+        The defaults of a config class are ids of another tokenizer, so that generation would start and stop
+        at arbitrary tokens. Ids that the user sets do not change. Does nothing for ``model.name_or_path``,
+        because a pretrained config has the right ids. Call this method before the model is built.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -63,10 +62,10 @@ class ModelSpecialTokens:
             _replace_default_ids(self.saved_config, self.settings.config or {}, tokenizer)
 
     def compute_decoder_start(self, tokenizer: Any) -> int:
-        """Return the id of the decoder's first token.
+        """Determine the id of the decoder's first token, by running the model's label shift on test labels.
 
-        The model's implementation of the label shift determines it, with the start id of the config or the
-        generation config.
+        If the label shift of the model cannot be run, the start id comes from the config, the generation
+        config or, if neither has one, the padding id.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -81,7 +80,7 @@ class ModelSpecialTokens:
         return config.pad_token_id if start is None else int(start)
 
     def build_label_shift(self, tokenizer: Any) -> LabelShift | None:
-        """Return a function that derives the decoder inputs of a masked language model from its labels.
+        """Build the function that derives decoder inputs from labels, for an encoder-decoder masked-lm model.
 
         Args:
             tokenizer: Tokenizer of the run.
@@ -97,7 +96,10 @@ class ModelSpecialTokens:
         return LabelShift(config)
 
     def _copy_config_with_start(self, tokenizer: Any) -> Any:
-        """Copy the config and set the ids that the label shift uses."""
+        """Copy the saved config, and set the decoder start and padding ids in the copy if they are missing.
+
+        The start id comes from the generation config, and the padding id from the tokenizer.
+        """
         config = copy.deepcopy(self.saved_config)
         if self.settings.name_or_path is None:
             _replace_default_ids(config, self.settings.config or {}, tokenizer)
@@ -114,7 +116,9 @@ class ModelSpecialTokens:
         target: Frame | None = None,
         end_of_turn: int | None = None,
     ) -> list[str]:
-        """Set the ids of ``model``, its generation config and the saved config as the Trainer does.
+        """Set the ids of the tokenizer in the model, its generation config and the saved config.
+
+        This follows the Trainer. For an encoder-decoder model, the decoder start token is set as well.
 
         Args:
             model: The model, after it is built.
@@ -149,7 +153,13 @@ class ModelSpecialTokens:
         return notes
 
     def _align_padding_id(self, text: Any, tokenizer: Any, notes: list[str]) -> None:
-        """Set the padding id, because a decoder classifies at the last token that is not padding."""
+        """Set the padding id of a classifier, which a decoder needs to find the last token of a text.
+
+        Args:
+            text: Text config of the model, which is changed in place.
+            tokenizer: Tokenizer of the run. Its end token becomes its padding token if it has none.
+            notes: List to which a note is appended if the id changes.
+        """
         fill = Vocabulary.from_tokenizer(tokenizer).pad_token
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id == fill:
             tokenizer.pad_token = tokenizer.eos_token
@@ -160,12 +170,17 @@ class ModelSpecialTokens:
     def _align_decoder_start(
         self, config: Any, generation: Any, tokenizer: Any, target: Frame | None
     ) -> None:
-        """Start generation with the token that training started with.
+        """Make generation start with the same decoder token as training.
 
-        Modifies ``config`` and ``generation`` in place.
+        A decoder start token in the config does not change, unless a multilingual tokenizer puts a language
+        token at the end of labels. If it puts a language token at the start instead, generation is forced to
+        begin with this token.
 
-        A decoder start token in the config is kept, unless a multilingual tokenizer ends labels with a
-        language token.
+        Args:
+            config: Config of the model, which is changed in place.
+            generation: Generation config, which is changed in place. May be None.
+            tokenizer: Tokenizer of the run.
+            target: Special tokens around a target text. None if there are no targets.
         """
         prefix, suffix = ((), ()) if target is None else (target.prefix, target.suffix)
         is_multilingual = getattr(tokenizer, "tgt_lang", None) is not None  # a multilingual tokenizer
@@ -203,7 +218,14 @@ class LabelShift:
 
 
 def _build_model_without_layers(auto_class: Any, config: Any) -> Any:
-    """Create a model that has only a config, because the label shift reads nothing else."""
+    """Create a model object that has only a config, without running its constructor.
+
+    This is sufficient for the label shift, which reads only the config.
+
+    Args:
+        auto_class: Auto class of transformers that selects the model class.
+        config: Transformers config of the model.
+    """
     model_class = get_model_class(auto_class, config)
     model = object.__new__(model_class)
     nn.Module.__init__(model)
@@ -212,7 +234,11 @@ def _build_model_without_layers(auto_class: Any, config: Any) -> Any:
 
 
 def _load_generation_config(settings: ModelConfig) -> Any:
-    """Load the generation config as ``from_pretrained`` does. Returns None if the model does not generate."""
+    """Load the generation config of the pretrained model, as ``from_pretrained`` does.
+
+    Returns:
+        The generation config. None if the run trains from scratch or trains a classifier.
+    """
     name = settings.name_or_path
     if name is None or settings.from_scratch or settings.task == "sequence-classification":
         return None
@@ -229,7 +255,13 @@ def _load_generation_config(settings: ModelConfig) -> Any:
 
 
 def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
-    """Replace the default ids of a config and of its text configs, unless ``values`` sets them."""
+    """Replace the default token ids of a config and of its text configs by ids of the tokenizer.
+
+    Args:
+        config: Transformers config, which is changed in place.
+        values: Value of ``model.config``. Ids that it contains do not change.
+        tokenizer: Tokenizer of the run.
+    """
     parts = [("", config), *((name, getattr(config, name, None)) for name in config.sub_configs)]
     for name, part_config in parts:
         if part_config is config or hasattr(part_config, "vocab_size"):  # text parts only
@@ -240,7 +272,16 @@ def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) ->
 
 
 def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
-    """Replace the default ids of one text config, unless ``values`` sets them."""
+    """Replace the default token ids of one text config by ids of the tokenizer.
+
+    The padding id is replaced only if there is one. Ids of generation, such as the decoder start, are
+    replaced by the id with the same role in the tokenizer, or removed if they exceed the vocabulary.
+
+    Args:
+        config: Text config, which is changed in place.
+        values: Settings of the user for this config. Ids that they contain do not change.
+        tokenizer: Tokenizer of the run.
+    """
     defaults = {name: getattr(config, name, None) for name in _TOKEN_ID_KEYS}
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
 
@@ -270,8 +311,11 @@ def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: An
 def _find_shifted_start(config: Any) -> int | None:
     """Find the token that a model's label shift puts before the labels, by shifting two test sequences.
 
+    The two sequences differ only in their last label, which shows whether the shift moves it to the start.
+
     Returns:
-        The id, or ``LAST_LABEL``. None if it cannot be derived from the code of the model.
+        The id, or ``LAST_LABEL`` if the shift moves the last label to the start. None if the label shift of
+        the model cannot be run on test labels, or if its result depends on them in another way.
     """
     from transformers import AutoModelForSeq2SeqLM
 
@@ -290,10 +334,10 @@ def _find_shifted_start(config: Any) -> int | None:
 
 
 def _add_stop_token(token: int, generation: Any) -> list[str]:
-    """Make generation stop at an additional token. Modifies ``generation`` in place.
+    """Add an end token to a generation config, in place, so that generation also stops there.
 
     Returns:
-        A note for the user, or an empty list if generation already stops at the token.
+        A list with a note for the user. Empty if generation already stops at the token.
     """
     before = generation.eos_token_id
     stops = before if isinstance(before, list) else [] if before is None else [before]
@@ -304,13 +348,19 @@ def _add_stop_token(token: int, generation: Any) -> list[str]:
 
 
 def _align_token_id(name: str, token: int | None, config: Any, generation: Any) -> str | None:
-    """Set an id as the Trainer's ``align_special_tokens`` does.
+    """Set a special token id in the model config and the generation config, as the Trainer does.
 
-    Ids that the tokenizer does not define do not change. If there are several end tokens, all are kept after
-    the end token of the tokenizer.
+    If a config has several end tokens, the end token of the tokenizer is put first and the others are kept.
+
+    Args:
+        name: Name of the id, such as ``eos_token_id``.
+        token: Id of the tokenizer. If it is None, nothing changes.
+        config: Text config of the model, which is changed in place.
+        generation: Generation config, which is changed in place. May be None.
 
     Returns:
-        A note for the user. None if the id does not change.
+        A note for the user. None if neither config changes, or if only the generation config changes and had
+        no such id before.
     """
     if token is None:
         return None

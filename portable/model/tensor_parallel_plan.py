@@ -1,8 +1,8 @@
 """Tensor parallelism of a model (``tensor_parallel_size``), according to the plan of transformers.
 
 A plan assigns a style to modules and parameters. ``colwise`` shards a matrix along its outputs. ``rowwise``
-shards it along its inputs, and the ranks all-reduce the results. Experts are distributed over ranks without
-being split. The token embedding and the output head are not sharded.
+shards it along its inputs, and the ranks all-reduce the results. Experts are not split: each rank gets some
+of them. The token embedding and the output head are not sharded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ TENSOR_PARALLEL_TYPES = frozenset(_COMPARED.split())
 """Model types for which a test has shown that tensor parallelism preserves the loss and the gradients."""
 
 PARTLY_USED_STYLE = "replicated_with_grad_allreduce"
-"""Style of an unsharded parameter whose elements are used by different ranks, such as head norms."""
+"""Style of a replicated parameter that each rank uses only partly or only for its heads, such as the norms of
+heads. Its gradients must be all-reduced.
+"""
 _COLUMN_STYLES = ("colwise", "colwise_gather_output")
 _ROW_STYLES = ("rowwise", "rowwise_split_input")
 _EXPERT_STYLE = "grouped_gemm"
@@ -40,8 +42,8 @@ _UNSHARDED_STYLES = (PARTLY_USED_STYLE, "local_params", "mla_kv_a_proj", "ep_dis
 """Styles that do not shard parameters."""
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
-"""Norms next to a matrix that is sharded into heads. Some plans omit norms that depend on a setting of the
-model.
+"""Names of the norms of query and key heads, which follow matrices that are sharded by head. Some plans of
+transformers omit such norms if they exist only with a certain model setting, so this module adds them.
 """
 
 
@@ -87,14 +89,17 @@ def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
 
 
 def map_sharded_dims(model: Any, num_ranks: int) -> dict[str, int]:
-    """Return the sharded dimension of each sharded parameter by name.
+    """Map the name of each sharded parameter to the index of its sharded dimension.
 
     Args:
         model: The model, on any device.
         num_ranks: Number of tensor-parallel ranks.
 
+    Returns:
+        Dimensions by parameter name. Empty for one rank.
+
     Raises:
-        UserError: If the model has no plan.
+        UserError: If the model has no plan, or if its plan contains a style that is not supported.
     """
     plan, dims = map_parallel_styles(model, num_ranks), {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -109,12 +114,13 @@ def map_sharded_dims(model: Any, num_ranks: int) -> dict[str, int]:
 
 
 def shrink_to_one_rank(model: Any, num_ranks: int) -> None:
-    """Reduce a model on the meta device to the shards of one rank, to measure a pass without the other ranks.
+    """Reduce a model to the shards of one tensor-parallel rank, to measure its memory in a single process.
 
-    Parameters are not reduced if the ranks gather their results or split complete inputs.
+    Parameters of the styles ``colwise_gather_output`` and ``rowwise_split_input`` keep their shapes, because
+    the neighboring modules expect complete outputs or pass complete inputs.
 
     Args:
-        model: The model, which is changed in place.
+        model: The model, on the meta device. It is changed in place.
         num_ranks: Number of tensor-parallel ranks.
     """
     plan, sharded_dims = map_parallel_styles(model, num_ranks), map_sharded_dims(model, num_ranks)
@@ -134,7 +140,11 @@ def shrink_to_one_rank(model: Any, num_ranks: int) -> None:
 
 
 def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
-    """Return the tensor-parallel style of modules and parameters by name, from the plan of transformers.
+    """Build the complete tensor-parallel plan of a model: the style of each module and parameter.
+
+    The plan of transformers is the starting point. This function removes the token embedding and the output
+    head, adds head norms that the plan omits, and moves the style of a module with LoRA to its base layer and
+    to one of its LoRA matrices.
 
     Args:
         model: The model, on any device.

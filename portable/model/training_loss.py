@@ -1,4 +1,7 @@
-"""Losses that replace the loss of the task: interface of custom losses, checks, and built-in variants."""
+"""Losses that replace the loss of the task: custom losses (``train.loss``), and variants of cross-entropy.
+
+The module also checks the results of custom losses.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ class Outputs:
     """Outputs of a model for a micro-batch, on the device.
 
     Attributes:
-        predictions: Most likely class of each position, with the shape of the labels. Only in evaluations.
-            None if no metric needs them, or if the labels are numbers.
-        logits: Logits as the model returns them. None if they are not needed and never computed all at once.
+        predictions: Most likely class of each position, with the shape of the labels. None in training, if no
+            metric needs the predictions, or if the labels are floats.
+        logits: Logits as the model returns them. None if nothing needs them and they are computed in chunks.
         log_probs: Log-probability of each label, fp32 with the shape of the labels, and 0 for positions
             without a label. None if the loss does not need them.
         log_z: Log-sum-exp of the logits of each position, fp32. None if the loss does not need it.
@@ -61,9 +64,10 @@ LossValue = tuple["Tensor", "Tensor | float"] | tuple["Tensor", "Tensor | float"
 
 
 class Loss(Protocol):
-    """Function or class such as ``my_package.my_module:focal``, for ``train.loss``.
+    """Interface of a custom loss for ``train.loss``: a function, or an instance of a class with ``__call__``.
 
-    A loss may also have these attributes and methods:
+    ``train.loss`` names the function or class, as in ``my_package.my_module:focal`` or, with arguments,
+    ``my_package.my_module:Focal(gamma=2.0)``. A loss may also have these attributes and methods:
 
     - ``needs``: ``"logits"`` (the default), or a tuple of some of ``log_probs``, ``log_z`` and
       ``mean_logits``. Statistics are computed for a chunk of tokens at a time if ``memory.loss_chunk_tokens``
@@ -79,7 +83,7 @@ class Loss(Protocol):
       the start of the run. The returned tensors ``[batch, ...]`` are cached with the data, and are part of
       every batch.
     - ``sequences``: Number of sequences of a sample, 2 for pairs. By default any number.
-    - ``whole``: Whether every token of a sample is an input. By default, the last token is only a label.
+    - ``whole``: Whether the last token of a sample is also an input. By default, it is only a label.
     - ``dropout``: Whether to train with dropout. The setting ``train.dropout`` has priority.
     - ``reference``: Folder or Hub name of a model whose weights ``before`` uses, or ``"adapter"``. A run
       cannot resume with another reference.
@@ -118,7 +122,10 @@ class LossSums(NamedTuple):
 
 
 class TrainingLoss:
-    """Loss that replaces the loss of the task: a custom loss or a built-in variant, with checks.
+    """Loss that replaces the loss of the task: a custom loss or :class:`CrossEntropy`, with checks.
+
+    The first training micro-batch checks the value that the loss returns, its backward pass, and that it is a
+    sum over rows.
 
     Args:
         key: Name of the loss, used in error messages.
@@ -167,7 +174,7 @@ class TrainingLoss:
             batch: Micro-batch on the host.
 
         Returns:
-            The weight. None if it is the number of labels.
+            The weight. None if the loss has no ``weight`` method, so that the number of labels is the weight.
 
         Raises:
             UserError: If ``weight`` of the loss fails, or does not return a finite number of at least 0.
@@ -181,7 +188,7 @@ class TrainingLoss:
         return weight
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossSums:
-        """Compute the loss of a micro-batch. The first training micro-batch also checks the result.
+        """Compute the loss of a micro-batch. In the first training micro-batch, the result is also checked.
 
         Args:
             outputs: Outputs of the model that the loss needs.
@@ -205,7 +212,14 @@ class TrainingLoss:
             return LossSums(total.float(), _to_scalar(weight, device), scalars)
 
     def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
-        """Call the loss and check its result. In training, this syncs the host with the device."""
+        """Call the loss, check its result, and return the result unchanged.
+
+        If gradients are enabled, this also checks the backward pass and the sum over rows. These checks sync
+        the host with the device, so they run only once.
+
+        Raises:
+            UserError: If a check fails, or if the loss changes the batch in place.
+        """
         from portable.model.sharded_parameter_guard import ShardReadGuard
 
         versions_before = [
@@ -233,11 +247,23 @@ class TrainingLoss:
         return value
 
     def compute_logged_values(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the values that a step logs, from the means over the step."""
+        """Convert the means of a step to the values that are logged.
+
+        The sums of each source become a mean loss and a share of the labels; see
+        :meth:`LossBySource.compute_logged_values`. Other values do not change.
+
+        Args:
+            means: Logged sums of a step by name, divided by the weight of the global batch.
+        """
         return self._by_source.compute_logged_values(means)
 
     def explain_unequal_weights(self, weight_ratio: float) -> str:
-        """Describe the error that the returned weights are ``weight_ratio`` times the declared weights."""
+        """Build the error message for a loss whose returned weights differ from its declared weights.
+
+        Args:
+            weight_ratio: Sum of the weights that the loss returned, divided by the sum of the results of its
+                ``weight`` method, or by the number of labels if it has no such method.
+        """
         declared = (
             "the number of labels that are not -100" if self._weight is None else "the result of its weight()"
         )
@@ -247,7 +273,11 @@ class TrainingLoss:
         return f"{self.key}: the weights that it returns are {weight_ratio:.6g} times {declared}; {remedy}"
 
     def _check_backward(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
-        """Raise UserError if the backward pass of the loss fails, for example after an in-place change."""
+        """Raise UserError if the backward pass of the loss fails, for example after an in-place change.
+
+        Computes gradients with respect to ``outputs``, not to parameters. Skipped on XLA and meta devices.
+        Out of memory errors are raised unchanged.
+        """
         if total.device.type in ("meta", "xla"):
             return
         values = [value for value in vars(outputs).values() if isinstance(value, torch.Tensor)]
@@ -261,7 +291,12 @@ class TrainingLoss:
             raise UserError(f"{self.key}: its backward pass fails ({reason}); correct it") from error
 
     def _find_failing_line(self, outputs: Outputs, batch: Batch) -> str:
-        """Return the file and line of the operation whose backward pass fails, or an empty string."""
+        """Run the loss in anomaly mode, and find the operation whose backward pass fails.
+
+        Returns:
+            Text such as ``"; my_loss.py, line 12"`` to append to a message. Empty if the operation is not in
+            the file of the loss.
+        """
         copied = {
             name: value.detach().requires_grad_(value.requires_grad)
             if isinstance(value, torch.Tensor)
@@ -299,9 +334,10 @@ class TrainingLoss:
     def check_loss_is_sum_over_rows(self, batch: Batch, num_classes: int) -> None:
         """Check on the host, with random outputs, that the loss is a sum over rows.
 
-        On XLA, a check of the real outputs would compile another graph. This method is called once, with the
-        first micro-batch. It checks nothing if the loss needs the result of a pass before training, or too
-        many logits.
+        This method is called once, with the first micro-batch, if the outputs of the model cannot be used for
+        this check: on XLA, because the check would compile another graph, or if the micro-batch has one row.
+        It checks nothing if the loss has a ``before`` method, if labels are floats, or if random logits would
+        have more than 2**26 elements.
 
         Args:
             batch: Micro-batch on the host.
@@ -333,7 +369,7 @@ class TrainingLoss:
         self._check_totals_match(twice, 2 * once)
 
     def _check_totals_match(self, total: float, sum_of_parts: float) -> None:
-        """Raise UserError if the loss of a micro-batch differs from the sum over its parts."""
+        """Raise UserError if the loss of a micro-batch differs from the sum over its halves by over 1 %."""
         if abs(total - sum_of_parts) > 1e-2 * max(abs(total), abs(sum_of_parts), 1e-6):
             raise UserError(
                 f"{self.key}: is {total:.6g} for a micro-batch and {sum_of_parts:.6g} for its two halves "
@@ -389,14 +425,21 @@ def _repeat_batch(batch: Batch, times: int) -> Batch:
 
 
 def _to_scalar(value: Tensor | float, device: torch.device) -> Tensor:
-    """Convert a value to an fp32 scalar on the device, without a gradient."""
+    """Convert a number or a scalar tensor to an fp32 scalar tensor on ``device``, without a gradient."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device).float()
     return torch.full((), value, device=device).float()
 
 
 def _select_rows(outputs: Outputs, row_slice: slice, num_rows: int) -> Outputs:
-    """Select rows of the outputs, including the tensors in the model output."""
+    """Select rows of the outputs of a micro-batch, to compute the loss of a half of it.
+
+    Args:
+        outputs: Outputs of a micro-batch. They are not modified.
+        row_slice: Rows to select.
+        num_rows: Number of rows of the micro-batch. Tensors whose first dimension has a different size are
+            kept complete.
+    """
 
     def select_tensor_rows(value: Any) -> Any:
         return (
@@ -428,7 +471,12 @@ class CrossEntropy:
             self.needs = ("log_probs",)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
-        """Return the summed loss, the number of labels, and the plain cross-entropy to log if it differs."""
+        """Compute the loss, summed over the labels of a micro-batch.
+
+        Returns:
+            The summed loss and the number of labels. With label smoothing or a z-loss, there is a third
+            value: the summed cross-entropy without them, to be logged as ``cross_entropy``.
+        """
         valid = batch["labels"] != IGNORED_LABEL
         assert outputs.log_probs is not None
         plain = losses = -outputs.log_probs
@@ -452,16 +500,17 @@ BUILT_IN_LOSSES = {name: f"portable.losses:{kind}" for name, kind in (
 
 
 def build_training_loss(config: RunConfig) -> TrainingLoss | None:
-    """Build the loss of a run, unless the run uses the loss of the task.
+    """Build the custom loss of a run, or a cross-entropy with label smoothing, z-loss or losses per source.
 
     Args:
         config: The config of the run.
 
     Returns:
-        The loss. None for the loss of the task.
+        The loss. None if the run uses the plain loss of the task.
 
     Raises:
-        UserError: If ``train.loss`` does not name a loss, or if the loss does not fit the data.
+        UserError: If ``train.loss`` does not name a loss, or if the loss needs pairs or complete sequences,
+            which ``data.format`` or ``data.packing`` does not provide.
     """
     train, key, loss = config.train, "train.label_smoothing", None
     # Losses of sources are not available for classifiers, because their labels need not be classes.

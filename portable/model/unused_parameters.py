@@ -1,4 +1,4 @@
-"""Find the parameters that the training loss does not depend on.
+"""Detection of the parameters that the training loss does not depend on.
 
 Examples are the vision tower of a multimodal model that is trained on text, an indexer that only selects
 positions, and a head that the task does not use. These parameters never receive a gradient. They are frozen,
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHORT_TRIAL_TOKENS, _LONG_TRIAL_TOKENS, _MAX_TRIAL_TOKENS = 2, 512, 8192
-"""Tokens of the first trial, and the limits for the second trial, which uses the run's sequence length."""
+"""Number of tokens of the first trial, and the smallest and largest number of tokens of the second trial."""
 _VALUE_TRIAL_TOKENS, _MAX_VALUE_TRIAL_PARAMETERS = 128, 1 << 29
-"""Tokens and largest number of parameters of a trial with values, which takes 2 GiB."""
+"""Number of tokens and largest number of parameters of a trial with values. 2**29 parameters take 2 GiB."""
 _UNREACHED_ATTRIBUTE = "unreached_parameters"
 
 
@@ -53,11 +53,11 @@ def get_unreached_names(model: nn.Module) -> frozenset[str]:
 
 
 def record_unreached_names(model: nn.Module, names: frozenset[str]) -> None:
-    """Record on ``model`` which of its parameters never receive a gradient.
+    """Store the names of the parameters that never receive a gradient in an attribute of ``model``.
 
     Args:
-        model: The model.
-        names: First names of the parameters.
+        model: The model. :func:`get_unreached_names` reads the names from it.
+        names: Names of the parameters. A tied parameter has only its first name.
     """
     setattr(model, _UNREACHED_ATTRIBUTE, names)
 
@@ -76,9 +76,10 @@ def find_unreached_names(
         whole_output: Whether the loss may depend on every model output instead of only the logits.
 
     Returns:
-        First names of the parameters. If the graph cannot be built on the meta device, for example because
-        control flow depends on tensor values, they are found from a trial with random values on the CPU.
-        Empty if the model is too large for this trial.
+        Names of the parameters. Tied parameters have only their first name. If the graph cannot be
+        built on the meta device, for example because control flow depends on tensor values, the names come
+        from a trial with random values on the CPU. Empty if the model is too large for this trial, or if the
+        trial fails.
     """
     try:
         reached_in_full_model = _trace_reached_names(
@@ -100,12 +101,13 @@ def find_unreached_names(
 def _find_unreached_names_by_values(
     model: PreTrainedModel, *, seq_len: int, whole_output: bool
 ) -> frozenset[str]:
-    """Find the parameters that the loss does not depend on, with random values on the CPU.
+    """Find the parameters that the loss does not depend on, by a trial with random values on the CPU.
 
-    The complete model is used if it is small, otherwise one layer of each kind.
+    The trial runs the complete model if it is small, otherwise a copy with one layer of each kind.
 
     Returns:
-        First names of the parameters. Empty if both models are too large, or the trial fails.
+        Names of the parameters. Tied parameters have only their first name. Empty if both the model
+        and the copy are too large, or if the trial fails.
     """
     trial: Any = copy.deepcopy(model)
     if (is_reduced := _count_parameters(trial) > _MAX_VALUE_TRIAL_PARAMETERS) and _count_parameters(
@@ -146,12 +148,14 @@ def _allocate_random_parameters(model: nn.Module) -> None:
 def _trace_reached_names(
     trial: Any, num_tokens: int, *, whole_output: bool, device: str = "meta"
 ) -> set[str]:
-    """Return the names of the parameters in the autograd graph of a trial's loss.
+    """Run a trial model and return the names of the parameters in the autograd graph of its loss.
+
+    On the CPU, a backward pass also runs, because a custom backward function may reach more parameters.
 
     Args:
-        trial: The model, which is modified.
-        num_tokens: Number of tokens.
-        whole_output: Whether the loss may depend on every model output.
+        trial: The model. Its dtype, dropout and kernels are changed in place.
+        num_tokens: Number of tokens of the single input sequence.
+        whole_output: Whether the loss may depend on every model output instead of only the logits.
         device: ``meta``, or ``cpu`` if the parameters have values.
     """
     if device == "meta":
@@ -186,7 +190,7 @@ def _trace_reached_names(
 
 
 def _find_leaves(loss: Tensor) -> set[int]:
-    """Return the ids of the leaf tensors in the autograd graph of ``loss``."""
+    """Return the Python ids of the leaf tensors in the autograd graph of ``loss``, including parameters."""
     nodes, seen, leaves = [loss.grad_fn], set(), set()
     while nodes:
         node: Any = nodes.pop()
@@ -200,9 +204,10 @@ def _find_leaves(loss: Tensor) -> set[int]:
 
 
 def _use_traceable_kernels(trial: Any) -> None:
-    """Replace attention and expert kernels that do not run on the meta device.
+    """Replace attention and expert kernels that do not run on the meta device by kernels that do.
 
-    A resumed run may select other kernels, so the choice must not affect which parameters are frozen.
+    The selected kernels must not affect the set of frozen parameters, because a resumed run may select other
+    kernels.
     """
     if transformers_internals.get_attention_kernel(trial.config) not in ("sdpa", "eager"):
         trial.set_attn_implementation("sdpa")
@@ -212,7 +217,7 @@ def _use_traceable_kernels(trial: Any) -> None:
 
 
 def _iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in a nested model output."""
+    """Yield the tensors in a model output, including tensors in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -224,7 +229,15 @@ def _iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
-    """Map parameter names of :func:`copy_one_layer_per_kind` to the names in ``model``."""
+    """Convert parameter names of a reduced copy to the names in the complete model.
+
+    Args:
+        model: The complete model.
+        names: Names of parameters in the result of :func:`copy_one_layer_per_kind`.
+
+    Returns:
+        Names in ``model``. The name of a parameter in a layer becomes one name for each layer of that kind.
+    """
     kinds = list(group_layers_by_kind(model).values())
     position = {name: number for number, (name, _) in enumerate(find_transformer_layers(model))}
     counts: dict[str, int] = defaultdict(int)
@@ -246,15 +259,16 @@ def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
 def summarize_as_outermost_modules(
     model: PreTrainedModel, names: Collection[str], *, keep_base_prefix: bool = False
 ) -> list[str]:
-    """Summarize parameters by the outermost modules that contain only these parameters.
+    """Summarize a set of parameters for a message, by the outermost modules that contain no other parameters.
 
     Args:
         model: The model.
-        names: First names of the parameters.
-        keep_base_prefix: Whether to keep the prefix of the base model.
+        names: Names of the parameters. A tied parameter has only its first name.
+        keep_base_prefix: Whether to keep the prefix of the base model, such as ``model.``, in the result.
 
     Returns:
-        Names of the modules or parameters. Repeated layers appear once, with ``*`` as the layer number.
+        Names of modules, or of parameters whose module has other parameters. Layer numbers are replaced by
+        ``*``, and each resulting name appears once.
     """
     others = {name for name, _ in model.named_parameters()} - set(names)
     summary: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Sources of weights, such as a checkpoint or an initialization, from which slices are read lazily."""
+"""Tensors whose slices are read or computed on demand, from a checkpoint or a random initialization."""
 
 from __future__ import annotations
 
@@ -19,23 +19,31 @@ Index = tuple[slice, ...]
 
 
 class ReadableTensor(Protocol):
-    """Interface of a tensor whose slices can be read; ``converters.Tensor`` implements it."""
+    """Interface of a lazily read tensor. ``converters.Tensor`` implements it for tensors in files."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the complete tensor."""
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """Read the elements at ``index``. Its slices must have unit steps. None reads all elements."""
+        """Read some elements of the tensor.
+
+        Args:
+            index: One slice per dimension, with unit steps. None for all elements.
+
+        Returns:
+            An array in the dtype of the tensor, with bfloat16 as ``ml_dtypes.bfloat16``.
+        """
 
 
 class ComputedTensor:
-    """CPU tensor that is computed completely each time that a part of it is read.
+    """:class:`ReadableTensor` that is computed completely each time that a slice of it is read.
 
     Args:
         shape: Shape of the tensor.
-        compute: Function that returns the tensor.
-        dtype: Dtype in the files, if ``compute`` only moves elements of files.
+        compute: Function that returns the tensor, on the CPU.
+        dtype: Dtype of the elements in a checkpoint file, such as ``BF16``, if ``compute`` only moves
+            elements of files. None otherwise.
     """
 
     def __init__(
@@ -45,22 +53,24 @@ class ComputedTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> ComputedTensor:
-        """Wrap a tensor that already has values."""
+        """Wrap a CPU tensor that already has values. Its memory is shared, not copied."""
         return cls(tensor.shape, tensor.detach)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """Compute the tensor and return the elements in ``index``. See :class:`ReadableTensor`."""
+        """Compute the complete tensor and return the elements in ``index``. See :class:`ReadableTensor`."""
         tensor = self._compute()
         return to_numpy(tensor if index is None else tensor[index].contiguous())
 
 
 class SlicedTensor:
-    """CPU tensor whose slices are computed when they are read.
+    """:class:`ReadableTensor` whose slices are computed when they are read, without the rest of the tensor.
 
     Args:
         shape: Shape of the complete tensor.
-        compute: Function that returns the elements in an index, which has unit steps and all dimensions.
-        dtype: Dtype in the files, if ``compute`` only moves elements of files.
+        compute: Function that returns the elements at an index, on the CPU. The index has a slice with start
+            and stop for every dimension.
+        dtype: Dtype of the elements in a checkpoint file, such as ``BF16``, if ``compute`` only moves
+            elements of files. None otherwise.
     """
 
     def __init__(
@@ -84,14 +94,15 @@ class SlicedTensor:
 
 @torch.no_grad()
 def copy_into_tensor(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
-    """Copy a source of weights into a tensor.
+    """Read a source of weights and copy it into a tensor, with a conversion of the dtype if necessary.
 
-    A tensor from a file with the dtype of ``target`` is read directly into ``target``, if it is on the CPU.
+    If ``source`` is in a file and has the dtype of ``target``, and ``target`` is on the CPU, the file is read
+    directly into the memory of ``target``.
 
     Args:
-        target: Tensor that is overwritten, on any device.
-        source: Source with the shape of ``target``, after ``index``.
-        index: Part of ``source`` to copy. All elements if None.
+        target: Tensor that is overwritten, on any device. It has the shape of ``source[index]``.
+        source: Source of the values.
+        index: Slices of ``source`` to copy. All elements if None.
     """
     if isinstance(source, StoredTensor) and target.device.type == "cpu" and target.is_contiguous():
         buffer = to_numpy(target.detach())

@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern, 2018) for sharded and unsharded parameters.
 
 :class:`AdafactorRule` contains the formulas. The optimizer in this module applies them on torch devices, and
-:mod:`portable.tpu.xla.optim` applies them to lazy tensors. They differ in how they sum over shards.
+sums over shards with all-reduces. :mod:`portable.tpu.xla.optim` applies them to the lazy tensors of XLA.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ class AdafactorRule:
     min_variance: float
 
     def compute_new_gradient_share(self, steps: Tensor) -> Tensor:
-        """Return the share of the squared gradient in the second moments after ``steps`` steps."""
+        """Return the weight of the newest squared gradient in the average of the second moments.
+
+        Args:
+            steps: Number of steps of the parameter, from 1.
+        """
         return steps**BETA2_DECAY
 
     def square_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the squares that the second moments average."""
+        """Return the squared gradient plus ``gradient_epsilon``, which the second moments average."""
         return gradient.square().add_(self.gradient_epsilon)
 
     def limit_learning_rate(self, rate: Tensor, steps: Tensor) -> Tensor:
@@ -69,12 +73,12 @@ class AdafactorRule:
         return rate * parameter_rms.clamp(min=MIN_PARAMETER_RMS) if self.scales_learning_rate else rate
 
     def estimate_second_moments(self, rows: Tensor, columns: Tensor, mean: Tensor) -> Tensor:
-        """Estimate the second moments of a matrix from the moments of its rows and columns.
+        """Estimate the second moments of all elements of a matrix from the means of its rows and columns.
 
         Args:
-            rows: Second moments ``[..., rows, 1]``.
-            columns: Second moments ``[..., 1, columns]``.
-            mean: Mean of ``rows``.
+            rows: Mean second moment of each row, ``[..., rows, 1]``.
+            columns: Mean second moment of each column, ``[..., 1, columns]``.
+            mean: Mean of ``rows``, which normalizes the product.
 
         Returns:
             A new tensor ``[..., rows, columns]``.
@@ -82,9 +86,10 @@ class AdafactorRule:
         return rows / mean.clamp(min=self.min_row_mean) * columns
 
     def replace_by_inverse_root(self, variance: Tensor) -> Tensor:
-        """Replace second moments by their reciprocal roots in place, and return them.
+        """Replace second moments by their reciprocal square roots in place.
 
-        A gradient is multiplied by them.
+        Returns:
+            ``variance``, by which the gradient has to be multiplied to get the update.
         """
         return variance.clamp_(min=self.min_variance).rsqrt_()
 
@@ -103,10 +108,11 @@ def get_moment_shapes(shape: Sequence[int], num_stack_dims: int = 0) -> dict[str
 
     Args:
         shape: Shape of the parameter, or of a stack of parameters.
-        num_stack_dims: Number of leading dimensions of the stack.
+        num_stack_dims: Number of leading dimensions of ``shape`` that belong to the stack.
 
     Returns:
-        Shapes of ``row_var`` and ``col_var`` for a matrix, otherwise the shape of ``variance``.
+        Shapes of ``row_var`` and ``col_var`` for a parameter with two or more dimensions, otherwise the shape
+        of ``variance``.
     """
     if len(shape) - num_stack_dims < 2:
         return {"variance": tuple(shape)}
@@ -126,11 +132,11 @@ ADAFACTOR_RULES = {
 
 
 class _ParameterStatistics(NamedTuple):
-    """Scalars of a parameter in a step.
+    """Scalars of a parameter in a step, over all of its shards.
 
     Attributes:
         rms: Root mean square of the parameter.
-        row_mean: Mean of ``row_var`` of a matrix. None for other parameters.
+        row_mean: Mean of ``row_var`` of a parameter with two dimensions. None for other parameters.
     """
 
     rms: Tensor
@@ -140,12 +146,13 @@ class _ParameterStatistics(NamedTuple):
 class Adafactor(torch.optim.Optimizer):
     """Adafactor with the state of ``torch.optim.Adafactor``, and the update rule of torch or of transformers.
 
-    The fp32 state of a parameter is ``step`` and the second moments. With two or more dimensions, these are
-    ``row_var`` (``[..., rows, 1]``) and ``col_var`` (``[..., 1, columns]``), otherwise ``variance`` with the
-    shape of the parameter.
+    The state of a parameter consists of ``step`` and the second moments, in fp32. A parameter with two or
+    more dimensions has the moments ``row_var`` (``[..., rows, 1]``) and ``col_var`` (``[..., 1, columns]``).
+    Other parameters have ``variance``, with the shape of the parameter.
 
-    Column sums and RMS values extend over the shards of a parameter. Each step needs two all-reduces for the
-    complete model, with a few numbers per column, and no host sync. A step overwrites the gradients.
+    Column sums and RMS values are computed over all shards of a parameter. For this, each step does two
+    all-reduces for the complete model, with a few numbers per column, and no host sync. A step overwrites the
+    gradients.
 
     Args:
         groups: Parameter groups, as for ``torch.optim.Optimizer``.
@@ -163,7 +170,11 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter`` before the first step."""
+        """Return the state of ``parameter`` before the first step, which is zero.
+
+        Moments are sharded like the parameter, except ``col_var`` of a matrix, which every rank has
+        completely.
+        """
         state = {"step": torch.zeros((), device=parameter.device)}
         for name, shape in get_moment_shapes(parameter.shape).items():
             # A scalar cannot be sharded. The column moments of a matrix are sums over its sharded dimension.
@@ -177,10 +188,10 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient, in place.
+        """Update every parameter that has a gradient, in place. All ranks have to call this method.
 
-        Gradients are overwritten. If ``found_inf`` is 1, parameters and state do not change. Creates the
-        state of a parameter at its first step.
+        Gradients are overwritten. If ``found_inf`` is 1, parameters and state do not change. The state of a
+        parameter is created at its first step.
         """
         trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not trained:
@@ -222,10 +233,17 @@ class Adafactor(torch.optim.Optimizer):
         states: list[dict[str, Tensor]],
         new_shares: tuple[Tensor, ...],
     ) -> list[_ParameterStatistics]:
-        """Update the second moments with the gradients.
+        """Update the second moments with the gradients, in place.
+
+        Args:
+            parameters: Parameters with a gradient.
+            gradients: Local shard of each gradient.
+            states: State of each parameter.
+            new_shares: Weight of the new squared gradient in the moments of each parameter, 0 to change
+                nothing.
 
         Returns:
-            RMS of each parameter. For a matrix, also the mean of ``row_var``.
+            Statistics of each parameter for the rest of the step.
         """
         sums = []
         for parameter, gradient, state, weight in zip(parameters, gradients, states, new_shares, strict=True):
@@ -259,10 +277,16 @@ class Adafactor(torch.optim.Optimizer):
         states: list[dict[str, Tensor]],
         statistics: list[_ParameterStatistics],
     ) -> list[Tensor]:
-        """Replace each gradient by its update before clipping.
+        """Divide each gradient by the root of its second moments, in place, which gives the unclipped update.
+
+        Args:
+            parameters: Parameters with a gradient.
+            gradients: Local shard of each gradient, which is overwritten by the update.
+            states: State of each parameter, with updated moments.
+            statistics: Result of :meth:`_update_moments`.
 
         Returns:
-            RMS of each update.
+            RMS of each update over all shards.
         """
         sums = []
         for parameter, gradient, state, each in zip(parameters, gradients, states, statistics, strict=True):
@@ -281,9 +305,14 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _sum_over_shards(parts: list[Tensor], parameter: Tensor) -> list[Tensor]:
-    """Sum each of ``parts`` over the ranks that shard the parameters, in one all-reduce.
+    """Sum tensors over the ranks over which the parameters are sharded, in one all-reduce.
 
-    Returns ``parts`` unchanged, without a collective, if the parameters are not sharded.
+    Args:
+        parts: Tensors of any shape, whose values differ between ranks.
+        parameter: Any parameter, which determines the sharding group.
+
+    Returns:
+        The sums in the same order. ``parts`` itself, without a collective, if the parameters are not sharded.
     """
     group = get_shard_group(parameter)
     if group is None:

@@ -1,7 +1,7 @@
 """AdamW with 8-bit moments (Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization").
 
 Each value is divided by the largest magnitude of its block and rounded to the nearest of 256 levels. The
-levels are denser near zero. A block never spans rows of a parameter, and parameters are sharded between rows.
+levels are denser near zero. A block is a part of one row of a parameter, and sharding never splits a row.
 Moments, updates and checkpoints are therefore independent of the world size.
 """
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @cache  # otherwise, a copy from the host in every step would be a host sync
 def build_quantization_levels(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 levels that the codes index.
+    """Return the 256 values between -1 and 1 to which scaled moments are rounded.
 
-    The levels cover [-1, 1] if ``signed``, else [0, 1]. They span seven decades, each with twice as many
-    levels as the previous one. Zero and one are included. The result is cached.
+    The levels cover [-1, 1] if ``signed``, otherwise [0, 1]. Their magnitudes span seven decades, each with
+    twice as many levels as the next smaller decade. Zero and one are included. The result is cached.
 
     Args:
         signed: Whether half of the levels are negative.
@@ -46,7 +46,7 @@ def build_quantization_levels(signed: bool, device: torch.device) -> Tensor:
 
 
 class BlockQuantized(NamedTuple):
-    """Values in 8 bits.
+    """Values that are quantized to 8 bits with one scale per block.
 
     Attributes:
         codes: Indices into :func:`build_quantization_levels`, uint8, with the shape of the values.
@@ -58,12 +58,14 @@ class BlockQuantized(NamedTuple):
 
 
 def quantize_in_blocks(values: Tensor, block_size: int, *, signed: bool) -> BlockQuantized:
-    """Quantize values with one scale per block.
+    """Quantize values to 8 bits with one scale per block.
+
+    Unsigned values are never rounded to 0.
 
     Args:
         values: Values, fp32 ``[rows, ...]``.
-        block_size: Number of consecutive elements of a row that share a scale.
-        signed: Whether the values may be negative. The levels for second moments are unsigned.
+        block_size: Number of consecutive elements of a row that share a scale. It divides the row size.
+        signed: Whether the values may be negative, as first moments are. Second moments are not negative.
 
     Returns:
         Codes with the shape of ``values``, and scales ``[rows, blocks]``.
@@ -81,7 +83,7 @@ def quantize_in_blocks(values: Tensor, block_size: int, *, signed: bool) -> Bloc
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Invert :func:`quantize_in_blocks`, up to half the distance between levels.
+    """Convert codes and scales to values, which differ from the original values by the rounding to levels.
 
     Args:
         codes: Codes, uint8 ``[rows, ...]``.
@@ -129,7 +131,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._full_precision_ids = {id(parameter) for parameter in full_precision_parameters}
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter`` before the first step."""
+        """Return the state of ``parameter`` before the first step. Moments are sharded like the parameter."""
         state = {"step": torch.zeros((), device=parameter.device)}
         block = (
             None if id(parameter) in self._full_precision_ids else choose_block_size(tuple(parameter.shape))
@@ -146,7 +148,10 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1.
+
+        Each rank updates only its shards. The state of a parameter is created at its first step.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -158,7 +163,14 @@ class AdamW8bit(torch.optim.Optimizer):
     def _update_parameter(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     ) -> None:
-        """Update the local shard of a parameter and its moments in place."""
+        """Update the local shard of a parameter and its state in place, unless ``found_inf`` is 1.
+
+        Args:
+            parameter: Local shard.
+            gradient: Local shard of the gradient. If ``found_inf`` is 1, it is set to 0.
+            state: Local shards of the state.
+            group: Parameter group.
+        """
         beta1, beta2 = group["betas"]
         applied: Tensor | float = 1.0
         if self.found_inf is not None:
@@ -177,7 +189,15 @@ class AdamW8bit(torch.optim.Optimizer):
         self._store_quantized_moment(state, "exp_avg_sq", second_moment)
 
     def _store_quantized_moment(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
-        """Quantize an updated moment into its codes and scales, unless the step is masked."""
+        """Quantize an updated moment and store its codes and scales in the state, unless ``found_inf`` is 1.
+
+        Does nothing for a moment in fp32, because it was updated in place.
+
+        Args:
+            state: Local shards of the state of a parameter.
+            name: ``exp_avg`` or ``exp_avg_sq``.
+            value: Updated moment, fp32.
+        """
         if name in state or not value.numel():
             return
         codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
@@ -187,12 +207,12 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _read_moment(state: dict[str, Tensor], name: str) -> Tensor:
-    """Return a moment in fp32, dequantized if it has 8 bits."""
+    """Return a moment in fp32: the state entry, or a new dequantized tensor if the moment has 8 bits."""
     if name in state:
         return state[name]
     return dequantize_blocks(state[f"{name}_codes"], state[f"{name}_scales"], signed=name == "exp_avg")
 
 
 def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:
-    """Compute ``1 - beta ** step`` without cancellation, which would cost four digits at beta 0.999."""
+    """Compute ``1 - beta ** step`` by ``expm1``. Cancellation would otherwise cost 4 digits at beta 0.999."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)

@@ -1,4 +1,4 @@
-"""Block sizes of 8-bit moments. See :mod:`portable.optim.adamw_8bit`."""
+"""Block sizes of the 8-bit moments of :mod:`portable.optim.adamw_8bit`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import math
 
 MAX_BLOCK_ELEMENTS, MIN_BLOCK_ELEMENTS = 256, 32
 MIN_QUANTIZED_ELEMENTS = 4096
-"""Elements of the smallest parameter with 8-bit moments. Smaller parameters have 32-bit moments, as in
-bitsandbytes and torchao.
+"""Number of elements of the smallest parameter with 8-bit moments. Smaller parameters have 32-bit moments, as
+in bitsandbytes and torchao.
 """
 
 
 def choose_block_size(shape: tuple[int, ...]) -> int | None:
-    """Choose the number of elements per block: a divisor of the row size, at most 256.
+    """Choose the number of elements of a block, which is the largest divisor of the row size up to 256.
 
     Args:
-        shape: Shape of the parameter.
+        shape: Shape of the parameter. A row consists of the elements with the same first index.
 
     Returns:
-        The number of elements. None if the moments of the parameter have 32 bits.
+        The number of elements. None if the parameter keeps 32-bit moments, because it is a vector, is small,
+        or has no divisor of at least 32.
     """
     if len(shape) < 2 or math.prod(shape) < MIN_QUANTIZED_ELEMENTS:
         return None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of settings that ``train.schedule`` does not support.
+    """Yield the problems of settings that do not fit the schedule ``train.schedule``.
 
     Args:
         config: The config of the run.
@@ -47,7 +47,7 @@ def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_schedule_params(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of the warmup and of ``train.schedule_params``.
+    """Yield the problems of the warmup settings and of ``train.schedule_params``.
 
     Args:
         config: The config of the run.

@@ -1,8 +1,9 @@
 """Custom optimizers: any ``torch.optim.Optimizer``, which ``train.optimizer`` names by its import path.
 
-The optimizers of torch create their state in the first step. Checkpoints are restored into the state, and XLA
-compiles it, before the first step. :meth:`CustomOptimizer.build_initial_state` therefore takes a step with
-one parameter, records the first value of each state, and undoes the step.
+The optimizers of torch create their state in the first step, but this trainer needs the state earlier: to
+restore a checkpoint into it, and to compile a step for XLA. :meth:`CustomOptimizer.build_initial_state`
+therefore takes a trial step with one parameter, records the first value of each entry of the state, and
+undoes the step.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ KEY = "train.optimizer"
 
 
 class MakesOptimizer(Protocol):
-    """Class such as ``torch.optim.NAdam``, or function that returns an optimizer, for ``train.optimizer``.
+    """Interface of ``train.optimizer``: an optimizer class, such as ``torch.optim.NAdam``, or a function.
 
-    ``step()`` updates every parameter with a gradient in place. The trainer sets the learning rate
-    ``group["lr"]`` before each step. State is stored in ``self.state[parameter]`` by name, as tensors of any
-    shape and numbers. State that is common to a group is a number in the group. Checkpoints contain both, but
-    no attributes of the optimizer.
+    ``step()`` of the optimizer updates every parameter with a gradient in place. The trainer sets the
+    learning rate ``group["lr"]`` before each step. The optimizer stores the state of a parameter in
+    ``self.state[parameter]`` by name, as tensors of any shape and numbers. It stores state that is common to
+    a group as a number in the group. Checkpoints contain both, but no attributes of the optimizer.
 
     Under FSDP2, parameters, gradients and ``torch.zeros_like(parameter)`` are DTensors, and operations
     between them act on complete tensors. On XLA, the step is traced, and learning rates and step counts are
     tensors on the device.
 
-    If the class has an attribute ``found_inf``, as torch's fused optimizers do, it is set to an fp32 scalar
-    on the device. A step must not change anything if the scalar is 1. For other classes, the host reads the
-    scalar before each step.
+    If the class has an attribute ``found_inf``, as torch's fused optimizers do, the trainer sets it to an
+    fp32 scalar on the device. A step must not change anything if the scalar is 1. For other classes, the host
+    reads the scalar before each step, which is a host-device sync, and omits the step if it is 1.
     """
 
     def __call__(self, groups: list[dict[str, Any]], *, lr: float, **arguments: Any) -> torch.optim.Optimizer:
@@ -79,7 +80,8 @@ class CustomOptimizer:
         extra_arguments: Arguments that are passed to the optimizer if it accepts them.
 
     Raises:
-        UserError: If the optimizer cannot be created, or updates shards and complete tensors differently.
+        UserError: If the optimizer cannot be created, or if its updates of shards differ from its updates of
+            complete tensors.
     """
 
     found_inf: Tensor | None = None
@@ -124,7 +126,11 @@ class CustomOptimizer:
     def _check_sharded_steps(self, settings: _OptimizerSettings, parameter: DTensor) -> None:
         """Raise UserError if trial steps on shards and on complete tensors give different results.
 
-        A collective call. Copies the results of the trial to the host.
+        All ranks have to call this method. The trial uses small tensors and copies its results to the host.
+
+        Args:
+            settings: Settings of the optimizer.
+            parameter: Parameter of the model, whose mesh and placements the trial uses.
         """
 
         def shard(value: Tensor) -> Tensor:
@@ -141,13 +147,17 @@ class CustomOptimizer:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad`` does."""
+        """Set all gradients to None or zero, as ``torch.optim.Optimizer.zero_grad`` does."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def step(self) -> None:
         """Update every parameter that has a gradient.
 
-        The host waits for the device if the optimizer does not support ``found_inf``.
+        Does nothing if ``found_inf`` is 1. To find this out, the host waits for the device if the optimizer
+        does not support ``found_inf``.
+
+        Raises:
+            UserError: If the optimizer fails.
         """
         with plugins.convert_user_errors(self.key):
             if self._masks_steps:
@@ -172,10 +182,10 @@ class CustomOptimizer:
         return state
 
     def record_initial_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Take a step with only ``parameter``, and return the first value of each of its states.
+        """Take a step with only ``parameter``, and return the first value of each entry of its state.
 
-        The step changes the values of the parameter, and the caller has to restore them. The state, the
-        gradients and the groups of the optimizer are restored.
+        The gradient of the step is zero. The step may change the values of the parameter, which the caller
+        has to restore. This method restores the state, the gradients and the groups of the optimizer.
 
         Args:
             parameter: Parameter of the optimizer.
@@ -223,10 +233,10 @@ class CustomOptimizer:
             state: State by name. Entries that are None are dropped.
 
         Returns:
-            The converted state.
+            The converted state. DTensors with pending reductions are replicated, other values are unchanged.
 
         Raises:
-            UserError: If the state contains another value.
+            UserError: If a value is neither a tensor nor a number, or if a name is not a string.
         """
         plain_state = {}
         for name, value in state.items():
@@ -241,7 +251,9 @@ class CustomOptimizer:
         return plain_state
 
     def collect_state(self) -> dict[str, dict[str, Any]]:
-        """Return the state of all parameters by name. All ranks have to call it if parameters are sharded.
+        """Return the state of all parameters by parameter name, for a checkpoint.
+
+        All ranks have to call this method if parameters are sharded.
 
         Raises:
             UserError: If the state cannot be stored in a checkpoint, or if replicated state differs between
@@ -258,7 +270,13 @@ class CustomOptimizer:
         return {self._names[p]: values for p, values in states.items()}
 
     def _check_state_equal_across_ranks(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Raise UserError if the replicated state of sharded parameters differs between ranks."""
+        """Raise UserError if the replicated state of sharded parameters differs between ranks.
+
+        Checksums of the state are gathered from the ranks over which the parameters are sharded.
+
+        Args:
+            state: State of each parameter by name.
+        """
         names, groups, numbers = [], set(), []
         for parameter, entries in state.items():
             group = get_shard_group(parameter)
@@ -291,9 +309,10 @@ class CustomOptimizer:
         restore_custom_group_values(self.param_groups, stored)
 
     def allocate_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state into which the values of a checkpoint are loaded.
+        """Allocate the state of a parameter, into which the values of a checkpoint are loaded.
 
-        It consists of the initial state, and of the states that the optimizer creates after its first step.
+        The result contains the initial state, and entries of the checkpoint that the optimizer creates only
+        after its first step.
 
         Args:
             parameter: Parameter that the state belongs to.
@@ -303,8 +322,8 @@ class CustomOptimizer:
             Tensors and numbers by name.
 
         Raises:
-            UserError: If the sharding of a state is unknown, because it is created later and its shape
-                differs from the parameter.
+            UserError: If the sharding of an entry is unknown, because the optimizer creates it after its
+                first step and its shape differs from the parameter's.
         """
         state = self.build_initial_state(parameter)
         for name in values.keys() - state.keys():
@@ -320,7 +339,11 @@ class CustomOptimizer:
 
 
 def _summarize_value(value: Tensor | Number) -> tuple[Any, ...]:
-    """Return the shape, dtype and two checksums of a tensor, or a number, to compare states between ranks."""
+    """Summarize a state entry as a tuple that is equal on two ranks if the values are.
+
+    Returns:
+        Shape, dtype and two checksums of a tensor. For a number, the number.
+    """
     if not isinstance(value, torch.Tensor):
         return (value,)
     wide = value.detach().double().flatten()
@@ -333,7 +356,11 @@ def _copy_value(value: Any) -> Any:
 
 
 class _FirstValueRecorder(dict[Any, Any]):
-    """State of a parameter that also stores a copy of the first value of each entry, in ``first_values``."""
+    """Dict for the state of a parameter that also keeps a copy of the first value of each entry.
+
+    Attributes:
+        first_values: The copies by name of the entry.
+    """
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         super().__init__()
@@ -360,7 +387,7 @@ class _FirstValueRecorder(dict[Any, Any]):
 
 
 class _RecordedStates(defaultdict[Any, Any]):
-    """State of all parameters during a trial step. Its values are :class:`_FirstValueRecorder` objects."""
+    """Replacement for ``optimizer.state`` in a trial step. Its values are :class:`_FirstValueRecorder`."""
 
     def __init__(self) -> None:
         super().__init__(lambda: _FirstValueRecorder({}))
@@ -390,7 +417,7 @@ def _list_accepted_arguments(make: Any) -> frozenset[str]:
 
 
 class _OptimizerSettings(NamedTuple):
-    """Settings of the ``train`` section that an optimizer is created with."""
+    """Settings of the ``train`` section that determine a custom optimizer. They are hashable, for caches."""
 
     optimizer: str
     learning_rate: float
@@ -398,10 +425,11 @@ class _OptimizerSettings(NamedTuple):
 
 
 class _PartialReductionMode(TorchFunctionMode):
-    """Dispatch mode that completes reductions over a sharded dimension immediately.
+    """Torch function mode in which reductions over a sharded dimension are completed immediately.
 
-    DTensor postpones them. ``item()`` and in-place operations would then take the partial result of one rank
-    for the complete result. DTensor also averages the means of shards of different sizes without weights.
+    Without it, DTensor postpones them, so that ``item()`` and in-place operations would use the partial
+    result of one rank. The mode also corrects means, because DTensor averages the means of shards without
+    regard to their different sizes.
     """
 
     def __torch_function__(
@@ -416,7 +444,7 @@ class _PartialReductionMode(TorchFunctionMode):
 
 
 def _reduce_partial(value: DTensor) -> DTensor:
-    """Replicate a DTensor whose reduction over ranks is pending."""
+    """Complete the pending reduction of a DTensor over ranks. Return other DTensors unchanged."""
     if not any(place.is_partial() for place in value.placements):
         return value
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
@@ -427,13 +455,14 @@ def _extract_settings(train: TrainConfig) -> _OptimizerSettings:
 
 
 def check_custom_optimizer(config: RunConfig) -> None:
-    """Check ``train.optimizer`` by a trial with two small parameters.
+    """Check a custom ``train.optimizer`` by three trial steps with two small parameters.
 
     Args:
         config: The config of the run.
 
     Raises:
-        UserError: If the optimizer cannot be created, fails, or a setting has no effect on it.
+        UserError: If the optimizer cannot be created, if it fails, or if a setting of the ``train`` section
+            has no effect on it.
     """
     train = config.train
     key, name = f"{KEY}: {train.optimizer}", plugins.parse_plugin_spec(train.optimizer).name
@@ -458,7 +487,7 @@ def check_custom_optimizer(config: RunConfig) -> None:
 
 
 def _build_trial_values() -> list[Tensor]:
-    """Return the values of two small parameters. They are equal on all ranks."""
+    """Return random values of two small parameters for trials, which are equal on all ranks."""
     draws = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
 
@@ -470,7 +499,7 @@ def _run_trial_steps(
     *,
     from_initial_state: bool = False,
 ) -> list[Any]:
-    """Run three steps of a trial optimizer.
+    """Create an optimizer for trial parameters, and run three steps with random gradients.
 
     Args:
         settings: Settings of the optimizer.
@@ -500,16 +529,16 @@ def _run_trial_steps(
 
 
 def is_elementwise(train: TrainConfig) -> bool:
-    """Return whether the optimizer updates each element independently, according to a trial."""
+    """Return whether a custom optimizer updates each element independently, according to a trial."""
     return _is_elementwise_in_trial(_extract_settings(train))
 
 
 @lru_cache(maxsize=4)
 def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
-    """Return whether the update of an element depends only on the element, according to a trial.
+    """Return whether updates of an optimizer do not depend on the shapes of parameters, according to a trial.
 
-    The trial updates two small parameters, and their elements regrouped into other shapes. Returns False if
-    the optimizer rejects these shapes.
+    The trial updates two small parameters, and afterwards the same elements divided into two flat parameters
+    of different sizes. Returns False if the results differ, or if the optimizer rejects the flat parameters.
     """
     values = _build_trial_values()
     expected = torch.cat([value.flatten() for value in _run_trial_steps(settings, values)])
@@ -522,24 +551,28 @@ def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
 
 
 def _build_for_parameter(settings: _OptimizerSettings, parameter: nn.Parameter) -> CustomOptimizer:
-    """Build the optimizer for a single parameter."""
+    """Build a custom optimizer that has only one parameter, for trials."""
     group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
     return CustomOptimizer(settings, {"0": parameter}, [group])
 
 
 def build_sample_state(train: TrainConfig) -> dict[str, Any]:
-    """Return the initial state of a vector of two elements."""
+    """Return the initial state of a custom optimizer for a vector of two elements, as a sample."""
     parameter = nn.Parameter(torch.zeros(2))
     return _build_for_parameter(_extract_settings(train), parameter).build_initial_state(parameter)
 
 
 def has_state_before_first_step(train: TrainConfig) -> bool:
-    """Return whether the constructor of the optimizer creates state, as Adagrad does."""
+    """Return whether the constructor of a custom optimizer already creates state, as Adagrad's does."""
     return bool(_build_for_parameter(_extract_settings(train), nn.Parameter(torch.zeros(2))).state)
 
 
 def has_neutral_initial_state(train: TrainConfig) -> bool:
-    """Return whether steps from the initial state equal steps from an empty state, according to a trial."""
+    """Return whether a custom optimizer gives the same results from its initial state as from an empty state.
+
+    A trial of three steps decides. If the results differ, the optimizer recognizes its first step by the
+    empty state, so that the initial state cannot be created in advance.
+    """
     settings = _extract_settings(train)
     pairs = zip(
         _run_trial_steps(settings, _build_trial_values()),
@@ -557,10 +590,12 @@ class StateTensorLayout(NamedTuple):
 
 
 def list_state_tensor_layouts(train: TrainConfig, shape: tuple[int, ...]) -> tuple[StateTensorLayout, ...]:
-    """Return the layout of each tensor in the state of a parameter.
+    """Return the shape and element size of each tensor in the state of a parameter, for the planner.
+
+    The result is cached by shape.
 
     Args:
-        train: The ``train`` section.
+        train: The ``train`` section, with a custom optimizer.
         shape: Shape of the parameter.
     """
     return _compute_state_tensor_layouts(_extract_settings(train), shape)

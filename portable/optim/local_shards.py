@@ -1,7 +1,7 @@
 """Helper functions for code that works on the local shards of parameters.
 
-A sharded parameter is a ``DTensor`` that is sharded along dimension 0, as by FSDP2. It may be replicated over
-a second mesh dimension. Other parameters are unsharded.
+A sharded parameter is a ``DTensor`` that FSDP2 has sharded along dimension 0. It may also be replicated over
+a second mesh dimension. Parameters that are not DTensors are unsharded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def create_sharded_zeros(
     """Create zeros that are sharded like a parameter.
 
     Args:
-        parameter: Parameter whose sharding and device the result has.
-        shape: Global shape of the result. Its first dimension equals the parameter's.
+        parameter: Parameter that determines the sharding and the device.
+        shape: Global shape of the result. Its first dimension has the size of the parameter's first
+            dimension.
         dtype: Dtype of the result.
 
     Returns:

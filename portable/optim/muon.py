@@ -1,7 +1,8 @@
 """Muon (Jordan et al., 2024): orthogonalized momentum for matrices, and AdamW for other parameters.
 
-A matrix is never orthogonalized in parts. Each sharded matrix is gathered on one of the ranks that hold it.
-This rank sends the result back. A step therefore costs the same arithmetic on any number of ranks.
+A matrix has to be complete to be orthogonalized. Each sharded matrix is therefore gathered on one rank, which
+orthogonalizes it and sends the shards of the result back. Different matrices are gathered on different ranks.
+The total arithmetic of a step thus does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ by. The values are the defaults of ``torch.optim.Muon``.
 
 
 def orthogonalize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    """Approximate the nearest orthogonal matrix by Newton-Schulz iteration.
+    """Approximate the nearest orthogonal matrix of each matrix by Newton-Schulz iteration.
 
     The singular values of the result are roughly between 0.7 and 1.2.
 
     Args:
-        matrices: Matrices ``[..., rows, columns]``. Each is orthogonalized separately. On XLA at least three
-            dimensions are required, because torch_xla computes ``addmm`` on the host.
+        matrices: Matrices ``[..., rows, columns]``, which are orthogonalized separately. On XLA, pass at
+            least three dimensions, because torch_xla computes ``addmm``, which is used for two, on the host.
         compute_dtype: Dtype of the matrix products.
 
     Returns:
@@ -57,7 +58,7 @@ def orthogonalize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> Tens
 
 
 def compute_nesterov_update(gradient: Tensor, buffer: Tensor, momentum: float, dtype: torch.dtype) -> Tensor:
-    """Return the update before it is orthogonalized, with Nesterov momentum.
+    """Compute the update of a matrix before orthogonalization, with Nesterov momentum.
 
     Args:
         gradient: Gradient of a matrix, fp32.
@@ -69,7 +70,9 @@ def compute_nesterov_update(gradient: Tensor, buffer: Tensor, momentum: float, d
 
 
 def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
-    """Return the factor of the learning rate for a matrix, as ``adjust_lr_fn`` of ``torch.optim.Muon``.
+    """Return the factor by which the learning rate is multiplied for a matrix of a certain shape.
+
+    The rules are the same as in ``adjust_lr_fn`` of ``torch.optim.Muon``.
 
     Args:
         rule: Rule for the factor, by the name that torch uses.
@@ -83,12 +86,12 @@ def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """Matrix whose elements, in row-major order, are distributed over ranks.
+    """Layout of a matrix whose elements, in row-major order, are distributed over ranks.
 
     Attributes:
         shape: Numbers of rows and columns.
-        elements_per_rank: Number of elements on each rank, in the order of the ranks. If the matrix is
-            replicated, each rank has all elements.
+        elements_per_rank: Number of elements on each rank, in rank order. If the matrix is replicated, every
+            rank has all elements.
         local_offset: Position of this rank's first element in the flat local tensor.
     """
 
@@ -103,7 +106,7 @@ class ShardedMatrix:
 
     @property
     def owner_rank(self) -> int | None:
-        """Rank that holds all elements. None if the elements are on several ranks."""
+        """The only rank that has elements of the matrix. None if several ranks have elements."""
         holding = [rank for rank, size in enumerate(self.elements_per_rank) if size]
         return holding[0] if len(holding) == 1 else None
 
@@ -148,10 +151,7 @@ def list_sharded_matrices(
 
 @dataclass(frozen=True)
 class _MatrixShard:
-    """Flat elements of a matrix on this rank.
-
-    The tensors share memory with the parameter, its gradient and its momentum.
-    """
+    """Elements of a matrix on this rank, as flat views of the parameter, its gradient and its momentum."""
 
     matrix: ShardedMatrix
     parameter: Tensor
@@ -160,14 +160,14 @@ class _MatrixShard:
 
 
 class Muon(torch.optim.Optimizer):
-    """Optimizer that applies Muon to the groups with ``matrices`` and AdamW to other groups.
+    """Optimizer that applies Muon to parameter groups with ``matrices: True``, and AdamW to other groups.
 
     The state of a matrix is ``momentum_buffer``, sharded like the parameter. Other parameters have the state
-    of AdamW. In a tensor with more dimensions, the last two are a matrix. Updates equal the updates of
-    ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+    of AdamW. A parameter with more than two dimensions is a stack of matrices in its last two dimensions.
+    Updates equal the updates of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
     Args:
-        groups: Parameter groups, as for torch's optimizers, with a bool ``matrices``.
+        groups: Parameter groups, as for torch's optimizers, each with a bool ``matrices``.
         lr: Learning rate.
         betas: Decay rates of AdamW's moments.
         eps: Term that is added to the denominator of AdamW's updates.
@@ -179,9 +179,11 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     """Flag on the device of the parameters, an fp32 scalar. If it is 1, the step does not change anything."""
     device: torch.device | None = None
-    """Device to orthogonalize matrices on, if it is not the device of the parameters."""
+    """Device on which matrices are orthogonalized. None for the device of the parameters."""
     flat_matrices: Mapping[Tensor, Sequence[ShardedMatrix]] | None = None
-    """Matrices in each flat parameter, for engines that concatenate shards of several parameters."""
+    """Matrices in each flat parameter, for engines that concatenate shards of several parameters, such as
+    ZeRO. None if parameters have their own shapes.
+    """
 
     def __init__(
         self,
@@ -220,7 +222,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1.
+
+        All ranks have to call this method. The state of a parameter is created at its first step.
+        """
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             for parameter in trained:
@@ -254,7 +259,15 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _step_muon(self, trained: list[Any], group: dict[str, Any]) -> None:
-        """Update matrices, first on their owner ranks, then one shared matrix per rank and round."""
+        """Update the matrices of a group.
+
+        A matrix that is entirely on one rank is updated there. The other matrices are processed in rounds, in
+        which each rank gathers and orthogonalizes one matrix. All ranks have to call this method.
+
+        Args:
+            trained: Parameters of the group with a gradient.
+            group: Parameter group.
+        """
         ranks = _ShardRanks.from_parameter(trained[0], flat=self.flat_matrices is not None)
         parts = [
             _MatrixShard(
@@ -286,9 +299,10 @@ class Muon(torch.optim.Optimizer):
                 self._apply_update(part, update, group)
 
     def _list_matrices(self, parameter: Tensor, ranks: _ShardRanks) -> Sequence[ShardedMatrix]:
-        """List the matrices of a parameter, with the number of elements that each rank holds.
+        """List the matrices of a parameter, with the number of elements on each rank.
 
-        The distribution follows flat ZeRO partitions, replicas, or FSDP2 shards of rows.
+        The layout is one of three: flat partitions of ZeRO (:attr:`flat_matrices`), replicas on all ranks, or
+        shards of rows, as FSDP2 creates them.
         """
         if self.flat_matrices is not None:
             return self.flat_matrices[parameter]
@@ -309,10 +323,11 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _advance_momentum(self, part: _MatrixShard, group: dict[str, Any]) -> Tensor:
-        """Update the momentum with the gradient.
+        """Update the momentum with the gradient, unless ``found_inf`` is 1.
 
         Returns:
-            The update before orthogonalization, in the dtype and on the device that it is sent in.
+            This rank's elements of the update before orthogonalization, flat, in the compute dtype and on the
+            device that orthogonalizes.
         """
         momentum = group["momentum"]
         new_gradient_share: Tensor | float = 1 - momentum
@@ -324,7 +339,13 @@ class Muon(torch.optim.Optimizer):
         return update.to(device=self.device or part.parameter.device)
 
     def _apply_update(self, part: _MatrixShard, update: Tensor, group: dict[str, Any]) -> None:
-        """Apply weight decay and an orthogonalized update to local elements, unless the step is masked."""
+        """Apply weight decay and an update to this rank's elements of a matrix, unless ``found_inf`` is 1.
+
+        Args:
+            part: Elements of the matrix, which are changed in place.
+            update: Orthogonalized update of these elements, of any shape.
+            group: Parameter group.
+        """
         rate = group["lr"] * compute_learning_rate_factor(self._rate_rule, part.matrix.shape)
         decay = group["lr"] * group["weight_decay"]
         step = update.reshape(-1).to(part.parameter.device)
@@ -338,7 +359,7 @@ class Muon(torch.optim.Optimizer):
 def build_group_settings(
     group: Mapping[str, Any], betas: tuple[float, float], eps: float, momentum: float
 ) -> dict[str, Any]:
-    """Return the hyperparameters of a group, with the names of torch's ``Muon`` or ``AdamW``.
+    """Return the hyperparameters of a parameter group, under the names that torch's optimizers use.
 
     Args:
         group: Parameter group, with a bool ``matrices``.
@@ -353,7 +374,14 @@ def build_group_settings(
 
 @dataclass(frozen=True)
 class _ShardRanks:
-    """Ranks over which a parameter is sharded or replicated."""
+    """Ranks over which a parameter is sharded or replicated.
+
+    Attributes:
+        group: Process group of these ranks. None for the default group.
+        num_ranks: Number of ranks.
+        rank: Index of this process in the group.
+        replicated: Whether every rank has all elements.
+    """
 
     group: dist.ProcessGroup | None
     num_ranks: int
@@ -362,10 +390,14 @@ class _ShardRanks:
 
     @classmethod
     def from_parameter(cls, parameter: Tensor, *, flat: bool) -> _ShardRanks:
-        """Find the ranks that share a parameter: its shard group, all ranks, or only this process.
+        """Find the ranks over which a parameter is sharded or replicated.
 
-        Parameters that are not DTensors are replicas, except ``flat`` parameters of ZeRO, which are sharded
-        over all ranks.
+        For a DTensor, these are the ranks of its sharding group. Other parameters are replicated over all
+        ranks, or sharded over all ranks if they are flat.
+
+        Args:
+            parameter: Parameter of the optimizer.
+            flat: Whether the parameter is a flat partition of ZeRO.
         """
         if isinstance(parameter, DTensor):
             group = get_shard_group(parameter)
@@ -377,10 +409,16 @@ class _ShardRanks:
     def orthogonalize_shared(
         self, updates: list[Tensor], shards: list[_MatrixShard], compute_dtype: torch.dtype
     ) -> Iterator[Tensor]:
-        """Orthogonalize one matrix per rank, and yield this rank's elements of each result.
+        """Orthogonalize up to one matrix per rank, and yield this rank's elements of each result.
 
-        Rank ``r`` gathers and orthogonalizes the matrix at position ``r``. A collective call: all ranks have
-        to consume the iterator. Replicated ``updates`` are modified in place.
+        Rank ``r`` gathers and orthogonalizes the matrix at index ``r``. All ranks have to call this method
+        and consume the iterator, because it runs collectives. If the matrices are replicated, rank ``r``
+        broadcasts its result instead, and ``updates`` are overwritten.
+
+        Args:
+            updates: This rank's elements of the update of each matrix, flat.
+            shards: This rank's elements of each matrix, in the same order.
+            compute_dtype: Dtype of the matrix products.
         """
         matrix = shards[self.rank].matrix if self.rank < len(shards) else None
         if self.replicated:

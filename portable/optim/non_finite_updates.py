@@ -1,9 +1,9 @@
-"""Detection of non-finite updates. They are masked and counted on the device, without a host sync.
+"""Detection of non-finite updates, which are skipped and counted on the device, without a host sync.
 
-An engine has an fp32 tensor of counters ``[5]`` on its device. It is exact for up to 16 million updates per
-launch. The engine counts every update with device operations. The training loop reads the counters when it
-logs and before it saves. A *streak* is a sequence of skipped updates. When it reaches the limit, the engine
-makes no further updates and the run ends.
+An engine has a tensor of counters, fp32 ``[5]``, on its device, which is exact for up to 16 million updates
+per launch. The engine counts every update with device operations. The training loop reads the counters when
+it logs and before it saves. A *streak* is a sequence of consecutive skipped updates. When it reaches the
+limit, the engine skips all further updates, and the training loop ends the run when it reads the counters.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_STREAK = 10
-"""Number of consecutive non-finite updates that end a run with ``train.on_non_finite: skip``, because a
-single bad sample cannot cause them."""
+"""Number of consecutive non-finite updates that end a run with ``train.on_non_finite: skip``. A single bad
+sample cannot cause this many."""
 
 INITIAL_COUNTERS = (0.0, 0.0, 0.0, -1.0, 0.0)
-"""Initial counters: number of updates; number of skipped updates; length of the current streak; first update
-of the latest streak, counted from 0, or -1; and whether its loss (1) or only its gradients (0) were not
-finite.
+"""Initial values of the five counters. In order, these are the number of updates, the number of skipped
+updates, the length of the current streak, the first update of the latest streak (counted from 0, or -1 if
+there is none), and whether the loss (1) or only the gradients (0) of that update were not finite.
 """
 
 
 @dataclass(frozen=True)
 class UpdateHealth:
-    """Counters since the start of this launch.
+    """Counters of non-finite updates since the start of this launch, on the host.
 
     Attributes:
         skipped_updates: Number of updates that were skipped, because the loss or the gradient norm was not
             finite.
         first_bad_update: First update of the latest streak, counted from 0. None if there was no streak.
         bad_loss: Whether the loss of that update was not finite. False if only its gradients were not finite.
-        halted: Length of the streak if it reached the limit, else 0.
+        halted: Limit of a streak if the current streak has reached it, so that the run has to end. Otherwise
+            0.
     """
 
     skipped_updates: int
@@ -48,10 +49,10 @@ class UpdateHealth:
 
     @classmethod
     def from_counters(cls, counters: Sequence[float], limit: int) -> UpdateHealth:
-        """Convert counters that were copied to the host.
+        """Create the object from counters that were copied to the host.
 
         Args:
-            counters: The five counters; see ``INITIAL_COUNTERS``.
+            counters: The five counters; see :data:`INITIAL_COUNTERS`.
             limit: Result of :func:`get_max_streak`.
         """
         _, skipped, streak, start, loss = counters
@@ -60,10 +61,10 @@ class UpdateHealth:
 
 
 def get_max_streak(on_non_finite: str) -> int:
-    """Return how many consecutive non-finite updates end the run. 1 for ``stop``, else :data:`MAX_STREAK`.
+    """Return the number of consecutive non-finite updates that end the run: 1 or :data:`MAX_STREAK`.
 
     Args:
-        on_non_finite: Value of ``train.on_non_finite``.
+        on_non_finite: Value of ``train.on_non_finite``, either ``stop`` or ``skip``.
     """
     return 1 if on_non_finite == "stop" else MAX_STREAK
 
@@ -85,8 +86,8 @@ def count_update_and_decide_skip(
 ) -> CountedUpdate:
     """Count an update, and decide whether to skip it.
 
-    An update is skipped if it is not finite, and also if the streak has reached its limit. Engines call this
-    function on the device before each update.
+    An update is skipped if it is not finite. Once the streak has reached its limit, all further updates are
+    skipped as well. Engines call this function before each update. It does not sync with the host.
 
     Args:
         counters: Counters before the update, fp32 ``[5]``.
@@ -109,9 +110,9 @@ def count_update_and_decide_skip(
 
 @torch.no_grad()
 def find_nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that contain a value that is not finite, each once.
+    """Return the names of the tensors that contain NaN or infinity.
 
-    Causes one host-device sync per device.
+    Names are in the order of ``tensors`` and occur once. Causes one host-device sync per device.
 
     Args:
         tensors: Names and local tensors. Integers and scalars, such as step counts, are ignored.

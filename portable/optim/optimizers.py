@@ -1,4 +1,4 @@
-"""Optimizers that ``train.optimizer`` selects by name."""
+"""Construction of the optimizer of a run, with its parameter groups and their learning rates."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class EngineOptimizer(Protocol):
         """Update every parameter that has a gradient, unless ``found_inf`` is 1."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad`` does."""
+        """Set all gradients to None or zero, as ``torch.optim.Optimizer.zero_grad`` does."""
 
 
 class OptimizerGroup(NamedTuple):
-    """Properties that the parameters of an optimizer group share. Groups are sorted by the fields.
+    """Properties that all parameters of an optimizer group have in common. Groups are sorted by these fields.
 
     Attributes:
         pattern_number: Position of the pattern in ``train.parameter_groups``, counted from 1. 0 if none
@@ -64,12 +64,12 @@ class OptimizerGroup(NamedTuple):
 def build_parameter_groups(
     parameters: Mapping[str, nn.Parameter], groups: Mapping[str, OptimizerGroup], learning_rate: float
 ) -> list[dict[str, Any]]:
-    """Build the parameter groups of an optimizer: by default two, with and without weight decay.
+    """Build the parameter groups of an optimizer, by default one with and one without weight decay.
 
     Args:
         parameters: Parameters by name. Parameters that are not in ``groups`` are skipped.
         groups: Group of each parameter. See :func:`portable.model.parameter_groups.assign_parameter_groups`.
-        learning_rate: Learning rate of the run. A group with its own learning rate stores it as
+        learning_rate: Learning rate of the run. A group with a different learning rate stores it as
             ``initial_lr``, torch's name for the value that a schedule scales.
 
     Returns:
@@ -96,10 +96,9 @@ def build_optimizer(
     embeddings: Collection[nn.Parameter] = (),
     compute_dtype: torch.dtype = torch.float32,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
-    """Build ``train.optimizer``, which also averages the weights if ``train.ema`` is set.
+    """Build the optimizer ``train.optimizer``, which also averages the weights if ``train.ema`` is set.
 
-    A step does not change anything if the flag ``found_inf`` on the device is set. The fused optimizers take
-    a step in one kernel launch.
+    A step of the optimizer does not change anything if its flag ``found_inf``, on the device, is 1.
 
     Args:
         settings: The ``train`` section.
@@ -126,7 +125,7 @@ def _create_optimizer(
     embeddings: Collection[nn.Parameter],
     compute_dtype: torch.dtype,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
-    """Create the optimizer that ``train.optimizer`` names, without the average of the weights."""
+    """Create the optimizer ``train.optimizer``, without the weight average of :func:`build_optimizer`."""
     beta1, beta2 = settings.betas
     if is_plugin_name(settings.optimizer):
         from portable.optim.custom_optimizer import CustomOptimizer
@@ -183,7 +182,7 @@ def set_learning_rates(optimizer: Any, learning_rate: float, settings: TrainConf
     Args:
         optimizer: Optimizer whose groups are changed.
         learning_rate: Learning rate of the schedule at this step.
-        settings: The ``train`` section.
+        settings: The ``train`` section, whose ``learning_rate`` is the peak of the schedule.
     """
     for group in optimizer.param_groups:
         group["lr"] = compute_group_learning_rate(group, learning_rate, settings)
@@ -204,7 +203,7 @@ def set_betas(optimizer: Any, cycle: OneCycle | None, step: int) -> None:
 
 
 def compute_group_learning_rate(group: Mapping[str, Any], learning_rate: Any, settings: TrainConfig) -> Any:
-    """Compute the learning rate of a parameter group.
+    """Compute the learning rate of a parameter group at a step. The schedule scales all groups equally.
 
     Args:
         group: Parameter group, with ``initial_lr`` if its rate differs from the rate of the run.
@@ -226,7 +225,10 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return two moments, sharded like the parameter, and the step count on its device."""
+        """Return the state of ``parameter`` before the first step: two moments and a step count, all zero.
+
+        The moments are sharded like the parameter, and the step count is on its device.
+        """
         return {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
@@ -247,13 +249,16 @@ class FusedSGD(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return one moment, sharded like the parameter, or no state without momentum."""
+        """Return the state of ``parameter`` before the first step, which is empty if the momentum is 0.
+
+        Otherwise, the state is a momentum buffer, sharded like the parameter.
+        """
         moving = any(group["momentum"] for group in self.param_groups)
         return {"momentum_buffer": torch.zeros_like(parameter)} if moving else {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient with torch's fused kernel, unless ``found_inf`` is 1."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             buffers: list[torch.Tensor] = []

@@ -1,9 +1,9 @@
-"""Learning rate schedules. They are pure functions of the step.
+"""Learning rate schedules, which are pure functions of the step.
 
 Schedules with lowercase names equal the schedules of transformers at every step. The others have the names
-and the arithmetic of DeepSpeed (``deepspeed/runtime/lr_schedules.py``). They run on every backend except
-:data:`ZERO_ONLY_SCHEDULES`, so that a run that started with a DeepSpeed JSON can resume on another backend,
-and vice versa.
+and the arithmetic of DeepSpeed (``deepspeed/runtime/lr_schedules.py``). All schedules except
+:data:`ZERO_ONLY_SCHEDULES` run on every backend, so that a run that started with a DeepSpeed JSON can resume
+without DeepSpeed, and vice versa.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 @dataclass(frozen=True, config=_STRICT)
 class Schedule:
-    """Base class of all schedules. Subclasses add their ``train.schedule_params`` as fields.
+    """Base class of all schedules. A subclass has a field for each key of ``train.schedule_params``.
 
     Attributes:
-        peak: ``train.learning_rate``.
+        peak: Value of ``train.learning_rate``.
         minimum: Learning rate at the end of a decaying schedule.
         warmup_steps: Number of steps until the peak.
         total_steps: Length of the run in optimizer steps.
@@ -50,21 +50,23 @@ class Schedule:
     total_steps: int
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, counted from 0. Implemented by subclasses."""
+        """Return the learning rate of an optimizer step, counted from 0. Subclasses implement this method."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Constant(Schedule):
-    """Linear warmup, whose first step has a learning rate of zero, then a constant learning rate.
+    """Linear warmup from zero in the first step, then a constant learning rate.
 
-    This schedule and its subclasses equal transformers' ``get_..._schedule_with_warmup`` at every step.
+    This schedule and its subclasses equal the schedules of transformers, such as
+    ``get_constant_schedule_with_warmup``, at every step. Subclasses override :meth:`_compute_decay`.
     """
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of an optimizer step, counted from 0.
 
-        It rises linearly during the warmup.
+        The rate rises linearly from 0 during the warmup. Afterwards it is between the minimum and the peak,
+        as :meth:`_compute_decay` determines.
         """
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
@@ -73,16 +75,19 @@ class Constant(Schedule):
         return self.minimum + (self.peak - self.minimum) * self._compute_decay(progress)
 
     def _compute_decay(self, progress: float) -> float:
-        """Return the decay factor. It falls from 1 to 0 as ``progress`` rises from 0 to 1.
+        """Return the position of the learning rate between the minimum (0) and the peak (1) after the warmup.
 
-        Here it is 1.
+        This class always returns 1. In subclasses, the result falls from 1 to 0.
+
+        Args:
+            progress: Part of the steps after the warmup that have been taken, from 0 to 1.
         """
         return 1.0
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Linear(Constant):
-    """Linear warmup, then linear decay."""
+    """Linear warmup from zero, then linear decay to the minimum."""
 
     def _compute_decay(self, progress: float) -> float:
         return 1 - progress
@@ -90,7 +95,7 @@ class Linear(Constant):
 
 @dataclass(frozen=True, config=_STRICT)
 class Cosine(Constant):
-    """Linear warmup, then half a cosine."""
+    """Linear warmup from zero, then a decay to the minimum along half a cosine."""
 
     def _compute_decay(self, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
@@ -104,8 +109,8 @@ class WarmupStableDecay(Schedule):
     """Warmup from the minimum, then the peak, and a decay to the minimum at the end of the run.
 
     Attributes:
-        decay_ratio: Number of decay steps as a fraction of all steps, rounded up. At most the steps after the
-            warmup.
+        decay_ratio: Number of decay steps as a fraction of all steps. The number is rounded up, and limited
+            to the steps after the warmup.
         decay_type: Shape of the decay.
         warmup_type: Shape of the warmup.
     """
@@ -128,14 +133,24 @@ class WarmupStableDecay(Schedule):
 
 
 def _compute_rising_share(progress: float, shape: str) -> float:
-    """Return a value that rises from 0 to 1 with ``progress``, in the given shape or else linearly."""
+    """Return a value that rises from 0 to 1 as ``progress`` rises from 0 to 1.
+
+    Args:
+        progress: Part of the warmup that has passed, from 0 to 1.
+        shape: Shape of the curve: ``linear``, ``cosine`` or ``1-sqrt``.
+    """
     if shape == "cosine":
         return 0.5 * (1 - math.cos(math.pi * progress))
     return 1 - math.sqrt(1 - progress) if shape == "1-sqrt" else progress
 
 
 def _compute_falling_share(progress: float, shape: str) -> float:
-    """Return a value that falls from 1 to 0 as ``progress`` rises from 0 to 1."""
+    """Return a value that falls from 1 to 0 as ``progress`` rises from 0 to 1.
+
+    Args:
+        progress: Part of the decay that has passed, from 0 to 1.
+        shape: Shape of the curve: ``linear``, ``cosine`` or ``1-sqrt``.
+    """
     if shape == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
     return 1 - math.sqrt(progress) if shape == "1-sqrt" else 1 - progress
@@ -143,11 +158,11 @@ def _compute_falling_share(progress: float, shape: str) -> float:
 
 @dataclass(frozen=True, config=_STRICT)
 class InverseSqrt(Schedule):
-    """Linear warmup from zero, then the inverse square root of the step, but not below the minimum.
+    """Linear warmup from zero, then a decay with the inverse square root of the step, down to the minimum.
 
     Attributes:
         timescale: Number of steps after the warmup until the rate is the peak divided by the square root of
-            2. If None, the number of warmup steps, or 10 000 without a warmup.
+            2. If None, the number of warmup steps is used, or 10,000 without a warmup.
     """
 
     timescale: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
@@ -155,7 +170,8 @@ class InverseSqrt(Schedule):
     def __call__(self, step: int) -> float:
         """Return the learning rate of an optimizer step, counted from 0.
 
-        A linear warmup is followed by a decay with the inverse square root of the step.
+        After the warmup, the rate is ``peak / sqrt(1 + steps_after_warmup / timescale)``, but not less than
+        the minimum.
         """
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
@@ -165,10 +181,10 @@ class InverseSqrt(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupLR(Schedule):
-    """Warmup from ``warmup_min_lr``, then a constant learning rate.
+    """Warmup from ``warmup_min_lr`` to the peak, then a constant learning rate, as in DeepSpeed.
 
-    DeepSpeed starts to count, from 0, after the first step, so the first two steps have the same rate. The
-    warmup takes at least two steps.
+    The first two steps have the same rate, because DeepSpeed's step count is 0 in both. The warmup takes at
+    least two steps.
     """
 
     warmup_min_lr: Rate = 0.0
@@ -181,9 +197,12 @@ class WarmupLR(Schedule):
         )
 
     def _compute_peak_share(self, counted_steps: int) -> float:
-        """Return the position between ``warmup_min_lr`` (0) and the peak (1), by DeepSpeed's step count.
+        """Return the position of the learning rate between ``warmup_min_lr`` (0) and the peak (1).
 
-        During the warmup it rises. Afterwards subclasses may lower it again.
+        The position rises from 0 to 1 during the warmup. Subclasses may lower it afterwards.
+
+        Args:
+            counted_steps: Step count of DeepSpeed.
         """
         warmup = max(2, self.warmup_steps)
         return (
@@ -198,7 +217,7 @@ class WarmupLR(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupDecayLR(WarmupLR):
-    """Warmup, then linear decay to ``warmup_min_lr``."""
+    """Warmup from ``warmup_min_lr`` to the peak, then linear decay back to it, as in DeepSpeed."""
 
     def _compute_after_warmup(self, counted: int, warmup: int) -> float:
         return max(0.0, (self.total_steps - counted) / max(1.0, self.total_steps - warmup))
@@ -206,7 +225,10 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True, config=_STRICT)
 class WarmupCosineLR(Schedule):
-    """Warmup from a fraction of the peak, then half a cosine. The first step has a learning rate of 0."""
+    """Warmup from a fraction of the peak, then a decay along half a cosine, as in DeepSpeed.
+
+    The first step has a learning rate of 0, and the warmup begins with the second step.
+    """
 
     warmup_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     warmup_type: Literal["log", "linear"] = "log"
@@ -214,7 +236,7 @@ class WarmupCosineLR(Schedule):
     def __call__(self, step: int) -> float:
         """Return the learning rate of an optimizer step, counted from 0.
 
-        Step 0 has a rate of 0, as in DeepSpeed. A warmup and a cosine decay follow.
+        Step 0 has a rate of 0. The warmup and the cosine decay to the minimum follow.
         """
         counted, warmup = step - 1, max(2, self.warmup_steps)
         if counted < 0:
@@ -233,9 +255,10 @@ def _compute_warmup_share(counted: int, warmup: int, shape: str) -> float:
 
 @dataclass(frozen=True, config=_STRICT)
 class OneCycle(Schedule):
-    """One cycle from ``cycle_min_lr`` to the peak and back, then decay. Momentum moves inversely.
+    """One cycle from ``cycle_min_lr`` to the peak and back, then an optional decay, as in DeepSpeed.
 
-    Only ZeRO supports this schedule, because its engine calls :meth:`compute_betas`.
+    Adam's first beta changes in the opposite direction. Only ZeRO supports this schedule, because only its
+    engine calls :meth:`compute_betas`.
 
     L. N. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
     """
@@ -255,7 +278,8 @@ class OneCycle(Schedule):
     def __call__(self, step: int) -> float:
         """Return the learning rate of an optimizer step, counted from 0.
 
-        One cycle, then an optional decay.
+        After the cycle, the rate stays at ``cycle_min_lr``, or decays from it if ``decay_step_size`` and
+        ``decay_lr_rate`` are not 0.
         """
         if step - 1 < self._cycle_length:
             return self.cycle_min_lr + (self.peak - self.cycle_min_lr) * self._compute_cycle_height(step)
@@ -268,7 +292,7 @@ class OneCycle(Schedule):
     def compute_betas(self, step: int) -> tuple[float, float] | None:
         """Return Adam's betas at a step.
 
-        The first beta falls while the learning rate rises. The second is 0.99.
+        The first beta falls while the learning rate rises, and vice versa. The second beta is always 0.99.
 
         Args:
             step: Optimizer step, counted from 0.
@@ -297,7 +321,10 @@ class OneCycle(Schedule):
         return self.cycle_first_step_size + self._second_step_size
 
     def _compute_cycle_height(self, step: int) -> float:
-        """Return the height in the cycle: it rises from 0 to 1 and falls back to 0."""
+        """Return the position of the rate between ``cycle_min_lr`` (0) and the peak (1) in the cycle.
+
+        The position rises from 0 to 1 and falls back to 0, in discrete stairs if the stair counts are set.
+        """
         first_step_size, length = self.cycle_first_step_size, self._cycle_length
         cycle_position = 1.0 + step / length - math.floor(1 + step / length)
         rising = cycle_position <= first_step_size / length
@@ -321,7 +348,11 @@ class OneCycle(Schedule):
 
 @dataclass(frozen=True, config=_STRICT)
 class LRRangeTest(Schedule):
-    """Rate that rises without limit from ``train.learning_rate``, to find where the loss diverges."""
+    """Learning rate that rises without limit from ``train.learning_rate``, to find where the loss diverges.
+
+    The rate increases by ``lr_range_test_step_rate`` times the initial rate in each interval of
+    ``lr_range_test_step_size`` steps.
+    """
 
     lr_range_test_step_size: Annotated[int, Field(gt=0, le=MAX_STEPS)] = 2000
     lr_range_test_step_rate: Growth = 1.0
@@ -340,7 +371,8 @@ class CustomSchedule(Schedule):
     """Schedule that multiplies ``train.learning_rate`` by a custom function ``(step, total_steps)``.
 
     Attributes:
-        code: Name of the function or class. See :mod:`portable.plugins`. It is loaded at the first step.
+        code: Import path of the function or class (see :mod:`portable.plugins`), which is loaded at the first
+            step.
     """
 
     code: str = ""
@@ -391,12 +423,12 @@ ZERO_ONLY_SCHEDULES = ("OneCycle", "LRRangeTest")
 
 
 def get_schedule_class(name: str) -> type[Schedule]:
-    """Return the schedule class that ``train.schedule`` names. For custom code, :class:`CustomSchedule`."""
+    """Return the class for a value of ``train.schedule``. For custom code, it is :class:`CustomSchedule`."""
     return CustomSchedule if plugins.is_plugin_name(name) else SCHEDULES[name]
 
 
 class ScheduleParamsError(ValueError):
-    """Invalid values of ``train.schedule_params``.
+    """Raised for invalid values of ``train.schedule_params``.
 
     Args:
         problem: Settings that contradict the schedule, and the reason.
@@ -415,7 +447,8 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
         total_steps: Length of the run in optimizer steps.
 
     Raises:
-        ScheduleParamsError: If ``train.schedule_params`` does not fit the schedule.
+        ScheduleParamsError: If ``train.schedule_params`` lacks a required key of the schedule, or contains an
+            unknown key or an invalid value.
     """
     values: dict[str, Any] = {
         "peak": settings.learning_rate,
@@ -441,9 +474,10 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
 
 
 def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
-    """Build the schedule of the run if it also changes Adam's betas.
+    """Build the schedule of the run if it is ``OneCycle``, which also changes Adam's betas.
 
-    The betas do not depend on the length of the run.
+    Use the result only for :meth:`OneCycle.compute_betas`. The learning rates would be wrong, because this
+    function assumes a run of one step, but the betas do not depend on the length of the run.
 
     Args:
         settings: The ``train`` section.
@@ -456,14 +490,15 @@ def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
 
 
 def explain_long_warmup(settings: TrainConfig, total_steps: int) -> str | None:
-    """Explain that the warmup is longer than the run.
+    """Build the error message for ``train.warmup_steps`` that exceeds the length of the run.
 
     Args:
         settings: The ``train`` section.
         total_steps: Length of the run in optimizer steps.
 
     Returns:
-        The explanation in one line. None if the warmup fits into the run.
+        The message in one line. None if the warmup fits into the run, or if the schedule is ``WarmupLR``, for
+        which a run may end during the warmup.
     """
     steps = settings.warmup_steps or 0
     # WarmupLR consists of a warmup, so a run may end during it.
@@ -483,7 +518,7 @@ def list_schedule_params(schedule_name: str) -> tuple[str, ...]:
         schedule_name: Value of ``train.schedule``.
 
     Returns:
-        Keys, in the order of error messages.
+        Keys, in the order in which error messages list them.
     """
     common = Schedule.__dataclass_fields__
     fields = get_schedule_class(schedule_name).__dataclass_fields__

@@ -1,4 +1,7 @@
-"""Optimizer state in checkpoints: checks that all engines share, and how numbers and groups are stored."""
+"""Optimizer state in checkpoints: checks of its entries, and conversion of numbers and parameter groups.
+
+All engines use these functions.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,16 @@ if TYPE_CHECKING:
 
 Number = bool | int | float
 KEYS_FROM_SETTINGS = ("params", "param_names", "lr", "initial_lr", "weight_decay")
-"""Entries of a parameter group that the run's settings define, not the checkpoint.
-
-Checkpoints contain only the other entries.
-"""
+"""Entries of a parameter group that the settings of a run define. They are not restored from a checkpoint."""
 
 
 def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
-    """Check an entry of the state of a parameter.
+    """Check that an entry of a parameter's optimizer state exists and has the right shape.
 
     Args:
-        value: Stored tensor or number. None if the checkpoint does not contain the entry.
-        shape: Shape of the entry in the run. A number may be stored as a tensor of one element.
+        value: Tensor or number in the checkpoint. None if the checkpoint does not contain the entry.
+        shape: Shape of the entry in the run, empty for a number. A number may be stored as a tensor of one
+            element.
         name: Name of the entry, used in error messages.
 
     Raises:
@@ -39,7 +40,9 @@ def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
 
 
 def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerState | None) -> None:
-    """Restore the values in parameter groups that belong to a custom optimizer.
+    """Restore the numbers that a custom optimizer keeps in its parameter groups, such as a step count.
+
+    Settings of the run (:data:`KEYS_FROM_SETTINGS`), booleans and other types are not restored.
 
     Args:
         groups: Parameter groups, which are changed in place.
@@ -58,14 +61,19 @@ def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerS
 
 
 def cast_number(like: Any, number: float) -> Any:
-    """Return ``number`` with the type of ``like``: a number, or a tensor with its dtype and on its device."""
+    """Convert a number to the type of ``like``, which is a number or a tensor.
+
+    Returns:
+        A number, or a tensor with the shape, dtype and device of ``like``.
+    """
     return torch.full_like(like, number) if isinstance(like, torch.Tensor) else type(like)(number)
 
 
 def to_plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a parameter group for a checkpoint.
+    """Convert a parameter group to values that a checkpoint can store.
 
-    Checkpoints store numbers, strings, None, and tuples and lists of these. Other entries are dropped.
+    These are numbers, strings, None, and tuples and lists of them. A tensor of one element becomes a number.
+    Other entries are dropped, as is ``param_names``.
     """
     values = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}
     return {name: value for name, value in values.items() if _is_plain(value) and name != "param_names"}

@@ -1,7 +1,7 @@
-"""Exponential moving average of the weights (EMA), stored as one more state of the optimizer.
+"""Exponential moving average of the weights (EMA), stored as an additional entry of the optimizer state.
 
-The average is therefore sharded like the parameters, contained in checkpoints, and converted between engines
-like the moments.
+As a part of this state, the average is sharded like the parameters, contained in checkpoints, and converted
+between engines without further code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ AVERAGE_KEY = "ema"
 def install_weight_average(optimizer: Any, decay: float) -> None:
     """Make an optimizer average its parameters: ``ema = decay * ema + (1 - decay) * parameter``.
 
-    The average is updated after every step, on the device and without a host sync. A masked step does not
-    change it. It starts from the values before the first step.
+    The average starts from the values before the first step. It is updated after every step, on the device
+    and without a host sync. A step with ``found_inf`` equal to 1 does not change it.
 
     Args:
         optimizer: Optimizer of :func:`portable.optim.optimizers.build_optimizer`.

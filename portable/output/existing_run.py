@@ -1,4 +1,4 @@
-"""Run that already exists in an output folder."""
+"""Checks of a run that already exists in an output folder, before a new launch continues or replaces it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN_CHANGES = 3
 """Maximum number of changed settings that an error message lists."""
 DATA_SAMPLES_FILE = "data_samples.json"
-"""File with samples of the training data for the HTML report."""
+"""Name of the file, in an output folder, with samples of the training data for the HTML report."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ExistingRun:
 
     Attributes:
         config: Resolved config of the run. None if the folder does not contain a run.
-        config_digest: Digest of the config file, used by :func:`check_config_unchanged`. None if there is no
+        config_digest: Digest of the config file, for :func:`check_config_unchanged`. None if there is no such
             file.
     """
 
@@ -103,10 +103,11 @@ def _compute_config_digest(path: AnyPath) -> str | None:
 
 
 def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunConfig) -> None:
-    """Check that a launch may continue the run in an output folder.
+    """Check that the settings of a launch are compatible with the run in its output folder.
 
-    A run may become longer. Other settings of the optimizer and the schedule may change with
-    ``checkpoint.allow_changes``. A run that has written neither a checkpoint nor a model may be replaced.
+    A run may always become longer. With ``checkpoint.allow_changes``, other settings of the optimizer and the
+    schedule may change as well. A run that has written neither a checkpoint nor a model may be replaced by
+    any other run.
 
     Args:
         folder: Output folder or URL.
@@ -139,7 +140,7 @@ def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunCo
 
 
 def _format_changes(changes: list[SettingChange]) -> str:
-    """Format the first changed settings, and the number of further changes."""
+    """Format up to three changed settings for an error message, and the number of further changes."""
     # List changes of the length last, because they need no permission and do not cause an error.
     ordered = sorted(changes, key=lambda change: change.setting in LENGTH_SETTINGS)
     others = len(changes) - _MAX_SHOWN_CHANGES
@@ -148,7 +149,10 @@ def _format_changes(changes: list[SettingChange]) -> str:
 
 
 def _format_branch_hint(changes: list[SettingChange], newest: AnyPath | None) -> str:
-    """Format the advice to start a new run from the newest checkpoint. Empty if it does not help."""
+    """Format the end of an error message that advises to start a new run from the newest checkpoint.
+
+    Returns an empty string if there is no checkpoint, or if a setting may not change in a new run either.
+    """
     if newest is None or not all(is_allowed_in_new_folder(change) for change in changes):
         return ""
     return f" and start there from this run with --checkpoint.resume {newest}"

@@ -1,14 +1,15 @@
 """Export of the model to ``final/`` at the end of a run.
 
-Only files of a previous export are replaced. A marker in the folder lists the files of the export with their
-sizes and modification times. If ``final`` contains anything else, or is not a folder, it is moved to another
-name before the new export replaces it.
+A new export replaces a previous export, but never deletes other files. For this, a marker in ``final`` lists
+the files of the export with their sizes and modification times. If ``final`` contains any other or changed
+file, or is not a folder, it is renamed before the new export takes its name. Two hidden folders exist
+temporarily:
 
     .final.new        the new export while it is being written
-    .final.replaced   the previous ``final`` during the exchange, until it is deleted or moved
+    .final.replaced   the previous ``final`` until it is deleted or renamed
 
-In an object store, the completion marker lists the objects with their versions. Other objects are moved one
-by one, because an object store cannot rename a folder.
+In an object store, the completion marker lists the objects of the export with their versions. Other objects
+are moved one by one, because an object store cannot rename a folder.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def export_model(
 ) -> None:
     """Write a checkpoint of a run as safetensors, with its config and tokenizer.
 
-    A previous export in the folder is replaced. Other files in the folder are moved to another name, with a
-    warning. If writing fails, the previous export remains.
+    A previous export in the folder is replaced. Files that do not belong to it are not deleted, but kept
+    under another name, with a warning. If writing to a local folder fails, the previous export remains.
 
     Args:
         checkpoint: Folder or URL of the checkpoint.
@@ -70,8 +71,8 @@ def export_model(
         rename_to_published: Function that converts a checkpoint without an adapter to its published names. It
             returns the model, and the names of the tensors that are identical to the base model's. None to
             keep the names.
-        group: Processes that call this function together and write some of the files each. None if this
-            process writes all files.
+        group: Processes that call this function together, each of which writes some of the files. None if
+            only this process writes.
 
     Raises:
         UserError: If the export cannot be written.
@@ -131,7 +132,11 @@ def _open_exported_model(
     uses_average: bool,
     rename_to_published: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None,
 ) -> Checkpoint | StoredAdapter:
-    """Open the model or adapter to export. See :func:`export_model` for the arguments."""
+    """Open the model or adapter to export, lazily. See :func:`export_model` for the arguments.
+
+    Returns:
+        An adapter if the run trained one and there is no base model to merge it into, otherwise a model.
+    """
     opened = converters.open_checkpoint(checkpoint).with_companions(extra_files)
     if uses_average:
         opened = opened.with_state_as_weights(AVERAGE_KEY)
@@ -157,12 +162,12 @@ def _write_safetensors_or_adapter(model: Checkpoint | StoredAdapter, out: AnyPat
 
 
 def recover_export(folder: Path) -> None:
-    """Clean up after an export that was killed.
+    """Clean up after an export that was killed: delete temporary folders, and restore the previous export.
 
     The caller must hold the lock of the run.
 
     Args:
-        folder: Folder of the export, which is restored from ``.final.replaced`` if it is missing.
+        folder: Folder of the export. If it is missing, it is restored from ``.final.replaced``.
     """
     new, replaced = _get_new_path(folder), _get_replaced_path(folder)
     if not os.path.lexists(folder) and os.path.lexists(replaced):
@@ -181,16 +186,19 @@ def _get_replaced_path(folder: Path) -> Path:
 
 
 def _replace_export(new: Path, folder: Path) -> None:
-    """Replace the export by a new folder, atomically if the file system supports it."""
+    """Rename the folder ``new`` to ``folder``, atomically if the file system supports it.
+
+    The previous ``folder`` is deleted if it is an export, otherwise it is renamed with a warning.
+    """
     move_into_place(new, folder, _get_replaced_path(folder))
     sync_folder(folder.parent)
     _delete_export_or_move(_get_replaced_path(folder), folder)
 
 
 def _move_foreign_objects(folder: RemotePath) -> None:
-    """Move the objects that no export wrote to another folder, with a warning.
+    """Move the objects below ``folder`` that no export wrote to another folder, and print a warning.
 
-    Does nothing if there are none.
+    Objects that were changed after an export are moved as well. Does nothing if there are no such objects.
     """
     from portable.converters.writers.store_output import list_content_objects, read_written_objects
 
@@ -212,9 +220,11 @@ def _move_foreign_objects(folder: RemotePath) -> None:
 
 
 def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
-    """Delete an old export. Other folders and files are moved to another name, with a warning.
+    """Delete ``old_folder`` if it contains only an export. Otherwise, rename it and print a warning.
 
-    Does nothing if ``old_folder`` does not exist.
+    Args:
+        old_folder: Former export folder. If it does not exist, nothing happens.
+        folder: Folder of the export, from which the new name is derived.
     """
     if not os.path.lexists(old_folder):
         return
@@ -229,7 +239,10 @@ def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
 
 
 def _find_foreign_content(folder: Path) -> str | None:
-    """Return the reason why a folder is not entirely an export, or None if it is."""
+    """Return a clause that explains why a folder is not an unchanged export, or None if it is one.
+
+    Examples are a file that the export marker does not list, and a file that was changed later.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return "it was a link or a file, not an export"
     try:
@@ -244,7 +257,13 @@ def _find_foreign_content(folder: Path) -> str | None:
 
 
 def _find_version_difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
-    """Return the difference between a file and the exported file, or None if they are equal."""
+    """Return a clause that explains how a file differs from the exported file, or None if it does not.
+
+    Args:
+        name: Name of the file.
+        version: Current version of the file.
+        written: Versions of the exported files by name.
+    """
     if written.get(name) == version:
         return None
     return f"{name} was {'changed after' if name in written else 'not part of'} the export"
@@ -258,7 +277,7 @@ class _FileVersion(NamedTuple):
 
 
 def _list_file_versions(folder: Path) -> dict[str, _FileVersion]:
-    """Return the version of each file and symlink below a folder, except the export marker."""
+    """Return the version of each file and symlink below a folder, except the marker, by relative path."""
     files: dict[str, _FileVersion] = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():

@@ -1,4 +1,4 @@
-"""Model repository on the Hugging Face Hub."""
+"""Upload of a run's export to a model repository on the Hugging Face Hub (section ``hub``)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HubRepository:
 
         repo = config.hub.repo
         self.name = repo or parse_place_setting("output_dir", config.output_dir).name
-        """Name of the repository. It may lack the owner until the hub has returned the user of the token."""
+        """Name of the repository. If it has no owner, the first request adds the user of the token."""
         self._private = config.hub.private
         self._created = False
         try:
@@ -76,7 +76,7 @@ class HubRepository:
     def create_repository(self) -> None:
         """Create the repository, if it does not exist.
 
-        If the hub does not respond, the repository is created before the upload.
+        If the Hub does not respond, this method does nothing, and the upload creates the repository later.
 
         Raises:
             UserError: If the hub rejects the request.
@@ -84,7 +84,7 @@ class HubRepository:
         self._find_connection_error(self._create_repository_once)
 
     def push_export(self, folder: Path, message: str) -> str:
-        """Upload an export as a commit. Failed attempts are retried after :data:`RETRY_WAIT_SECONDS`.
+        """Upload an export as a commit. A failed upload is retried twice; see :data:`RETRY_WAIT_SECONDS`.
 
         Args:
             folder: Folder of the export.
@@ -94,7 +94,7 @@ class HubRepository:
             The URL of the repository.
 
         Raises:
-            RunError: If the last attempt failed, or if a retry cannot help.
+            RunError: If the last attempt failed, or if the Hub has rejected a request.
         """
         from huggingface_hub import HfApi
 
@@ -125,7 +125,7 @@ class HubRepository:
         return f"hf upload {self.name} {folder} . --exclude {EXPORT_MARKER_FILE}{private}"
 
     def _find_connection_error(self, action: Callable[[], None]) -> Exception | None:
-        """Run an action on the hub, and return the error if the hub did not respond.
+        """Run an action on the Hub with a time limit, and return the error if the Hub did not respond.
 
         Args:
             action: Function that sends requests to the hub.
@@ -146,7 +146,15 @@ class HubRepository:
         return None
 
     def _check_repository_access(self, api: Any) -> None:
-        """Check the token and the permissions, and add the user's name to a repository name without one."""
+        """Check the token and its permissions, and complete the name of the repository with the token's user.
+
+        Args:
+            api: ``HfApi`` object.
+
+        Raises:
+            UserError: If there is no token that may write to the repository, or if the repository is public
+                although ``hub.private`` is set.
+        """
         from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
         try:
@@ -186,7 +194,11 @@ class HubRepository:
         self._created = True
 
     def _build_user_error(self, error: Exception) -> UserError | None:
-        """Build the error for a mistake of the user. Returns None if a retry may help."""
+        """Convert an exception to an error with a remedy for the user.
+
+        Returns None if the exception is a connection error or a temporary error of the Hub, so that a retry
+        may help.
+        """
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
         if isinstance(error, UserError):
@@ -215,7 +227,7 @@ def _format_reason(error: BaseException) -> str:
 
 @contextmanager
 def _limit_request_seconds(seconds: float) -> Iterator[None]:
-    """Limit the time of requests to the hub within this context."""
+    """Set the timeout of requests to the Hub within this context, because huggingface_hub has none."""
     from huggingface_hub.utils import get_session
 
     session = get_session()

@@ -1,14 +1,14 @@
 """Lease of an output URL, so that only one run writes to it.
 
-An object store does not notice when a process dies. A run therefore keeps an object that identifies it, the
-lease, and changes the object every :data:`RENEWAL_SECONDS` seconds. A new run takes over a lease that does
-not change for :data:`STALE_SECONDS` seconds. The clocks of the hosts are never compared.
+The lease is an object in the store that identifies the run. Since an object store does not notice when a
+process dies, the run changes the object every :data:`RENEWAL_SECONDS` seconds. A new run takes over a lease
+that does not change for :data:`STALE_SECONDS` seconds. The clocks of the hosts are never compared.
 
-All writes are conditional. The lease is only created if it does not exist, and only replaced if it is still
-the version that was read. If two runs start at the same moment, only one of them succeeds. After each write,
-the lease is read again to determine its holder, because the response to the write may be lost. If a store has
-no conditional writes, a note is printed. Both runs may then start, and the run whose lease was overwritten
-stops at its next renewal or save.
+All writes of the lease are conditional: it is created only if it does not exist, and replaced only if it
+still has the version that was read. If two runs start at the same moment, only one of them succeeds. After
+each write, the lease is read again to determine its holder, because the response to the write may be lost. If
+a store has no conditional writes, a note is printed. In this case, both runs may start, and the run whose
+lease was overwritten stops at its next renewal or save.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _StoredLease(NamedTuple):
 
     Attributes:
         holder: JSON object that identifies the run that holds the lease. Empty if there is no lease.
-        tag: Version of the object. A conditional write must match it. ``""`` if there is no object.
+        tag: Version of the object, for a conditional write. ``""`` if there is no object.
     """
 
     holder: dict[str, Any]
@@ -97,10 +97,10 @@ class Lease:
                 self._object.unlink()
 
     def check_not_taken(self) -> None:
-        """Check that no other run has taken the lease. Call this method before a write is completed.
+        """Check that no other run has taken over the lease. Call this method before each write to the URL.
 
         Raises:
-            RunError: If another run has taken the lease.
+            RunError: If another run has taken over the lease.
         """
         if self._taken_by is None:
             self._detect_takeover()
@@ -111,7 +111,11 @@ class Lease:
             )
 
     def _detect_takeover(self) -> Any:
-        """Read the lease, record whether another run has taken it, and return the tag of the lease."""
+        """Read the lease, and record in ``_taken_by`` whether another run has taken it over.
+
+        Returns:
+            Tag of the lease, for the next conditional write.
+        """
         holder, tag = self._read_lease()
         if holder.get("id") not in (None, self._holder_id):
             self._taken_by = _format_holder(holder)
@@ -120,7 +124,10 @@ class Lease:
         return tag
 
     def _renew_until_ended(self) -> None:
-        """Renew the lease in the background until the context ends or another run takes the lease."""
+        """Renew the lease periodically until the context ends or another run takes it over.
+
+        This method runs in a thread.
+        """
         while not self._end_event.wait(RENEWAL_SECONDS) and self._taken_by is None:
             with suppress(Exception):  # the store is unreachable; if that persists, saves raise errors
                 tag = self._detect_takeover()
@@ -154,7 +161,12 @@ class Lease:
         )
 
     def _read_lease(self) -> _StoredLease:
-        """Read the lease. A missing object is an empty lease, and an invalid object is a damaged one."""
+        """Read the lease object.
+
+        Returns:
+            Holder and tag. The holder is empty if the object does not exist, and ``{"damaged": True}`` if its
+            content is invalid.
+        """
         try:
             content, tag = self._object.read_versioned()
         except FileNotFoundError:
@@ -194,7 +206,10 @@ def _format_holder(holder: dict[str, Any]) -> str:
 
 
 def _is_dead_process(holder: dict[str, Any]) -> bool:
-    """Return whether the holder is a process of this machine that has ended."""
+    """Return whether the holder of a lease was a process of this machine and container that has ended.
+
+    Returns False if the holder ran on another machine, because its state is unknown.
+    """
     pid, machine = holder.get("pid"), _read_machine_identity()
     if machine is None or holder.get("machine") != machine or not isinstance(pid, int):
         return False
@@ -210,7 +225,7 @@ def _is_dead_process(holder: dict[str, Any]) -> bool:
 
 
 def _read_machine_identity() -> str | None:
-    """Return an id of the running system and the container. Process ids are unique within it.
+    """Return an id of this boot of the machine and of the container, within which process ids are unique.
 
     Returns:
         The id. None if the system is not Linux.

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
-    """Open the output that ``output_dir`` specifies.
+    """Create the object for the output that ``output_dir`` specifies, without accessing it.
 
     Args:
         config: Config of the run.
         rank: Rank of this process.
 
     Returns:
-        The output. Nothing has been created, locked, or checked yet.
+        The output. No folder has been created, locked, or checked yet.
 
     Raises:
-        UserError: If ``output_dir`` cannot be used.
+        UserError: If ``output_dir`` is not a valid path or URL.
     """
     place = parse_place_setting("output_dir", config.output_dir)
     if not is_in_store(place):
@@ -52,11 +52,10 @@ def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
 
 
 class RunOutput:
-    """Output of a run: a local folder, the checkpoints, and a publisher that uploads files to a URL.
+    """Output of a run, which is a local folder or a URL.
 
-    Without a publisher, all ranks share the folder that ``output_dir`` specifies. If ``output_dir`` is a URL,
-    each rank has a local folder, and the :class:`~portable.output.publisher.Publisher` of the rank uploads
-    the files.
+    If ``output_dir`` is a local folder, all ranks write to it. If it is a URL, each rank writes to a separate
+    local folder, and the :class:`~portable.output.publisher.Publisher` of the rank uploads the files.
 
     Args:
         place: Path or URL that ``output_dir`` specifies.
@@ -64,9 +63,9 @@ class RunOutput:
         publisher: Publisher of this rank. Required if ``place`` is a URL.
 
     Attributes:
-        work_folder: Local folder for the files of this process. They appear at ``place`` under the same
-            names.
-        scratch_folder: Local folder for temporary files. They are not published. It may not exist.
+        work_folder: Local folder for the files of this process. They are available at ``place`` under the
+            same names.
+        scratch_folder: Local folder for temporary files, which are not uploaded. It may not exist.
         agreed_location: Part of ``output_dir`` that must be equal on all ranks. Empty for a local folder,
             because the path of a shared folder may differ between ranks.
     """
@@ -86,9 +85,9 @@ class RunOutput:
             self.work_folder, self.scratch_folder, self.agreed_location = place, place / ".scratch", ""
 
     def check_writable(self) -> None:
-        """Check that a URL is writable, before the run has spent time on anything else.
+        """Check that a URL is writable, before the run spends time on anything else.
 
-        A local folder is checked when its lock is taken.
+        Does nothing for a local folder, which is checked when it is locked.
 
         Raises:
             UserError: If the URL is not writable.
@@ -107,9 +106,10 @@ class RunOutput:
 
     @contextmanager
     def _lock_and_recover_folder(self) -> Iterator[None]:
-        """Lock the local folder within this context, and restore the previous export if an export was killed.
+        """Lock the local folder within this context, and clean up after an export that was killed.
 
-        A new folder is removed if the run is refused with a UserError before it starts.
+        If the context ends with a UserError before the run has written its config, and the folder did not
+        exist before, the folder is removed.
         """
         is_new = not self.work_folder.exists()
         with lock_run_folder(self.work_folder):
@@ -123,9 +123,10 @@ class RunOutput:
                 raise
 
     def prepare_work_folder(self, estimate_shard_bytes: Callable[[], int]) -> None:
-        """Create the local folders of a URL, and download the logs of previous launches.
+        """Create the local folders for a URL, and download the logs of previous launches on rank 0.
 
-        Call this method on all ranks while rank 0 holds the lock.
+        Does nothing if ``output_dir`` is a local folder. Call this method on all ranks while rank 0 holds the
+        lock.
 
         Args:
             estimate_shard_bytes: Function that estimates the size of this rank's shards of a checkpoint in
@@ -161,13 +162,17 @@ class RunOutput:
         """Upload the new files of this process in a background thread. A failure only prints a warning.
 
         Args:
-            starts_now: Whether to start now. By default, nothing is uploaded if the last upload was recent.
+            starts_now: Whether to start an upload in any case. Otherwise, nothing is uploaded if the last
+                upload is still running or was recent.
         """
         if self._publisher is not None:
             self._publisher.publish_in_background(starts_now=starts_now)
 
     def close(self) -> None:
-        """Upload the last files and delete the local folders of a URL. Never raises."""
+        """Upload the last files to a URL and delete the local folders. Does nothing for a local folder.
+
+        Errors only print a warning.
+        """
         if self._publisher is not None:
             self._publisher.close()
 

@@ -1,8 +1,8 @@
 """Uploads of a run whose ``output_dir`` is a URL.
 
 Each rank of the run writes to a local folder. Its :class:`Publisher` uploads the checkpoints once they are
-written, and the other files of the run when they have changed. A checkpoint is complete once rank 0 has
-uploaded its marker. The marker is uploaded last.
+written, and the other files of the run when they have changed. The last object of a checkpoint that rank 0
+uploads is a marker, which makes the checkpoint complete.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAUSE_TO_UPLOAD_RATIO = 20
 
 
 class Publisher:
-    """Uploads the files of one rank to the URL of a run.
+    """Uploader of the files of one rank to the URL of a run.
 
     Each rank has a separate local folder, so that the ranks do not need a shared file system.
 
@@ -93,12 +93,12 @@ class Publisher:
             probe.unlink()
 
     def build_lease(self) -> Lease:
-        """Build the lease of the URL. Call this method only on rank 0.
+        """Create the lease of the URL, which keeps other runs from writing there. Call it only on rank 0.
 
-        While another run holds the lease, uploads of this publisher fail.
+        If another run takes over the lease later, uploads of this publisher raise RunError.
 
         Returns:
-            The lease. The caller enters it as a context.
+            The lease, which is a context that the caller has to enter.
         """
         self._lease = Lease(self.store)
         return self._lease
@@ -141,7 +141,7 @@ class Publisher:
             self._download_logs()
 
     def _download_logs(self) -> None:
-        """Download the log files, because each launch of the run appends to them."""
+        """Download the log files of previous launches, because this launch appends to them."""
         with convert_storage_errors("output_dir"):
             for entry in self.store.iterdir() if self.store.exists() else ():
                 if entry.name.endswith((".jsonl", ".txt")) and entry.is_file():
@@ -179,24 +179,24 @@ class Publisher:
             step: Step of the checkpoint. The marker records it.
 
         Raises:
-            RunError: If another run has taken the lease.
+            RunError: If another run has taken over the lease.
             RemoteError: If another process has begun to write the same checkpoint.
         """
         self._check_lease_not_taken()
         mark_folder_complete(final, self._marker_token, step=step)
 
     def _check_lease_not_taken(self) -> None:
-        """Raise RunError if another run has taken the lease."""
+        """Raise RunError if another run has taken over the lease. Does nothing on ranks without a lease."""
         if self._lease is not None:
             self._lease.check_not_taken()
 
     # -- files of the run ------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Upload the changed files of the run.
+        """Upload the files of the run that have changed since their last upload.
 
         Raises:
-            RunError: If the upload failed, or another run has taken the lease.
+            RunError: If the upload failed, or another run has taken over the lease.
         """
         try:
             self._upload_changed_files()
@@ -204,7 +204,12 @@ class Publisher:
             raise RunError(f"output_dir: {to_one_line(error)}") from error
 
     def _upload_changed_files(self) -> None:
-        """Upload the changed files of the run. Raises RemoteError if the upload failed."""
+        """Upload the files of ``work_folder`` that have changed since their last upload, except hidden files.
+
+        Raises:
+            RemoteError: If the upload failed.
+            RunError: If another run has taken over the lease.
+        """
         with self._upload_lock:
             began = time.monotonic()
             try:
@@ -225,8 +230,8 @@ class Publisher:
         """Upload the changed files of the run in a background thread. A failure only prints a warning.
 
         Args:
-            starts_now: Whether to start now. By default, nothing is uploaded if the last upload was recent or
-                still runs.
+            starts_now: Whether to start an upload in any case. Otherwise, nothing is uploaded if the last
+                upload is still running or was recent.
         """
         busy = self._upload_thread is not None and self._upload_thread.is_alive()
         if not starts_now and (busy or time.monotonic() < self._next_upload_time):
@@ -235,20 +240,24 @@ class Publisher:
         self._upload_thread.start()
 
     def _try_to_publish(self) -> None:
-        """Upload the changed files, and print a warning if the upload fails."""
+        """Upload the changed files. If the upload fails, print a warning instead of raising an error."""
         try:
             self.publish()
         except RunError as error:
             print_status(f"warning: {to_one_line(error)}; trying again later")
 
     def close(self) -> None:
-        """Upload the last files, and delete the local folder. Never raises."""
+        """Upload the last files, and delete the local folders. A failed upload only prints a warning."""
         if is_taken(self._staging_folder):
             self._try_to_publish()
             shutil.rmtree(self._staging_folder, ignore_errors=True)
 
 
 def _upload_files(files: Mapping[Path, RemotePath]) -> None:
-    """Upload files in parallel. After an error, wait for the running uploads and raise the first error."""
+    """Upload files in threads. After an error, wait for the running uploads and raise the first error.
+
+    Args:
+        files: URL of each local file.
+    """
     jobs = (lambda _, path=path, target=target: target.upload_file(path) for path, target in files.items())
     run_jobs_in_threads(jobs, lambda _: None, NUM_PARALLEL_UPLOADS)

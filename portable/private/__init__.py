@@ -1,11 +1,13 @@
-"""Access to private names of other packages: one module per package, and no other file uses private names.
+"""Access to private names of other packages. There is one module per package.
 
-The modules for torch, transformers, peft, bitsandbytes, datasets and Accelerate are in this folder. The
-module for DeepSpeed is ``gpu/zero/private_api.py``, the one for torch_xla ``tpu/xla/torch_xla_internals.py``,
-and the one for torch_tpu ``tpu/torchtpu/torch_tpu_internals.py``. A package may rename its private names in
-any release. Names are therefore looked up when they are used, so that a missing name only affects the feature
-that needs it, with an error of one line (:meth:`GuardedPackage.explain_missing_names`).
-``tests/test_private_names.py`` checks that all other files use only public names.
+No other file uses private names, which ``tests/test_private_names.py`` checks. The modules for torch,
+transformers, peft, bitsandbytes, datasets and Accelerate are in this folder. The module for DeepSpeed is
+``gpu/zero/private_api.py``, the module for torch_xla is ``tpu/xla/torch_xla_internals.py``, and the module
+for torch_tpu is ``tpu/torchtpu/torch_tpu_internals.py``.
+
+A package may rename its private names in any release. The modules therefore look names up when they are used.
+A missing name then affects only the feature that needs it, with an error of one line
+(:meth:`GuardedPackage.explain_missing_names`).
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ if TYPE_CHECKING:
     Function = TypeVar("Function", bound=Callable[..., Any])
 
 _WRONG_ARGUMENTS_MESSAGE = re.compile(r"\(\) (takes|got|missing) ")
-"""Pattern of Python's messages about arguments that a function does not accept."""
+"""Pattern of the messages of TypeErrors that Python raises for arguments that a function does not accept."""
 
 
 class GuardedPackage:
-    """Package whose private names are used in one module.
+    """Package whose private names one module uses, with decorators that explain missing names to the user.
 
     Args:
         name: Name of the distribution.
-        tested_version: Newest version that was tested.
+        tested_version: Newest version with which the names were tested, used in error messages.
     """
 
     def __init__(self, name: str, tested_version: str) -> None:
         self._name, self.tested_version = name, tested_version
 
     def check_installed(self, feature: str, extra: str) -> None:
-        """Check that the package is installed in a version that an extra of this distribution requires.
+        """Check that the package is installed, in a version that the requirements of portable-trainer allow.
 
         Args:
             feature: Feature that needs the package, used in the error message.
@@ -70,10 +72,11 @@ class GuardedPackage:
             )
 
     def explain_missing_names(self, feature: str) -> Callable[[Function], Function]:
-        """Decorate a function or generator so that a missing private name raises UserError.
+        """Return a decorator for functions and generators that converts errors of missing names to UserError.
 
-        The error is raised only if the code of the decorated function's file uses a name that does not exist
-        or that accepts other arguments. Errors inside other packages are not changed.
+        An ImportError, AttributeError or TypeError is converted only if code in the file of the decorated
+        function caused it, by a name that does not exist or that accepts other arguments. Errors inside other
+        packages are raised unchanged.
 
         Args:
             feature: Feature that needs the name, used in the error message.
@@ -83,7 +86,7 @@ class GuardedPackage:
             file = function.__code__.co_filename
 
             def raise_if_name_is_missing(error: Exception) -> None:
-                """Raise UserError if the decorated function's file caused ``error``, otherwise return."""
+                """Raise UserError if code in the decorated function's file caused ``error``. Else return."""
                 codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
                 # The frames of __getattr__ and importlib only report that a name or module does not exist.
                 while codes[-1].co_name == "__getattr__" or "importlib" in codes[-1].co_filename:
@@ -122,7 +125,9 @@ class GuardedPackage:
         return decorate
 
     def wrap_private_function(self, path: str, feature: str) -> Callable[..., Any]:
-        """Return a guarded function that imports and calls a private function.
+        """Return a function that imports a private function when it is called, and calls it.
+
+        A missing private function raises UserError; see :meth:`explain_missing_names`.
 
         Args:
             path: Location of the function, as ``module:name`` or ``module:name.name``.
@@ -137,15 +142,16 @@ class GuardedPackage:
         return call
 
     def wrap_private_attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
-        """Return a guarded function that reads a private attribute of its argument.
+        """Return a function that reads a private attribute of its first argument.
 
-        If the returned function gets additional arguments, it calls the attribute with them.
+        If it gets further arguments, it calls the attribute with them and returns the result. A missing
+        attribute raises UserError; see :meth:`explain_missing_names`.
 
         Args:
             name: Name of the attribute.
             feature: Feature that needs the attribute, used in the error message.
-            default: Value to return if the attribute does not exist. Without it, a missing attribute raises
-                UserError.
+            default: At most one value, which is returned instead of raising an error if the attribute does
+                not exist.
         """
 
         @self.explain_missing_names(feature)

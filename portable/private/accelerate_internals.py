@@ -1,4 +1,4 @@
-"""Private names of Accelerate, and replacements in it."""
+"""Access to Accelerate's experiment trackers without its process state."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import Any
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """Logger that also works before Accelerate's process state exists, unlike Accelerate's own logger."""
+    """Replacement for Accelerate's logger, which raises an error before Accelerate's process state exists."""
 
     def warning_once(self, *given: Any, **more: Any) -> None:
-        """Log a warning, like Accelerate's logger, but each time."""
+        """Log a warning each time that it is called. The method of Accelerate logs it only once."""
         self.warning(*given, **more)
 
 
 def get_tracker_classes() -> dict[str, Any]:
-    """Return Accelerate's tracker classes, keyed by name. They work without its process state."""
+    """Return Accelerate's tracker classes by name, such as ``tensorboard``.
+
+    The logger of Accelerate's tracking module is replaced, so that the trackers work without its process
+    state.
+    """
     from accelerate import tracking
 
     tracking.logger = _Logger(logging.getLogger(tracking.__name__), {})

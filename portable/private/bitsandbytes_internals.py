@@ -1,4 +1,7 @@
-"""Import of bitsandbytes without torch's compiler. Other modules import bitsandbytes from here."""
+"""Import of bitsandbytes without torch's compiler.
+
+Other modules get bitsandbytes only from :func:`import_bitsandbytes`.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from portable.private.torch_internals import disable_compiler
 
 @cache
 def import_bitsandbytes() -> Any:
-    """Import bitsandbytes without its use of ``torch.compile``.
+    """Import bitsandbytes while ``torch.compile`` is disabled. The result is cached.
 
-    bitsandbytes compiles replacements for kernels that a device lacks. This would import the compiler and
-    take two seconds. On a CPU, it would also compile a function for each shape and take longer than a small
-    run.
+    bitsandbytes compiles replacements for kernels that a device lacks. On import, this would load the
+    compiler, which takes two seconds. On a CPU, it would later also compile a function for each shape, which
+    takes longer than a small run.
 
     Returns:
-        The package.
+        The module ``bitsandbytes``.
 
     Raises:
-        UserError: If the package is not installed, too old, or broken.
+        UserError: If the package is not installed, has the wrong version, or cannot be imported.
     """
     _bitsandbytes.check_installed("adapter.base: nf4 and int8", "qlora")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Private names of datasets."""
+"""Access to private names of the package datasets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def get_dataset_fingerprint(rows: Any) -> str:
     """Return a dataset's fingerprint, which covers its repository, revision, configuration and split.
 
     Args:
-        rows: Dataset of the library datasets.
+        rows: ``Dataset`` object of the package datasets.
     """
     return str(rows._fingerprint)

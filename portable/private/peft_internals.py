@@ -1,6 +1,6 @@
-"""Private names of peft.
+"""Functions that use private names of peft or replace parts of peft.
 
-Other modules import peft from here, because it is then imported without torch's compiler.
+Other modules import peft from here. The import then does not load torch's compiler.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _peft = GuardedPackage("peft", "0.21.2")
 
 @_peft.explain_missing_names("adapter")
 def get_default_target_modules(constant_name: str, model_type: str) -> list[str] | None:
-    """Return the modules that peft adapts by default in a model type, or None if peft has no default.
+    """Return the names of the modules that peft adapts by default in a model type, or None without a default.
 
     Args:
-        constant_name: Name of a constant in ``peft.utils.constants``.
+        constant_name: Name of the constant in ``peft.utils.constants`` that maps model types to module names.
         model_type: Model type of transformers.
     """
     modules_by_type: dict[str, list[str]] = getattr(peft.utils.constants, constant_name)
@@ -48,13 +48,13 @@ def get_default_target_modules(constant_name: str, model_type: str) -> list[str]
 
 @_peft.explain_missing_names("adapter.use_dora")
 def is_dora_magnitude_layer(module: nn.Module) -> bool:
-    """Return whether ``module`` contains the DoRA magnitudes of a linear layer."""
+    """Return whether ``module`` is the peft module that contains the DoRA magnitudes of a linear layer."""
     return type(module) is peft.tuners.lora.dora.DoraLinearLayer
 
 
 @_peft.explain_missing_names("adapter")
 def is_target_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
-    """Return whether peft raises an error for a target module, such as ``out_proj`` in Mamba layers.
+    """Return whether peft rejects a target module with an error, such as ``out_proj`` in Mamba layers.
 
     Args:
         settings: peft's config.
@@ -70,18 +70,18 @@ def is_target_module_rejected(settings: Any, model: nn.Module, name: str) -> boo
 
 @_peft.explain_missing_names("adapter")
 def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]) -> list[str]:
-    """Find tensors of an adapter's file that peft does not load, because it gives them other names.
+    """Find tensors of an adapter's file that peft does not load, because it renames them.
 
-    peft applies the name rules of the model's published files to an adapter. Some rules also match the names
-    that the model has in memory.
+    When peft loads an adapter, it applies the rules by which transformers renames the tensors of the model's
+    published files. Some rules also match names that are already the names in memory.
 
     Args:
         settings: peft's config.
         model: Model without the adapter.
-        names: Names in the file.
+        names: Names of the adapter's tensors in the file.
 
     Returns:
-        The names that peft changes.
+        The names that peft changes. Empty if the rules cannot be applied.
     """
     from peft.utils import transformers_weight_conversion
 
@@ -99,8 +99,8 @@ def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters in the layers of ``model`` within this context.
 
-    peft's own method also changes which parameters require a gradient, after the engine has already read
-    this.
+    peft's own method cannot be used, because it also changes which parameters require a gradient, on which
+    the engine relies.
     """
     layers: list[Any] = [
         module for module in model.modules() if getattr(module, "_disable_adapters", None) is False
@@ -117,14 +117,17 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 @_peft.explain_missing_names("adapter.trainable_token_indices")
 def is_trainable_tokens_layer(module: nn.Module) -> bool:
-    """Return whether ``module`` adapts rows of an embedding."""
+    """Return whether ``module`` is the peft layer that trains some rows of an embedding."""
     return isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer)
 
 
 @contextmanager
 @_peft.explain_missing_names("adapter")
 def use_pattern_matcher(matcher: PatternMatcher) -> Iterator[None]:
-    """Let ``matcher`` match the patterns in peft's adapter settings within this context."""
+    """Make peft match the patterns in adapter settings with ``matcher`` within this context.
+
+    ``re.match`` and ``re.fullmatch`` are replaced in the modules of peft.
+    """
     matching: Any = peft.tuners.tuners_utils
     theirs = matching.re
     loaded = [module for name, module in [*sys.modules.items()] if name.startswith("peft.")]

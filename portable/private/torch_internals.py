@@ -1,4 +1,4 @@
-"""Private and undocumented names of torch, and replacements in torch, as one small function each."""
+"""Functions that use private names of torch or replace functions of torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _torch = GuardedPackage("torch", "2.15.0")
 def build_dtensor_like(
     tensor: DTensor, local_shard: Tensor, global_shape: Sequence[int] | None = None
 ) -> DTensor:
-    """Build a DTensor with the mesh and placements of ``tensor`` around a local shard.
+    """Build a DTensor with the mesh and placements of ``tensor`` around a local shard on any device.
 
-    ``DTensor.from_local`` would move the shard to the devices of the mesh. Here, it may be on another device.
+    ``DTensor.from_local`` cannot be used, because it moves the shard to the device type of the mesh.
 
     Args:
         tensor: DTensor whose mesh and placements are used.
@@ -59,22 +59,26 @@ def compute_shard_slices(tensor: DTensor) -> tuple[slice, ...]:
 build_storage_prefix = _torch.wrap_private_function(
     "torch.distributed.checkpoint.filesystem:_StoragePrefix", "checkpoints under strategy full_shard"
 )
-"""Build the plan entry that sets a prefix for the names of the files that DCP's writer creates."""
+"""Build the storage data of a DCP save plan that sets the prefix of the names of the written files."""
 get_storage_id = _torch.wrap_private_attribute("_cdata", "checkpoints and portable-plan")
-"""Return a number that is equal for all Python objects of one storage."""
+"""Return a number that identifies a storage: it is equal for all Python objects of the same storage."""
 get_tensor_version: Callable[[Tensor], int] = attrgetter("_version")
 """Return the number of in-place changes of a tensor, without a host-device sync.
 
-This is a C function, because it is called in every step.
+There is no check for a missing name, so that the function is fast enough to be called in every step.
 """
 
 
 class ViewOrigin(NamedTuple):
-    """Base of a view, and how to recreate the view."""
+    """Result of :func:`find_view_origin`.
+
+    Attributes:
+        root: The tensor that the view is based on, or the tensor itself if it is not a view.
+        replay: Function that applies the same view to another tensor. None if the tensor is not a view.
+    """
 
     root: Tensor
     replay: Callable[[Tensor], Tensor] | None
-    """Function that applies the same view to another tensor. None if the tensor is not a view."""
 
 
 @_torch.explain_missing_names("xla.scan_layers")
@@ -93,8 +97,8 @@ def replace_truncated_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
     """Replace the implementation of ``torch.nn.init.trunc_normal_`` within this context.
 
     Args:
-        draw: Replacement, called with torch's function followed by the arguments ``tensor, mean, std, a, b,
-            generator``.
+        draw: Replacement. Its arguments are the original function, followed by the arguments of the call:
+            ``tensor, mean, std, a, b, generator``.
     """
     module: Any = torch.nn.init
     name = "_no_grad_trunc_normal_"
@@ -115,9 +119,9 @@ def replace_truncated_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
 create_fake_tensor_mode = _torch.wrap_private_function(
     "torch._subclasses.fake_tensor:FakeTensorMode", "portable-plan"
 )
-"""Create a fake tensor mode: tensors have shapes but no values."""
+"""Create a fake tensor mode, a context in which tensors have shapes but no values."""
 is_fake_tensor = _torch.wrap_private_function("torch._subclasses.fake_tensor:is_fake", "portable-plan")
-"""Return whether a tensor has no values."""
+"""Return whether a tensor is a fake tensor, which has no values."""
 _TREES = "nested inputs and outputs of layers"
 tree_leaves = _torch.wrap_private_function("torch.utils._pytree:tree_leaves", _TREES)
 tree_flatten = _torch.wrap_private_function("torch.utils._pytree:tree_flatten", _TREES)
@@ -130,9 +134,9 @@ tree_unflatten = _torch.wrap_private_function("torch.utils._pytree:tree_unflatte
 @contextmanager
 @_torch.explain_missing_names("portable-plan")
 def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Call ``call(operation, arguments, keywords)`` instead of each torch operation within this context.
+    """Call ``call(operation, arguments, keywords)`` instead of each ATen operation within this context.
 
-    Inside of ``call``, operations are not intercepted.
+    Operations inside of ``call`` are not intercepted.
 
     Args:
         call: Function that returns the result of the operation.
@@ -149,10 +153,10 @@ def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], 
 
 @_torch.explain_missing_names("portable-plan with compile")
 def trace_partitioned_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that it runs as the two graphs that inductor would compile.
+    """Wrap a function so that it runs as the forward and backward graphs that inductor would compile.
 
-    The first call traces the graphs. They run operation by operation. The forward graph saves the same values
-    for the backward graph as inductor does.
+    The graphs are traced in the first call, and run without compilation, operation by operation. The forward
+    graph saves the same values for the backward graph as with inductor, so that the memory can be measured.
     """
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.aot_autograd import aot_function
@@ -172,22 +176,26 @@ def trace_partitioned_graphs(function: Callable[..., Any]) -> Callable[..., Any]
 
 @_torch.explain_missing_names("portable-plan and memory.activation_checkpointing selective")
 def get_private_aten_operation(name: str) -> Any:
-    """Return the ATen operation whose name is ``name`` with an additional leading underscore."""
+    """Return the default overload of a private ATen operation.
+
+    Args:
+        name: Name of the operation without its leading underscore.
+    """
     return getattr(torch.ops.aten, f"_{name}").default
 
 
 get_operation_schema = _torch.wrap_private_attribute("_schema", "portable-plan --compile")
-"""Return the schema of an operation: its arguments, and which of them it changes."""
+"""Return the schema of an ATen operation: its arguments, and which of them it changes in place."""
 fused_sgd_ = _torch.wrap_private_function("torch:_fused_sgd_", "train.optimizer: sgd")
-"""Update parameters with SGD in one kernel."""
+"""Update a list of parameters in place with the fused kernel of SGD."""
 multiply_tensors_ = _torch.wrap_private_function("torch:_foreach_mul_", "precision: fp16")
-"""Multiply tensors in place, in one kernel if the device has one."""
+"""Multiply a list of tensors in place by a scalar tensor, in one kernel if the device supports this."""
 skips_non_finite_steps = _torch.wrap_private_attribute("_step_supports_amp_scaling", "train.optimizer", False)
-"""Return whether an optimizer itself skips a step if a gradient is not finite."""
+"""Return whether ``step`` of an optimizer skips the update by itself if its attribute ``found_inf`` is 1."""
 
 
 def wrap_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace ``scaled_dot_product_attention`` of ``torch.nn.functional`` by a wrapped version, globally.
+    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by a wrapped version in this process.
 
     Args:
         wrap: Function that wraps the original function.
@@ -204,12 +212,12 @@ def wrap_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
 # -- modules -----------------------------------------------------------------------------------------------
 
 get_submodules = _torch.wrap_private_attribute("_modules", "model")
-"""Return the submodules of a module, keyed by name. The dict may be changed."""
+"""Return the dict of a module's submodules by name, itself and not a copy, so that it can be changed."""
 
 
 @_torch.explain_missing_names("adapter")
 def copy_with_submodules(module: Any, changed: dict[str, Any]) -> Any:
-    """Copy ``module`` with other submodules. The copy shares everything else.
+    """Copy a module shallowly, with other submodules. The copy shares parameters and all other attributes.
 
     Args:
         module: Module to copy.
@@ -230,7 +238,7 @@ def wrap_constructors(
 ) -> Iterator[None]:
     """Wrap the constructor of each class within this context.
 
-    If a class has no constructor, its inherited constructor is wrapped for this class only.
+    If a class inherits its constructor, the wrapped version is used only for this class.
 
     Args:
         classes: Classes of modules.
@@ -256,9 +264,10 @@ def wrap_constructors(
 
 @_torch.explain_missing_names("compile: true")
 def raise_recompile_limit(recompile_limit: int) -> None:
-    """Allow torch to compile at least ``recompile_limit`` different layers.
+    """Allow ``torch.compile`` to compile one function at least ``recompile_limit`` times.
 
-    Beyond its limit, torch would silently run layers without compiling them.
+    All layers of a class count together. Beyond the limit, torch would silently run further layers without
+    compiling them.
     """
     dynamo = torch._dynamo.config
     # Do not recompile because of the index of a layer in its attributes. Importing torch_xla turns automatic
@@ -270,7 +279,7 @@ def raise_recompile_limit(recompile_limit: int) -> None:
 
 @contextmanager
 def disable_compiler() -> Iterator[None]:
-    """Disable ``torch.compile`` within this context: it returns functions unchanged."""
+    """Replace ``torch.compile`` within this context by a function that returns its argument unchanged."""
     compiler: Any = torch.compile
     stand_in: Any = lambda function=None, **_: function or (lambda later: later)  # noqa: E731
     torch.compile = stand_in
@@ -283,14 +292,14 @@ def disable_compiler() -> Iterator[None]:
 get_build_folder = _torch.wrap_private_function(
     "torch.utils.cpp_extension:_get_build_directory", "ops of DeepSpeed"
 )
-"""Return torch's build folder of a C++ extension."""
+"""Return the folder in which torch builds a C++ extension."""
 
 # -- the GPU's memory --------------------------------------------------------------------------------------
 
 record_memory_history = _torch.wrap_private_function(
     "torch.cuda.memory:_record_memory_history", "log.memory_snapshot"
 )
-"""Start or stop recording allocations on the GPU."""
+"""Start or stop recording the allocations on the GPU."""
 dump_memory_snapshot = _torch.wrap_private_function("torch.cuda.memory:_dump_snapshot", "log.memory_snapshot")
 """Write the recorded allocations to a file for https://pytorch.org/memory_viz."""
 
@@ -299,14 +308,14 @@ dump_memory_snapshot = _torch.wrap_private_function("torch.cuda.memory:_dump_sna
 dump_nccl_trace = _torch.wrap_private_function(
     "torch._C._distributed_c10d:_dump_nccl_trace", "NCCL's flight recorder"
 )
-"""Return the contents of NCCL's flight recorder, a pickle for ``torchfrtrace``."""
+"""Return the contents of NCCL's flight recorder as bytes, a pickle that ``torchfrtrace`` reads."""
 
 
 @_torch.explain_missing_names("data.num_workers")
 def kill_data_workers(batches: Any) -> None:
-    """Kill the workers of a ``DataLoader`` iterator.
+    """Kill the workers of a ``DataLoader`` iterator, and end its thread that pins memory.
 
-    Called after one of the workers was killed, because torch would otherwise wait for all of them.
+    Use this function after one of the workers was killed, because torch would otherwise wait for all of them.
 
     Args:
         batches: Iterator of the ``DataLoader``.
@@ -321,7 +330,7 @@ def kill_data_workers(batches: Any) -> None:
 @_torch.explain_missing_names("data.num_workers")
 @contextmanager
 def prefix_semaphores(prefix: str) -> Iterator[None]:
-    """Add a prefix to the names of the semaphores that this process creates within this context."""
+    """Use a prefix for the names of ``multiprocessing`` semaphores that are created in this context."""
     from multiprocessing import process
 
     current: Any = process.current_process()
@@ -336,9 +345,13 @@ def prefix_semaphores(prefix: str) -> Iterator[None]:
 
 @_torch.explain_missing_names("data.num_workers")
 def unlink_semaphores(queues: list[Any]) -> None:
-    """Remove the names of the semaphores of queues.
+    """Remove the names of the semaphores of queues, so that none remains in the system if this process dies.
 
-    All other processes must have opened the queues before.
+    The semaphores remain usable. Call this function only after all other processes have opened the queues,
+    because they need the names for this.
+
+    Args:
+        queues: Queues of ``multiprocessing``.
     """
     from multiprocessing import util
     from multiprocessing.synchronize import SemLock
@@ -356,8 +369,8 @@ def detach_process_groups() -> list[Any]:
     """Detach this process from its process groups, so that it can start a new default group.
 
     Returns:
-        The detached groups. Keep a reference to them: if a group is freed, its connections are closed, and
-        other ranks fail.
+        The detached groups. Keep a reference to them, because freeing a group closes its connections, and the
+        other ranks would fail.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Private and undocumented names of transformers, and replacements in transformers."""
+"""Functions that use private names of transformers or replace functions of transformers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _transformers = GuardedPackage("transformers", "5.24.0")
 def skip_mask_value_checks() -> AbstractContextManager[None]:
     """Return a context in which transformers does not read the values of masks and positions.
 
-    Reading them is a host-device sync. Unless it is being traced, transformers looks for packed sequences,
-    and skips masks that mask nothing. In this context, every given mask is used.
-    :mod:`portable.model.document_attention` finds the documents of packed samples instead.
+    Reading them is a host-device sync. Unless it is being traced, transformers looks for packed sequences in
+    the positions, and omits masks that mask nothing. In this context, it uses every mask, and does not look
+    for packed sequences, which :mod:`portable.model.document_attention` handles.
     """
     return _replace_masking_functions(find_packed_sequence_indices=lambda _: None, is_tracing=lambda *_: True)
 
 
 def ignore_packed_sequences() -> AbstractContextManager[None]:
-    """Return a context in which transformers does not look for packed sequences."""
+    """Return a context in which transformers does not look for packed sequences in ``position_ids``."""
     return _replace_masking_functions(find_packed_sequence_indices=lambda _: None)
 
 
@@ -59,7 +59,7 @@ def _replace_masking_functions(**functions: Callable[..., Any]) -> Iterator[None
 @cache
 @_transformers.explain_missing_names("training")
 def _import_masking_module() -> Any:
-    """Import ``transformers.masking_utils``, and check that it has the functions that are replaced."""
+    """Import ``transformers.masking_utils``, and check that the functions to replace exist."""
     from transformers import masking_utils
 
     module: Any = masking_utils
@@ -68,7 +68,7 @@ def _import_masking_module() -> Any:
 
 
 get_attention_kernel = _transformers.wrap_private_attribute("_attn_implementation", "model.attention")
-"""Return the attention kernel in a config: ``sdpa``, ``eager``, ..."""
+"""Return the name of the attention kernel in a config, such as ``sdpa`` or ``eager``."""
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def wrap_mask_function(
 
 @_transformers.explain_missing_names("context_parallel_size")
 def get_attention_functions() -> Any:
-    """Return the attention functions of all models of this process, keyed by kernel."""
+    """Return transformers' global mapping from the names of attention kernels to attention functions."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS
@@ -114,23 +114,26 @@ def get_attention_functions() -> Any:
 
 @_transformers.explain_missing_names("data.packing: documents")
 def get_mask_functions() -> Any:
-    """Return the functions that build masks for all models of this process, keyed by kernel."""
+    """Return transformers' global mapping from attention kernel names to functions that build masks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def get_module_namespace(model: Any) -> dict[str, Any]:
-    """Return the global names of the module that defines the class of ``model``, with their values.
+    """Return the globals of the Python module that defines the class of ``model``. Changes take effect there.
 
-    FSDP2 replaces the class of a model by a subclass that torch defines. Classes of torch are skipped.
+    FSDP2 replaces the class of a model by a subclass in a module of torch. Such classes are skipped.
     """
     module_names = (each.__module__ for each in type(model).__mro__)
     return vars(sys.modules[next(name for name in module_names if not name.startswith("torch."))])
 
 
 def enable_sdpa_grouped_queries() -> None:
-    """Let sdpa use grouped key heads with a mask as well, instead of expanding the key heads first."""
+    """Make sdpa with a mask use grouped key heads directly, instead of expanding the key heads first.
+
+    Sets an environment variable of transformers, unless the user has set it.
+    """
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
@@ -164,10 +167,10 @@ def build_tensor_parallel_plan(model: Any, num_ranks: int) -> dict[str, str]:
 
 @_transformers.explain_missing_names("tensor_parallel_size")
 def apply_tensor_parallel_plan(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
-    """Shard a model by a tensor-parallel plan.
+    """Shard a model by a tensor-parallel plan, with the functions of transformers.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place.
         mesh: Device mesh of the tensor-parallel ranks.
         plan: Result of :func:`build_tensor_parallel_plan`.
     """
@@ -201,10 +204,14 @@ def list_rope_types(module: nn.Module) -> dict[str | None, str]:
 
 
 class RotaryEmbedding:
-    """Rotary embedding of transformers, with access to the parts that depend on the length of a sequence.
+    """Wrapper of a rotary embedding of transformers, for frequencies that depend on the length of a sequence.
 
     Args:
         module: The rotary embedding.
+
+    Attributes:
+        module: The rotary embedding.
+        forward: The original forward method of its class.
     """
 
     def __init__(self, module: Any) -> None:
@@ -214,7 +221,11 @@ class RotaryEmbedding:
 
     @_transformers.explain_missing_names("model.config.rope_parameters")
     def get_original_length(self, layer_type: str | None) -> int:
-        """Return the maximum length for the short factors of LongRoPE."""
+        """Return the largest sequence length for which LongRoPE uses its short factors.
+
+        Args:
+            layer_type: Layer type, or None if all layers share one rope type.
+        """
         rope = self.module.config.rope_parameters
         length: int = (rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"]
         return length
@@ -223,9 +234,9 @@ class RotaryEmbedding:
     def compute_rotations_by_length(
         self, x: Tensor, positions: Tensor, text_lengths: Tensor, layer_type: str | None
     ) -> Any:
-        """Compute dynamic rotations with separate frequencies for each token.
+        """Compute rotations with dynamic NTK scaling by the length of the text of each token.
 
-        Does not trigger a host-device sync.
+        There is no host-device sync.
 
         Args:
             x: Tensor with the device and the dtype of the result.
@@ -234,7 +245,7 @@ class RotaryEmbedding:
             layer_type: Layer type, or None if all layers share one rope type.
 
         Returns:
-            The result of the module.
+            The same tensors that the module returns, such as ``(cos, sin)``, ``[batch, tokens, head size]``.
         """
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -269,9 +280,9 @@ class RotaryEmbedding:
 # -- models ------------------------------------------------------------------------------------------------
 
 build_model_from_config = _transformers.wrap_private_attribute("_from_config", "model.init: scratch")
-"""Build a model of a given class from a config, with initial weights.
+"""Build a model of a certain class from a config, with initial weights.
 
-An Auto class might choose another class for the config.
+The public method of an Auto class might choose another class for the config.
 """
 
 
@@ -284,7 +295,7 @@ def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
         config: Config of the model.
 
     Returns:
-        The class, or several classes for some model types.
+        The class. For a few model types, a tuple of several classes.
 
     Raises:
         KeyError: If the Auto class has no class for the config.
@@ -295,7 +306,8 @@ def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
 def find_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``, or None if it has none.
 
-    If transformers lists several classes, the architecture in the config decides.
+    If transformers lists several classes, the class that ``architectures`` in the config names is returned,
+    or the first class if it names none of them.
 
     Args:
         auto_class: Auto class of transformers, such as ``AutoModelForCausalLM``.
@@ -325,14 +337,14 @@ def patch_llama4() -> None:
 
 @_transformers.explain_missing_names("model.config.model_type")
 def list_model_types() -> list[str]:
-    """List the names of all model types."""
+    """List the names of all model types of transformers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return list(CONFIG_MAPPING_NAMES)
 
 
 def find_causal_lm_class(model_type: str) -> str | None:
-    """Return the name of the class that ``AutoModelForCausalLM`` opens for a model type, or None."""
+    """Return the name of the class that ``AutoModelForCausalLM`` builds for a model type, or None."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
@@ -340,37 +352,39 @@ def find_causal_lm_class(model_type: str) -> str | None:
 
 
 def list_no_split_layer_classes(model: nn.Module) -> set[str]:
-    """List the class names of layers that must stay on one device."""
+    """List the class names of layers that must stay on one device (``_no_split_modules``)."""
     return {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
 
 
 get_tieable_parameter_names = _transformers.wrap_private_attribute(
     "_tied_weights_keys", "model.name_or_path", None
 )
-"""Return the names of parameters that may be tied, including the head, or None."""
+"""Return the names of the parameters of a model class that may be tied, including the head, or None."""
 get_ignored_checkpoint_patterns = _transformers.wrap_private_attribute(
     "_keys_to_ignore_on_load_unexpected", "checkpoint.resume", None
 )
-"""Return patterns of names in a checkpoint that an architecture ignores on purpose, or None."""
+"""Return patterns of the names of checkpoint tensors that a model class ignores on purpose, or None."""
 get_unsaved_tensor_names = _transformers.wrap_private_attribute(
     "_keys_to_ignore_on_save", "checkpoint.export", None
 )
-"""Return the names of tensors that ``save_pretrained`` does not save, such as fixed positions, or None."""
+"""Return patterns of the names of tensors that ``save_pretrained`` does not save, or None. An example is a
+table of fixed positions.
+"""
 
 
 def list_fp32_name_parts(model: PreTrainedModel, *, fp16: bool) -> set[str]:
-    """List parts of the names of parameters that an architecture keeps in fp32.
+    """List the components of names by which a model class marks parameters that stay in fp32.
 
     Args:
         model: The model.
-        fp16: Whether to include the parameters that are kept in fp32 only if the others are in fp16.
+        fp16: Whether to include parameters that stay in fp32 only if the other parameters are fp16.
     """
     names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     return names | (set(getattr(model, "_keep_in_fp32_modules", None) or ()) if fp16 else set())
 
 
 get_commit_hash = _transformers.wrap_private_attribute("_commit_hash", "adapter", None)
-"""Return the hub commit that a config was loaded from, or None if it was loaded from a folder."""
+"""Return the commit on the Hub from which a config was loaded, or None if it was loaded from a folder."""
 
 
 def wrap_activation_checkpointing(
@@ -379,8 +393,8 @@ def wrap_activation_checkpointing(
     """Wrap the activation checkpointing function of a model's layers.
 
     Args:
-        model: Model whose layers already checkpoint their activations.
-        wrap: Function that wraps the original function.
+        model: Model with activation checkpointing enabled. It is changed in place.
+        wrap: Function that wraps the checkpoint function of each layer.
     """
     name = "_gradient_checkpointing_func"
     for module in model.modules():
@@ -389,12 +403,11 @@ def wrap_activation_checkpointing(
 
 
 def require_reformer_input_gradients(model: PreTrainedModel) -> None:
-    """Let the embeddings of Reformer require a gradient, so that adapters in its layers are trained.
+    """Make the embeddings of Reformer require gradients, so that adapters in its layers are trained.
 
-    No-op for other models.
-
-    The layers run in an autograd function that does not have their parameters among its inputs. If the
-    embeddings are frozen, no input of the function would require a gradient.
+    Does nothing for other models. Reformer runs its layers in an autograd function that does not have their
+    parameters among its inputs. With frozen embeddings, no input of the function would require a gradient,
+    and its backward pass would not run.
     """
     if "_ReversibleFunction" in get_module_namespace(model):
         model.enable_input_require_grads()
@@ -404,20 +417,20 @@ def require_reformer_input_gradients(model: PreTrainedModel) -> None:
 
 
 class MappedName(NamedTuple):
-    """Name of a tensor in a checkpoint, and its counterpart in a model."""
+    """Name of a tensor in a checkpoint, and the name in the model to which it contributes."""
 
     stored_name: str
     model_name: str
     pattern: str | None
-    """Key in :attr:`MappedNames.converters`, or None if the tensor is only renamed."""
+    """Key of its converter in :attr:`MappedNames.converters`, or None if the tensor is only renamed."""
 
 
 class MappedNames(NamedTuple):
-    """Names of a checkpoint's tensors in a model."""
+    """Result of :func:`map_checkpoint_names`."""
 
     names: list[MappedName]
     converters: dict[str, Any]
-    """Objects of transformers that convert the tensors of a group, keyed by pattern."""
+    """Objects of transformers that convert several tensors together, such as experts, by pattern."""
 
 
 @_transformers.explain_missing_names("model.name_or_path")
@@ -459,8 +472,8 @@ def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Ma
 
     Args:
         model: The model.
-        model_names_by_stored_name: transformers' names for tensors that the model does not use, keyed by the
-            checkpoint's names.
+        model_names_by_stored_name: Names of tensors that the model does not use, after transformers'
+            renaming, by their names in the checkpoint.
 
     Returns:
         Names in the checkpoint.
@@ -472,9 +485,9 @@ def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Ma
 
 @_transformers.explain_missing_names("checkpoint.export")
 def list_name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """List transformers' rules for renaming tensors when it loads a model's published files.
+    """List the rules by which transformers renames and converts the tensors in a model's published files.
 
-    Rules that exist only for legacy files are not included.
+    Rules that exist only for legacy files are omitted.
 
     Args:
         model: The model.
@@ -515,7 +528,7 @@ _OPERATIONS: dict[str, Callable[[Any], list[Any]]] = {
 
 
 def convert_name_rule(transform: Any) -> dict[str, Any]:
-    """Convert a rule of transformers, with both directions, to JSON.
+    """Convert a rule of transformers to JSON, with its directions for reading and for writing files.
 
     Args:
         transform: Object of ``transformers.core_model_loading``.
@@ -539,7 +552,7 @@ _MIXTURE_NAME_PART = ".block_sparse_moe."
 
 
 def _convert_direction(transform: Any) -> dict[str, Any]:
-    """Convert one direction of a rule to JSON: the names that it finds, and the operations on the tensors."""
+    """Convert one direction of a rule to JSON: the names that it matches, and its operations on tensors."""
     direction: dict[str, Any] = {
         "find": transform.compiled_sources.pattern,
         "sources": list(transform.source_patterns),
@@ -555,10 +568,7 @@ def _convert_direction(transform: Any) -> dict[str, Any]:
 
 @_transformers.explain_missing_names("model.name_or_path: a quantized checkpoint")
 def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
-    """Return whether a quantization config has the key ``dequantize``.
-
-    With it, weights are loaded as floats.
-    """
+    """Return whether a quantization config supports ``dequantize``, with which weights load as floats."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     return hasattr(AutoQuantizationConfig.from_dict(dict(quantization)), "dequantize")
@@ -566,7 +576,11 @@ def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
 
 @_transformers.explain_missing_names("model.name_or_path")
 def read_generation_config(name: str) -> Any:
-    """Read the generation settings in the ``config.json`` of a model."""
+    """Build a generation config from the generation settings in the ``config.json`` of a model.
+
+    Args:
+        name: Local folder, or name of a model on the Hub.
+    """
     from transformers import GenerationConfig
 
     return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
@@ -577,13 +591,13 @@ def read_generation_config(name: str) -> Any:
 compile_chat_template = _transformers.wrap_private_function(
     "transformers.utils.chat_template_utils:_compile_jinja_template", "data.chat_template"
 )
-"""Compile a Jinja template in transformers' sandbox, with its tags for the text of the assistant."""
+"""Compile a chat template in the Jinja sandbox of transformers, which supports the tag ``generation``."""
 render_chat_template = _transformers.wrap_private_function(
     "transformers.utils.chat_template_utils:_render_with_assistant_indices", "data.chat_template"
 )
-"""Render messages with a template.
+"""Render messages with a compiled chat template.
 
-Returns the text, and the spans that the template marks as the assistant's.
+Returns the text, and the spans of the text that the template marks as generated by the assistant.
 """
 
 # -- mixtures of experts -----------------------------------------------------------------------------------
@@ -605,11 +619,13 @@ def set_experts_function(model: Any, name: str, function: Callable[..., Any]) ->
 
 
 apply_expert_gate = _transformers.wrap_private_attribute("_apply_gate", "backend: xla")
-"""Apply the gate and the activation to the first product of a layer's experts."""
+"""Apply the activation and the gate of a layer of experts to the result of its first matrix product."""
 
 # -- weight decay ------------------------------------------------------------------------------------------
 
 list_parameter_names_except = _transformers.wrap_private_function(
     "transformers.trainer_pt_utils:get_parameter_names", "train.weight_decay"
 )
-"""List the names of parameters, except in modules of some classes or matching a pattern."""
+"""List the names of the parameters of a model that are outside of certain module classes and do not match
+certain patterns.
+"""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _background_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-"""Default process group, and the group for background threads that belongs to it."""
+"""Default process group, and the process group for background threads that was created from it."""
 
 # Never freed. Gloo's threads release a collective's tensors shortly after it ends. Releasing the last
 # reference needs the GIL, which the main thread holds while it destroys the process group and joins those
@@ -33,20 +33,21 @@ _MAX_NUMBERS = 2
 _SUMS, _RECEIVED = (torch.zeros(_MAX_NUMBERS, dtype=torch.float64) for _ in range(2))
 _TAG = 72  # separates these messages from other messages between the same ranks
 _MAX_RING_RANKS = 64
-"""Largest number of ranks for which gloo's ring all-reduce is faster than a tree of separate messages.
+"""Largest number of ranks for which gloo's ring all-reduce is faster than messages along a binary tree.
 
 A separate message takes about 1.5 ms, and a message of the ring 0.1 ms (``benchmarks/ranks.py``).
 """
 
 
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
-    """Sum a few numbers from each rank's host over all ranks. A collective call and a barrier.
+    """Sum a few numbers of each rank over all ranks, on the host.
 
-    The all-reduce of gloo is a ring: ``2 (ranks - 1)`` messages follow each other. With many ranks, the
-    numbers go to rank 0 and back along a binary tree instead, so a rank waits for ``2 log2(ranks)`` messages.
+    All ranks have to call this function, which is also a barrier. With up to 64 ranks, it uses gloo's
+    all-reduce, in which ``2 (ranks - 1)`` messages follow each other. With more ranks, the numbers go to rank
+    0 and back along a binary tree, so that a rank waits for only ``2 log2(ranks)`` messages.
 
     Args:
-        numbers: At most two numbers. The same count on all ranks.
+        numbers: One or two numbers. All ranks have to pass the same count.
 
     Returns:
         The sums, bitwise equal on all ranks. Integers are exact up to 2**53.
@@ -75,19 +76,19 @@ def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def reduce_any(flag: bool) -> bool:
-    """Return whether ``flag`` is True on any rank. A collective call and a barrier."""
+    """Return whether ``flag`` is True on any rank. All ranks have to call this, and it is a barrier."""
     return sum_over_ranks([flag])[0] > 0
 
 
 def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Gather ``text`` from all ranks, ordered by rank. A collective call.
+    """Gather a string from every rank of a group. All of these ranks have to call this function.
 
     Args:
-        text: Text of this rank.
-        group: Process group. If None, the default group.
+        text: String of this rank.
+        group: Process group. None for the default group.
 
     Returns:
-        The strings of the ranks in the group, by rank. Only ``text`` if there is no process group.
+        The strings in rank order. Only ``text`` if there is no process group.
     """
     if not dist.is_initialized():
         return [text]
@@ -97,14 +98,16 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
 
 def raise_if_any_rank_failed(outcome: T | UserError) -> T:
-    """Return ``outcome``, unless any rank passes a UserError. A collective call.
+    """Return the result of this rank if no rank failed, otherwise raise an error on all ranks.
+
+    All ranks have to call this function. Only one rank raises the original error, so that it is printed once.
 
     Args:
-        outcome: Result of this rank, or the error that it would raise.
+        outcome: Result of this rank, or the UserError with which this rank failed.
 
     Raises:
-        UserError: On the lowest rank with an error.
-        ReportedElsewhereError: On the other ranks.
+        UserError: The error of this rank, if this is the lowest rank with an error.
+        ReportedElsewhereError: If any rank failed, on all other ranks.
     """
     error = outcome if isinstance(outcome, UserError) else None
     error_texts = gather_text("" if error is None else to_one_line(error))
@@ -117,17 +120,18 @@ def raise_if_any_rank_failed(outcome: T | UserError) -> T:
 
 
 def get_or_create_background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
-    """Return a process group for background threads. A collective call.
+    """Return a gloo process group for background threads. All ranks have to call this function.
 
-    All threads share one group of all ranks, because each group costs sockets. The threads never use it at
-    the same time: a checkpoint is uploaded after its shards are written. The group has a long timeout,
-    because ranks write files at different speeds. The failure of a rank is detected separately.
+    The group of all ranks is created at the first call and then shared by all threads, because each group
+    costs sockets. Sharing is safe, because no two threads use it at the same time: a checkpoint is uploaded
+    after its shards are written. The group has a timeout of a day, because ranks write files at different
+    speeds, and the failure of a rank is detected in another way.
 
     Args:
-        ranks: Ranks of a new group that only they can use. If None, the shared group of all ranks.
+        ranks: Ranks of a new group that is not shared. None for the shared group of all ranks.
 
     Returns:
-        The group, or None if there is a single process.
+        The group. None if there is no process group, as in a single process.
     """
     global _background_group
     world = dist.group.WORLD
@@ -141,7 +145,7 @@ def get_or_create_background_group(ranks: list[int] | None = None) -> dist.Proce
 
 
 def _build_background_group(ranks: list[int] | None) -> dist.ProcessGroup:
-    """Create a gloo group without its messages on stdout."""
+    """Create a gloo group of some ranks, or of all ranks if ``ranks`` is None, without printing to stdout."""
     with discard_native_stdout():
         group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(days=1))
     return cast("dist.ProcessGroup", group)
@@ -160,7 +164,7 @@ _SETTINGS_OF_HOST = (
 
 
 def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
-    """Check that the ranks have the same values. A collective call.
+    """Check that all ranks have the same values. All ranks have to call this function.
 
     The ranks exchange digests first, and the values only if the digests differ.
 
@@ -169,8 +173,8 @@ def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
         facts: JSON values of this rank, keyed by their names in the error message.
 
     Raises:
-        UserError: Raised on all ranks if a value of a rank differs from rank 0. The message names the first
-            such value.
+        UserError: On all ranks, if a value on any rank differs from the value on rank 0. The message names
+            the first such value.
     """
     text = json.dumps(facts)
     if len(set(backend.gather_text(hashlib.blake2b(text.encode()).hexdigest()))) == 1:
@@ -188,7 +192,11 @@ def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
 
 
 def collect_values_equal_on_all_ranks(config: RunConfig) -> dict[str, Any]:
-    """Collect the settings and library versions for :func:`check_ranks_agree`, keyed by name."""
+    """Collect the settings and library versions that must be equal on all ranks, by name.
+
+    The result is the argument of :func:`check_ranks_agree`. Settings that may differ between hosts, such as
+    paths, are omitted.
+    """
     facts = {
         key: keys.to_plain_value(config.get(key))
         for key in keys.get_setting_fields(RunConfig)

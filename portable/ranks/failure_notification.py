@@ -1,9 +1,10 @@
 """Notification of all ranks when a rank fails.
 
-Each rank keeps a connection to rank 0. The kernel closes the connection when a process ends in any way, so
-rank 0 notices a killed rank at once, and the other ranks notice the end of rank 0. Rank 0 decides which rank
-failed first and notifies all ranks. Nothing is sent while the run is healthy, and a connection stays open
-without any activity of the process, so a rank that is busy or suspended is not mistaken for a dead rank.
+Each rank keeps a TCP connection to rank 0. The kernel closes the connection when a process ends in any way.
+Rank 0 therefore notices a killed rank at once, and the other ranks notice the end of rank 0. Rank 0 decides
+which rank failed first and notifies all ranks. There are no heartbeats: nothing is sent while the run is
+healthy, and a connection stays open without any activity of the process. A busy or suspended rank is
+therefore not mistaken for a dead rank.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _CONSEQUENCE_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
 """Seconds that a failed rank waits for the answer of rank 0."""
 _CLOSE_SECONDS = 60.0
-"""Seconds that a rank that has noticed an error itself may take to close its files and connections."""
+"""Seconds that a main thread may take to close files and connections after it has noticed an error."""
 _MAX_BYTES, _MAX_TEXT = 1 << 16, 4000  # bytes of a message, characters of an error
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """TCP keepalive settings: seconds and number of probes until the kernel considers a silent node dead."""
@@ -56,14 +57,15 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 @dataclass(frozen=True)
 class PeerFailure:
-    """Failure of a rank.
+    """Failure of a rank, as the ranks send it to each other.
 
     Attributes:
         rank: Rank that failed.
         host: Name of its host.
         code: Exit code for all ranks.
         message: Error in one line. Empty if the process ended without reporting an error.
-        certain: Whether the failure cannot be the consequence of another rank's failure.
+        certain: Whether the failure cannot be a consequence of another rank's failure. An error of a
+            collective, for example, may be one.
     """
 
     rank: int
@@ -73,21 +75,22 @@ class PeerFailure:
     certain: bool = True
 
     def describe(self) -> str:
-        """Return one line that names the rank, its host and its error."""
+        """Format the failure as one line with the rank, its host and its error."""
         message = self.message or "its process was killed or has crashed; the log of its node may show why"
         return f"rank {self.rank} on {self.host} failed first: {message}"
 
     def to_error(self) -> ReportedElsewhereError:
-        """Return the error to raise on the other ranks. It is not printed there."""
+        """Build the error that the other ranks raise. They do not print it."""
         return ReportedElsewhereError(self.message or self.describe(), self.code)
 
 
 class PeerWatch:
-    """Connection of this rank to the other ranks. Used as a context manager.
+    """Context in which this rank is notified if another rank fails.
 
-    If another rank fails, this process exits with the exit code of that failure. It does not exit if it
-    leaves the context first, because its main thread has noticed the failure itself. If the failed process
-    could not print an error, the lowest other rank prints which rank and host failed.
+    After a failure of another rank, this process waits for a while and then exits with the exit code of that
+    failure. It does not exit if it leaves the context in time, because its main thread has noticed the
+    failure itself. If the failed process could not print an error, the lowest other rank prints which rank
+    and host failed.
 
     Args:
         on_failure: Function that is called in a background thread with the first failure of another rank.
@@ -105,7 +108,11 @@ class PeerWatch:
         self._main_thread_exits = False
 
     def start(self) -> Self:
-        """Connect to rank 0. A collective call. Does nothing if there is a single rank."""
+        """Connect to rank 0, and start the thread that waits for a failure.
+
+        All ranks have to call this method. Does nothing if there is a single rank. If rank 0 is not
+        reachable, a warning is printed.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
         self._rank = dist.get_rank()
@@ -135,10 +142,11 @@ class PeerWatch:
         self.disconnect(others_can_continue=error is None or isinstance(error, Exception))
 
     def disconnect(self, *, others_can_continue: bool = True) -> None:
-        """Close the connection, so that failures are no longer noticed.
+        """Close the connection, so that this rank no longer notices failures.
 
         Args:
-            others_can_continue: Whether the other ranks can continue without this rank. If not, they fail.
+            others_can_continue: Whether the other ranks can continue without this rank. If not, rank 0
+                regards the closed connection as a failure of this rank.
         """
         self._has_left.set()
         connection, self._connection = self._connection, None
@@ -152,19 +160,19 @@ class PeerWatch:
             self._arbiter.close()
 
     def announce_own_exit(self) -> None:
-        """Prevent the background thread from exiting the process at once on a failure.
+        """Give the main thread more time before the background thread exits the process after a failure.
 
-        Called by the main thread when it has noticed an error itself and still has to close files and
+        The main thread calls this method when it has noticed an error itself and still has to close files and
         connections.
         """
         self._main_thread_exits = True
 
     def report_error(self, error: Exception) -> PeerFailure | None:
-        """Report an error of this rank to the other ranks.
+        """Report an error of this rank to rank 0, and wait up to five seconds for its answer.
 
         Returns:
-            The first failure according to rank 0. It may be the failure of another rank. None if there is a
-            single rank or no connection.
+            The first failure according to rank 0, which may be the failure of another rank. None if rank 0
+            does not answer, or if there is no connection.
         """
         self.announce_own_exit()
         if self._connection is None or self._first_failure is not None:
@@ -183,13 +191,13 @@ class PeerWatch:
 
     @property
     def failed_first(self) -> bool:
-        """Whether rank 0 regards the failure of this rank as the first."""
+        """Whether rank 0 has decided that the failure of this rank was the first failure."""
         return self._first_failure is not None and self._first_failure.rank == self._rank
 
     def _wait_for_first_failure(self) -> None:
-        """Wait for the first failure of any rank, and exit the process if another rank failed.
+        """Wait for the first failure of any rank, and exit the process if it is the failure of another rank.
 
-        Runs in a thread.
+        This method runs in a thread. The end of the connection counts as a failure of rank 0.
         """
         connection = self._connection
         assert connection is not None
@@ -225,7 +233,11 @@ class PeerWatch:
 
 
 class _FailureArbiter:
-    """Thread of rank 0 that accepts the connections of all ranks and decides which rank failed first."""
+    """Thread of rank 0 that accepts the connections of all ranks and decides which rank failed first.
+
+    Args:
+        host: Name of the host of rank 0.
+    """
 
     def __init__(self, host: str) -> None:
         address = os.environ.get("MASTER_ADDR", host)
@@ -241,9 +253,9 @@ class _FailureArbiter:
         port = self._listener.getsockname()[1]
         names = [_LOOPBACK] if local else list(dict.fromkeys([address, host]))
         self.addresses: list[list[Any]] = [[name, port] for name in names]
-        """Addresses of rank 0 that the other ranks try in order, each a host and a port."""
+        """Addresses of rank 0, each a host and a port, which the other ranks try in order."""
         self.token = secrets.token_hex(16)
-        """Secret without which a connection is ignored. The ranks read it from the store."""
+        """Secret, read from the store, that a rank sends first. Connections without it are closed."""
         self._host = host
         self._ranks_and_hosts: dict[socket.socket, tuple[int, str]] = {}
         self._incomplete_lines: dict[socket.socket, bytes] = {}
@@ -286,9 +298,9 @@ class _FailureArbiter:
         self._selector.close()
 
     def _read_messages(self, connection: socket.socket) -> None:
-        """Read the available messages of a rank.
+        """Read and handle the available messages of a connection.
 
-        If the connection has ended without notice, the rank has failed.
+        If the connection has ended although the rank has not announced it, a failure of the rank is added.
         """
         try:
             data = connection.recv(_MAX_BYTES)
@@ -308,10 +320,14 @@ class _FailureArbiter:
             self._add_failure(PeerFailure(*ended, RUN_ERROR, ""))
 
     def _handle_message(self, connection: socket.socket, line: bytes) -> bool:
-        """Handle a message of a rank: the first message with the token, a failure, or an announced exit.
+        """Handle a message: the first message of a rank with the token, a failure, or an announced exit.
+
+        Args:
+            connection: Connection that the message came from.
+            line: Message, one line of JSON.
 
         Returns:
-            Whether to keep the connection open. False if the message is invalid, or if the rank exits.
+            Whether to keep the connection open. False if the message is invalid, or if the rank leaves.
         """
         try:
             message = json.loads(line)
@@ -330,7 +346,10 @@ class _FailureArbiter:
         return True
 
     def _add_failure(self, failure: PeerFailure) -> None:
-        """Add a failure. The decision is delayed if the failure may be the consequence of another one."""
+        """Record a failure, and schedule the decision which failure was the first.
+
+        The decision is delayed by a second if the failure may be a consequence of another failure.
+        """
         if self._decided:
             return
         self._failures.append(failure)
@@ -338,9 +357,9 @@ class _FailureArbiter:
         self._decide_at = min(self._decide_at, time.monotonic() + delay)
 
     def _announce_first_failure(self) -> None:
-        """Send the first failure to all ranks.
+        """Decide which of the recorded failures was the first, and send it to all ranks.
 
-        A failure that is certain takes precedence, because other failures may be its consequences.
+        Certain failures have priority, because other failures may be their consequences.
         """
         first = min(self._failures, key=lambda failure: not failure.certain)
         self._decided = True
@@ -352,7 +371,7 @@ class _FailureArbiter:
 
 
 def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message. If the connection has ended, do nothing, because the reader notices this itself."""
+    """Send a message. Errors are ignored, because the code that reads from the connection handles its end."""
     with contextlib.suppress(OSError):
         connection.sendall(_encode_message(message))
 
@@ -363,14 +382,21 @@ def _encode_message(message: dict[str, Any]) -> bytes:
 
 
 def _iter_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the messages of rank 0 until the connection is closed."""
+    """Yield the messages that rank 0 sends, until the connection is closed or broken."""
     with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as lines:
         for line in lines:
             yield json.loads(line)
 
 
 def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | None:
-    """Connect to the first reachable address. Returns None if none can be reached."""
+    """Connect to the first reachable of several addresses of rank 0.
+
+    Args:
+        addresses: Pairs of a host and a port.
+
+    Returns:
+        The connection. None if no address can be reached.
+    """
     for address, port in addresses:
         with contextlib.suppress(OSError):
             connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
@@ -381,7 +407,7 @@ def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | No
 
 
 def _enable_keepalive(connection: socket.socket) -> None:
-    """Let the kernel close the connection if the other node stops answering."""
+    """Make the kernel close the connection if the other node no longer responds, as after a power loss."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):

@@ -1,4 +1,7 @@
-"""Launch of the ranks on this machine. No rank outlives its launcher."""
+"""Launch of the ranks on this machine, their reports to the launcher, and the error of a failed launch.
+
+The ranks are child processes of the launcher, and no rank outlives it.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,9 @@ if TYPE_CHECKING:
 
 STOP_FILE = "stop-requested"
 _report_folder: Path | None = None
-"""Folder for reports to the launcher, in a rank that :func:`launch_ranks` started.
-
-None in other processes.
-"""
+"""Folder for reports to the launcher. None unless :func:`launch_ranks` started this process."""
 _failed_at: float | None = None
-"""Time of this rank's failure, or None."""
+"""Time of this rank's failure (``time.time()``), or None if it has not failed."""
 START_METHOD = "spawn"
 _LOOPBACK, _RENDEZVOUS_TIMEOUT = "127.0.0.1", datetime.timedelta(minutes=10)
 TERMINATE_SECONDS = 30.0  # time for ranks to end after SIGTERM when another rank has failed
@@ -58,10 +58,12 @@ POLL_SECONDS = 0.1  # how often a rank checks for the reports of other ranks
 
 
 def check_rank_variables() -> None:
-    """Check the variables that a launcher (torchrun, accelerate launch, srun, this program) sets.
+    """Check ``RANK`` and ``WORLD_SIZE``, which a launcher such as torchrun or accelerate launch sets.
+
+    Call this function only if at least one of them is set.
 
     Raises:
-        UserError: If only ``RANK`` or only ``WORLD_SIZE`` is set, or if their values are not valid.
+        UserError: If only one of them is set, or if their values are not valid.
     """
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None:
@@ -74,10 +76,10 @@ def check_rank_variables() -> None:
 
 
 def check_rendezvous_variables() -> None:
-    """Check that the launcher has set the rendezvous address of the ranks.
+    """Check that the launcher has set ``MASTER_ADDR`` and ``MASTER_PORT``, to which the ranks connect.
 
     Raises:
-        UserError: If ``MASTER_ADDR`` or ``MASTER_PORT`` is not set, and there are several ranks.
+        UserError: If one of them is not set, and there are several ranks.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and int(os.environ["WORLD_SIZE"]) > 1:
@@ -92,8 +94,8 @@ def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
     """Build the error for variables of a launcher that are only partly set.
 
     Args:
-        there: Variables that are set, with the verb ``is`` or ``are``.
-        missing: Variables that are not set, with the verb.
+        there: Names of the variables that are set, followed by ``is`` or ``are``.
+        missing: Names of the variables that are not set, followed by ``is`` or ``are``.
     """
     return UserError(f"{there} set, as by a launcher of ranks, but {missing} not; {_REMEDY}")
 
@@ -101,7 +103,8 @@ def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
 def format_train_command(world_size: int, **options: object) -> str:
     """Format a ``portable-train`` command for an error message.
 
-    Ranks on several nodes need their own launcher. The command has a placeholder for it.
+    If the ranks of this run are on several nodes, the command contains a placeholder for the launcher of the
+    user.
 
     Args:
         world_size: Number of ranks that the command starts.
@@ -115,16 +118,16 @@ def format_train_command(world_size: int, **options: object) -> str:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The rank that failed first, and its error."""
+    """First failure of a launch: the rank that failed first, and its error."""
 
     rank: int
     exit_code: int
     message: str | None
     """Error in one line. None if the rank could not write a report."""
     is_hang: bool = False
-    """Whether ranks hang. The message then describes all of them."""
+    """Whether the watchdog reported a hang. If it did, the message describes all hanging ranks."""
     traceback: str = ""
-    """Traceback of a bug. The tracebacks of later failures are not printed."""
+    """Traceback of an unexpected exception, for the launcher to print. Empty for other failures."""
 
 
 def launch_ranks(
@@ -135,23 +138,24 @@ def launch_ranks(
     memory_advice: str = "",
     find_checkpoint: Callable[[], object | None] = lambda: None,
 ) -> int:
-    """Run ``function(*arguments)`` in ``ranks`` local processes.
+    """Run ``function(*arguments)`` in ``ranks`` local processes, and wait for them.
+
+    If a rank fails, the other ranks are terminated. Signals to this process are forwarded to the ranks.
 
     Args:
-        function: Picklable function that returns the exit code of its rank. If several ranks raise
-            ``UserError`` or ``RunError``, only one of the errors is reported.
+        function: Picklable function that returns the exit code of its rank.
         arguments: Picklable arguments.
         ranks: Number of ranks.
-        memory_advice: Remedy in the error message if a rank is killed because host memory ran out.
-        find_checkpoint: Function that returns the checkpoint that a stopped run can resume from, or None
-            without a checkpoint.
+        memory_advice: Advice for the error message if a rank is killed because host memory ran out.
+        find_checkpoint: Function that returns the checkpoint from which a stopped run can resume, or None if
+            there is no checkpoint.
 
     Returns:
-        The exit code. It is the same on all ranks.
+        The largest exit code that a rank returned.
 
     Raises:
-        UserError: If the first failed rank raised it.
-        RunError: If the first failed rank raised it or was killed.
+        UserError: If the rank that failed first raised it.
+        RunError: If the rank that failed first raised any other error, hung, or was killed.
         StoppedError: If signals ended the run before it could save a checkpoint.
     """
     raise_open_file_limit(ranks)
@@ -203,9 +207,12 @@ def launch_ranks(
 
 
 def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
-    """Start the store through which the ranks connect, and return it with the variables that the ranks need.
+    """Start the store of torch.distributed through which the ranks connect to each other.
 
     The store listens only on the loopback interface, because every process that can connect can write to it.
+
+    Returns:
+        The store, which stops when it is garbage-collected, and the environment variables with its address.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # imported here because it loads torch
 
@@ -225,12 +232,12 @@ def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
 
 
 def _build_world_variables(ranks: int) -> dict[str, str]:
-    """Build the variables of torch.distributed that are the same for all ranks of this machine."""
+    """Build the environment variables with the number of ranks, which are the same for all ranks."""
     return {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
 class RankExit(NamedTuple):
-    """Exit of a rank's process that counts as a failure."""
+    """Exit of a rank's process that :func:`_wait_for_ranks` considers a failure."""
 
     rank: int
     code: int
@@ -238,7 +245,9 @@ class RankExit(NamedTuple):
 
 
 def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> RankExit | None:
-    """Wait until all processes have ended or one has failed.
+    """Wait until all processes have ended or one has failed, and kill ranks that hang.
+
+    A process with exit code 0 that has not written the exit code of its function has also failed.
 
     Returns:
         The failed rank and its exit code, or None if all ranks have succeeded.
@@ -259,7 +268,7 @@ def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> Ra
 
 
 def _terminate_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> None:
-    """Terminate the processes that are still running. Processes that do not end in time are killed."""
+    """Terminate the running processes with SIGTERM, and kill processes that do not end in time."""
     running = [process for process in processes if process.is_alive()]
     for process in running:
         process.terminate()
@@ -280,7 +289,12 @@ def _get_exit_code_path(report_folder: Path, rank: int) -> Path:
 
 
 def _build_stopped_error(signals: list[int], checkpoint: object | None) -> StoppedError:
-    """Build the error of a run that signals ended during a step, or before the first step."""
+    """Build the error of a run that signals ended before it could save a checkpoint.
+
+    Args:
+        signals: Numbers of the signals that the launcher received, in order.
+        checkpoint: Earlier checkpoint from which the run can resume, or None.
+    """
     message = "stopped by a signal before the first step"
     if _is_second_interrupt(signals):
         message = "stopped by a second Ctrl-C without saving"
@@ -292,7 +306,11 @@ def _build_stopped_error(signals: list[int], checkpoint: object | None) -> Stopp
 
 
 def _is_second_interrupt(signals: Sequence[int]) -> bool:
-    """Return whether Ctrl-C was pressed after another signal had already requested a stop."""
+    """Return whether an interrupt (Ctrl-C) followed another signal, which had already requested a stop.
+
+    Args:
+        signals: Numbers of the received signals, in order.
+    """
     return signal.SIGINT in signals[1:]
 
 
@@ -329,10 +347,17 @@ def _run_rank_process(
     launcher: int,
     environment: Mapping[str, str],
 ) -> None:
-    """Run a rank's process: call ``function``, and report its exit code or error to the launcher.
+    """Run ``function`` in the process of a rank, and report its exit code or error to the launcher.
 
-    The reports are files in ``report_folder``. Sets the environment variables of the rank, and ends the
-    process with the exit code after an error.
+    After an error, the process ends without running exit handlers.
+
+    Args:
+        rank: Rank of this process.
+        function: Function that returns an exit code.
+        arguments: Arguments of the function.
+        report_folder: Folder in which the report is written as a file.
+        launcher: Process id of the launcher, with which this process dies.
+        environment: Environment variables to set, in addition to ``RANK`` and ``LOCAL_RANK``.
     """
     die_with_parent(launcher)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
@@ -374,13 +399,17 @@ def is_launched_by_portable() -> bool:
 
 
 def record_failure_time() -> None:
-    """Record the time of this rank's failure, because its report is only written after the cleanup."""
+    """Record the current time as the time of this rank's failure, unless a time is already recorded.
+
+    Call this function before the cleanup, because the report is written only afterwards, and the launcher
+    compares the times to find the first failure.
+    """
     global _failed_at
     _failed_at = _failed_at or time.time()
 
 
 def _wait_for_reports(report_folder: Path) -> None:
-    """Wait until every rank has reported or exited, for at most :data:`REPORT_SECONDS` seconds."""
+    """Wait until every rank has written a report or exited, for at most :data:`REPORT_SECONDS` seconds."""
     end = time.monotonic() + REPORT_SECONDS
     while time.monotonic() < end:
         silent = [
@@ -402,7 +431,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def report_hang(message: str) -> None:
-    """Report a hang of this rank to the launcher. Under another launcher, print it."""
+    """Report a hang of this rank to the launcher. If another launcher started this rank, print it instead."""
     if _report_folder is None:
         print_error(f"error: {message}")
     else:
@@ -412,7 +441,15 @@ def report_hang(message: str) -> None:
 def _write_report(
     report_folder: Path, code: int, message: str, *, hang: bool = False, traceback: str = ""
 ) -> None:
-    """Write this rank's report for the launcher atomically."""
+    """Write this rank's report for the launcher, atomically.
+
+    Args:
+        report_folder: Folder of the reports.
+        code: Exit code of the rank.
+        message: Error in one line.
+        hang: Whether the rank hangs.
+        traceback: Traceback of an unexpected exception. Empty for other failures.
+    """
     rank = int(os.environ["RANK"])
     report = {"rank": rank, "code": code, "message": message, "hang": hang, "traceback": traceback}
     text = json.dumps({**report, "time": _failed_at or time.time()})
@@ -422,7 +459,10 @@ def _write_report(
 
 
 def _kill_silent_ranks(report_folder: Path) -> None:
-    """Kill ranks that have not reported some time after another rank reported a hang."""
+    """Kill ranks without a report if another rank reported a hang some time ago.
+
+    Such ranks cannot report, for example because their watchdog thread waits for the GIL.
+    """
     reports = [json.loads(path.read_text("utf-8")) for path in report_folder.glob("rank*.json")]
     if any(
         report["hang"] and time.time() - report["time"] > 2 * watchdog.GRACE_SECONDS for report in reports
@@ -434,16 +474,15 @@ def _kill_silent_ranks(report_folder: Path) -> None:
 
 
 def _read_rank_pids(report_folder: Path) -> dict[int, int]:
-    """Return the process ids of the ranks, keyed by rank."""
+    """Return the process id of each rank that has started, keyed by rank."""
     names = [path.name.split(".") for path in report_folder.glob("rank*.pid")]
     return {int(rank.removeprefix("rank")): int(pid) for rank, pid, _ in names}
 
 
 def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankFailure:
-    """Find the first failure, because later failures may be its consequences.
+    """Find the failure that caused the others.
 
-    Hanging ranks are considered first, then a rank that was killed, then user errors, then the earliest
-    error.
+    In order of priority, this is a hang, the kill of a rank, a user error, or else the earliest error.
 
     Args:
         report_folder: Folder with the reports of the ranks.
@@ -464,7 +503,13 @@ def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankF
 
 
 def _to_exception(failure: RankFailure, out_of_memory: bool | None, memory_advice: str) -> Exception:
-    """Build the exception that the launcher raises for the first failure."""
+    """Build the exception that the launcher raises for the first failure.
+
+    Args:
+        failure: The first failure.
+        out_of_memory: Result of :func:`has_new_oom_kill`.
+        memory_advice: Advice for the error message if host memory ran out.
+    """
     if failure.message is not None:
         if failure.exit_code == USER_ERROR:
             return UserError(failure.message)
@@ -481,12 +526,12 @@ def _to_exception(failure: RankFailure, out_of_memory: bool | None, memory_advic
 
 
 def _describe_kill(out_of_memory: bool | None, advice: str) -> str:
-    """Describe the most likely cause of a SIGKILL.
+    """Describe the most likely cause of a SIGKILL, as the end of a sentence.
 
     Args:
         out_of_memory: Whether the kernel's counters of OOM kills have increased, or None if there are no
             counters.
-        advice: Remedy if host memory ran out.
+        advice: Advice to the user if host memory ran out.
     """
     advice = f"; {advice}" if advice else ""
     if out_of_memory:

@@ -1,4 +1,4 @@
-"""Processes that write the final model together, one on each node."""
+"""Group of processes, one on each node, that write the final model together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NodeWriters:
     of the group.
 
     Args:
-        group: Process group of these ranks. None if rank 0 is the only one.
+        group: Process group of these ranks. None if only rank 0 writes.
         number: Index of this process in the group.
         size: Number of processes.
 
@@ -38,16 +38,19 @@ class NodeWriters:
         self.has_lost_a_process = False
 
     def call_everywhere(self, function: Callable[[], str]) -> list[str]:
-        """Call a function in every process of the group. A collective call of the group.
+        """Call a function in this process, and gather the results of all processes of the group.
+
+        All processes of the group have to call this method.
 
         Args:
             function: Function that returns a string.
 
         Returns:
-            The results of all processes, ordered by process.
+            The results of all processes, in the order of their numbers.
 
         Raises:
-            CheckpointError: If the function fails in another process, or if a process has died.
+            CheckpointError: If the function fails in another process, or if a process has died. If the
+                function fails in this process, its exception is raised instead.
         """
         if self._group is None:
             return [function()]
@@ -75,14 +78,14 @@ class NodeWriters:
 
 
 def choose_node_writers(can_read_checkpoint: Callable[[], bool]) -> NodeWriters | None:
-    """Choose the ranks that write the final model: the first rank of each node. A collective call.
+    """Choose the ranks that write the final model, which are the first rank of each node.
 
-    One process of a node is enough, because its threads use all cores, and because every process has to read
-    the index of the complete checkpoint.
+    All ranks have to call this function. There is only one writer per node, because its threads use all
+    cores, and because every writer has to read the index of the complete checkpoint.
 
     Args:
-        can_read_checkpoint: Function that returns whether this process can read the checkpoint. A node
-            without access to the file system of rank 0 does not write.
+        can_read_checkpoint: Function that returns whether this process can read the checkpoint. Nodes that
+            cannot, because they do not share the file system of rank 0, do not write.
 
     Returns:
         The group. None on ranks that do not write.

@@ -1,4 +1,4 @@
-"""Detection of OOM kills from the kernel's counters before and after a launch."""
+"""Detection of OOM kills during a launch, from the kernel's counters before and after it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from contextlib import suppress
 from pathlib import Path
 
 OomKillCounts = dict[str, int]
-"""Number of OOM kills since boot, keyed by the path of the counter."""
+"""Number of OOM kills since boot in each counter, keyed by the path of its file."""
 
 
 def read_oom_kills(root: Path = Path("/")) -> OomKillCounts:
-    """Read all visible counters of OOM kills.
+    """Read all counters of OOM kills that this process can see.
 
-    The counter of the machine is in ``/proc/vmstat``. The counters of this process's memory cgroup and its
-    parents (a container, a batch job) are in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1).
+    The counter of the machine is in ``/proc/vmstat``. The memory cgroup of this process and its parents, such
+    as a container or a batch job, have counters in ``memory.events`` (cgroup v2) or ``memory.oom_control``
+    (v1).
 
     Args:
         root: Folder that contains ``proc`` and ``sys``.
@@ -30,9 +31,12 @@ def read_oom_kills(root: Path = Path("/")) -> OomKillCounts:
 
 
 def _list_cgroup_counter_files(root: Path) -> list[Path]:
-    """List the files with the counters of this process's memory cgroup and its parents.
+    """List the possible paths of the counters of this process's memory cgroup and its parents.
 
-    The files may not exist. Empty on systems without ``/proc/self/cgroup``.
+    Not all of the files exist. Empty on systems without ``/proc/self/cgroup``.
+
+    Args:
+        root: Folder that contains ``proc`` and ``sys``.
     """
     membership = root / "proc/self/cgroup"
     if not membership.exists():

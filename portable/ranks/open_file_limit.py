@@ -1,4 +1,4 @@
-"""Limit of open files and sockets of a rank's process."""
+"""Limit on the number of open files and sockets of a rank's process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from portable.errors import UserError
 _NUM_PROCESS_GROUPS = 2
 """Number of gloo process groups: the default group, and the group for background threads."""
 _NUM_OTHER_FILES = 256
-"""Number of other files and pipes: data, libraries, checkpoints, and data workers."""
+"""Assumed number of other open files and pipes, for data, libraries, checkpoints, and data workers."""
 
 
 def raise_open_file_limit(world_size: int) -> None:
-    """Raise the soft limit of open files to the hard limit, and let gloo connect ranks only when needed.
+    """Raise the soft limit on open files to the hard limit, and check that it is sufficient.
+
+    An environment variable also makes gloo connect two ranks only when they communicate, unless the user has
+    set the variable.
 
     Args:
         world_size: Number of ranks.
@@ -39,8 +42,8 @@ def raise_open_file_limit(world_size: int) -> None:
 
 
 def compute_needed_open_files(world_size: int) -> int:
-    """Compute the number of files and sockets that rank 0 may have open. No rank has more.
+    """Compute the number of files and sockets that rank 0 may have open at once. No other rank has more.
 
-    Rank 0 has a connection to each rank in each process group, in the store, and for failure notification.
+    Rank 0 has a connection to each rank for each process group, for the store, and for failure notification.
     """
     return (_NUM_PROCESS_GROUPS + 2) * world_size + _NUM_OTHER_FILES

@@ -1,4 +1,4 @@
-"""End processes when their parent dies. This module only imports modules that load fast."""
+"""Termination of processes when their parent dies. This module imports only modules that load fast."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
     """Make the system kill this process when its parent dies.
 
     Args:
-        expected_parent_pid: Expected process id of the parent. If None, any parent is accepted. If the parent
-            is another process by now, it has died, and this process exits at once.
+        expected_parent_pid: Process id of the parent that started this process. If the current parent is
+            another process, that parent has already died, and this process exits at once. None to accept any
+            parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -39,7 +40,7 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
 
 
 def _kill_when_parent_ends(parent_pid: int) -> None:
-    """Kill this process when the parent ends. Used if the kernel cannot do it."""
+    """Wait until the parent process ends, and then kill this process. Used on systems other than Linux."""
     while os.getppid() == parent_pid:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -49,8 +50,8 @@ def _kill_when_parent_ends(parent_pid: int) -> None:
 def kill_spawned_processes_with_parent() -> Iterator[None]:
     """Make processes that ``multiprocessing`` spawns within this context die with this process.
 
-    They also die if this process is killed while they still import their modules. Does nothing on systems
-    other than Linux.
+    The first code that a spawned process runs requests this from the kernel, so that it also dies if this
+    process is killed while it imports its modules. Does nothing on systems other than Linux.
     """
     if sys.platform != "linux":
         yield

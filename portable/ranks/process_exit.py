@@ -1,4 +1,7 @@
-"""Exit code of a rank's process. Import this module first, so that its exit handler runs last."""
+"""Exit of a rank's process without finalizing the interpreter.
+
+Import this module before modules that register exit handlers, so that its own exit handler runs last.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ _exit_code: int | None = None
 
 
 def set_process_exit_code(code: int) -> int:
-    """Make this process exit with a code after all exit handlers, without finalizing the interpreter.
+    """Set the exit code of this process, and make it exit without finalizing the interpreter.
 
-    Threads of gloo free their last tensors at any time. If the interpreter is being finalized at that time,
-    torch aborts the process (pytorch/pytorch#190489).
+    The process still runs all exit handlers when it ends. The interpreter is not finalized, because threads
+    of gloo free their last tensors at any time, and if they do so during finalization, torch aborts the
+    process (pytorch/pytorch#190489).
 
     Returns:
-        The code.
+        ``code``.
     """
     global _exit_code
     _exit_code = code
@@ -27,7 +31,7 @@ def set_process_exit_code(code: int) -> int:
 
 @atexit.register
 def _exit_after_handlers() -> None:
-    """End the process with the code of :func:`set_process_exit_code`, if it was called."""
+    """End the process at once with the code of :func:`set_process_exit_code`, if that function was called."""
     if _exit_code is not None:
         with suppress(Exception):  # the stream may be closed or full
             flush_stdout()

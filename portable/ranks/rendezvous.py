@@ -1,4 +1,7 @@
-"""Rendezvous of the ranks: the store through which the ranks of one attempt connect."""
+"""Rendezvous of the ranks: the store of torch.distributed through which the ranks of one attempt connect.
+
+torchrun starts a new attempt when it restarts the ranks after a failure.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _POLL_SECONDS = 0.1  # how often rank 0 checks which ranks have joined
 
 
 class Rendezvous(NamedTuple):
-    """Result of a rendezvous: arguments for ``init_process_group``."""
+    """Result of :func:`join_rendezvous`, whose fields are arguments of ``init_process_group``."""
 
     store: Any
     """Store of torch.distributed that all ranks share."""
@@ -26,10 +29,11 @@ class Rendezvous(NamedTuple):
 
 
 def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
-    """Connect to the store whose address is in the launcher's environment variables. A collective call.
+    """Connect to the store whose address is in the launcher's environment variables.
 
-    torchrun keeps its store when it restarts the ranks. A rank that starts early would read the addresses
-    that other ranks stored before the restart, so each attempt uses a different prefix.
+    All ranks have to call this function. torchrun keeps its store when it restarts the ranks. The keys of
+    each attempt therefore get a different prefix, because a rank would otherwise read the addresses that
+    other ranks stored before the restart.
 
     Args:
         timeout: Time limit for all ranks to connect.
@@ -50,15 +54,19 @@ def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
 def agree_on_attempt_name(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
     """Agree with the other ranks on a name for this attempt, in a store with keys of previous attempts.
 
-    ``TORCHELASTIC_RESTART_COUNT`` cannot be the name, because each node counts its own restarts. Rank 0
-    chooses a name and answers each rank that joins. A rank joins with a random number, so that it cannot read
-    the answer to a previous attempt. Rank 0 continues to answer until all ranks have confirmed.
+    All ranks have to call this function. Rank 0 chooses a random name. Every other rank stores a random
+    number and waits for a key with this number, under which rank 0 stores the name. A rank can thus not read
+    an answer to a previous attempt. Rank 0 continues to answer until all ranks have confirmed.
+    ``TORCHELASTIC_RESTART_COUNT`` cannot be the name, because each node counts its own restarts.
 
     Args:
         store: Store of torch.distributed that all ranks share.
         rank: Rank of this process.
         world_size: Number of ranks.
         timeout: Time limit for all ranks to join.
+
+    Returns:
+        The name, which is the same on all ranks.
 
     Raises:
         dist.DistStoreError: If the ranks do not join within ``timeout``.

@@ -1,4 +1,4 @@
-"""Translation of ``srun``'s environment variables to the variables of torch.distributed.
+"""Conversion of the environment variables of ``srun`` to the variables of torch.distributed.
 
 Source: the section on output environment variables in the manual page of SLURM's ``srun``.
 """
@@ -17,15 +17,16 @@ _LOWEST_PORT, _NUM_PORTS = 20_000, 12_000  # below Linux's range for outgoing co
 
 
 def read_slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would set for this process.
+    """Build the variables that torchrun would set for this process, from the variables of ``srun``.
 
     Args:
-        environment: Environment of the process. Its ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence.
+        environment: Environment of the process. If it contains ``MASTER_ADDR`` or ``MASTER_PORT``, their
+            values are used.
 
     Returns:
         ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
-        Empty if another launcher has set them, or if ``srun`` started a single task: like a batch script,
-        that task launches the ranks of its node itself.
+        Empty if another launcher has set ``RANK``, or if ``srun`` started a single task, which launches the
+        ranks of its node itself.
 
     Raises:
         UserError: If the variables of ``srun`` do not follow its documentation.

@@ -1,7 +1,8 @@
 """Watchdog against deadlocks: a rank without progress reports its stack and exits.
 
 If one rank hangs, the other ranks wait for it in their next collective, and the log stops without a message.
-Each rank therefore observes its own progress, in a thread that only needs the GIL.
+Each rank therefore observes its own progress in a thread. The thread makes no collective or device calls, so
+that it does not hang with the main thread.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 FIRST_BATCH_FACTOR = 4.0
-"""Factor on the time limit of the first batch, during which the model is compiled."""
+"""Factor by which the time limit is larger for the first batch, because the model is compiled during it."""
 GRACE_SECONDS = 3.0
-"""Time between a rank's report and its exit, so that other ranks can report as well."""
+"""Seconds between a rank's report and its exit, so that other ranks can report as well."""
 SUSPENDED_SECONDS = 30.0
-"""Time between two checks above which the process must have been suspended."""
+"""Largest number of seconds between two checks of a running process. After a longer gap, the process must
+have been suspended, so that the time without progress does not count."""
 EXIT_CODE = 1
 _PROJECT_FOLDER = Path(__file__).parents[2]
 
@@ -53,19 +55,22 @@ class _WatchedBatches:
         self._first_count = self._last_count = batches.num_batches
         self._is_resting = False
         self.last_progress_time = time.monotonic()
-        """Time of the last progress."""
+        """``time.monotonic()`` of the last progress."""
 
     @property
     def time_limit_factor(self) -> float:
-        """Factor on the time limit. It is larger for the first batch."""
+        """Factor by which the time limit is multiplied, which is larger for the first batch."""
         return FIRST_BATCH_FACTOR if self._last_count <= self._first_count + 1 else 1.0
 
     def pause_until_next_batch(self) -> None:
-        """Suspend the time limit until the next batch."""
+        """Suspend the time limit until the iterator returns its next batch."""
         self._is_resting = True
 
     def has_progressed(self) -> bool:
-        """Return whether there was a batch since the last call, or no batch is expected."""
+        """Return whether the iterator has returned a batch since the last call, or no batch is expected.
+
+        No batch is expected after the last batch, and after :meth:`pause_until_next_batch`.
+        """
         if self._batches.num_batches != self._last_count:
             self._last_count, self._is_resting = self._batches.num_batches, False
             return True
@@ -73,17 +78,18 @@ class _WatchedBatches:
 
 
 class Watchdog:
-    """Exits the process if no batch arrives for some time. Used as a context manager.
+    """Context that exits the process if no batch arrives for some time.
 
-    The watchdog observes the iterators of batches from a separate thread, so that the training loop does not
-    have to call it.
+    A separate thread observes the iterators of batches, so that the training loop does not have to call the
+    watchdog in each step.
 
     Args:
         rank: Rank of this process.
-        timeout_seconds: Time limit without a new batch. None if there is no limit.
-        folder: Folder for the stacks of all threads in ``rank-<r>.txt``. Created when needed.
+        timeout_seconds: Largest time between two batches. None if there is no limit.
+        folder: Folder for the file ``rank-<r>.txt`` with the stacks of all threads. It is created when
+            needed.
         report: Function that is called with one line that describes the hang.
-        dump_collectives: Function that writes the flight record of the device's collectives into a folder.
+        dump_collectives: Function that writes the latest collectives of the device into a folder.
     """
 
     def __init__(
@@ -142,7 +148,7 @@ class Watchdog:
     def pause(self) -> Iterator[None]:
         """Suspend the time limit within this context, for slow work such as saving a large checkpoint.
 
-        The time limit begins anew when the context ends.
+        The time limit starts again from zero when the context ends.
         """
         watched, self._watched = self._watched, None
         try:
@@ -153,7 +159,7 @@ class Watchdog:
             self._watched = watched
 
     def _check_progress_periodically(self) -> None:
-        """Check for progress until the context ends. Runs in a thread."""
+        """Check for progress until the context ends, and exit the process without it. Runs in a thread."""
         checked = time.monotonic()
         while not self._ended.wait(min(1.0, self._timeout_seconds / 4)):
             before, checked = checked, time.monotonic()
@@ -166,7 +172,7 @@ class Watchdog:
                 self._report_and_exit(checked - watched.last_progress_time)
 
     def _report_and_exit(self, idle: float) -> None:
-        """Write and report the stacks of all threads, and exit the process.
+        """Write the stacks of all threads to a file, report the hang in one line, and exit the process.
 
         Args:
             idle: Time without progress in seconds.

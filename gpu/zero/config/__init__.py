@@ -1,4 +1,8 @@
-"""DeepSpeed JSON: read it, check it, reconcile it with a run, and merge it into DeepSpeed's config."""
+"""The user's DeepSpeed JSON (``deepspeed.config``), and the configuration that is passed to DeepSpeed.
+
+The JSON is read and checked, its values are adopted by the config of the run, and it is merged into the
+configuration for DeepSpeed.
+"""
 
 from portable.gpu.zero.config.document import DeepSpeedDocument, read_deepspeed_document
 from portable.gpu.zero.config.merging import build_document_notes, build_merged_config

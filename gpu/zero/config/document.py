@@ -1,4 +1,4 @@
-"""Read a DeepSpeed JSON, check it with DeepSpeed's models, and convert it to settings of a run."""
+"""Reading of a DeepSpeed JSON: it is checked with DeepSpeed's models and converted to settings of a run."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ImportedRun
 
 CONFIG_KEY = "deepspeed.config"
-"""Setting that names the file or contains the mapping."""
+"""Name of the setting whose value is the path of a DeepSpeed JSON, or a mapping with its content."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedDocument:
-    """Checked DeepSpeed configuration.
+    """DeepSpeed JSON after it was read and checked.
 
     Attributes:
-        values: Configuration with the key names of the installed release.
-        name: Name of the file, or of the setting that contains the mapping, used in error messages.
-        imported: Settings of the run that the configuration is converted to, with a note for each value that
-            was renamed, has no effect, or has another meaning here.
+        values: Content, with the key names of the installed release of DeepSpeed.
+        name: Path of the file, or name of the setting that contains the mapping, used in error messages.
+        imported: Settings of a run that are equivalent to the content, with a note for each value that was
+            renamed, has no effect, or has a different meaning here.
     """
 
     values: dict[str, Any]
@@ -48,8 +48,8 @@ class DeepSpeedDocument:
 def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
     """Read and check the JSON of ``deepspeed.config``.
 
-    The file is read only once, because :func:`portable.gpu.zero.config.reconcile.apply_document` stores the
-    document in the config.
+    The file is not read again if ``config`` already contains the document, which
+    :func:`portable.gpu.zero.config.reconcile.apply_document` stores in it.
 
     Returns:
         The document. None if ``deepspeed.config`` is not set.
@@ -85,9 +85,18 @@ def read_deepspeed_document(config: RunConfig) -> DeepSpeedDocument | None:
 
 
 def _select_stage(config: RunConfig, zero_section: dict[str, Any], document_name: str) -> int:
-    """Return the ZeRO stage of the JSON, or of the run's strategy if the JSON has none or ``auto``.
+    """Select the ZeRO stage, from 0 to 3.
 
-    Without a stage in either, the result is 0 and nothing is sharded, as in DeepSpeed.
+    A stage from 1 to 3 in the JSON has priority. Otherwise, the stage of ``strategy`` is used if the user has
+    set it. Without both, the result is 0, with which nothing is sharded, as in DeepSpeed.
+
+    Args:
+        config: Config of the run.
+        zero_section: Section ``zero_optimization`` of the JSON.
+        document_name: Name of the JSON, used in error messages.
+
+    Raises:
+        UserError: If the JSON contains an invalid stage.
     """
     stage = zero_section.get("stage", 0)
     if stage in (0, AUTO) and config.is_set("strategy"):

@@ -1,4 +1,4 @@
-"""Merge a DeepSpeed JSON into the configuration for ``deepspeed.initialize``, and note ignored values."""
+"""Merge of a DeepSpeed JSON into the configuration for DeepSpeed, and notes on ignored values."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ _OVERRIDDEN_KEYS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimize
 def build_merged_config(
     base: Mapping[str, Any], document: DeepSpeedDocument, hidden_size: int
 ) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed: values of the JSON merged over values of the run.
+    """Build the configuration for DeepSpeed from the settings of the run and the DeepSpeed JSON.
+
+    If both contain a key, the value of the JSON is used.
 
     Args:
-        base: Configuration from the settings of the run.
-        document: JSON, already reconciled with the settings.
-        hidden_size: Hidden size of the model, which determines bucket sizes that are ``auto``.
+        base: Configuration that was built from the settings of the run.
+        document: DeepSpeed JSON whose values the run has adopted.
+        hidden_size: Hidden size of the model, which determines the bucket sizes that are ``auto`` in the
+            JSON.
     """
     passed_values = {
         k: v for k, v in document.imported.values.get(CONFIG_KEY, {}).items() if k not in _OVERRIDDEN_KEYS
@@ -47,7 +50,7 @@ def build_merged_config(
 
 
 def _merge_sections(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` updated with ``values``, recursively in each section."""
+    """Return a copy of ``base`` that is updated with ``values``, recursively in each section."""
     result = dict(base)
     for key, value in values.items():
         base_section = result.get(key)
@@ -64,15 +67,18 @@ VALUES_SET_BY_SWAPPING = {
     "zero_optimization.stage3_max_reuse_distance": "0, since parameters kept gathered would occupy all swap "
     "buffers",
 }
-"""Reason for each value that the run sets if parameters are swapped to disk."""
+"""Keys that the run sets if parameters are swapped to disk, each with a description of its value."""
 
 
 def build_document_notes(config: RunConfig, document: DeepSpeedDocument) -> list[str]:
-    """Return notes on the JSON for the user, one line per note.
+    """Build the notes about values of the DeepSpeed JSON that are ignored or mean something else here.
 
     Args:
-        config: Config of the run, with the values of the JSON.
-        document: JSON of the run.
+        config: Config of the run, after it has adopted the values of the JSON.
+        document: DeepSpeed JSON of the run.
+
+    Returns:
+        Notes, one line each.
     """
     swapped = config.memory.offload_params == "nvme"
     changed = [

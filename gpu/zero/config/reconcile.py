@@ -1,8 +1,8 @@
-"""Reconcile a DeepSpeed JSON with the config of a run.
+"""Adoption of the values of a DeepSpeed JSON by the config of a run.
 
-Some settings exist in both: batch sizes, precision, optimizer, schedule, clipping and offloading. Their
-values from the JSON replace defaults of the run. A value that the user has set must be equal to the value in
-the JSON.
+Some settings exist in both: batch sizes, precision, optimizer, schedule, clipping and offloading. A value in
+the JSON replaces a default of the run. If the user has set a setting of the run, its value must be equal to
+the value in the JSON.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ _GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quan
 
 
 def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: int) -> RunConfig:
-    """Return the config with the values of the JSON instead of default values.
+    """Return a config in which values of the DeepSpeed JSON replace defaults.
 
     Args:
         config: Config of the run.
-        document: JSON of the run. The returned config contains it.
-        world_size: Number of ranks.
+        document: DeepSpeed JSON of the run, which is stored in the returned config.
+        world_size: Number of ranks, which relates the batch sizes to each other.
 
     Raises:
-        UserError: If the JSON contradicts a setting of the run, or itself.
+        UserError: If the JSON contradicts a setting that the user has set, if it contradicts itself, or if
+            the resulting config is invalid.
     """
     imported = document.imported.raise_first_refusal()
     values: dict[str, Any] = {}
@@ -93,14 +94,15 @@ def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: i
 
 
 def check_installed(document: DeepSpeedDocument, device_type: str) -> None:
-    """Check that the packages and the GPU kernels that the JSON enables are installed.
+    """Check that this machine has the packages and devices that features in the DeepSpeed JSON need.
 
     Args:
-        document: JSON of the run.
+        document: DeepSpeed JSON of the run.
         device_type: Type of the run's devices, such as ``cuda``.
 
     Raises:
-        UserError: If a package is missing, or the JSON enables a GPU kernel on the CPU.
+        UserError: If the package of an enabled monitor is not installed, or if the JSON enables a feature
+            that works only on GPUs, and the devices are CPUs.
     """
     for monitor, package in _MONITOR_PACKAGES.items():
         require(
@@ -123,7 +125,18 @@ def _reconcile_batch(
     world_size: int,
     set_value: Callable[[str, Any, str], None],
 ) -> None:
-    """Check that batch size = micro-batch x accumulation x ranks, and compute the value that is missing."""
+    """Check that batch size = micro-batch x accumulation x ranks, and compute a value that is missing.
+
+    Args:
+        config: Config of the run.
+        document: DeepSpeed JSON of the run.
+        world_size: Number of ranks.
+        set_value: Function that is called with a setting, its computed value, and a description of its
+            origin. It raises UserError if the user has set a different value.
+
+    Raises:
+        UserError: If the values contradict each other.
+    """
     origin = f"{document.name}: gradient_accumulation_steps"
     total = document.get_value("train_batch_size")
     micro = document.get_value("train_micro_batch_size_per_gpu")

@@ -1,10 +1,10 @@
-"""Check a DeepSpeed JSON with the installed DeepSpeed.
+"""Check of a DeepSpeed JSON with the installed release of DeepSpeed.
 
-DeepSpeed reads some sections with pydantic models, which are used here without changes. It reads the rest
-from plain dictionaries, and there ignores a misspelled key and interprets the text ``"false"`` as true. For
-these sections, DeepSpeed's parser reads the file through :class:`RecordedSection`, which records the keys
-that the parser looks up, with their defaults. A key that the parser does not look up is unknown, and a value
-must have the type of its default.
+DeepSpeed reads some sections with pydantic models, which are used here as they are. It reads the other
+sections from plain dictionaries. There, it ignores misspelled keys and interprets the text ``"false"`` as
+true. To check these sections, this module runs DeepSpeed's parser on a :class:`RecordedSection`, which
+records the keys that the parser looks up, with their defaults. A key that the parser does not look up is
+unknown, and a value must have the type of its default.
 """
 
 from __future__ import annotations
@@ -31,18 +31,23 @@ if TYPE_CHECKING:
 KeyPath = tuple[str, ...]
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _PARSER_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-"""Batch sizes for the parser, which requires them. The run checks its real batch with the number of ranks."""
+"""Batch sizes that are passed to DeepSpeed's parser, which requires some. The run checks the real ones."""
 _KEYS_SET_BY_RUN = ("optimizer", "scheduler", "train_batch_size", *_PARSER_BATCH)
-"""Keys that are not checked with the parser, because the run sets the batch, the optimizer and the schedule.
+"""Keys that are not passed to DeepSpeed's parser, because the run determines the batch sizes, the optimizer
+and the schedule.
 """
 _REFUSED_SECTIONS = REFUSED_KEYS | {"data_efficiency"}
-"""Sections that are refused if they are enabled, so their inner keys are not checked."""
+"""Sections whose keys are not checked, because the JSON is refused if one of these sections is enabled."""
 _DTYPE_KEYS = tuple(("data_types", name) for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"))
-"""Keys that DeepSpeed reads only during training."""
+"""Keys whose values DeepSpeed interprets only during training, so that they are checked separately."""
 
 
 def _is_judged_elsewhere(path: KeyPath) -> bool:
-    """Return whether a key is refused anyway, or is in a section that DeepSpeed has a model for."""
+    """Return whether a key is checked by something other than the recorded lookups of the parser.
+
+    This is the case for sections that are refused and for sections that DeepSpeed reads with a pydantic
+    model.
+    """
     return (
         path[0] in _REFUSED_SECTIONS | private_api.get_config_models().keys()
         or ".".join(path) in _REFUSED_SECTIONS
@@ -52,10 +57,17 @@ def _is_judged_elsewhere(path: KeyPath) -> bool:
 class RecordedSection(dict[str, Any]):
     """Section of a configuration that records the keys that a parser looks up.
 
+    Nested dicts become nested recorded sections.
+
+    Args:
+        values: Content of the section.
+        path: Keys from the top level to this section.
+        last: List of lookups that all sections of a configuration share. None for the top level.
+
     Attributes:
-        defaults: Default of each key that the parser has looked up. None if it gave no default.
-        path: Path of the section.
-        looked_up_paths: Paths of all keys that the parser has looked up, in all sections.
+        defaults: Default of each key that the parser has looked up. None if the parser passed no default.
+        path: Keys from the top level to this section.
+        looked_up_paths: Paths of all keys that the parser has looked up in any section, in order.
     """
 
     def __init__(
@@ -74,13 +86,13 @@ class RecordedSection(dict[str, Any]):
         )
 
     def record_lookup(self, key: str, default: Any = None) -> None:
-        """Record that a parser looks up a key, with the default that it gives."""
+        """Record that a parser looks up a key, and the default that it passes to ``get``."""
         self.looked_up_paths.append((*self.path, key))
         if self.defaults.get(key) is None:
             self.defaults[key] = default
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, and record the lookup."""
+        """Return a value like ``dict.get``, and record the lookup."""
         self.record_lookup(key, default)
         return super().get(key, default)
 
@@ -98,11 +110,11 @@ class RecordedSection(dict[str, Any]):
             yield key
 
     def keys(self) -> Any:
-        """Return a view of the keys that records lookups and iteration."""
+        """Return a view of the keys. Iterating over it or searching in it records lookups."""
         return KeysView(self)
 
     def items(self) -> Any:
-        """Return the items. Records a lookup of every key."""
+        """Return a list of the items, and record a lookup of every key."""
         return [(key, self[key]) for key in self]
 
     def __copy__(self) -> RecordedSection:
@@ -114,7 +126,8 @@ class RecordedSection(dict[str, Any]):
     def iter_read_sections(self) -> Iterator[RecordedSection]:
         """Yield this section and the nested sections from which the parser has read keys.
 
-        The parser keeps other mappings unread, or does not support them.
+        Other nested mappings are omitted, because the parser either stores them as they are or does not
+        support them.
         """
         yield self
         for value in super().values():
@@ -122,7 +135,7 @@ class RecordedSection(dict[str, Any]):
                 yield from value.iter_read_sections()
 
     def iter_items_unrecorded(self) -> Iterator[tuple[str, Any]]:
-        """Yield the items without recording lookups."""
+        """Yield the items without recording lookups, for checks after parsing."""
         yield from super().items()
 
 
@@ -131,7 +144,7 @@ class ConfigMistakes:
     """Mistakes that DeepSpeed finds in a configuration.
 
     Attributes:
-        unknown_keys: Paths of unknown keys, each with the names of the supported keys of its section.
+        unknown_keys: Map from the path of each unknown key to the supported keys of its section.
         first_wrong_value: Message about the first wrong value, or None.
     """
 
@@ -140,7 +153,10 @@ class ConfigMistakes:
 
 
 def find_config_mistakes(document: Mapping[str, Any]) -> ConfigMistakes:
-    """Find the mistakes in a configuration, with DeepSpeed's models and then with its parser."""
+    """Find the mistakes in a DeepSpeed JSON, with DeepSpeed's pydantic models and then with its parser.
+
+    The parser is not run if the models have already found a wrong value.
+    """
     mistakes = ConfigMistakes()
     _add_model_mistakes(document, mistakes)
     if mistakes.first_wrong_value is None:
@@ -149,7 +165,7 @@ def find_config_mistakes(document: Mapping[str, Any]) -> ConfigMistakes:
 
 
 def _add_model_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -> None:
-    """Add the mistakes that DeepSpeed's pydantic models find to ``mistakes``."""
+    """Add the mistakes that DeepSpeed's pydantic models find in the JSON ``document`` to ``mistakes``."""
     schema, values = build_schema(document), filter_auto_values(document)
     try:
         schema(**values)
@@ -169,7 +185,10 @@ def _add_model_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -
 
 
 def _add_parser_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -> None:
-    """Add the mistakes that DeepSpeed's parser finds to ``mistakes``."""
+    """Add the mistakes that DeepSpeed's parser finds in the JSON ``document`` to ``mistakes``.
+
+    Unknown keys that are already in ``mistakes`` are not passed to the parser.
+    """
     values = {
         key: value for key, value in filter_auto_values(document).items() if key not in _KEYS_SET_BY_RUN
     } | _PARSER_BATCH
@@ -196,7 +215,12 @@ def _add_parser_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) 
 
 
 def _describe_unreadable_value(path: KeyPath, values: dict[str, Any]) -> str:
-    """Return a message about a value whose type DeepSpeed's parser cannot use."""
+    """Build the message about a value whose type makes DeepSpeed's parser fail.
+
+    Args:
+        path: Path of the value, which was the last lookup of the parser.
+        values: The configuration.
+    """
     key, value = ".".join(path), format_short_value(_find_value(values, path))
     if any(name.startswith(f"{key}.") for name in KEYS):
         return f"{key}: must be a mapping, not {value}"
@@ -204,12 +228,12 @@ def _describe_unreadable_value(path: KeyPath, values: dict[str, Any]) -> str:
 
 
 def _list_known_keys(section: RecordedSection) -> list[str]:
-    """Return the keys that the parser looks up in a section, except for keys that it refuses."""
+    """List the keys that the parser has looked up in a section, except keys that DeepSpeed has removed."""
     return [key for key in section.defaults if private_api.find_removed_key_error({key: None}) is None]
 
 
 def _iter_wrong_type_messages(recorded: RecordedSection) -> Iterator[str]:
-    """Yield a message for each value that does not have the type of its default."""
+    """Yield a message for each value that does not have the type of the default that the parser passed."""
     for section in recorded.iter_read_sections():
         for key, value in section.iter_items_unrecorded():
             path = (*section.path, key)
@@ -226,7 +250,11 @@ def _iter_wrong_type_messages(recorded: RecordedSection) -> Iterator[str]:
 
 
 def _infer_value_type(default: Any) -> Any:
-    """Return the type of values that a default implies."""
+    """Return the type that a value must have, given its default.
+
+    Numbers must not be negative unless the default is. If the default is a string or another type, any value
+    is accepted.
+    """
     if isinstance(default, bool | dict):
         return type(default)
     return Annotated[float, Field(ge=min(0, default))] if isinstance(default, int | float) else Any
@@ -240,10 +268,14 @@ def _describe_wrong_value(path: KeyPath, detail: Mapping[str, Any]) -> str:
 
 
 def build_schema(document: Mapping[str, Any]) -> type[BaseModel]:
-    """Build one model of the sections that DeepSpeed has models for, and of the two that the run builds.
+    """Build one pydantic model for the sections of a DeepSpeed JSON that can be checked by a model.
+
+    These are the sections for which DeepSpeed has models, and the sections ``optimizer`` and ``scheduler``,
+    for which this module builds models.
 
     Args:
-        document: Configuration. The parameters of the optimizer and the scheduler depend on their types.
+        document: The DeepSpeed JSON. The supported parameters of the optimizer and of the scheduler depend on
+            the type in it.
     """
     sections = {
         "optimizer": {
@@ -257,9 +289,12 @@ def build_schema(document: Mapping[str, Any]) -> type[BaseModel]:
 
 
 def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRICT) -> type[BaseModel]:
-    """Build a pydantic model from types by key, in which each key may be missing or null.
+    """Build a pydantic model in which each key may be missing or null.
 
-    A nested mapping of types is a section.
+    Args:
+        name: Name of the model.
+        types: Type of each key. A nested mapping is a section.
+        config: Configuration of the model. By default, it forbids other keys and does not convert types.
     """
     fields: dict[str, Any] = {
         key: ((_build_model(key, kind) if isinstance(kind, dict) else kind) | None, None)
@@ -269,14 +304,14 @@ def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRI
 
 
 def remove_disabled_unknown_keys(document: dict[str, Any]) -> list[KeyPath]:
-    """Remove keys that the installed DeepSpeed does not support and that are disabled.
+    """Remove keys that the installed DeepSpeed does not support and whose value is false or empty.
 
-    A later release may have added such a key. With false or an empty value it has no effect. A key that
-    resembles a supported key is not removed, because it may be misspelled. Sections that cannot be used here
-    also stay, except for values that DeepSpeed would assume without them.
+    Such a key may belong to a later release, and has no effect. A key that resembles a known key is not
+    removed, because it may be misspelled. In sections that this trainer refuses, values that equal
+    DeepSpeed's defaults are removed as well, so that a section with only defaults is accepted.
 
     Args:
-        document: Configuration, which is changed.
+        document: DeepSpeed JSON, which is changed in place.
 
     Returns:
         Path of each unknown key that was removed.
@@ -301,7 +336,7 @@ def remove_disabled_unknown_keys(document: dict[str, Any]) -> list[KeyPath]:
 
 
 def _find_section(values: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
-    """Return the section at a path, or an empty section if there is none."""
+    """Return the section at a path of keys, or an empty dict if there is none."""
     for part in path:
         section = values.get(part)
         values = section if isinstance(section, dict) else {}
@@ -313,19 +348,20 @@ def _find_value(values: dict[str, Any], path: KeyPath) -> Any:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return whether a value from the JSON equals the default of a model."""
+    """Return whether a value in the JSON equals the default of a pydantic model, also if only as text."""
     return bool(value == default) or str(value) == str(default)
 
 
 def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
-    """Check that the installed DeepSpeed can read a configuration.
+    """Check that the installed DeepSpeed supports the keys of a JSON and accepts their values.
 
     Args:
-        document: Configuration.
+        document: DeepSpeed JSON.
         name: Name of its file or setting, used in error messages.
 
     Raises:
-        UserError: If there are unknown keys, or for the first wrong value.
+        UserError: If there are unknown keys, all of which the message lists, or else for the first wrong
+            value.
     """
     mistakes = find_config_mistakes(document)
     if mistakes.unknown_keys:
@@ -335,7 +371,14 @@ def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
 
 
 def filter_auto_values(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a copy of a configuration without the values that are ``auto``."""
+    """Return a copy of a DeepSpeed JSON without the values that are ``auto``, at any depth.
+
+    ``data_types.keep_in_fp32_modules`` is kept, because DeepSpeed itself interprets ``auto`` there.
+
+    Args:
+        values: The JSON or a section of it.
+        path: Keys from the top level to ``values``.
+    """
     return {
         key: filter_auto_values(value, (*path, key)) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -344,13 +387,19 @@ def filter_auto_values(values: Mapping[str, Any], path: tuple[str, ...] = ()) ->
 
 
 def _collect_keys(values: dict[str, Any]) -> set[str]:
-    """Return all keys at any depth."""
+    """Return the names of all keys of a configuration, at any depth."""
     nested_keys = (_collect_keys(value) for value in values.values() if isinstance(value, dict))
     return set(values).union(*nested_keys)
 
 
 def _describe_unknown_keys(unknown: Mapping[KeyPath, list[str]]) -> str:
-    """Return a message that lists unknown keys, with suggestions or the supported keys of the section."""
+    """Build a message that lists unknown keys, with suggestions.
+
+    For a single key without a similar name, the message lists the supported keys of its section.
+
+    Args:
+        unknown: Supported keys of the section of each unknown key, by the path of the unknown key.
+    """
     hints = []
     for path, names in unknown.items():
         hints.append(
@@ -366,7 +415,7 @@ def _describe_unknown_keys(unknown: Mapping[KeyPath, list[str]]) -> str:
 
 
 def list_section_keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    """List the keys that a schema has at a path."""
+    """List the keys of the section at a path in a pydantic model, including aliases."""
     for part in path:
         fields = {key: field for name, field in schema.model_fields.items() for key in (name, field.alias)}
         annotation_parts = keys.iter_type_parts(fields[part].annotation) if part in fields else ()
@@ -378,7 +427,17 @@ def list_section_keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[st
 
 
 def _list_type_params(document: Mapping[str, Any], section_name: str, supported_types: Iterable[str]) -> Any:
-    """Return the parameters of an optimizer or scheduler type, or Any for an unsupported type."""
+    """Return the supported parameters of the optimizer or scheduler type in a DeepSpeed JSON.
+
+    Args:
+        document: The DeepSpeed JSON.
+        section_name: ``optimizer`` or ``scheduler``.
+        supported_types: Values of the key ``type`` that are supported.
+
+    Returns:
+        Dict from parameter names to the type Any, for :func:`_build_model`. The type Any itself, which
+        accepts all parameters, if the type is not supported.
+    """
     section = document.get(section_name)
     kind = section.get("type") if isinstance(section, dict) else None
     type_names = {str(kind), str(kind).lower()}

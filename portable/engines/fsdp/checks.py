@@ -1,4 +1,4 @@
-"""Rules about offloading and sharding with FSDP2 and DDP. They need a resolved config."""
+"""Rules about the settings of offloading and sharding with FSDP2 and DDP, for a resolved config."""
 
 from __future__ import annotations
 

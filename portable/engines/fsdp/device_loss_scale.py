@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DeviceLossScale(LossScaleSearch):
-    """Search for the loss scale with device tensors.
+    """Search for the loss scale whose state consists of device tensors.
 
     Args:
         settings: Settings of the search.
@@ -65,7 +65,7 @@ class DeviceLossScale(LossScaleSearch):
         }
 
     def restore_state(self, state: Mapping[str, float]) -> None:
-        """Set the state of the search."""
+        """Set the state of the search to the values that :meth:`read_state` returned."""
         self._state.copy_(torch.tensor([state[name] for name in STATE_NAMES], dtype=torch.float64))
         self._overflows.fill_(state["overflows"])
         self.scale = self._state[0].float()

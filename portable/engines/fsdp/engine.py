@@ -143,7 +143,17 @@ class TorchEngine:
         is_last_micro_batch: bool,
         with_token_metrics: bool = False,
     ) -> StepSums:
-        """Run the forward and backward pass of one micro-batch and return its contribution to the loss."""
+        """Run the forward and backward pass of one micro-batch, which adds to the gradients.
+
+        Args:
+            batch: Micro-batch on the device.
+            global_weight: Weight of the global batch, by which the loss is divided, a scalar on the device.
+            is_last_micro_batch: Whether the optimizer step follows.
+            with_token_metrics: Whether to also compute the token accuracy and the entropy.
+
+        Returns:
+            The contribution of the micro-batch to the loss and to the logged values.
+        """
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
         with self._sharded.get_sync_context(last=is_last_micro_batch):
@@ -165,7 +175,18 @@ class TorchEngine:
         return sums
 
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
-        """Clip the gradients, take an optimizer step, and zero the gradients."""
+        """Clip the gradients, take an optimizer step, and remove the gradients.
+
+        The update is skipped on the device if the gradient norm or the loss is not finite.
+
+        Args:
+            learning_rate: Learning rate of this step.
+            max_grad_norm: Norm to which gradients are clipped. 0 to only measure the norm.
+            loss: Loss of the step, a scalar on the device.
+
+        Returns:
+            The norm of the gradients of all ranks before clipping, a scalar on the device.
+        """
         gradients = [p.grad for p in self._trainable if p.grad is not None]
         if self._loss_scale is not None and gradients:
             shards = [to_local(gradient) for gradient in gradients]
@@ -201,10 +222,10 @@ class TorchEngine:
         return norm
 
     def read_update_health(self) -> UpdateHealth:
-        """Read the skipped-update counters from the device. Triggers a host-device sync.
+        """Read the counters of skipped updates from the device. Triggers a host-device sync.
 
         Raises:
-            RunError: If updates were skipped because fp16 gradients overflow even at the lowest loss scale.
+            RunError: If an update was skipped because fp16 gradients overflow even at the lowest loss scale.
         """
         health = UpdateHealth.from_counters(self._nonfinite_counters.tolist(), self._max_streak)
         if health.skipped_updates and self._loss_scale is not None:
@@ -222,7 +243,11 @@ class TorchEngine:
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
     def find_nonfinite_state(self) -> list[str]:
-        """Return the names of the trained parameters with a non-finite weight or optimizer value."""
+        """Return the trained parameters with a non-finite weight or optimizer state on this rank, by name.
+
+        Triggers a host-device sync. The state of a custom optimizer is not checked, because it may start from
+        infinity.
+        """
         self._reshard_parameters()
         # A custom optimizer may start from infinity.
         state = {} if plugins.is_plugin_name(self._settings.optimizer) else self._optimizer.state
@@ -234,14 +259,26 @@ class TorchEngine:
         )
 
     def get_metrics(self) -> dict[str, float]:
-        """Return additional metrics: the fp16 loss scale, or nothing without loss scaling."""
+        """Return the metrics ``overflows`` and ``loss_scale`` in fp16, otherwise an empty dict.
+
+        Triggers a host-device sync in fp16.
+        """
         return {} if self._loss_scale is None else self._loss_scale.get_metrics()
 
     @torch.no_grad()
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the forward pass of an evaluation micro-batch, and return ``totals`` plus its metrics."""
+        """Run the forward pass of an evaluation micro-batch, and add its sums to the totals.
+
+        Args:
+            batch: Micro-batch on the device.
+            metric_accumulator: Function that computes the metric sums of a micro-batch.
+            totals: Sums of the previous micro-batches. They do not change.
+
+        Returns:
+            New totals by name.
+        """
         self.model.eval()
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
@@ -251,7 +288,7 @@ class TorchEngine:
         return compute_new_totals(totals, sums)
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
-        """Sample a continuation of ``prompt``."""
+        """Sample a continuation of ``prompt``. See :func:`sample_continuation` for arguments and result."""
         self.model.eval()
         with self._sharded.get_autocast_context():
             tokens = sample_continuation(
@@ -268,10 +305,10 @@ class TorchEngine:
     # -- Weights and checkpoints -------------------------------------------------------------------------
 
     def _reshard_parameters(self) -> None:
-        """Reshard all parameters so that this rank's shards can be read and written.
+        """Reshard all parameters of FSDP modules, so that this rank's shards can be read and written.
 
-        A forward pass without a backward pass leaves some parameters unsharded and frees the storage of their
-        shards: all parameters with ``shard_grad_op``, and the root module's parameters in any case.
+        This is necessary because a forward pass without a backward pass leaves the parameters of the root
+        module unsharded, and with ``shard_grad_op`` all parameters. Does nothing without FSDP.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -285,7 +322,13 @@ class TorchEngine:
             self._host_copies.copy_to_device()
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Fill this rank's shards of the parameters and persistent buffers in ``weights``."""
+        """Read this rank's shards of the parameters and persistent buffers in ``weights``.
+
+        Tensors that ``weights`` does not contain keep their values.
+
+        Args:
+            weights: Lazily read tensors by the model's names.
+        """
         self._reshard_parameters()
         for name, tensor in get_state_tensors(self.model).items():
             if name in weights:
@@ -294,7 +337,11 @@ class TorchEngine:
             self._host_copies.copy_from_device(weights)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Load the model weights, optimizer state, and fp16 loss scale from a checkpoint."""
+        """Load the model weights, the optimizer state, and in fp16 the loss scale from a checkpoint.
+
+        Raises:
+            CheckpointError: If state is missing, or if its shape does not match.
+        """
         stored = match_checkpoint_to_model(checkpoint, self.model)
         self.load_weights(stored.weights)
         optimizer_state.restore_optimizer_state(
@@ -304,7 +351,17 @@ class TorchEngine:
             self._loss_scale.load_state(checkpoint.root)
 
     def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write this rank's shards in torch.distributed.checkpoint (DCP) format."""
+        """Write this rank's shards in the format of torch.distributed.checkpoint (DCP).
+
+        All ranks have to call this method. In fp16, rank 0 also writes the state of the loss scale.
+
+        Args:
+            folder: Existing folder.
+            background: Whether to write in a thread, after copying the state to host memory.
+
+        Returns:
+            Handle of the write.
+        """
         self._reshard_parameters()
         optimizer_tensors = optimizer_state.build_optimizer_state_dict(self._optimizer, self._optimized)
         state = {"model": get_checkpointed_tensors(self.model), "optim": optimizer_tensors}

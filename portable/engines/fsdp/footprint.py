@@ -1,7 +1,7 @@
-"""Memory and traffic of DDP and FSDP2, computed from the shapes of a model.
+"""Memory and traffic of DDP and FSDP2 for the planner, computed from the shapes of a model.
 
-``tests/gpu/test_footprint.py`` checks that the resident sizes equal the sizes of live engines in bytes. See
-docs/planning.md.
+``tests/gpu/test_footprint.py`` checks that the sizes of parameters, gradients and optimizer state equal the
+sizes in real engines exactly. See docs/planning.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PassMemory(NamedTuple):
 
 
 def compute_replicated_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the memory and traffic of DDP (``no_shard``) or of a single device."""
+    """Compute the memory and traffic of a device with DDP (``no_shard``), or of a single device."""
     gradients = FP32_BYTES * sum_elements(model.trained_weights)
     moments = model.compute_optimizer_state_bytes(config.train)
     on_host = config.memory.offload_optimizer == "cpu"
@@ -61,7 +61,11 @@ def compute_replicated_footprint(model: ModelInventory, config: RunConfig, clust
 
 
 def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """Compute the memory and traffic of FSDP2."""
+    """Compute the memory and traffic of a device with FSDP2, on rank 0, whose shards are the largest.
+
+    Raises:
+        UserError: If the units of the model could not be determined.
+    """
     tensor_parallel_size = config.tensor_parallel_size
     tensor_parallel_traffic = _compute_tensor_parallel_traffic(model, config)
     model = model.shard_for_tensor_parallel(tensor_parallel_size)
@@ -125,12 +129,10 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
 
 
 def _compute_tensor_parallel_traffic(model: ModelInventory, config: RunConfig) -> Traffic:
-    """Compute the bytes that a tensor-parallel rank sends per pass, and per update.
+    """Compute the bytes that a tensor-parallel rank sends per forward and backward pass, and per update.
 
-    The bytes per update are for the gradients of replicated parameters.
-
-    Row-parallel layers all-reduce their output, and column-parallel layers all-reduce the gradient of their
-    input.
+    In a pass, row-parallel layers all-reduce their output, and column-parallel layers all-reduce the gradient
+    of their input. Before an update, the gradients of replicated parameters are all-reduced.
     """
     ranks, data = config.tensor_parallel_size, config.data
     assert config.train.micro_batch_size != "auto"
@@ -159,15 +161,16 @@ def _compute_pass_memory(
 ) -> PassMemory:
     """Compute the memory of gathered parameters and unreduced gradients during a backward pass.
 
-    While a unit runs, its parameters are gathered, and FSDP2 prefetches the parameters of the next unit. The
-    backward pass also has unsharded gradients of the unit and an fp32 copy of them. After the reduction of
-    the copy, a shard remains. Parameters outside of units stay gathered. The gradients of the head are
-    computed first and wait for the other gradients outside of units.
+    While a unit runs, its parameters are gathered, and FSDP2 prefetches the parameters of the next unit. In
+    the backward pass, there are also the unsharded gradients of the unit, an fp32 copy of them, and the shard
+    to which the copy is reduced. Parameters outside of units stay gathered. Their gradients are reduced at
+    the end of the pass, so that the gradients of the head, which are computed first, exist during the
+    complete pass.
 
     Args:
-        model: Weights of the model, or of one tensor-parallel rank's share.
+        model: Weights of the model or, with tensor parallelism, the shards of one tensor-parallel rank.
         config: Config of the run.
-        group_size: Number of ranks that a copy of the parameters is sharded over.
+        group_size: Number of ranks over which a copy of the parameters is sharded.
         compute_bytes: Bytes of an element in the compute dtype.
 
     Raises:

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 
 
 class HostParameterCopies:
-    """Copies in host memory of this rank's shards of the trained parameters, for the optimizer.
+    """Copies in host memory of this rank's shards of the trained parameters, which the optimizer updates.
 
-    The copy of a DTensor is a DTensor, so optimizers and checkpoints treat both the same way. Each step calls
-    :meth:`move_gradients_to_host`, then the optimizer, then :meth:`copy_to_device`.
+    Each step calls :meth:`move_gradients_to_host`, then the optimizer, then :meth:`copy_to_device`. The copy
+    of a DTensor is a DTensor, so that optimizers and checkpoints need no special case. The copies are
+    uninitialized until :meth:`copy_from_device`.
 
     Args:
         parameters: Parameters on the device, keyed by name. Frozen parameters are ignored.
+
+    Attributes:
+        copies: Copies by parameter name.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -33,18 +37,21 @@ class HostParameterCopies:
         self._gradients: dict[str, Tensor] = {}
 
     def map_copies_to_parameters(self) -> dict[Tensor, nn.Parameter]:
-        """Return the parameter on the device for each copy."""
+        """Return a dict from each copy in host memory to its parameter on the device."""
         return {self.copies[name]: parameter for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def copy_from_device(self, names: Iterable[str]) -> None:
-        """Copy the values of the parameters called ``names`` from the device to the host."""
+        """Copy the values of some parameters from the device to host memory. Unknown names are ignored."""
         for name in self._parameters.keys() & set(names):
             to_local(self.copies[name]).copy_(to_local(self._parameters[name]))
 
     @torch.no_grad()
     def move_gradients_to_host(self) -> None:
-        """Move all gradients from the device to the copies, and wait for the transfer."""
+        """Move all gradients from the device to the ``grad`` of the copies, and wait for the transfer.
+
+        The parameters on the device have no gradients afterwards.
+        """
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 self.copies[name].grad = None
@@ -58,7 +65,7 @@ class HostParameterCopies:
 
     @torch.no_grad()
     def copy_to_device(self) -> None:
-        """Copy the values of all parameters from host memory back to the device, in stream order."""
+        """Enqueue the copy of all parameters from host memory to the device, on its current stream."""
         for name, parameter in self._parameters.items():
             to_local(parameter).copy_(to_local(self.copies[name]), non_blocking=True)
 

@@ -29,7 +29,7 @@ def restore_optimizer_state(
     stored: StoredState,
     checkpoint_state: OptimizerState | None,
 ) -> None:
-    """Fill the state of an optimizer from a checkpoint. Each rank reads only its own slices.
+    """Fill the state of an optimizer from a checkpoint. Each rank reads only the slices of its shards.
 
     Args:
         optimizer: An :class:`portable.optim.optimizers.EngineOptimizer`. Its state is replaced.
@@ -83,10 +83,18 @@ def build_optimizer_state_dict(optimizer: Any, trained_parameters: Mapping[str, 
 
 
 def _fill_state_entry(target: Any, value: Any, entry_name: str) -> Any:
-    """Fill one state tensor of a parameter in place, or convert a stored number.
+    """Restore one entry of a parameter's optimizer state.
+
+    Args:
+        target: Tensor that is filled in place, or a number or scalar tensor that determines the type.
+        value: Stored tensor or number. None if the checkpoint has no value, which is an error.
+        entry_name: Description of the entry, used in error messages.
 
     Returns:
-        The filled tensor ``target``. For a scalar, the stored number with the type of ``target``.
+        ``target`` if it is a tensor with dimensions, otherwise the stored number with the type of ``target``.
+
+    Raises:
+        CheckpointError: If the value is missing or its shape does not match.
     """
     shape = getattr(target, "shape", ())
     check_state_entry(value, shape, entry_name)
@@ -97,7 +105,7 @@ def _fill_state_entry(target: Any, value: Any, entry_name: str) -> Any:
 
 
 def fill_local_shard(target: Tensor, source: ReadableTensor) -> None:
-    """Copy ``source`` into ``target``: the full tensor, or only the local shard of a DTensor."""
+    """Read ``source`` into ``target``. If ``target`` is a DTensor, only its local shard is read."""
     if not isinstance(target, DTensor):
         copy_into_tensor(target, source)
     elif (shard := target.to_local()).numel():

@@ -1,10 +1,10 @@
-"""Write checkpoints in the format of torch.distributed.checkpoint (DCP), in the foreground or background.
+"""Writer of checkpoints in the format of torch.distributed.checkpoint (DCP), also in the background.
 
-DCP's function ``save`` gathers the plans and the results of all ranks on rank 0. Its work grows with the
-number of ranks times the number of tensors. Here each rank decides by itself which items it writes, and
-describes them in a table (:mod:`portable.converters.writers.dcp_tables`). Rank 0 receives one small record of
-each table. It then receives the bytes of the tables from one rank after the other, and assembles
-``.metadata`` from them. Each rank uses DCP's planner and writer.
+DCP's function ``save`` gathers the plans and the results of all ranks on rank 0, whose work grows with the
+number of ranks times the number of tensors. This module uses DCP's planner and writer, but each rank decides
+by itself which items it writes, and describes them in a table
+(:mod:`portable.converters.writers.dcp_tables`). Rank 0 first receives a small record of each table. It then
+receives the content of the tables from one rank after the other, and assembles ``.metadata`` from them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ silence_checkpoint_warnings()
 MIN_PROCESS_BYTES = 256 << 20
 """Minimum size, in bytes, of a shard file that a background save writes in a separate process."""
 _MAX_COPIED_BYTES = 1024
-"""Every rank writes replicated tensors up to this size, so that a resume finds them in the rank's own file.
+"""Largest size in bytes of replicated tensors that every rank writes. A rank that resumes then finds these
+tensors in its own file.
 """
 
 
 class DcpSaver:
-    """Writes state dicts as DCP folders.
+    """Writer of state dicts as DCP folders. It caches which items each rank writes.
 
     Args:
-        planner: Class of the planner for a state in host memory; None for plain tensors and DTensors.
+        planner: Class of the DCP planner for a state with custom types in host memory. None for states that
+            consist of plain tensors and DTensors on any device.
     """
 
     def __init__(self, planner: type[DefaultSavePlanner] | None = None) -> None:
@@ -66,12 +68,18 @@ class DcpSaver:
         return get_or_create_background_group()
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
-        """Write ``state`` into ``folder``. See :meth:`portable.backend.Engine.save_shards`.
+        """Write this rank's part of a state into a folder. All ranks have to call this method.
 
-        A background save of tensors and DTensors copies the state to host memory first.
+        See :meth:`portable.backend.Engine.save_shards`.
+
+        Args:
+            state: Nested state dict.
+            folder: Existing folder.
+            background: Whether to write in a thread. Without a custom planner, the state is copied to host
+                memory first, so that training may change it after this method returns.
 
         Returns:
-            Handle of the write. It is already complete unless ``background`` is True.
+            Handle of the write. It is already complete if ``background`` is False.
         """
         group = self._process_group  # a collective: create it before a thread needs it
         if background and self._planner is None:
@@ -89,7 +97,7 @@ class DcpSaver:
         return BackgroundWriteHandle(None)
 
     def close(self) -> None:
-        """End the process that writes large files, if there is one."""
+        """End the separate process that writes large shard files, if it was started."""
         self._writer_process.close()
 
 
@@ -101,16 +109,16 @@ def write_dcp_checkpoint(
     writer_process: WriterProcess | None = None,
     items_by_digest: dict[bytes, list[PlannedItem]] | None = None,
 ) -> None:
-    """Write this rank's shards and table; rank 0 also writes ``.metadata``. A collective call.
+    """Write this rank's shard file and table. Rank 0 also writes ``.metadata``. All ranks have to call this.
 
     Args:
         state: Nested state dict.
         folder: Existing folder on this rank's host. Other ranks may use other folders.
         planner: DCP's planner.
         group: Process group of all ranks. None in a single process.
-        writer_process: Process that writes large shard files. None to write all in this process.
-        items_by_digest: Items of previous saves of the same engine, keyed by digest of the state dict's keys.
-        Updated.
+        writer_process: Process that writes large shard files. None to write all files in this process.
+        items_by_digest: Cache of the items of the previous save of the same engine, by a digest of the state
+            dict's keys. It is updated. None to plan the items at each save.
 
     Raises:
         OSError: On every rank, if any rank could not write its files.
@@ -177,7 +185,7 @@ def write_dcp_checkpoint(
 
 
 class _SaveCollectives:
-    """Collectives of a save.
+    """Collectives of a save, which run on the host.
 
     Args:
         group: Process group of all ranks. None in a single process.
@@ -189,13 +197,17 @@ class _SaveCollectives:
         self.world_size = 1 if group is None else dist.get_world_size(group)
 
     def run_on_all_ranks(self, function: Callable[[], T]) -> list[T] | None:
-        """Call a function on every rank.
+        """Call a function on every rank, and raise an error on all ranks if it fails on any rank.
+
+        Args:
+            function: Function of this rank. Its results have a small, fixed size.
 
         Returns:
-            The results of all ranks on rank 0, None on the other ranks.
+            On rank 0, the results of all ranks in rank order. None on the other ranks.
 
         Raises:
-            OSError: On every rank, if the function failed on any rank. A rank raises its own exception.
+            OSError: If the function failed on another rank. If it failed on this rank, the exception of the
+                function is raised instead.
         """
         result: T | None = None
         failure: Exception | None = None
@@ -213,7 +225,11 @@ class _SaveCollectives:
         return None if results is None else [result for _, result in results]
 
     def _gather_to_rank_0(self, value: Any) -> list[Any] | None:
-        """Gather a value of a fixed size on rank 0. Returns None on the other ranks."""
+        """Gather a picklable value of every rank on rank 0.
+
+        Returns:
+            On rank 0, the values in rank order. None on the other ranks.
+        """
         if self._group is None:
             return [value]
         values = [None] * self.world_size if self.rank == 0 else None
@@ -221,26 +237,31 @@ class _SaveCollectives:
         return values
 
     def all_gather_values(self, value: T) -> list[T]:
-        """Gather a value on all ranks."""
+        """Return the values of all ranks, in rank order, on every rank. The values are pickled."""
         values = [value] * self.world_size
         if self._group is not None:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
     def broadcast_from_rank_0(self, value: T) -> T:
-        """Return the value of rank 0."""
+        """Return the value of rank 0 on every rank. The value is pickled."""
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
     def send_to_rank_0(self, content: bytes) -> None:
-        """Send bytes to rank 0."""
+        """Send bytes to rank 0, which calls :meth:`receive_from_rank`. An empty content is not sent."""
         if content:
             dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), dst=0, group=self._group)
 
     def receive_from_rank(self, rank: int, nbytes: int) -> bytes:
-        """Receive bytes from a rank."""
+        """Receive the bytes that a rank sends with :meth:`send_to_rank_0`.
+
+        Args:
+            rank: Rank that sends.
+            nbytes: Number of bytes. Returns immediately if it is 0.
+        """
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
             dist.recv(buffer, src=rank, group=self._group)
@@ -248,7 +269,11 @@ class _SaveCollectives:
 
 
 def _build_key_entries(planner: DefaultSavePlanner) -> list[KeyEntry]:
-    """Describe every key of the flattened state dict. Raises OSError if a dtype cannot be saved."""
+    """Describe every key of a planner's flattened state dict, with the dtype and shape of tensors.
+
+    Raises:
+        OSError: If a dtype cannot be saved.
+    """
     keys = []
     for key, value in planner.state_dict.items():
         dtype = getattr(value, "dtype", None)
@@ -271,7 +296,10 @@ class _MergedKeys(NamedTuple):
 
 
 def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
-    """Merge the keys of all ranks.
+    """Merge the keys of all ranks, in the order in which the ranks have them.
+
+    Args:
+        keys_by_rank: Keys of every rank.
 
     Raises:
         OSError: If a key has different shapes or dtypes on two ranks.
@@ -290,7 +318,16 @@ def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
 def _plan_local_items(
     planner: DefaultSavePlanner, ranks: _SaveCollectives, holders: Mapping[str, tuple[int, ...]]
 ) -> list[PlannedItem]:
-    """Choose the items that this rank writes: the items that it owns, and copies of small items."""
+    """Choose the items that this rank writes: the items that it owns, and copies of small items.
+
+    Replicated items are distributed over the ranks that have them, so that each rank writes about the same
+    number of bytes. Every rank computes the same assignment without communication.
+
+    Args:
+        planner: DCP's planner, after ``set_up_planner``.
+        ranks: Collectives of the save. Only the rank and the world size are used.
+        holders: Ranks that have a key, for each key that is missing on some rank.
+    """
     everyone = tuple(range(ranks.world_size))
     # Bytes that each rank of a group of replicas writes. All of them compute the same numbers.
     loads: dict[tuple[int, ...], list[int]] = {}
@@ -317,7 +354,7 @@ def _plan_local_items(
 
 
 def _find_replica_ranks(tensor: DTensor) -> tuple[int, ...]:
-    """Return the ranks that have the same shard of a tensor as this rank."""
+    """Return the ranks that have the same shard of a DTensor as this rank, including this rank."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None

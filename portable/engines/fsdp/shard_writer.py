@@ -1,10 +1,10 @@
-"""Write the shard file and the table of a rank, in the training process or in a separate process.
+"""Writer of the shard file and the table of a rank, in the training process or in a separate process.
 
-Serializing a large state runs Python code for each tensor. In a thread, this code and the training loop take
-turns with Python's global lock. A separate process needs only the bytes of the tensors. A thread of the
-training process sends them without holding the lock. The process requests a few megabytes at a time, so the
-state is never in memory twice, and the thread rarely takes the lock. The process also builds the table,
-because the thread would have to hold the lock for 35 us per tensor.
+Serializing a large state runs Python code for each tensor. In a thread, this code would compete with the
+training loop for Python's global lock (GIL). Therefore a separate process serializes and writes large files.
+A thread of the training process sends the bytes of the tensors to it through a pipe, mostly without the GIL.
+The process requests a few megabytes at a time, so that the state is never in memory twice. It also builds the
+table, because the thread would have to hold the GIL for 35 us per tensor.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 _READ, _DONE, _FAILED = "read", "done", "failed"
 _BATCH_BYTES, _BATCH_ITEMS = 4 << 20, 64
-"""A batch of items is sent as soon as it has this many bytes or this many items."""
+"""Number of bytes and number of items at which a batch of items is complete and is sent."""
 
 
 class PlannedItem(NamedTuple):
-    """Item that a rank writes into its shard file."""
+    """Item of DCP that a rank writes into its shard file."""
 
     item: WriteItem
     is_owned: bool
-    """Whether the item belongs to the checkpoint. If not, it is a copy of an item in another rank's file."""
+    """Whether ``.metadata`` refers to this item. If not, it is a copy of an item in another rank's file."""
 
 
 class WrittenFile(NamedTuple):
@@ -64,17 +64,17 @@ def write_shards(
     keys: Sequence[KeyEntry],
     planner: SavePlanner,
 ) -> RankTable:
-    """Write and fsync the shard file of a rank and its table.
+    """Write and fsync the shard file of a rank, and the table that describes its items.
 
     Args:
         folder: Existing folder.
-        rank: The rank, for the names of the files.
+        rank: The rank, which is part of the names of the files.
         items: Items to write.
-        keys: All keys of the state dict.
-        planner: DCP's planner. It resolves the items.
+        keys: All keys of the state dict, for the table.
+        planner: DCP's planner, from which the data of the items is read.
 
     Returns:
-        The table.
+        The table, which is also written to a file.
     """
     plan = SavePlan(
         [item for item, _ in items], storage_data=torch_internals.build_storage_prefix(f"__{rank}_")
@@ -102,7 +102,7 @@ def write_shards(
 
 
 def write_and_sync(path: Path, content: Iterator[bytes]) -> WrittenFile:
-    """Write and fsync a file."""
+    """Write a new file and fsync it. ``content`` yields the bytes in order."""
     crc32 = nbytes = 0
     with path.open("wb") as file:
         for part in content:
@@ -115,12 +115,12 @@ def write_and_sync(path: Path, content: Iterator[bytes]) -> WrittenFile:
 
 
 class WriterProcess:
-    """Process that writes shard files. It starts with the first file and ends with this process."""
+    """Separate process that writes shard files. The first file starts it, and it ends with this process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._sent_items: Sequence[PlannedItem] | None = None
-        """Items of the previous file. The process still has them."""
+        """Items of the previous file, which the process keeps so that they need not be sent again."""
         self.connection: Connection | None = None
 
     def write_shards(
@@ -131,13 +131,13 @@ class WriterProcess:
         keys: Sequence[KeyEntry],
         planner: SavePlanner,
     ) -> RankTable:
-        """Write the shard file and the table of a rank. See :func:`write_shards`.
+        """Write the shard file and the table of a rank in the separate process. See :func:`write_shards`.
 
-        If ``items`` is the same object as for the previous file, neither ``items`` nor ``keys`` is sent
-        again.
+        Blocks until the files are written. The process is started if it is not running. If ``items`` is the
+        same object as for the previous file, neither ``items`` nor ``keys`` is sent again.
 
         Raises:
-            OSError: If the file cannot be written, or if the process has ended.
+            OSError: If the file cannot be written, or if the process ends unexpectedly.
         """
         try:
             if self.connection is None or (self._process is not None and self._process.poll() is not None):
@@ -161,7 +161,12 @@ class WriterProcess:
             ) from None
 
     def _send_batch(self, items: Sequence[PlannedItem], planner: SavePlanner) -> None:
-        """Send the bytes of the first items: their sizes, and then the bytes of all of them."""
+        """Send one batch to the process: a list of sizes, followed by the bytes of these items.
+
+        Args:
+            items: Items that have not been sent yet. The batch consists of the first of them.
+            planner: DCP's planner, from which the data of the items is read.
+        """
         assert self.connection is not None
         parts: list[memoryview] = []
         nbytes = 0
@@ -179,7 +184,7 @@ class WriterProcess:
                 parts[0] = parts[0][sent:]
 
     def start(self) -> None:
-        """Start the process."""
+        """Start the process, which has no access to accelerators, and connect to it."""
         parent_connection, child_connection = Pipe()
         # Do not use `-m`, because classes of a main module cannot be sent to another process.
         command = [
@@ -198,7 +203,7 @@ class WriterProcess:
         self.connection = parent_connection
 
     def close(self) -> None:
-        """End the process."""
+        """Close the connection, which ends the process, and wait for the process."""
         if self.connection is not None:
             self.connection.close()
         if self._process is not None:
@@ -214,7 +219,12 @@ def _view_as_bytes(value: torch.Tensor | io.BytesIO) -> memoryview:
 
 
 class _RemotePlanner:
-    """Resolves items with the bytes that the training process sends."""
+    """Planner in the separate process, which reads the data of items from the training process.
+
+    Args:
+        connection: Connection to the training process.
+        items: Items of the current file.
+    """
 
     def __init__(self, connection: Connection, items: Sequence[PlannedItem]) -> None:
         self._connection = connection
@@ -224,8 +234,8 @@ class _RemotePlanner:
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the data of an item: a tensor, or a BytesIO for an item of type BYTE_IO.
 
-        If the item has not been received, ask the training process for it. The reply may contain the next
-        items too; these are kept until they are requested.
+        If the item has not been received yet, it is requested from the training process. The reply may also
+        contain the items after it, which are kept until they are needed.
         """
         number = self._numbers[item.index]
         if number not in self._received:
@@ -253,7 +263,10 @@ class _RemotePlanner:
 
 
 def serve_write_requests(connection: Connection) -> None:
-    """Write shard files until the training process closes the connection."""
+    """Write the shard files that the training process requests, until it closes the connection.
+
+    An error of a write is sent to the training process. Errors of the connection are raised.
+    """
     items: list[PlannedItem] = []
     keys: list[KeyEntry] = []
     while True:
@@ -271,7 +284,7 @@ def serve_write_requests(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Serve the connection that the command line names."""
+    """Run the separate process. Its first command-line argument is the file descriptor of the connection."""
     # Ignore signals that are sent to all processes, because the training process decides when to stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

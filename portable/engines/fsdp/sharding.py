@@ -1,4 +1,4 @@
-"""Shard or replicate a model over the ranks with FSDP2 or DDP."""
+"""Sharding or replication of a model over the ranks with FSDP2 or DDP."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ class ShardedModel:
         model: The transformers model with its original names. Its parameters are DTensors if it is sharded.
         forward_module: Module to call: the model, or DDP around it.
         device: Device of this rank.
-        autocast_dtype: Compute dtype for autocast; None in fp32, or if FSDP casts the parameters.
-        loss_factor: Factor of the loss that makes gradients sums over the ranks, because DDP averages them.
-            (A communication hook could sum them instead. But a Python hook may deadlock with gloo's threads
-            when the process group is destroyed.)
-        average_gradients: Function that averages the gradients of unsharded parameters between
-            tensor-parallel ranks. Called before each update.
+        autocast_dtype: Compute dtype for autocast. None in fp32, or if FSDP casts the parameters.
+        loss_factor: Factor of the loss, the world size for DDP and 1 otherwise. DDP averages gradients over
+            the ranks, so that the factor turns the average into a sum. (A communication hook could also sum
+            gradients, but a Python hook may deadlock with gloo's threads when the process group is
+            destroyed.)
+        average_gradients: Function that averages the gradients of replicated parameters over the
+            tensor-parallel ranks. It is called before each update, and does nothing without tensor
+            parallelism.
     """
 
     model: nn.Module
@@ -60,16 +62,19 @@ class ShardedModel:
     average_gradients: Callable[[], None] = lambda: None
 
     def get_autocast_context(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of a forward pass. It does nothing if ``autocast_dtype`` is None."""
+        """Return the autocast context for a forward pass, a null context if ``autocast_dtype`` is None."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
 
     def get_sync_context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro-batch. It delays DDP's gradient reduction until the last micro-batch.
+        """Return the context for the forward and backward pass of a micro-batch.
 
-        FSDP reduces gradients after each micro-batch, so that it accumulates shards and a rank never has all
-        gradients.
+        With DDP, the context delays the reduction of gradients until the last micro-batch. With FSDP, it does
+        nothing: gradients are reduced after each micro-batch, so that a rank accumulates only its shards.
+
+        Args:
+            last: Whether this is the last micro-batch of the step.
         """
         if isinstance(self.forward_module, DistributedDataParallel) and not last:
             return self.forward_module.no_sync()
@@ -78,8 +83,8 @@ class ShardedModel:
     def release_process_group(self) -> None:
         """Drop DDP's references to the process group before the group is destroyed.
 
-        Dropping the last reference to a group joins gloo's threads. DDP's reducer would do so while it holds
-        the GIL, which the threads may need, and deadlock.
+        Dropping the last reference to a group joins gloo's threads. If DDP's reducer dropped it, it would
+        hold the GIL during the join, and deadlock if a thread needs the GIL.
         """
         if isinstance(self.forward_module, DistributedDataParallel):
             for name in ("logger", "reducer", "process_group"):
@@ -87,10 +92,10 @@ class ShardedModel:
 
 
 def compute_shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
-    """Compute the number of ranks that one copy of the parameters is sharded over.
+    """Compute the number of ranks over which one copy of the parameters is sharded.
 
-    This is the size of a group with hybrid strategies, and otherwise the world size. Tensor-parallel ranks
-    count as one rank.
+    With hybrid strategies, this is the size of a sharding group, by default the number of ranks of a node.
+    Otherwise, it is the world size. A group of tensor-parallel ranks counts as one rank.
 
     Args:
         config: Config of the run.
@@ -126,7 +131,8 @@ def shard_model(
     """Allocate a model from the meta device, sharded or replicated according to ``config.strategy``.
 
     Gradients are summed over ranks and not averaged, because the loss is already divided by the number of
-    target tokens in the global batch. A single rank has a plain model, unless its parameters are offloaded.
+    target tokens in the global batch. For a single rank, the model is not wrapped or sharded, unless its
+    parameters are offloaded.
 
     Args:
         model: The model on the meta device, after its transforms.
@@ -137,6 +143,10 @@ def shard_model(
 
     Returns:
         The model. Its weights are uninitialized.
+
+    Raises:
+        UserError: If the ranks cannot be divided into sharding groups, or if ``fsdp`` names a missing module
+            class.
     """
     device = rank_info.device
     offload = config.memory.offload_params == "cpu"
@@ -175,20 +185,27 @@ def shard_model(
 
 
 def is_unsharded(rank_info: RankInfo, *, offload: bool) -> bool:
-    """Return whether there is a single rank that does not offload, so the model stays plain."""
+    """Return whether the model is neither wrapped nor sharded: there is one rank, and it does not offload."""
     return rank_info.world_size == 1 and not offload
 
 
 def uses_ddp(config: RunConfig, rank_info: RankInfo) -> bool:
-    """Return whether DDP wraps the model: there are several ranks, and each has a replica."""
+    """Return whether DDP wraps the model: the strategy is ``no_shard`` and there are several ranks."""
     needs_no_sharding = is_unsharded(rank_info, offload=config.memory.offload_params == "cpu")
     return config.strategy == "no_shard" and not needs_no_sharding
 
 
 def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
-    """Build a mesh with a shard axis, and with hybrid strategies a replicate axis before it.
+    """Build the device mesh of a run, with the axes ``replicate``, ``shard`` and ``tensor``.
 
-    The last axis is the tensor-parallel axis, if there is one, so that tensor-parallel ranks are neighbors.
+    Only hybrid strategies have a replicate axis, and only tensor parallelism has a tensor axis. The tensor
+    axis is last, so that tensor-parallel ranks are consecutive. A number is appended to the names of the
+    axes.
+
+    Args:
+        config: Config of the run.
+        rank_info: Device and world size.
+        shard_group_size: Size of the shard axis.
     """
     size = config.tensor_parallel_size
     axes = (
@@ -216,7 +233,16 @@ def _shard_units(
     compute_dtype: torch.dtype,
     offload_policy: OffloadPolicy,
 ) -> None:
-    """Apply ``fully_shard`` to the units, and then to the model."""
+    """Apply ``fully_shard`` to the units and then to the model, and configure the prefetching of units.
+
+    Args:
+        model: The model on the meta device. It is changed in place.
+        config: Config of the run.
+        units: Modules to shard as units, each before the modules inside of it.
+        mesh: Mesh with a shard axis and, with hybrid strategies, a replicate axis.
+        compute_dtype: Dtype to which FSDP casts parameters. Gradients are reduced in fp32.
+        offload_policy: Offload policy of FSDP.
+    """
     # FSDP registers its hook between this one and the next.
     model.register_forward_hook(_expose_output_tensors)
     for module in [*reversed(units), model]:  # inner units first
@@ -236,27 +262,31 @@ def _shard_units(
 
 
 def _expose_output_tensors(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
-    """Return the output with its dicts as lists, so that FSDP finds every tensor that a model returns.
+    """Convert dicts in the output of a model to lists, so that FSDP finds every tensor in them.
 
-    FSDP gathers parameters before the backward pass in hooks on the tensors that it finds in the output.
-    Models return dataclasses, and torch 2.15 finds their fields but not the keys that were added later. A
-    forward hook. :func:`_restore_output` undoes it.
+    FSDP registers hooks on the tensors that it finds in the output, which gather parameters before the
+    backward pass. The outputs of transformers models are dataclasses and dicts, and torch 2.15 finds only the
+    fields of the dataclass, not keys that were added later. This is a forward hook that runs before the hook
+    of FSDP; :func:`_restore_output` runs after it.
+
+    Returns:
+        The converted output, and a function that returns the original output.
     """
     return _replace_dicts_by_lists(output), lambda: output
 
 
 def _replace_dicts_by_lists(output: Any) -> Any:
-    """Replace a dict, and the dicts inside of its values, by lists of the values.
-
-    Returns other objects unchanged.
-    """
+    """Convert nested dicts to lists of their values. Return an object that is not a dict unchanged."""
     return (
         [_replace_dicts_by_lists(value) for value in output.values()] if isinstance(output, dict) else output
     )
 
 
 def _restore_output(module: nn.Module, args: Any, exposed: tuple[Any, Callable[[], Any]]) -> Any:
-    """Return the original output. A forward hook."""
+    """Return the original output of the model from the result of :func:`_expose_output_tensors`.
+
+    This is a forward hook.
+    """
     return exposed[1]()
 
 
@@ -273,7 +303,17 @@ if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).paramete
 def _wrap_in_ddp(
     model: nn.Module, device: torch.device, *, all_parameters_used: bool
 ) -> DistributedDataParallel:
-    """Wrap a model in DDP. In a memory trial, whose process group is fake, its reduction does nothing."""
+    """Wrap a model in DDP.
+
+    In a memory trial, whose process group is fake, the reduction of gradients is replaced by an operation
+    that does nothing.
+
+    Args:
+        model: The model with allocated parameters.
+        device: Device of this rank.
+        all_parameters_used: Whether each backward pass reaches every trained parameter. Otherwise, DDP
+            searches for unused parameters in each pass.
+    """
     replica = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type != "cpu" else None,

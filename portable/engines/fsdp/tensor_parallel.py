@@ -1,9 +1,8 @@
-"""Tensor parallelism (``tensor_parallel_size``): layers that several ranks compute together.
+"""Tensor parallelism (``tensor_parallel_size``): layers whose matrices are sharded over a group of ranks.
 
-The matrices of a layer are sharded over a group of ranks by the tensor-parallel plan that transformers has
-for the model. Afterwards every parameter is a DTensor on the mesh axis of the group, either sharded or
-replicated, so that optimizers, norms and checkpoints treat all parameters the same way. The embedding table
-and the head are replicated.
+The plan comes from :mod:`portable.model.tensor_parallel_plan`. After sharding, every parameter is a DTensor
+on the mesh axis of the group, either sharded or replicated, so that optimizers, norms and checkpoints treat
+all parameters the same way. The embedding table and the head are replicated.
 
 Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
 """
@@ -35,7 +34,8 @@ def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], N
         mesh: Mesh of the tensor-parallel group.
 
     Returns:
-        Function to call before each update: :func:`average_replicated_gradients` with its arguments.
+        Function without arguments that averages the gradients of replicated parameters, to be called before
+        each update. See :func:`average_replicated_gradients`.
     """
     plan = map_parallel_styles(model, mesh.size())
     apply_tensor_parallel_plan(
@@ -64,10 +64,10 @@ def shard_layers_tensor_parallel(model: Any, mesh: DeviceMesh) -> Callable[[], N
 
 
 def average_replicated_gradients(model: nn.Module, summed_names: Collection[str]) -> None:
-    """Average the gradients of replicated parameters over the tensor-parallel ranks. No host-device sync.
+    """Average the gradients of replicated parameters over the tensor-parallel ranks, in place.
 
-    The gradients differ by rounding, because some kernels add in no fixed order. After averaging, the
-    parameters of the ranks stay equal.
+    The gradients of the ranks differ by rounding, because some kernels add in no fixed order. Without
+    averaging, the replicas would drift apart. The host does not sync with the device.
 
     Args:
         model: Model whose gradients are DTensors. The tensor-parallel group is the last axis of their mesh.

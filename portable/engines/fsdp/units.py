@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
 
 def find_fsdp_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """Find the modules of a model that ``fsdp.auto_wrap_policy`` selects as units, in the order of the model.
+    """Find the modules of a model that FSDP2 shards as units, according to ``fsdp.auto_wrap_policy``.
 
-    A module that shares a parameter with another part of the model does not become a unit. Its parameters
-    belong to the enclosing unit. That unit gathers the shared parameter for both modules.
+    By default, the units are the transformer layers. A module that shares a parameter with another part of
+    the model does not become a unit. Its parameters then belong to the enclosing unit, which gathers the
+    shared parameter for both modules.
 
     Args:
         model: The model. It is not modified.
         config: Config of the run.
+
+    Returns:
+        Modules in the order of the model, without the model itself. Empty for ``no_wrap``.
 
     Raises:
         UserError: If the model has no module of a class in ``fsdp.transformer_layer_cls_to_wrap``.
@@ -54,7 +58,9 @@ def find_fsdp_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
 
 
 def find_unreached_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find the layers that text does not reach, such as the layers of a vision tower.
+    """Find the layers that never run in training on text, such as the layers of a vision tower.
+
+    These are the layers whose parameters are all in the result of :func:`get_unreached_names`.
 
     Args:
         model: The model.
@@ -71,7 +77,11 @@ def find_unreached_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _find_modules_by_class(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
-    """Find the modules whose class has one of the names, and raise UserError if a name does not occur."""
+    """Find the modules whose class has one of the names.
+
+    Raises:
+        UserError: If the model has no module of one of the classes.
+    """
     present_classes = {type(module).__name__ for module in model.modules()}
     for name in class_names:
         if name not in present_classes:
@@ -84,7 +94,11 @@ def _find_modules_by_class(model: nn.Module, class_names: Sequence[str]) -> list
 
 
 def _find_large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Find the modules with at least ``min_num_params`` parameters outside of smaller units."""
+    """Find the modules with at least ``min_num_params`` parameters, as FSDP's size-based wrap policy does.
+
+    Parameters of a selected module do not count for the modules that contain it. Lists, the model itself, and
+    modules that share parameters with other modules are not selected.
+    """
     selected: set[nn.Module] = set()
     total_uses = _count_parameter_uses(model)
 
@@ -103,23 +117,29 @@ def _find_large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module
 
 
 def _count_parameter_uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """Count how often each parameter occurs in a module."""
+    """Count how often each parameter is registered in a module and its submodules."""
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _has_shared_parameters(module: nn.Module, total_uses: Counter[nn.Parameter]) -> bool:
-    """Return whether a parameter of a module also occurs outside of it."""
+    """Return whether a parameter of a module is also registered outside of the module.
+
+    Args:
+        module: Module of the model.
+        total_uses: Result of :func:`_count_parameter_uses` for the complete model.
+    """
     return any(total_uses[parameter] > uses for parameter, uses in _count_parameter_uses(module).items())
 
 
 def configure_prefetching(units: Sequence[FSDPModule], config: RunConfig) -> None:
-    """Apply ``fsdp.forward_prefetch`` and ``fsdp.backward_prefetch``.
+    """Apply the settings ``fsdp.forward_prefetch`` and ``fsdp.backward_prefetch``.
 
-    By default, FSDP2 gathers a unit in the forward pass when the host reaches the unit, ahead of the device.
-    In the backward pass it gathers the next unit before it computes the current gradients (``backward_pre``).
+    Without them, FSDP2 starts to gather a unit in the forward pass when the host reaches the unit, which is
+    usually before the device does. In the backward pass, it gathers the next unit before the gradients of the
+    current unit are computed (``backward_pre``).
 
     Args:
-        units: Units in the order of the forward pass.
+        units: FSDP modules in the order of the forward pass, beginning with the model itself.
         config: Config of the run.
     """
     if config.fsdp.forward_prefetch:
