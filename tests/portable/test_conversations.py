@@ -9,6 +9,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,7 @@ from portable.converters.cli import main as convert
 from portable.data.dataset import build_data, inspect_data_sizes
 from portable.data.sources.conversations import PlainCompletion, detect_record_format, parse_conversation
 from portable.data.sources.documents import Conversation
+from portable.data.tokens import parallel_map
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel_map import map_in_order
 from portable.errors import MultipleMistakesError, RunError, UserError
@@ -342,6 +344,22 @@ def test_conversation_cache_does_not_depend_on_processes(
     monkeypatch.setattr(tokenizing, "count_usable_cores", lambda: 2)
     others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
     assert others.fingerprint == alone.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["conversations", "texts"])
+def test_worker_process_tokenizes_without_other_processes(
+    kind: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shard of a stream is tokenized by a worker process, and the other cores have their own shards."""
+    messages = [{"messages": [{"role": "user", "content": f"{n} what is it"}, ANSWER]} for n in range(60)]
+    rows = messages if kind == "conversations" else [{"text": f"{n} what is it"} for n in range(60)]
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
+    for name in ("_LOCAL_CHAT_BATCHES", "_LOCAL_TEXT_BATCHES"):
+        monkeypatch.setattr(tokenizing, name, 1)
+    monkeypatch.setattr(tokenizing, "count_usable_cores", lambda: 2)
+    monkeypatch.setattr(parallel_map, "is_worker_process", True)
+    monkeypatch.setattr(parallel_map, "WorkerProcess", Mock(side_effect=AssertionError))
+    assert build_data(written(settings, *rows)).sizes.train_samples
 
 
 def test_conversation_cache_build_resumes_after_kill(
