@@ -145,10 +145,15 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
     Raises:
         UserError: If a token id is negative or too large.
     """
-    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
+    if (least := int(tokens.min())) < 0:
         raise UserError(
-            f"data.tokenizer: {path} has the token {int(tokens.max())}, beyond the {vocab_size} of the "
-            "tokenizer; set data.tokenizer to the tokenizer that made the file"
+            f"data.source: {path}: has the token {least}, which is negative; write the file again with the ids "
+            "of a tokenizer"
+        )
+    if (largest := int(tokens.max())) >= vocab_size:
+        raise UserError(
+            f"data.tokenizer: {path} has the token {largest}, beyond the {vocab_size} of the tokenizer; set "
+            "data.tokenizer to the tokenizer that made the file"
         )
 
 
