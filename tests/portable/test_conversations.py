@@ -103,7 +103,7 @@ def test_parse_conversation_reads_messages_calls_and_tools(case: dict[str, Any])
 def test_prompt_and_completion_strings_are_plain_text(settings: Settings) -> None:
     assert parse_conversation(
         {"prompt": "a", "completion": "b"}, "prompt_completion", "x"
-    ) == PlainCompletion("a", "b")
+    ) == PlainCompletion(prompt="a", completion="b")
     ((whole, answer),) = texts(written(settings, {"prompt": "what is it", "completion": ", and more?"}))
     assert (whole, answer) == ("what is it, and more?", ", and more?<|end_of_text|>")
 

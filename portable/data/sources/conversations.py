@@ -126,11 +126,11 @@ class PlainCompletion:
     """Prompt and completion as plain strings. They are concatenated without a template.
 
     Attributes:
-        num_prompt_messages: Text of the prompt. It is not a number, in spite of the name.
+        prompt: Text of the prompt.
         completion: Text of the completion.
     """
 
-    num_prompt_messages: str
+    prompt: str
     completion: str
 
 
@@ -315,8 +315,8 @@ def _build_document(
         if not conversation.completion:
             raise _build_record_error(location, "completion is empty; remove the record")
         return Document(
-            conversation.num_prompt_messages + conversation.completion,
-            num_prompt_chars=len(conversation.num_prompt_messages),
+            conversation.prompt + conversation.completion,
+            num_prompt_chars=len(conversation.prompt),
             extra_columns=columns,
         )
     return Document(conversation.joined_text, conversation=conversation, extra_columns=columns)
