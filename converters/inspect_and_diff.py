@@ -414,8 +414,8 @@ def compare_tensors(
         if left[name].dtype != right[name].dtype
     }
     unmatched_names = [
-        [name for name in compare_one_tensor if name not in two]
-        for compare_one_tensor, two in ((left, right), (right, left))
+        [name for name in tensors if name not in other_tensors]
+        for tensors, other_tensors in ((left, right), (right, left))
     ]
     return {
         "same": not (different_values or shapes or unmatched_names[0] or unmatched_names[1]),
