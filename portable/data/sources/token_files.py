@@ -147,8 +147,8 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
     """
     if (least := int(tokens.min())) < 0:
         raise UserError(
-            f"data.source: {path}: has the token {least}, which is negative; write the file again with the ids "
-            "of a tokenizer"
+            f"data.source: {path}: has the token {least}, which is negative; write the file again with the "
+            "ids of a tokenizer"
         )
     if (largest := int(tokens.max())) >= vocab_size:
         raise UserError(
