@@ -192,6 +192,44 @@ def test_conversation_errors_are_listed_by_kind(
         build_data(written(settings, good, lost))
 
 
+def test_skipping_remedy_is_given_if_bad_records_are_not_skipped(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each record has another mistake: in its JSON, in its fields, in a Parquet column, or in a template."""
+    lost = {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "look"}]}]}
+    path = Path(settings.source)
+    remedy = "or set data.on_bad_record to skip"
+    for row in ("{", "[]", '{"messages": 1}', json.dumps(lost)):
+        path.write_text("\n".join([json.dumps({"messages": GREETING}), row, "{}"][: 2 + (row == "{")]) + "\n")
+        with pytest.raises(UserError) as error:
+            build_data(settings)
+        lines = error.value.lines if isinstance(error.value, MultipleMistakesError) else [str(error.value)]
+        assert [remedy in line for line in lines] == [False] * (len(lines) - 1) + [True]
+        build_data(replace(settings, on_bad_record="skip"))
+        warned = capsys.readouterr().err
+        assert "warning: skipped: " in warned and remedy not in warned
+    texts = pa.array([b"good", b"\xff", b"also good"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": texts}), path.with_suffix(".parquet"))
+    given = replace(settings, source=str(path.with_suffix(".parquet")))
+    with pytest.raises(UserError, match=f"not UTF-8; correct or remove it, {remedy}"):
+        build_data(given)
+    build_data(replace(given, on_bad_record="skip"))
+    warned = capsys.readouterr().err
+    assert "not UTF-8; correct or remove it\n" in warned and remedy not in warned
+
+
+def test_first_record_that_cannot_be_read_is_skipped(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The format is then detected from the next record."""
+    rows = [{"conversations": "[broken"}, {"conversations": json.dumps(GREETING)}]
+    with pytest.raises(UserError, match=r"chat.jsonl:1: conversations is not JSON"):
+        build_data(written(settings, *rows))
+    assert len(build_data(replace(settings, on_bad_record="skip")).train) == 1
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning: skipped: " in line]
+    assert len(warnings) == 1 and "on_bad_record" not in warnings[0]
+
+
 def test_missing_text_field_is_reported_once(settings: Settings) -> None:
     with pytest.raises(UserError, match="no field 'body'") as error:
         build_data(written(settings, *[{"text": "a"}] * 9, text_field="body", format="text"))

@@ -174,10 +174,7 @@ def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, A
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else to_one_line(error)
         if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             reason = "UTF-16, not UTF-8"
-        refusal = UserError(
-            f"data.source: {location}: not a line of JSON ({reason}); correct or remove it, or set "
-            "data.on_bad_record to skip"
-        )
+        refusal = UserError(f"data.source: {location}: not a line of JSON ({reason}); correct or remove it")
         refusal.__cause__ = error
     else:
         if isinstance(row, dict):
