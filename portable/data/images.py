@@ -41,6 +41,13 @@ class ImageSize(NamedTuple):
     height: int
 
 
+class ImageFile(NamedTuple):
+    """Content of an image file, and the size to scale its image to."""
+
+    data: bytes
+    size: ImageSize
+
+
 @dataclass(frozen=True)
 class LoadedImage:
     """Image file of a record that was read and decoded once.

@@ -480,7 +480,12 @@ class TokenizedSource:
                 *common, keep_last_input_if_room=context.keep_last_input_if_room
             )
             return PackedDocumentSamples(
-                *common, plan, pad, data.truncation, keep_last_input_if_room=context.keep_last_input_if_room
+                *common,
+                plan,
+                pad,
+                data.truncation,
+                keep_last_input_if_room=context.keep_last_input_if_room,
+                image_processor=context.image_processor,
             )
         if data.packing:
             return PackedCausalSamples(*common)

@@ -437,10 +437,9 @@ class PaddedCausalSamples(CacheSamples):
         if self.image_processor is None:
             return arrays
         files = [
-            (self.token_cache.read_image_file(image), image.size)
+            file
             for number, document in zip(numbers, documents, strict=True)
-            for image in self.token_cache.list_images(number)
-            if image.first_token < len(document)
+            for file in self.token_cache.read_image_files(number, len(document))
         ]
         return {**arrays, **self.image_processor.build_columns(files, inputs)}
 

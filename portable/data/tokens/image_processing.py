@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.images import ImageSize, decode_image
+from portable.data.images import ImageFile, ImageSize, decode_image
 from portable.errors import UserError, to_one_line
 from portable.hub_requests import read_hub_once_per_node
 from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_downloaded_settings
@@ -101,7 +101,7 @@ class ImageProcessor:
         return str(replacement["replacement"])
 
     def build_columns(
-        self, files: Sequence[tuple[bytes, ImageSize]], input_ids: npt.NDArray[np.int64]
+        self, files: Sequence[ImageFile], input_ids: npt.NDArray[np.int64]
     ) -> dict[str, npt.NDArray[Any]]:
         """Build the columns of a batch that the images of its rows add.
 
