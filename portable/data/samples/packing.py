@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from portable.batch import IGNORED_LABEL
-from portable.data.images import ImageFile
 from portable.data.samples.base import Arrays, CacheSamples, SampleRange
 from portable.data.samples.truncation import Truncation, find_image_cut, get_kept_slice
 from portable.data.sources.documents import compute_text_digest
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from portable.data.images import ImageFile
     from portable.data.samples.order import EpochIndex
-    from portable.data.tokens.image_processing import ImageProcessor
 
 Integers = npt.NDArray[np.int64]
 """Array of int64."""
@@ -89,14 +88,12 @@ class PackedDocumentSamples(CacheSamples):
         truncation: Value of ``data.truncation``, which selects the part of a long document to remove.
         keep_last_input_if_room: Whether the last token of a document that has at most ``seq_len`` tokens is
             also an input, without a label.
-        image_processor: Processor of the images of the documents. None if the run has no images.
     """
 
     plan: TokenCache
     pad_token: int
     truncation: Truncation = "end"
     keep_last_input_if_room: bool = False
-    image_processor: ImageProcessor | None = None
 
     def __post_init__(self) -> None:
         sizes = PackingStats(**self.plan.meta["sizes"])
@@ -106,19 +103,16 @@ class PackedDocumentSamples(CacheSamples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build ``input_ids``, ``labels``, ``position_ids`` and ``document_lengths``.
 
-        See the class for their shapes. With images, also build the columns of
-        :meth:`ImageProcessor.build_columns`.
+        See the class for their shapes.
         """
-        shape, files = (len(indices), self.seq_len), list[ImageFile]()
+        shape = (len(indices), self.seq_len)
         inputs, labels = np.full(shape, self.pad_token), np.full(shape, IGNORED_LABEL)
         positions, lengths = np.empty(shape, np.int64), np.zeros((len(indices), self._most + 1), np.int64)
         for row, (_, index) in enumerate(indices):
             start = 0
             for count, number in enumerate(self.list_document_numbers(index)):
-                max_tokens = find_image_cut(self.token_cache, number, self.seq_len + 1)
-                kept_slice = get_kept_slice(self.truncation, max_tokens)
+                kept_slice = get_kept_slice(self.truncation, self._count_kept_tokens(number))
                 tokens = self.token_cache.read_document("text", number)[kept_slice]
-                files += self.token_cache.read_image_files(number, len(tokens))
                 size = min(len(tokens), self.seq_len) if self.keep_last_input_if_room else len(tokens) - 1
                 end, end_of_labels = start + size, start + len(tokens) - 1
                 inputs[row, start:end], labels[row, start:end_of_labels] = tokens[:size], tokens[1:]
@@ -129,15 +123,24 @@ class PackedDocumentSamples(CacheSamples):
                 start = end
             positions[row, start:] = 0
             lengths[row, count + 1] = self.seq_len - start
-        arrays = {
+        return {
             "input_ids": inputs,
             "labels": labels,
             "position_ids": positions,
             "document_lengths": lengths,
         }
-        if self.image_processor is None:
-            return arrays
-        return {**arrays, **self.image_processor.build_columns(files, inputs)}
+
+    def _count_kept_tokens(self, number: int) -> int:
+        """Count the tokens that a document may keep, without cutting an image."""
+        return find_image_cut(self.token_cache, number, self.seq_len + 1)
+
+    def read_image_files(self, index: int) -> list[ImageFile]:
+        """Read the image files of the documents of a sample."""
+        return [
+            file
+            for number in self.list_document_numbers(index)
+            for file in self.token_cache.read_image_files(number, self._count_kept_tokens(number))
+        ]
 
     def list_document_numbers(self, index: int) -> Sequence[int]:  # type: ignore[override]
         """Return the numbers of the documents of a sample, in order."""
