@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from portable.data.tokens.image_processing import BLANK_PREFIX
+from portable.batch import BLANK_PREFIX
 from portable.errors import UserError
 from portable.model.forward import ForwardWrapper
 
@@ -134,6 +134,16 @@ def _iter_tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, list | tuple):
         for value in output:
             yield from _iter_tensors(value)
+
+
+def has_image_forward(model: nn.Module) -> bool:
+    """Return whether :func:`install_image_forward` has changed the model."""
+    forward: Any = model.forward
+    while isinstance(forward, ForwardWrapper):
+        if isinstance(forward, ImageForward):
+            return True
+        forward = forward.__wrapped__
+    return False
 
 
 def install_image_forward(model: Model) -> Model:
