@@ -16,6 +16,7 @@ from portable.model import build as models
 from portable.model.auxiliary_losses import needs_last_token_as_input
 from portable.model.document_attention import (
     apply_default_packing,
+    can_separate_states,
     check_causal_attention,
     check_document_separation,
 )
@@ -87,7 +88,9 @@ def assemble_model(
         check_causal_attention(model)
     check_custom_rotary_layers(model, config)
     if config.data.packing == "documents":
-        check_document_separation(model, seq_len=config.data.seq_len)
+        check_document_separation(
+            model, seq_len=config.data.seq_len, separates_states=can_separate_states(config)
+        )
     check_parallel_support(model, config)
     # A new model had no special tokens that the tokenizer could replace.
     return AssembledModel(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
