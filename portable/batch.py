@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 Batch = dict[str, torch.Tensor]
@@ -29,3 +31,21 @@ BLANK_PREFIX = "blank_"
 A batch without images has these columns if other batches of the run have images, so that the image tower of
 the model runs in every forward pass.
 """
+
+_HOST_COPY = "host_copy"
+
+
+def attach_host_copy(column: torch.Tensor, host_copy: torch.Tensor) -> None:
+    """Keep the values of a column on the host, so that :func:`read_host_copy` does not sync with the device.
+
+    Args:
+        column: Column of a batch on the device.
+        host_copy: The same column on the host.
+    """
+    setattr(column, _HOST_COPY, host_copy)
+
+
+def read_host_copy(column: torch.Tensor) -> list[Any]:
+    """Read the values of a column on the host. Syncs with the device if the column has no host copy."""
+    values: list[Any] = getattr(column, _HOST_COPY, column).tolist()
+    return values

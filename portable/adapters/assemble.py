@@ -17,6 +17,7 @@ from portable.model import build as models
 from portable.model.auxiliary_losses import needs_last_token_as_input
 from portable.model.document_attention import (
     apply_default_packing,
+    can_separate_states,
     check_causal_attention,
     check_document_separation,
     explain_image_mixing,
@@ -91,7 +92,9 @@ def assemble_model(
         check_causal_attention(model)
     check_custom_rotary_layers(model, config)
     if config.data.packing == "documents":
-        check_document_separation(model, seq_len=config.data.seq_len)
+        check_document_separation(
+            model, seq_len=config.data.seq_len, separates_states=can_separate_states(config)
+        )
         if config.data.images and (reason := explain_image_mixing(model.config.model_type)) is not None:
             raise UserError(f"data.packing: {type(model).__name__} {reason}; set data.packing to false")
     check_parallel_support(model, config)

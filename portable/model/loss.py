@@ -29,6 +29,7 @@ from portable.batch import BLANK_PREFIX, IGNORED_LABEL, PART_POSITIONS_COLUMN, T
 from portable.errors import UserError
 from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.document_attention import install_document_forward
+from portable.model.document_states import install_document_states
 from portable.model.dynamic_rope import install_text_length_forward
 from portable.model.forward import ForwardWrapper
 from portable.model.image_forward import has_image_forward, install_image_forward
@@ -688,7 +689,13 @@ class TrainingObjective:
         self._prepared_models.add(reference)
         if has_image_forward(self._model):
             install_image_forward(reference)
-        return install_loss_forward(install_text_length_forward(install_document_forward(reference)))
+        return _install_forwards(reference)
+
+
+def _install_forwards(model: Model) -> Model:
+    """Install the forward methods of a run that depend on the columns of a batch."""
+    model = install_document_states(install_document_forward(model))
+    return install_loss_forward(install_text_length_forward(model))
 
 
 def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
@@ -703,7 +710,7 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
     Returns:
         An fp32 scalar on the device.
     """
-    install_loss_forward(install_text_length_forward(install_document_forward(model)))
+    _install_forwards(model)
     loss, labels = TaskLoss(), batch["labels"]
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     result = run_model_for_loss(model, inputs, labels, loss.needs, head=head, logits_suffice=True)
