@@ -17,6 +17,7 @@ from portable.model.activation_checkpointing import enable_activation_checkpoint
 from portable.model.auxiliary_losses import needs_last_token_as_input
 from portable.model.chunked_loss import find_chunked_head, install_chunked_head
 from portable.model.document_attention import install_document_forward
+from portable.model.document_states import find_stateful_layers, install_document_states
 from portable.model.dynamic_rope import has_length_dependent_rope, install_text_length_forward
 from portable.model.freezing import COMPUTE_DTYPES
 from portable.model.image_forward import install_image_forward
@@ -122,6 +123,10 @@ def _needs_document_attention(_: PreTrainedModel, config: RunConfig) -> bool:
     return config.data.packing == "documents" or config.context_parallel_size > 1
 
 
+def _needs_document_states(model: PreTrainedModel, config: RunConfig) -> bool:
+    return config.data.packing == "documents" and bool(find_stateful_layers(model))
+
+
 TRANSFORMS: tuple[Transform, ...] = (
     Transform("shared sequences", _needs_context_parallelism, _apply_context_parallelism),
     Transform(
@@ -151,6 +156,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "document attention", _needs_document_attention, lambda model, _: install_document_forward(model)
     ),
+    Transform("document states", _needs_document_states, lambda model, _: install_document_states(model)),
     Transform(
         "rotations by text",
         lambda model, _: has_length_dependent_rope(model.config),

@@ -65,7 +65,7 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
         f"{KEY}: the router loss of {name} needs complete sequences; set model.config.output_router_logits "
         "to false",
     )
-    check_document_separation(model, KEY, seq_len=config.data.seq_len)
+    check_document_separation(model, KEY, seq_len=config.data.seq_len, separates_states=False)
 
 
 def _has_mixtral_signature(router_loss: Any) -> bool:
