@@ -82,8 +82,8 @@ class XlaPackage(BackendPackage):
         return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends
 
     def check_config(self, config: RunConfig, world: World) -> None:
-        """Check the graph cache, and the sharding over the devices."""
-        from portable.tpu.xla import runtime
+        """Check the graph cache, the metrics, and the sharding over the devices."""
+        from portable.tpu.xla import checks, runtime
         from portable.tpu.xla.layout import MeshLayout
 
         require(
@@ -91,6 +91,7 @@ class XlaPackage(BackendPackage):
             "xla.compilation_cache: graphs for virtual devices cannot be cached; set xla.compilation_cache "
             "to none",
         )
+        checks.check_text_metrics(config, num_hosts=world.ranks)
         MeshLayout(config, world.devices)
 
     def build_notes(self, config: RunConfig) -> list[str]:
