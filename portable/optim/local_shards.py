@@ -15,12 +15,36 @@ from torch.distributed.tensor import DTensor
 from portable.private import torch_internals
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return the shard of this rank, or ``tensor`` itself if it is not a DTensor. Both share memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by their device mesh, because DTensor has no operations across meshes.
+
+    Returns:
+        Groups in the order of their first tensors. Tensors that are not DTensors are one group.
+    """
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Compute the 2-norm of all elements of tensors, on any meshes. A collective call for DTensors."""
+    norms = []
+    for group in group_by_mesh(tensors):
+        norm = torch.nn.utils.get_total_norm(group)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
 def create_sharded_zeros(

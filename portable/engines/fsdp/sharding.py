@@ -27,7 +27,7 @@ from portable.errors import UserError
 from portable.model.parameters import materialize_model, replace_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,13 +98,20 @@ def compute_shard_group_size(config: RunConfig, world_size: int, local_world_siz
         local_world_size: Number of ranks on this node.
 
     Raises:
-        UserError: If the world size is not a multiple of the group size.
+        UserError: If the world size is not a multiple of the group size, or if the group size is not a
+            multiple of the number of expert-parallel ranks.
     """
     world_size //= config.tensor_parallel_size
     local_world_size //= config.tensor_parallel_size
-    if config.strategy not in HYBRID_STRATEGIES:
-        return world_size
-    size = config.fsdp.shard_group_size or max(1, local_world_size)
+    size = world_size
+    if config.strategy in HYBRID_STRATEGIES:
+        size = config.fsdp.shard_group_size or max(1, local_world_size)
+    if size % config.expert_parallel_size:
+        raise UserError(
+            f"expert_parallel_size: the {size} ranks that share a copy of the parameters cannot be divided "
+            f"into groups of {config.expert_parallel_size}; use a divisor of {size}, or another number of "
+            "ranks"
+        )
     if world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         tensor_parallel_size = config.tensor_parallel_size
@@ -163,13 +170,22 @@ def shard_model(
     units = find_fsdp_units(model, config)  # before the model is changed, because it runs a trial pass
     mesh = _build_mesh(config, rank_info, group_size)
     average = ShardedModel.average_gradients
+    distributed_experts: dict[nn.Module, DeviceMesh] = {}
+    if config.expert_parallel_size > 1:
+        from portable.engines.fsdp.expert_parallel import distribute_experts
+
+        expert_mesh = _build_mesh(config, rank_info, group_size, splits_experts=True)
+        *others, expert = expert_mesh.mesh_dim_names or ()
+        modules = distribute_experts(model, expert_mesh[expert])
+        distributed_experts = dict.fromkeys(modules, expert_mesh[tuple(others)])
     if size > 1:
         *others, tensor = mesh.mesh_dim_names or ()
         from portable.engines.fsdp.tensor_parallel import shard_layers_tensor_parallel
 
         average = shard_layers_tensor_parallel(model, mesh[tensor])
         mesh = mesh[tuple(others)]
-    _shard_units(model, config, units, mesh, compute, _build_offload_policy(offload, device))
+    offload_policy = _build_offload_policy(offload, device)
+    _shard_units(model, config, units, mesh, compute, offload_policy, distributed_experts)
     materialize_model(model, device, storage_device=torch.device("cpu") if offload else device)
     return ShardedModel(model, model, device, None, average_gradients=average)
 
@@ -185,10 +201,14 @@ def uses_ddp(config: RunConfig, rank_info: RankInfo) -> bool:
     return config.strategy == "no_shard" and not needs_no_sharding
 
 
-def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
+def _build_mesh(
+    config: RunConfig, rank_info: RankInfo, shard_group_size: int, *, splits_experts: bool = False
+) -> DeviceMesh:
     """Build a mesh with a shard axis, and with hybrid strategies a replicate axis before it.
 
     The last axis is the tensor-parallel axis, if there is one, so that tensor-parallel ranks are neighbors.
+    With ``splits_experts``, the shard axis is split into a shard axis and an expert-parallel axis, so that
+    expert-parallel ranks are neighbors.
     """
     size = config.tensor_parallel_size
     axes = (
@@ -197,6 +217,9 @@ def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -
         else {}
     )
     axes |= {"shard": shard_group_size} | ({"tensor": size} if size > 1 else {})
+    if splits_experts:
+        expert_size = config.expert_parallel_size
+        axes |= {"shard": shard_group_size // expert_size, "expert": expert_size}
     # DTensor caches by mesh and never clears its caches, and meshes with the same shape and names are equal.
     # Use a new name, otherwise DTensor would find the mesh of a previous engine and its destroyed process
     # group.
@@ -215,15 +238,22 @@ def _shard_units(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     offload_policy: OffloadPolicy,
+    expert_meshes: Mapping[nn.Module, DeviceMesh],
 ) -> None:
-    """Apply ``fully_shard`` to the units, and then to the model."""
+    """Apply ``fully_shard`` to the expert modules on their own meshes, to the units, and then to the model."""
     # FSDP registers its hook between this one and the next.
     model.register_forward_hook(_expose_output_tensors)
-    for module in [*reversed(units), model]:  # inner units first
+    units = [unit for unit in units if unit not in expert_meshes]
+    for module in [*expert_meshes, *reversed(units), model]:  # inner units first
+        is_layer = module not in expert_meshes
         wrapped = fully_shard(
             module,
-            mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+            mesh=mesh if is_layer else expert_meshes[module],
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=compute_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=is_layer,  # routing weights may be more precise than the compute dtype
+            ),
             reshard_after_forward=config.strategy not in STRATEGIES_KEPT_AFTER_FORWARD,
             offload_policy=offload_policy,
         )
