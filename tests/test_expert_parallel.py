@@ -72,3 +72,33 @@ def test_expert_parallel_losses_equal_one_rank(
     found, expected = beside.ranks(size, {**EXPERTS, **given, **settings}), beside.one(given)
     assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
     record(found, expected, TOLERANCE)
+
+
+COMPOSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "HSDP": ("HSDP", "mixtral", {}),
+    "gathered": ("gathered", "qwen3_moe", {}),
+    "recomputed": ("2", "gpt_oss", {"memory__activation_checkpointing": "full"}),
+    "partly recomputed": ("2", "deepseek_v3", {"memory__activation_checkpointing": "selective"}),
+    "compiled": ("2", "qwen3_moe", {"compile": True, "compile_backend": "aot_eager"}),
+    "update on the host": ("2 x 2", "mixtral", {"memory__offload_optimizer": "cpu"}),
+    "weights on the host": ("2 x 2", "mixtral", {"memory__offload_params": "cpu"}),
+    "shared sequences": ("2 x 2", "qwen3_moe", {"context_parallel_size": 2}),
+    "Muon": ("2 x 2", "qwen3_moe", {"train__optimizer": "muon"}),
+    "SGD": ("2", "mixtral", {"train__optimizer": "sgd", "train__learning_rate": 0.1}),
+    "average": ("2 x 2", "mixtral", {"train__ema": 0.9, "train__eval_ema": True}),
+    "adapter": ("2", "mixtral", {"adapter__type": "lora", "adapter__target_modules": ["q_proj", "v_proj"]}),
+    "one after another": ("2", "glm4_moe", {"model__experts": "eager"}),
+    "padded": ("4", "mixtral", {"data__packing": False}),
+    "all in one unit": ("2", "mixtral", {"fsdp__auto_wrap_policy": "no_wrap"}),
+}
+LAYOUT_KEYS = ("memory__", "compile", "context_parallel_size", "fsdp__")
+
+
+@pytest.mark.parametrize("case", COMPOSED)
+def test_expert_parallelism_composes(case: str, beside: Beside) -> None:
+    layout, family, own = COMPOSED[case]
+    size, settings = LAYOUTS[layout]
+    given = {**PACKED, "train__steps": 3, **mixture(family, num_key_value_heads=4), **own}
+    alone = {key: value for key, value in given.items() if not key.startswith(LAYOUT_KEYS)}
+    found, expected = beside.ranks(size, {**EXPERTS, **given, **settings}), beside.one(alone)
+    assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)

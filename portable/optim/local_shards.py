@@ -70,10 +70,25 @@ def create_sharded_zeros(
 
 
 def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """Return the process group over which ``parameter`` is sharded, or None if it is not sharded."""
+    """Return the process group over which FSDP2 shards ``parameter``, or None if it is not sharded."""
     if not isinstance(parameter, DTensor):
         return None
-    (axis,) = (i for i, placement in enumerate(parameter.placements) if placement.is_shard())
-    assert parameter.placements[axis].is_shard(dim=0)
+    axis, *_ = _list_sharded_axes(parameter)
     group: dist.ProcessGroup = parameter.device_mesh.get_group(axis)
     return group
+
+
+def count_fsdp_rows(parameter: Tensor) -> int:
+    """Return the size of dimension 0 that FSDP2 shards. Expert-parallel ranks divide the dimension first."""
+    rows = parameter.shape[0]
+    if isinstance(parameter, DTensor):
+        for axis in _list_sharded_axes(parameter)[1:]:
+            rows //= parameter.device_mesh.size(axis)
+    return rows
+
+
+def _list_sharded_axes(parameter: DTensor) -> list[int]:
+    """List the mesh axes over which dimension 0 of a parameter is sharded. The first is the axis of FSDP2."""
+    axes = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    assert all(getattr(parameter.placements[axis], "dim", None) == 0 for axis in axes)
+    return axes
