@@ -1,4 +1,4 @@
-"""Expert parallelism of a model (``expert_parallel_size``): tokens are sent to the ranks that have their experts.
+"""Expert parallelism (``expert_parallel_size``): ranks exchange the tokens of experts.
 
 transformers keeps the experts of a layer as stacked tensors ``[experts, ...]``. A rank has a part of the
 stacks. It sorts its tokens by their experts, sends each token to the rank of each of its experts, runs the
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 KEY = "expert_parallel_size"
+_FORWARD_ARGUMENTS = ("tokens", "experts of each token", "weights of the experts")
+"""Arguments of the ``forward`` of an expert module. Their names differ between models."""
 
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -43,7 +45,7 @@ def _is_expert_module(module: nn.Module) -> bool:
         and bool(stacks)
         and all(stack.dim() > 1 and stack.shape[0] == module.num_experts for stack in stacks)
         and len(stacks) == len(list(module.parameters()))
-        and len(inspect.signature(module.forward).parameters) == 3
+        and len(inspect.signature(type(module).forward).parameters) == len(("self", *_FORWARD_ARGUMENTS))
     )
 
 
@@ -88,9 +90,8 @@ def install_expert_exchange(model: nn.Module) -> None:
 
 def map_expert_exchanges(model: nn.Module) -> dict[nn.Module, ExpertExchange]:
     """Return the exchange of each module that :func:`install_expert_exchange` has changed."""
-    return {
-        module: module.expert_exchange for module in model.modules() if hasattr(module, "expert_exchange")
-    }
+    modules: Any = model.modules()
+    return {module: module.expert_exchange for module in modules if hasattr(module, "expert_exchange")}
 
 
 class ExpertExchange:
@@ -137,8 +138,8 @@ class ExpertExchange:
             local_experts[:, None],
             received_weights[:, None],
         )
-        output = _Combine.apply(plan, results[:num_received])
-        return output
+        combined: Tensor = _Combine.apply(plan, results[:num_received])
+        return combined
 
 
 class _LocalExperts:
@@ -283,4 +284,5 @@ def _scatter_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
 
 def _sum_rows(plan: _ExchangePlan, rows: Tensor) -> Tensor:
     """Sum the sorted rows of each token, in the order of its experts on any number of ranks."""
-    return _scatter_rows(plan, rows).unflatten(0, (plan.num_tokens, plan.experts_per_token)).sum(1)
+    by_token = _scatter_rows(plan, rows).view(plan.num_tokens, plan.experts_per_token, *rows.shape[1:])
+    return by_token.sum(1)

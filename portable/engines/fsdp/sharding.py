@@ -174,7 +174,7 @@ def shard_model(
     if config.expert_parallel_size > 1:
         from portable.engines.fsdp.expert_parallel import distribute_experts
 
-        expert_mesh = _build_mesh(config, rank_info, group_size, splits_experts=True)
+        expert_mesh = _build_expert_mesh(config, rank_info, group_size)
         *others, expert = expert_mesh.mesh_dim_names or ()
         modules = distribute_experts(model, expert_mesh[expert])
         distributed_experts = dict.fromkeys(modules, expert_mesh[tuple(others)])
@@ -201,14 +201,10 @@ def uses_ddp(config: RunConfig, rank_info: RankInfo) -> bool:
     return config.strategy == "no_shard" and not needs_no_sharding
 
 
-def _build_mesh(
-    config: RunConfig, rank_info: RankInfo, shard_group_size: int, *, splits_experts: bool = False
-) -> DeviceMesh:
+def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
     """Build a mesh with a shard axis, and with hybrid strategies a replicate axis before it.
 
     The last axis is the tensor-parallel axis, if there is one, so that tensor-parallel ranks are neighbors.
-    With ``splits_experts``, the shard axis is split into a shard axis and an expert-parallel axis, so that
-    expert-parallel ranks are neighbors.
     """
     size = config.tensor_parallel_size
     axes = (
@@ -217,15 +213,31 @@ def _build_mesh(
         else {}
     )
     axes |= {"shard": shard_group_size} | ({"tensor": size} if size > 1 else {})
-    if splits_experts:
-        expert_size = config.expert_parallel_size
-        axes |= {"shard": shard_group_size // expert_size, "expert": expert_size}
+    return _init_named_mesh(rank_info.device, axes)
+
+
+def _build_expert_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
+    """Build the mesh of the experts, whose last axis is the expert-parallel axis.
+
+    It divides the shard axis of the other parameters, so that expert-parallel ranks are neighbors.
+    """
+    size = config.expert_parallel_size
+    axes = (
+        {"replicate": rank_info.world_size // shard_group_size}
+        if config.strategy in HYBRID_STRATEGIES
+        else {}
+    )
+    return _init_named_mesh(rank_info.device, axes | {"shard": shard_group_size // size, "expert": size})
+
+
+def _init_named_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
+    """Create a mesh over all ranks from the sizes of its axes."""
     # DTensor caches by mesh and never clears its caches, and meshes with the same shape and names are equal.
     # Use a new name, otherwise DTensor would find the mesh of a previous engine and its destroyed process
     # group.
     number = next(_mesh_numbers)
     names = tuple(f"{name}{number}" for name in axes)
-    return init_device_mesh(rank_info.device.type, tuple(axes.values()), mesh_dim_names=names)
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=names)
 
 
 _mesh_numbers = itertools.count()
@@ -240,7 +252,7 @@ def _shard_units(
     offload_policy: OffloadPolicy,
     expert_meshes: Mapping[nn.Module, DeviceMesh],
 ) -> None:
-    """Apply ``fully_shard`` to the expert modules on their own meshes, to the units, and then to the model."""
+    """Apply ``fully_shard`` to the expert modules on their meshes, to the units, and then to the model."""
     # FSDP registers its hook between this one and the next.
     model.register_forward_hook(_expose_output_tensors)
     units = [unit for unit in units if unit not in expert_meshes]
