@@ -21,7 +21,11 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from portable.engines.engine_interface import COMPUTE_DTYPES, get_dist_backend
-from portable.engines.fsdp.footprint import HYBRID_STRATEGIES, STRATEGIES_KEPT_AFTER_FORWARD
+from portable.engines.fsdp.footprint import (
+    HYBRID_STRATEGIES,
+    STRATEGIES_KEPT_AFTER_FORWARD,
+    check_expert_groups,
+)
 from portable.engines.fsdp.units import configure_prefetching, find_fsdp_units, find_unreached_layers
 from portable.errors import UserError
 from portable.model.parameters import materialize_model, replace_tensors
@@ -106,12 +110,7 @@ def compute_shard_group_size(config: RunConfig, world_size: int, local_world_siz
     size = world_size
     if config.strategy in HYBRID_STRATEGIES:
         size = config.fsdp.shard_group_size or max(1, local_world_size)
-    if size % config.expert_parallel_size:
-        raise UserError(
-            f"expert_parallel_size: the {size} ranks that share a copy of the parameters cannot be divided "
-            f"into groups of {config.expert_parallel_size}; use a divisor of {size}, or another number of "
-            "ranks"
-        )
+    check_expert_groups(config, size)
     if world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         tensor_parallel_size = config.tensor_parallel_size
