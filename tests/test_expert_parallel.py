@@ -69,7 +69,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 PACKED: dict[str, Any] = {"data__packing": "documents", "train__steps": 12}
 
 
-def mixture(family: str, **changed: Any) -> dict[str, Any]:
+def mixture(family: str, few: str = "", **changed: Any) -> dict[str, Any]:
+    """Return the config of a model. With ``few``, two groups of two ranks share one expert each."""
+    changed |= {"num_local_experts": 2} if few else {}
     return {"model__config": {**FAMILIES[family], **changed, "model_type": family}}
 
 
@@ -105,6 +107,8 @@ COMPOSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "weights on the host": ("2 x 2", "mixtral", {"memory__offload_params": "cpu"}),
     "shared sequences": ("2 x 2", "qwen3_moe", {"context_parallel_size": 2}),
     "Muon": ("2 x 2", "qwen3_moe", {"train__optimizer": "muon"}),
+    "Muon, few experts": ("2 x 2", "mixtral, few", {"train__optimizer": "muon"}),
+    "few experts": ("2 x 2", "gpt_oss, few", {"memory__offload_params": "cpu"}),
     "SGD": ("2", "mixtral", {"train__optimizer": "sgd", "train__learning_rate": 0.1}),
     "average": ("2 x 2", "mixtral", {"train__ema": 0.9, "train__eval_ema": True}),
     "adapter": ("2", "mixtral", {"adapter__type": "lora", "adapter__target_modules": ["q_proj", "v_proj"]}),
@@ -119,7 +123,8 @@ LAYOUT_KEYS = ("memory__", "compile", "context_parallel_size", "fsdp__")
 def test_expert_parallelism_composes(case: str, beside: Beside) -> None:
     layout, family, own = COMPOSED[case]
     size, settings = LAYOUTS[layout]
-    given = {**PACKED, "train__steps": 3, **mixture(family, num_key_value_heads=4), **own}
+    model = mixture(*family.split(", "), num_key_value_heads=4)
+    given = {**PACKED, "train__steps": 3, **model, **own}
     alone = {key: value for key, value in given.items() if not key.startswith(LAYOUT_KEYS)}
     found, expected = beside.ranks(size, {**EXPERTS, **given, **settings}), beside.one(alone)
     assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
@@ -144,6 +149,8 @@ MOVES: list[tuple[str, str, str]] = [
     ("zero3", "2 x 2", "deepseek_v3"),
     ("3 x 2", "DDP", "qwen3_moe"),
     ("one", "3 x 2", "glm4_moe"),
+    ("2 x 2", "one", "mixtral, few"),
+    ("DDP", "2 x 2", "gpt_oss, few"),
 ]
 
 
@@ -164,7 +171,7 @@ class Moves:
             "train__stop_after": stop_after,
             "train__global_batch_size": 12,
             "checkpoint__every_steps": MOVES_AT,
-            **mixture(family),
+            **mixture(*family.split(", ")),
             **settings,
         }
         assert self._engines.run(settings["strategy"], size, leg, folder, self._source, given) == 0

@@ -1,12 +1,13 @@
 """Helper functions for code that works on the local shards of parameters.
 
 A sharded parameter is a ``DTensor`` that is sharded along dimension 0, as by FSDP2. It may be replicated over
-a second mesh dimension. Other parameters are unsharded.
+a second mesh dimension. Stacks of experts may be sharded twice. Other parameters are unsharded.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,17 +79,29 @@ def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
     return group
 
 
-def count_fsdp_rows(parameter: Tensor) -> int:
-    """Return the size of dimension 0 that FSDP2 shards. Expert-parallel ranks divide the dimension first."""
-    rows = parameter.shape[0]
-    if isinstance(parameter, DTensor):
-        for axis in _list_sharded_axes(parameter)[1:]:
-            rows //= parameter.device_mesh.size(axis)
-    return rows
+class FsdpSharding(NamedTuple):
+    """Part of a parameter that FSDP2 shards.
+
+    Attributes:
+        shape: Shape of the part. Expert-parallel ranks divide dimension 0 first.
+        dim: Dimension that FSDP2 shards: 0, or 1 for a stack of few experts.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+
+
+def get_fsdp_sharding(parameter: Tensor) -> FsdpSharding:
+    """Return the part of a parameter that FSDP2 shards. This is the complete parameter for a plain tensor."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return FsdpSharding(shape, 0)
+    first, *others = _list_sharded_axes(parameter)
+    rows = shape[0] // math.prod(parameter.device_mesh.size(axis) for axis in others)
+    placement: Any = parameter.placements[first]
+    return FsdpSharding((rows, *shape[1:]), placement.dim)
 
 
 def _list_sharded_axes(parameter: DTensor) -> list[int]:
-    """List the mesh axes over which dimension 0 of a parameter is sharded. The first is the axis of FSDP2."""
-    axes = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    assert all(getattr(parameter.placements[axis], "dim", None) == 0 for axis in axes)
-    return axes
+    """List the mesh axes over which a parameter is sharded. The first is the axis of FSDP2."""
+    return [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from portable.optim.local_shards import count_fsdp_rows, get_shard_group, group_by_mesh, to_local
+from portable.optim.local_shards import get_fsdp_sharding, get_shard_group, group_by_mesh, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -293,8 +293,7 @@ class Muon(torch.optim.Optimizer):
         """
         if self.flat_matrices is not None:
             return self.flat_matrices[parameter]
-        rows = count_fsdp_rows(parameter)
-        shape, elements = (rows, *parameter.shape[1:]), parameter.numel()
+        (shape, dim), elements = get_fsdp_sharding(parameter), parameter.numel()
         if ranks.replicated:
             matrices = list_sharded_matrices(
                 shape, first_element=0, elements_per_part=elements, num_ranks=1, rank=0
@@ -303,9 +302,16 @@ class Muon(torch.optim.Optimizer):
                 ShardedMatrix(m.shape, m.elements_per_rank * ranks.num_ranks, m.local_offset)
                 for m in matrices
             ]
+        if dim == 1:  # each rank has the same number of rows of each matrix
+            rows, columns = shape[1:]
+            size = rows * columns // ranks.num_ranks
+            return [
+                ShardedMatrix((rows, columns), (size,) * ranks.num_ranks, index * size)
+                for index in range(shape[0])
+            ]
         row = elements // max(1, parameter.shape[0])
         # FSDP2 gives each rank the same number of rows, and fewer rows to the last ranks.
-        length = -(-rows // ranks.num_ranks) * row
+        length = -(-shape[0] // ranks.num_ranks) * row
         return list_sharded_matrices(
             shape, first_element=0, elements_per_part=length, num_ranks=ranks.num_ranks, rank=ranks.rank
         )

@@ -195,6 +195,7 @@ CASES = [
     (2, "full_shard", {"precision": "bf16", **EXPERTS}),
     (4, "full_shard", {**EXPERTS, "train__optimizer": "muon"}),
     (4, "hybrid_shard", {**EXPERTS, "fsdp__shard_group_size": 2}),
+    (4, "full_shard", {**EXPERTS, "model__config": {**EXPERTS["model__config"], "num_local_experts": 2}}),
 ]
 
 

@@ -55,6 +55,19 @@ def check_expert_groups(config: RunConfig, shard_group_size: int) -> None:
         )
 
 
+def choose_expert_shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """Choose the dimension along which FSDP2 shards a stack of experts.
+
+    Args:
+        shape: Shape of the stack on an expert-parallel rank, ``[experts, ...]``.
+        ranks: Number of ranks with the same experts.
+
+    Returns:
+        1 if there are fewer experts than ranks and the ranks can divide dimension 1 equally, otherwise 0.
+    """
+    return int(shape[0] < ranks and shape[1] % ranks == 0)
+
+
 def compute_replicated_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Compute the memory and traffic of DDP (``no_shard``) or of a single device."""
     gradients = FP32_BYTES * sum_elements(model.trained_weights)
@@ -99,7 +112,11 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     parameters = gradients = moments = 0
     for weight in model.weights:
         shape = weight.shape
-        shards = expert_group_size if weight.is_expert_stack else group_size
+        shards, is_divided = group_size, expert_size > 1 and weight.is_expert_stack
+        if is_divided:
+            shards = expert_group_size
+            if choose_expert_shard_dim(shape, shards) == 1:
+                shape = (shape[0] * shape[1], *shape[2:])
         rows = -(-shape[0] // shards) if shape else 1  # rank 0's shard along dim 0, padding included
         shard_elements = rows * (weight.num_elements // max(1, shape[0]) if shape else 1)
         parameters += weight.itemsize * shard_elements

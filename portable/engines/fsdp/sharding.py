@@ -6,6 +6,7 @@ import inspect
 import itertools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from portable.engines.engine_interface import COMPUTE_DTYPES, get_dist_backend
@@ -25,6 +27,7 @@ from portable.engines.fsdp.footprint import (
     HYBRID_STRATEGIES,
     STRATEGIES_KEPT_AFTER_FORWARD,
     check_expert_groups,
+    choose_expert_shard_dim,
 )
 from portable.engines.fsdp.units import configure_prefetching, find_fsdp_units, find_unreached_layers
 from portable.errors import UserError
@@ -257,9 +260,11 @@ def _shard_units(
     units = [unit for unit in units if unit not in expert_meshes]
     for module in [*expert_meshes, *reversed(units), model]:  # inner units first
         is_layer = module not in expert_meshes
+        unit_mesh = mesh if is_layer else expert_meshes[module]
         wrapped = fully_shard(
             module,
-            mesh=mesh if is_layer else expert_meshes[module],
+            mesh=unit_mesh,
+            shard_placement_fn=None if is_layer else partial(_place_experts, ranks=unit_mesh.size(-1)),
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=compute_dtype,
                 reduce_dtype=torch.float32,
@@ -274,6 +279,12 @@ def _shard_units(
     unused = [layer for _, layer in find_unreached_layers(model)]
     used = [m for m in (model, *units) if not any(m is layer for layer in unused)]
     configure_prefetching([m for m in used if isinstance(m, FSDPModule)], config)
+
+
+def _place_experts(stack: nn.Parameter, *, ranks: int) -> Shard:
+    """Return the placement of a distributed stack of experts on the shard axis."""
+    assert isinstance(stack, DTensor)
+    return Shard(choose_expert_shard_dim(stack.to_local().shape, ranks))
 
 
 def _expose_output_tensors(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
