@@ -15,15 +15,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from portable.adapters.adapter import build_training_model
 from portable.adapters.assemble import inspect_run
 from portable.commands.convert import main as convert
 from portable.config import RunConfig
 from portable.converters import Tensor as StoredTensor
+from portable.engines.footprint import compute_footprint, find_gathered_units
 from portable.engines.fsdp.sharding import compute_shard_group_size
 from portable.engines.transforms import describe_transforms
 from portable.errors import UserError
+from portable.model.build import load_model_config
 from portable.model.expert_exchange import find_expert_modules
 from portable.optim.local_shards import to_local
+from portable.planner.memory_model import Cluster
+from portable.planner.meta_model import build_inventory
 from tests.engines import Engines
 from tests.parity import Beside, opened
 from tests.promises import record
@@ -204,6 +209,12 @@ def test_expert_parallel_run_moves(start: str, end: str, family: str, moves: Mov
     record(list(found.values()), list(expected.values()), TOLERANCE)
 
 
+def test_expert_parallel_run_resumes_bit_for_bit(moves: Moves, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(moves.begin("2 x 2", "mixtral"), tmp_path / "run"))
+    alone = moves.run("2 x 2", "mixtral", tmp_path / "alone", ENDS_AT)
+    assert moves.run("2 x 2", "mixtral", folder, ENDS_AT) == alone
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_expert_parallel_checkpoint_and_final_model_equal_one_rank(
     family: str, beside: Beside, tmp_path: Path
@@ -311,3 +322,50 @@ def test_expert_parallel_ranks_divide_a_copy_of_the_parameters() -> None:
 def test_dry_run_lists_the_exchange_of_tokens(corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, corpus, **EXPERTS, **mixture("mixtral"))
     assert "exchanged tokens of experts" in describe_transforms(inspect_run(config).assembled.model, config)
+
+
+def count_exchanged_bytes(config: RunConfig) -> float:
+    """On a rank, take a step. Return the bytes that a rank sends on average to others for its experts."""
+    sent = 0
+    exchange = dist.all_to_all_single
+
+    def exchange_and_count(output: torch.Tensor, rows: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        nonlocal sent
+        if rows.is_floating_point():
+            sizes, rank = arguments[1], dist.get_rank(keywords["group"])
+            others = sum(size for index, size in enumerate(sizes) if index != rank)
+            sent += others * rows[:1].numel() * rows.element_size()
+        return exchange(output, rows, *arguments, **keywords)
+
+    with opened(config) as trial, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", exchange_and_count)
+        trial.step()
+        total = torch.tensor(float(sent))
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_planned_bytes_of_exchange_match_a_step(
+    recompute: str, ranks: RankPool, conversations: Path, tmp_path: Path
+) -> None:
+    """Tokens are distributed almost equally: the plan assumes that they are."""
+    config = configured(
+        tmp_path,
+        conversations,
+        **{**EXPERTS, **PACKED, **mixture("glm4_moe", n_group=1), "data__seq_len": 64},
+        train__global_batch_size=8,
+        train__micro_batch_size=4,
+        memory__activation_checkpointing=recompute,
+    )
+    found = ranks.run(2, count_exchanged_bytes, config)
+    model = build_training_model(load_model_config(config.model), config)
+
+    def plan(size: int) -> float:
+        changed = config.replaced({"expert_parallel_size": size})
+        inventory = build_inventory(model, config.train, find_gathered_units(model, config))
+        return compute_footprint(inventory, changed, Cluster(2, 2)).links.per_pass
+
+    stacks = [p for module in find_expert_modules(model).values() for p in module.parameters()]
+    gathers = 4 * sum(stack.numel() for stack in stacks) * 3 / 2  # two gathers, and a reduction
+    assert found == pytest.approx(plan(2) - (plan(1) - gathers), rel=0.15)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from portable.private import torch_internals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,11 +41,22 @@ def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Compute the 2-norm of all elements of tensors, on any meshes. A collective call for DTensors."""
-    norms = []
-    for group in group_by_mesh(tensors):
-        norm = torch.nn.utils.get_total_norm(group)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norms = [_compute_norm_on_mesh(group) for group in group_by_mesh(tensors)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+
+
+def _compute_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
+    """Compute the 2-norm of all elements of tensors on the same mesh."""
+    first = tensors[0] if tensors else None
+    axes = _list_sharded_axes(first) if isinstance(first, DTensor) else []
+    if isinstance(first, DTensor) and len(axes) > 1 and all(_list_sharded_axes(t) == axes for t in tensors):
+        # DTensor would print a warning that it reduces over several axes.
+        square = torch.nn.utils.get_total_norm([to_local(tensor) for tensor in tensors]).square()
+        for axis in axes:
+            dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+        return square.sqrt()
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def create_sharded_zeros(
@@ -102,6 +113,6 @@ def get_fsdp_sharding(parameter: Tensor) -> FsdpSharding:
     return FsdpSharding((rows, *shape[1:]), placement.dim)
 
 
-def _list_sharded_axes(parameter: DTensor) -> list[int]:
+def _list_sharded_axes(parameter: Any) -> list[int]:
     """List the mesh axes over which a parameter is sharded. The first is the axis of FSDP2."""
     return [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]

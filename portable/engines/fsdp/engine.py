@@ -174,8 +174,9 @@ class TorchEngine:
         self._sharded.average_gradients()
         # The gradients of offloaded parameters, and therefore their norm, are in host memory.
         norm = compute_total_norm(gradients).to(self._device)
-        for group in group_by_mesh(self._trainable) if max_grad_norm > 0 else ():
-            torch.nn.utils.clip_grads_with_norm_(group, max_grad_norm, norm)
+        if max_grad_norm > 0:
+            for group in group_by_mesh(self._trainable):
+                torch.nn.utils.clip_grads_with_norm_(group, max_grad_norm, norm)
         # The norm is global, so every rank detects an overflow on any rank.
         is_finite = torch.isfinite(norm) & torch.isfinite(loss)
         failed = ~is_finite if self._loss_scale is None else self._loss_scale.update(~is_finite)
