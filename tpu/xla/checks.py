@@ -95,7 +95,7 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_sharding(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings of sections ``fsdp`` and ``xla`` that have no effect."""
+    """Yield the settings of the sections ``fsdp`` and ``xla`` that have no effect on XLA."""
     for name, value in config.fsdp:
         if value is not None and name != "shard_group_size":
             key = f"fsdp.{name}"

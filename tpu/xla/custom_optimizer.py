@@ -84,7 +84,7 @@ class XlaCustomOptimizer:
         return {name: state[p] for name, p in self._parameters.items() if p in state}
 
     def initialize_state(self) -> None:
-        """Create the initial state on the devices, with a trial step on copies of the parameters."""
+        """Create the initial state on the devices. The state comes from a trial step on copied parameters."""
         state, initial_states = self._optimizer.state, {}
         for name, parameter in self._parameters.items():
             saved_data, parameter.data = parameter.data, parameter.data.clone()
@@ -172,7 +172,10 @@ class XlaCustomOptimizer:
         )
 
     def get_state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state tensors of every parameter, keyed by parameter name, without scalars."""
+        """Return the state tensors of every parameter or stack, keyed by its name and by state name.
+
+        Scalars are not included. See :meth:`read_state_scalars`.
+        """
         return {
             name: {key: v for key, v in values.items() if _is_on_device(v) and v.dim()}
             for name, values in self._state_by_name.items()
@@ -222,10 +225,12 @@ class XlaCustomOptimizer:
         stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
         stored_groups: OptimizerState | None,
     ) -> None:
-        """Restore the state of a checkpoint. Parameters that it does not contain keep their initial state.
+        """Restore the optimizer state of a checkpoint.
+
+        If the checkpoint has no state of a parameter, the parameter keeps its initial state.
 
         Args:
-            stored: State by parameter name.
+            stored: State of each parameter, keyed by parameter name and by state name.
             stored_groups: Optimizer state with parameter groups, whose values are restored as well.
         """
         restore_custom_group_values(self._optimizer.param_groups, stored_groups)
@@ -263,7 +268,7 @@ def build_xla_optimizer(
     device_parameters: DeviceParameters,
     compute: torch.dtype,
 ) -> XlaOptimizer | XlaCustomOptimizer:
-    """Build the optimizer of a run: built-in or custom.
+    """Build the optimizer of a run: a built-in one, or a custom one if ``train.optimizer`` names code.
 
     Args:
         settings: Section ``train`` of the config.

@@ -20,7 +20,7 @@ MAX_COMPARED_CHARS = 16 << 20  # longer texts of graphs are cut to this number o
 
 
 class GraphRunner:
-    """Runs traced operations as graphs, and reports when a second graph with the same name is compiled.
+    """Runner of traced operations, which reports when a second graph with the same name is compiled.
 
     Args:
         report: Function that is called with a line about an unexpected graph.
@@ -48,7 +48,9 @@ class GraphRunner:
             )
 
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
-        """Start executing the traced operations. Does not wait for them, except for a new graph.
+        """Start executing the traced operations as one graph.
+
+        Waits for the results only when the graph runs for the first time.
 
         Args:
             kind: Name of the graph, such as ``step``.
@@ -82,7 +84,7 @@ class GraphRunner:
 
     @property
     def graph_counts(self) -> dict[str, int]:
-        """Number of different graphs that were compiled, keyed by graph name."""
+        """Number of different graphs that were compiled for each name of a graph."""
         return {kind: len(texts) + self._extra_graphs[kind] for kind, texts in self._texts_by_hash.items()}
 
 
@@ -98,7 +100,10 @@ def _find_most_similar_text(text: str, texts: Iterable[str]) -> str:
 
 
 def describe_graph_difference(old_text: str, new_text: str) -> str:
-    """Describe the first line in which the texts of two graphs differ: a shape, a value, or an operation."""
+    """Describe the first line in which the texts of two graphs differ, such as ``f32[2] became f32[3]``.
+
+    Value numbers are ignored, because an additional operation changes the numbers of all later values.
+    """
     old, new = ([_strip_value_numbers(line) for line in text.splitlines()] for text in (old_text, new_text))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False) if len(old) < 4000 else None
     if matcher is None:
