@@ -117,7 +117,7 @@ class GraphRecorder(GraphRunner):
         turn_pending_into_inputs()
 
     def _write_graph(self, name: str) -> None:
-        """Write the graph of the pending tensors to a file, with the parameters that the graph may overwrite."""
+        """Write the graph of the pending tensors to a file, with the parameters that it may overwrite."""
         pending = list_pending_tensors()
         context = lowering_context("SyncTensorsGraph")
         context.build(pending)
