@@ -486,7 +486,7 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
             row |= {"mfu": peak and tokens * run.flops_per_token / peak, "planned_memory": planned}
             row |= {"peak_memory": torch.cuda.max_memory_allocated() if device == "cuda" else None}
             pipe.send(row)
-        else:  # it filled the allocator, and peaks count from here
+        else:  # the turn has filled the allocator's cache, and was not measured
             return
         free_memory(device)
         if index + 1 < len(case.lengths):

@@ -440,10 +440,11 @@ class Attack:
             until(lambda: time.monotonic() > end or (kind == "starting" and run.begun()) or not run.running())
             struck = run.running()
             run.signal(signal.SIGKILL)
-            if not struck:  # launches are quicker than the first one was
+            if not struck:  # the launch ended first, so launches are faster than the first launch was
                 self._seconds /= 2
             return struck
-        # It has dropped rows that the previous launch logged after its last checkpoint.
+        # Wait for the start, because the launch then drops the rows that the previous launch logged after its
+        # last checkpoint. Otherwise the step of such a row would be read.
         until(lambda: not run.running() or run.begun())
         until(lambda: not run.running() or run.step() > at)
         if kind in MOMENTS:

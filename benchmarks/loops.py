@@ -198,7 +198,7 @@ class Setting:
         return cast("nn.Module", peft.get_peft_model(model, adapter.config))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build AdamW: of bitsandbytes if ``train.optimizer`` is ``adamw_8bit``, otherwise torch's fused AdamW."""
+        """Build the AdamW of bitsandbytes for ``adamw_8bit``, otherwise the fused AdamW of torch."""
         settings = self.config.train
         named = dict(model.named_parameters())
         groups = build_parameter_groups(
@@ -231,8 +231,8 @@ def plain_model(model: Any) -> nn.Module:
 
 def _batches(prepared: PreparedRun, steps: int) -> list[Batch]:
     loader = iter(build_train_loader(prepared, 0))
-    # Two steps more: a peer's data loader that reaches its end does extra work there, and the batch after
-    # the last is what the results are compared on.
+    # Load two steps more, because a data loader does extra work at its end, and because the final loss is
+    # computed on the batch after the last step.
     batches = list(islice(loader, (steps + 2) * prepared.batch_plan.accumulation_steps))
     loader.close()
     return batches
@@ -473,7 +473,7 @@ class TrainerLoop:
                     after_turn(self.index, Turn(clock.stop(), None))
                     self.index += 1
                     self.steps_left = left.pop(0) if left else -1
-                    # The Trainer logs after this call, so that its logging counts to the next turn.
+                    # The Trainer logs after this call, so the time of its logging is part of the next turn.
                     clock.start()
 
         settings, plan = self._setting.config.train, self._setting.prepared.batch_plan
@@ -534,7 +534,7 @@ def take_turns(
     """
     contestants: list[Contestant] = [*others, trainer]
     turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
-    terminal = sys.stderr  # the Trainer's output is held back while it runs
+    terminal = sys.stderr  # keep it, because sys.stderr is redirected while the Trainer runs
 
     def let_others(index: int, turn: Turn) -> None:
         turns[trainer.name].append(turn)

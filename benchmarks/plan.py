@@ -113,7 +113,8 @@ def settings_of(
         "strategy": setting.strategy,
     }
     if setting.strategy.startswith("zero"):
-        # Buckets that follow the model's size, as in the Trainer: the defaults are for much larger ones.
+        # Let the buckets depend on the size of the model, as in the Trainer, because the default buckets are
+        # made for much larger models.
         sizes = {"reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
         stage = int(setting.strategy[-1])
         settings["deepspeed.config"] = {"zero_optimization": {"stage": stage, **sizes}}

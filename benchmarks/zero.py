@@ -95,7 +95,7 @@ def document(options: Options, strategy: str) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation(options),
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
-        # All update with torch's fused AdamW.
+        # Allow torch's fused AdamW, because all loops use it.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -175,7 +175,7 @@ def measure(options: Options, strategy: str) -> list[Result]:
 def _take_turns(options: Options, strategy: str, prepared: PreparedRun, folder: Path) -> list[Result]:
     weights = _whole_weights(prepared)
     batches = (options.total_steps + 2) * prepared.batch_plan.accumulation_steps
-    # The Trainer shares the samples out to the ranks itself.
+    # The Trainer distributes the samples to the ranks itself, so it gets the samples of all ranks.
     alone = TrainLoader(
         prepared.data.train,
         seed=prepared.config.seed,
