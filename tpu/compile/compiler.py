@@ -61,15 +61,17 @@ def find_libtpu() -> LibtpuInstallation:
     if env_path:
         path = Path(env_path)
         if not path.is_file():
-            raise UserError(f"TPU_LIBRARY_PATH: {env_path} is not a file; name the file of libtpu")
+            raise UserError(
+                f"TPU_LIBRARY_PATH: {env_path} is not a file; set TPU_LIBRARY_PATH to the file of libtpu"
+            )
         return (
             installed if installed is not None and installed.path == path else LibtpuInstallation(path, None)
         )
     if installed is not None:
         return installed
     raise UserError(
-        "--compile: needs libtpu, the TPU's compiler; install it with: "
-        "pip install 'portable-trainer[tpu-compile]', or name the library in TPU_LIBRARY_PATH"
+        "--compile: needs libtpu, the TPU compiler; install libtpu with: pip install "
+        "'portable-trainer[tpu-compile]', or set TPU_LIBRARY_PATH to the library"
     )
 
 
@@ -160,7 +162,7 @@ def merge_compile_answers(
             needed = max(needed, _parse_required_bytes(graph["error"]))
         else:
             raise UserError(
-                f"--compile: {graph['name']}: libtpu refuses it: "
+                f"--compile: {graph['name']}: libtpu cannot compile this graph: "
                 f"{describe_compile_error(graph['error'], graph['place'])}"
             )
     return CompiledRun(
@@ -227,7 +229,7 @@ def describe_crash(exit_code: int, started_graphs: Sequence[str], error_output: 
     ]
     last = to_one_line((error_lines or lines or ["it left no message"])[0])
     last = re.sub(r"^[EF]\d{4,}[\d :.]*\s*\d*\s+", "", last)
-    remedy = "remove it from LIBTPU_INIT_ARGS" if "command line flag" in last else "try another libtpu"
+    remedy = "remove this flag from LIBTPU_INIT_ARGS" if "command line flag" in last else "try another libtpu"
     return f"--compile: libtpu ended {how} {moment}: {last}; {remedy}"
 
 
@@ -253,7 +255,7 @@ def describe_memory_shortage(message: str) -> str:
     parts = []
     if usage := total or temporary:
         parts.append(
-            f"it takes {format_bytes(_parse_size_bytes(usage[1]))} of "
+            f"needs {format_bytes(_parse_size_bytes(usage[1]))} of "
             f"{format_bytes(_parse_size_bytes(usage[2]))}"
         )
     elif allocation:

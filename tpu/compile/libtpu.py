@@ -171,8 +171,8 @@ class Libtpu:
         needed = ctypes.sizeof(_PjrtApi) + ctypes.sizeof(ctypes.c_void_p) * (max(_FUNCTIONS.values()) + 1)
         if version[0] != OLDEST_PJRT_VERSION[0] or version < OLDEST_PJRT_VERSION or api.struct_size < needed:
             raise LibtpuInterfaceError(
-                f"{path} speaks PJRT {version[0]}.{version[1]}; from "
-                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 is known"
+                f"{path} has PJRT version {version[0]}.{version[1]}, but only versions from "
+                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 are supported"
             )
         self._num_functions = (api.struct_size - ctypes.sizeof(_PjrtApi)) // ctypes.sizeof(ctypes.c_void_p)
         self.interface_version = f"{version[0]}.{version[1]}"
@@ -420,7 +420,7 @@ class LibtpuExecutable:
             return bytes(xla_messages.HloModuleWithConfig.FromString(buffer.raw).hlo_module)
         if kind == "hlo":
             return buffer.raw
-        raise LibtpuInterfaceError(f"libtpu returns its program as {kind}, not as HLO")
+        raise LibtpuInterfaceError(f"libtpu returns programs as {kind}, not as HLO")
 
     def destroy(self) -> None:
         """Free the executable."""

@@ -137,7 +137,9 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
             does not match the generation and the number of chips.
     """
     if device is None or device not in SLICE_FAMILIES:
-        raise UserError(f"--compile: needs --device {', '.join(SLICE_FAMILIES)}, not {device or 'none'}")
+        raise UserError(
+            f"--compile: does not support device {device or 'none'}; use --device {', '.join(SLICE_FAMILIES)}"
+        )
     generation = SLICE_FAMILIES[device]
     if topology is None:
         sizes = {math.prod(_parse_chip_shape(chips)): chips for chips in generation.slice_shapes}
@@ -157,7 +159,8 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
     tpu_slice = TpuSlice(device, topology)
     if tpu_slice.num_devices != num_devices:
         raise UserError(
-            f"--topology: {topology} has {tpu_slice.num_devices} chips, but --devices is {num_devices}"
+            f"--topology: {topology} has {tpu_slice.num_devices} chips, but --devices is "
+            f"{num_devices}; make the two numbers equal"
         )
     return tpu_slice
 

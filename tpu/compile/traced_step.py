@@ -87,7 +87,7 @@ def _build_precomputed_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, t
         values = loss.once(build_outputs, shapes)  # type: ignore[misc]
     except Exception as error:  # custom code may read values or need logits
         raise UserError(
-            f"--compile: {loss.key}: the values that it computes before the training are unknown here; leave "
-            "out --compile"
+            f"--compile: {loss.key}: the values that the loss computes before the training are not "
+            "available; leave out --compile"
         ) from error
     return {name: torch.zeros(rows.shape, dtype=rows.dtype) for name, rows in values.items()}

@@ -149,7 +149,9 @@ def build_compiled_graph(
     report = analyze_module(executable.read_scheduled_module(), num_devices, large_value_elements)
     notes = []
     if report.loops_of_unknown_length:
-        notes.append(f"{report.loops_of_unknown_length} loops of unknown length count as one pass")
+        notes.append(
+            f"loops of unknown length ({report.loops_of_unknown_length}) are counted as one iteration"
+        )
     return CompiledGraph(
         name=name,
         argument_bytes=memory.argument_bytes,
@@ -230,7 +232,7 @@ def compile_graph_schedule(
         large_values=report.large_values,
         custom_calls=report.custom_calls,
         host_transfers=report.host_transfers,
-        notes=("no code was made, so its size is not counted; FLOPs count only matrix products",),
+        notes=("no code was generated, so its size is not counted; FLOPs include only matrix products",),
     )
 
 

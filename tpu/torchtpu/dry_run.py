@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from portable.tpu.compile.libtpu import TpuTopology
 
 _NOTE = (
-    "one graph represents the {programs} programs of a step, which libtpu compiled one by one; its memory "
-    "is the most that their buffers took"
+    "one graph represents the {programs} programs of a step, which libtpu compiled one by one; its "
+    "memory is the peak memory of their buffers"
 )
 
 
@@ -76,11 +76,13 @@ def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledR
     # collective.
     require(
         config.train.optimizer in ("adamw", "adafactor", "sgd") or target.num_devices == 1,
-        f"--compile: train.optimizer {config.train.optimizer} needs all ranks to run; leave out --compile",
+        f"--compile: train.optimizer {config.train.optimizer} cannot be simulated without the other "
+        "ranks; leave out --compile",
     )
     require(
         not target.stops_after_memory_report,
-        "--only-memory: backend tpu compiles many small programs; leave out --only-memory",
+        "--only-memory: is not supported with backend tpu, which compiles many small programs; leave "
+        "out --only-memory",
     )
     check_config(config, is_resolved=True)
     tpu_slice = select_tpu_slice(target.device, target.num_devices, target.topology)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from portable.registry import CompileTarget
 
 _ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
-_NO_TPU = "backend: tpu needs a TPU, and this machine has none; use --backend cpu"
+_NO_TPU = "backend: tpu needs a TPU, but this machine has none; use --backend cpu"
 
 
 class TorchTpuPackage(TorchPackage):
@@ -44,8 +44,8 @@ class TorchTpuPackage(TorchPackage):
         torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
             ranks <= chips,
-            f"--nproc: {ranks} ranks need one TPU chip per rank, and this machine has {chips}; start at most "
-            "one rank per chip",
+            f"--nproc: {ranks} ranks need one TPU chip per rank, but this machine has {chips}; start at "
+            "most one rank per chip",
         )
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
@@ -92,7 +92,8 @@ class TorchTpuPackage(TorchPackage):
                 request=ranks,
                 environment=os.environ,
                 format_failure=lambda *ended: (
-                    f"backend: tpu: torch_tpu cannot start {ranks} ranks here ({describe_exit(*ended)})"
+                    f"backend: tpu: torch_tpu cannot start {ranks} ranks on this machine "
+                    f"({describe_exit(*ended)})"
                 ),
             )
         return dict(answer["environment"])

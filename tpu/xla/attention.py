@@ -83,7 +83,8 @@ def configure_attention(
     used = get_attention_kernel(model.config)
     require(
         query_rows is None or used == "sdpa",
-        f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
+        f"xla.attention_rows: {model.config.model_type} uses another attention implementation "
+        f"({used}); remove xla.attention_rows",
     )
     _AttentionState.query_rows, _AttentionState.layout, _AttentionState.scans_by_options = (
         query_rows,

@@ -84,7 +84,8 @@ class XlaBackend:
         if self.rank == 0 and not runtime.is_on_tpu():
             devices = format_count(self.devices_per_rank, "virtual CPU device")
             print_status(
-                f"xla: no TPU found; running on {devices}, for tests only (CPU_NUM_DEVICES sets their number)"
+                f"xla: no TPU found; running on {devices}, which is only for tests (CPU_NUM_DEVICES "
+                "sets the number)"
             )
 
     def stop(self) -> None:

@@ -67,8 +67,8 @@ class XlaCustomOptimizer:
                     }
                 )
                 == 1,
-                f"train.parameter_groups: treat {first} of one layer differently from the same parameter of "
-                "the next layer, but xla.scan_layers runs both in one loop; set xla.scan_layers to false",
+                f"train.parameter_groups: {first} is in a different group than the same parameter of the "
+                "next layer, but xla.scan_layers runs both in one loop; set xla.scan_layers to false",
             )
         groups = build_parameter_groups(self._parameters, named_groups, settings.learning_rate)
         self._optimizer = CustomOptimizer(settings, self._parameters, groups, capturable=True)
@@ -158,7 +158,7 @@ class XlaCustomOptimizer:
             require(
                 key in previous_state,
                 f"{self._key}: creates the state {key!r} of {name} after its first step, but XLA compiles "
-                "the first step; create it in the first step",
+                "the first step; create this state in the first step",
             )
             return
         first_value = self._host_state[name].get(key, value)
@@ -167,8 +167,8 @@ class XlaCustomOptimizer:
         )
         require(
             is_unchanged,
-            f"{self._key}: the state {key!r} of {name} changes on the host, so that XLA would compile every "
-            "step again; make it a tensor on parameter.device",
+            f"{self._key}: the state {key!r} of {name} changes on the host, so XLA would compile every "
+            "step again; use a tensor on parameter.device",
         )
 
     def get_state_tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -492,7 +492,8 @@ def _check_router_loss_support(segments: list[LayerSegment], *, recomputed: bool
     require(
         not recomputed,
         "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
-        "layers; use none, or set model.config.output_router_logits to false",
+        "layers; set memory.activation_checkpointing to none, or model.config.output_router_logits to "
+        "false",
     )
     require(
         not segments,

@@ -43,8 +43,8 @@ class GraphRunner:
         if read_xla_counters() != counters_before and not self._reported:
             self._reported = True
             self._report(
-                "xla: the model reads tensor values in its forward or backward pass, which executes part "
-                "of the step early and syncs, in every step; set PT_XLA_DEBUG=1 to see where"
+                "xla: the model reads tensor values in its forward or backward pass, which executes a "
+                "part of each step early and waits for the device; set PT_XLA_DEBUG=1 to see where"
             )
 
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
@@ -79,7 +79,7 @@ class GraphRunner:
     def _report_extra_graph(self, graph_name: str, cause: str) -> None:
         number = self.graph_counts[graph_name]
         self._report(
-            f"xla: compiling graph {number} of the {graph_name}, although one should be enough: {cause}"
+            f"xla: compiling graph {number} of the {graph_name}, although one graph should be enough: {cause}"
         )
 
     @property

@@ -76,8 +76,9 @@ class MeshLayout:
         self.sequence = config.context_parallel_size
         require(
             self.shard_group_size % self.sequence == 0,
-            f"context_parallel_size: a copy of the state is sharded over {self.shard_group_size}, which "
-            f"cannot be divided into groups of {self.sequence}; use a divisor of {self.shard_group_size}",
+            f"context_parallel_size: a copy of the state is sharded over {self.shard_group_size} devices, "
+            f"which cannot be divided into groups of {self.sequence}; use a divisor of "
+            f"{self.shard_group_size}",
         )
         self.num_batch_shards = num_devices // self.sequence
         sizes = {
@@ -366,7 +367,7 @@ def _compute_shard_group_size(config: RunConfig, num_devices: int) -> int:
     size = config.fsdp.shard_group_size or num_devices // slices
     if slices == 1 and config.fsdp.shard_group_size is None:
         raise UserError(
-            f"strategy: {config.strategy} shards within a slice, and there is only one slice; set "
+            f"strategy: {config.strategy} shards within a slice, but there is only one slice; set "
             "fsdp.shard_group_size, or use full_shard"
         )
     if size > num_devices or num_devices % size:

@@ -52,8 +52,8 @@ class DeviceParameters:
             require(
                 len(specs) == 1,
                 f"xla.scan_layers: xla.sharding shards {first} of one layer differently from the same "
-                "parameter of the next layer; use a pattern that matches it in every layer, or set "
-                "xla.scan_layers: false",
+                "parameter of the next layer; use a pattern that matches the parameter in every layer, "
+                "or set xla.scan_layers: false",
             )
 
         def place_parameter(name: str, meta: nn.Parameter) -> nn.Parameter:

@@ -31,12 +31,12 @@ def _import_torch_xla() -> Any:
         torch_version, torch_xla_version = metadata.version("torch"), metadata.version("torch_xla")
     except metadata.PackageNotFoundError:
         raise UserError(
-            f"backend: xla needs the package torch_xla; install it with: {INSTALL_COMMAND}"
+            f"backend: xla needs the package torch_xla; install the package with: {INSTALL_COMMAND}"
         ) from None
     if _get_minor_release(torch_version) != _get_minor_release(torch_xla_version):
         raise UserError(
-            f"backend: xla needs torch and torch_xla of one release, not torch {torch_version} and torch_xla "
-            f"{torch_xla_version}; install a pair with: {INSTALL_COMMAND}"
+            f"backend: xla needs torch and torch_xla of the same release, not torch {torch_version} and "
+            f"torch_xla {torch_xla_version}; install a pair with: {INSTALL_COMMAND}"
         )
     os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.is_tpu_selected() else "CPU")
     if os.environ["PJRT_DEVICE"] == "TPU":

@@ -98,7 +98,7 @@ def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
             not skips and not shows,
             f"xla.scan_layers: {key} of the model's config "
             + ("skips layers at random" if skips else "requests the outputs of each layer")
-            + f", and a loop runs them all as one; {DISABLE_REMEDY}",
+            + f", but a loop runs all layers as one; {DISABLE_REMEDY}",
         )
     layers = find_transformer_layers(model)
     layers_by_parent: dict[str, list[tuple[str, nn.Module]]] = {}
@@ -300,7 +300,7 @@ class LoopedLayers:
             if index != call.hidden_index
         )
         if not has_same_arguments:
-            self._raise_unsupported(layer_index, "is called with other arguments than the layers before it")
+            self._raise_unsupported(layer_index, "is called with other arguments than the previous layers")
 
     def _raise_unsupported(self, layer_index: int, reason: str) -> None:
         raise UserError(

@@ -83,8 +83,9 @@ class ShardingRules:
                 self._unused_patterns.discard(text)
                 if dim is not None and (dim >= len(shape) or shape[dim] % self._shard_group_size):
                     raise UserError(
-                        f"xla.sharding: {text!r} cannot shard dim {dim} of {name}, of shape {list(shape)}, "
-                        f"over {self._shard_group_size} devices; choose another dim, or null to replicate it"
+                        f"xla.sharding: {text!r} cannot shard dim {dim} of {name}, of shape "
+                        f"{list(shape)}, over {self._shard_group_size} devices; choose another dim, or "
+                        "null to replicate the parameter"
                     )
                 return dim
         divisible = [d for d, size in enumerate(shape) if size and size % self._shard_group_size == 0]
@@ -109,6 +110,6 @@ class ShardingRules:
         """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""
         if self._unused_patterns:
             raise UserError(
-                f"xla.sharding: {min(self._unused_patterns)!r} matches no parameter, or only parameters that "
-                "an earlier pattern matches; correct or remove it"
+                f"xla.sharding: {min(self._unused_patterns)!r} matches no parameter, or only parameters "
+                "that an earlier pattern matches; correct or remove this pattern"
             )
