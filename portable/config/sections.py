@@ -288,7 +288,7 @@ def _validate_source_name(name: str) -> str:
     Raises ``ValueError`` if it contains other characters than letters, digits, - and _.
     """
     if SOURCE_NAME_PATTERN.fullmatch(name) is None:
-        raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
+        raise ValueError(f"may only contain letters, digits, - and _, got {name[:60]!r}; rename the source")
     return name
 
 

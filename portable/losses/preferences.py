@@ -108,7 +108,7 @@ class DPO(_PreferenceLoss):
         max_smoothing = {"sigmoid": 1.0, "robust": 0.5}.get(self.loss_type, 0.0)
         if self.label_smoothing and not 0 < self.label_smoothing < max_smoothing:
             raise ValueError(
-                f"label_smoothing {self.label_smoothing:g} does not fit loss_type {self.loss_type}"
+                f"label_smoothing {self.label_smoothing:g} does not work with loss_type {self.loss_type}"
             )
         # The log-probabilities of the reference are computed once for all samples, or before each step.
         self.once = _compute_reference_log_probs if self.reference is None else None

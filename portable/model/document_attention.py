@@ -134,7 +134,7 @@ def check_document_separation(model: PreTrainedModel, key: str = "data.packing",
         )
     reason = explain_document_mixing(config, seq_len)
     if reason is None and not _makes_only_causal_masks(model):
-        reason = "attends in both directions; set is_decoder: true in its config"
+        reason = "attends in both directions; set is_decoder: true in the config of the model"
     if reason is None:
         return
     remedy = "set data.packing to true or false" if key == "data.packing" else f"set {key} to 1"
@@ -156,7 +156,7 @@ def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str |
     if stateful := next((layer for layer in unproven_layers if layer in STATEFUL_LAYERS), None):
         return f"has layers of type {stateful}, which carry a state from one text to the next"
     if unproven_layers:
-        return f"has layers of type {unproven_layers[0]}, which were not found to keep packed texts apart"
+        return f"has layers of type {unproven_layers[0]}, which are not known to keep packed texts apart"
     text: Any = config.get_text_config()
     if getattr(text, "attn_temperature_tuning", False) and seq_len >= text.floor_scale:
         return (
@@ -168,7 +168,7 @@ def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str |
         config.model_type not in DOCUMENT_SEPARATING_TYPES
         or text_type not in DOCUMENT_SEPARATING_TYPES | DOCUMENT_SEPARATING_TEXT_TYPES
     ):
-        return "was not found to keep packed texts apart"
+        return "is not known to keep packed texts apart"
     return None
 
 

@@ -231,12 +231,12 @@ def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
 def _find_foreign_content(folder: Path) -> str | None:
     """Return the reason why a folder is not entirely an export, or None if it is."""
     if folder.is_symlink() or not folder.is_dir():
-        return "it was a link or a file, not an export"
+        return "the path was a link or a file, not an export"
     try:
         listed = json.loads((folder / EXPORT_MARKER_FILE).read_text("utf-8"))["files"]
         written = {str(name): tuple(values) for name, values in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"it had no valid {EXPORT_MARKER_FILE}, so it was not an export"
+        return f"the folder had no valid {EXPORT_MARKER_FILE}, so it was not an export"
     for name, values in _list_file_versions(folder).items():
         if (reason := _find_version_difference(name, values, written)) is not None:
             return reason

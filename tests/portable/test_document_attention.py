@@ -250,7 +250,7 @@ def test_document_packing_rejects_unsupported_models(
 
     for kind, more, why in (
         ("mamba", {}, "has layers of type linear_attention"),
-        ("bart", {}, "was not found to keep packed texts apart"),
+        ("bart", {}, "is not known to keep packed texts apart"),
         ("lfm2", {"layer_types": ["full_attention", "conv"]}, "has layers of type conv"),
         ("bert", {"is_decoder": False}, "attends in both directions; set is_decoder: true"),
     ):

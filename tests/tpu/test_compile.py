@@ -282,13 +282,13 @@ Total hbm usage >= 35.13G:
 
 def test_describe_memory_shortage_is_one_line() -> None:
     assert describe_memory_shortage(OUT_OF_MEMORY) == (
-        "it takes 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
+        "needs 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
         "of aten__mm.1 at llama.py:12"
     )
     newer = (
         "E1000: Ran out of memory on HBM, HLO temporaries (37.25G) exceeds available HBM (15.75G). HLO: m."
     )
-    assert describe_memory_shortage(newer) == "it takes 37.2 GiB of 15.8 GiB"
+    assert describe_memory_shortage(newer) == "needs 37.2 GiB of 15.8 GiB"
     assert describe_compile_error("no\nmore", "") == "no"
     assert describe_compile_error("no kernel `ragged-dot-none`", "") == (
         "no kernel `ragged-dot-none`; use model.experts batched_mm"
