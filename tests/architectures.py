@@ -575,7 +575,7 @@ _REFUSED = re.compile(
     "does not predict the next token|does not generate text|attends in both directions"
 )
 _EXPLAINED = re.compile(
-    f"{PEFT}|.* changes, but '|UserError: adapter.target_modules: all-linear matches no|"
+    f"{PEFT}|.* changes, but contains '|UserError: adapter.target_modules: all-linear matches no|"
     ".*zero3 does not support"
 )
 """Results that are not a failure of the run: a fault of peft, or a refusal with its reason."""
