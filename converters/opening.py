@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _STEP_NAME = re.compile(r"(?:(?:.*[^0-9])?(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?(\d+)")
 
 _DIGITS = re.compile(r"\d+")
+_GGUF_SUFFIX = ".gguf"
 
 
 def open_checkpoint(
@@ -213,6 +214,21 @@ def _list_step_folders(root: AnyPath) -> list[_StepFolder]:
     return sorted(steps, key=lambda step: (-step.number, step.path.name))
 
 
+def is_gguf_file(path: AnyPath) -> bool:
+    """Return whether a path is an existing file whose name ends with `.gguf`."""
+    return path.name.endswith(_GGUF_SUFFIX) and path.is_file()
+
+
+def _find_gguf_file(path: AnyPath) -> AnyPath | None:
+    """Return a GGUF file: the path itself, or the first one in the folder. None if there is none."""
+    if not path.is_dir():
+        return path if is_gguf_file(path) else None
+    try:
+        return min((file for file in path.iterdir() if is_gguf_file(file)), key=str, default=None)
+    except OSError:
+        return None
+
+
 def _describe_unknown_format(source: CheckpointPath) -> str:
     if not _is_finished_write(source.path):
         return _format_unfinished_write_error(source.path)
@@ -220,5 +236,10 @@ def _describe_unknown_format(source: CheckpointPath) -> str:
         reason = format_.explain_incomplete(source)
         if reason:
             return reason
+    if (file := _find_gguf_file(source.path)) is not None:
+        return (
+            f"{file}: GGUF files are written, but not read; list its tensors with: portable-convert inspect "
+            f"{file}"
+        )
     names = ", ".join(format_.name for format_ in iter_formats())
     return f"{source.path}: there is no checkpoint of a known format ({names})"

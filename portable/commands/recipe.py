@@ -441,11 +441,7 @@ def describe_recipe(recipe: Recipe) -> list[str]:
         lines.append(f"With {reasons}, the run would need at least {format_bytes(needed)}.")
     if recipe.estimated_hours is not None and recipe.work is not None:
         low, high = device.reached.mfu_range
-        duration = (
-            f"about {recipe.estimated_hours}"
-            if recipe.estimated_hours.most * 60 > 1
-            else "less than a minute"
-        )
+        duration = recipe.estimated_hours.format_time("about ")
         lines.append(
             f"Estimated time: {duration} for {recipe.work.steps:,} steps, at {low:.0%} to {high:.0%} of the "
             f"device's peak ({device.reached.source})."

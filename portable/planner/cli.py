@@ -26,7 +26,7 @@ from portable.planner.memory_model import StrategySetting
 from portable.planner.plan import Planner
 from portable.planner.plan_tables import describe_next_reductions, format_plan, plan_to_json
 from portable.planner.preparation import build_model_and_work, resolve_data_dependent_defaults
-from portable.planner.run_time import estimate_run_hours, fetch_sky_prices, format_two_digits, parse_prices
+from portable.planner.run_time import estimate_run_hours, fetch_sky_prices, parse_prices
 from portable.registry import CompileTarget, load_backend_package
 
 if TYPE_CHECKING:
@@ -220,10 +220,10 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
         return 0
     shown = []
     for row in rows:
-        costs = f"{format_two_digits(row['cost'].least)} to {format_two_digits(row['cost'].most)}"
         beyond = "" if row["within_budget"] else f"; more than {budget:g}"
+        cost, hours = row["cost"].format_cost(), row["hours"].format_time()
         shown.append(
-            (f"{row['devices']} x {row['device']}", f"{costs} for {row['hours']}, {row['strategy']}{beyond}")
+            (f"{row['devices']} x {row['device']}", f"{cost} for {hours}, {row['strategy']}{beyond}")
         )
     print_line(format_table(shown))
     return 0

@@ -60,13 +60,35 @@ class Hours:
         """
         return Hours(self.least * price_per_hour, self.most * price_per_hour)
 
-    def __str__(self) -> str:
-        size, unit = (60, "minutes") if self.most < 2 else (1, "hours")
-        least, most = format_two_digits(self.least * size), format_two_digits(self.most * size)
-        return f"{most} {unit}" if least == most else f"{least} to {most} {unit}"
+    def format_time(self, prefix: str = "") -> str:
+        """Format a range of hours, in minutes if it is below two hours.
+
+        Args:
+            prefix: Text before the numbers, such as ``about ``. It is left out if the result is ``less than a
+                minute``.
+        """
+        if self.most * 60 < 1:
+            return "less than a minute"
+        factor, unit = (60, "minutes") if self.most < 2 else (1, "hours")
+        return f"{prefix}{_format_range(self.least * factor, self.most * factor)} {unit}"
+
+    def format_cost(self, prefix: str = "") -> str:
+        """Format a range of the cost.
+
+        Args:
+            prefix: Text before the numbers, such as ``about ``. It is left out if the result is ``less than
+                0.01``.
+        """
+        return "less than 0.01" if self.most < 0.01 else prefix + _format_range(self.least, self.most)
 
 
-def format_two_digits(value: float) -> str:
+def _format_range(least: float, most: float) -> str:
+    """Format a range with two significant digits, or only one number if both ends are equal."""
+    ends = [_format_two_digits(least), _format_two_digits(most)]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+def _format_two_digits(value: float) -> str:
     """Format an estimate with two significant digits, and without decimals from 10 on."""
     return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
 

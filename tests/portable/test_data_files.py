@@ -363,6 +363,10 @@ def test_token_file_source_rejects_bad_files_in_one_line(tokenizer: tuple[str, i
     refused("no such file")
     nanogpt(path, [[5, 60_000, end]])
     refused("contains the token 60000, but the tokenizer has only 300 tokens")
+    for tokens in ([5, -7, end], [-7, 60_000, end]):
+        megatron(path, [tokens])
+        refused(r"^data.source: .*some.bin: contains the token -7, which is negative; write the file again")
+    path.with_suffix(".idx").unlink()
     llm_c(path, documents(end))
     path.write_bytes(path.read_bytes()[:-2])
     refused("does not match .* tokens of 2 bytes; copy the file again")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from portable.output.export import EXPORT_MARKER_FILE
 from portable.output.hub import HubRepository
 from portable.reporting.model_card import MODEL_CARD_FILE
 from portable.run.rank import run_rank
+from portable.run.uploads import HubUploadCallback
 from tests import hub_datasets
 from tests.composite import build_composite
 from tests.exports import write_source
@@ -233,6 +235,37 @@ def test_hub_upload_failure_does_not_end_run(
     )
     assert told[-1].endswith(by_hand), told
     assert sum("/commit/" in one for one in hub.requests) in ((1, 2) if fault == 403 else (3, 6))
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_first_upload_failure_prints_warning_after_replaced_checkpoint(
+    num_failures: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that a newer one replaces is reported at the end, and does not hide a failed upload."""
+    begun, released = threading.Event(), threading.Event()
+    errors = [RunError(f"failure {number}") for number in range(num_failures)]
+
+    def push_export(*_: object) -> str:
+        begun.set()
+        released.wait()
+        if errors:
+            raise errors.pop(0)
+        return ""
+
+    repository = Mock(push_export=push_export)
+    repository.name = "me/run"
+    uploads = HubUploadCallback(repository, Mock(), tmp_path / "scratch")
+    uploads.request_upload(tmp_path / "step-000001")
+    begun.wait()
+    uploads.request_upload(tmp_path / "step-000002")
+    uploads.request_upload(tmp_path / "step-000003")
+    released.set()
+    (problem,) = uploads.finish_uploads(None, None).problems
+    reason = f"failure {num_failures - 1}; a newer one came for 1" if num_failures else "a newer one came"
+    missed = f"{num_failures + 1} checkpoint{'s' * bool(num_failures)}"
+    assert problem == f"hub.push: {missed} not uploaded to me/run ({reason})"
+    warning = "warning: hub.push: failure 0; the run continues\n" if num_failures else ""
+    assert capsys.readouterr().err == warning
 
 
 PUBLIC = Repository(private=False)

@@ -287,7 +287,7 @@ def _join_flat_shards(
     joined = ConcatenatedSources(
         [
             SourceSlice(view.source, view.offset, length * width)
-            for view in (stored.to_byte_view() for stored in stored)
+            for view in (shard.to_byte_view() for shard in stored)
         ]
     )
     return {

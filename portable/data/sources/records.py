@@ -205,7 +205,7 @@ class CollectedErrors(BadRecords):
         lines = list(map(str, self.errors))
         remedy = "or set data.on_bad_record to skip"
         if len(lines) == 1:
-            return RecordError(lines[0] if remedy in lines[0] else f"{lines[0]}; {remedy}")
+            return RecordError(f"{lines[0]}{', ' if '; ' in lines[0] else '; '}{remedy}")
         kinds = self.count_by_kind
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(_MOST_KINDS))
         more = ", ..." if len(kinds) > _MOST_KINDS else ""

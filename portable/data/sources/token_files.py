@@ -145,10 +145,15 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
     Raises:
         UserError: If a token id is negative or too large.
     """
-    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
+    if (least := int(tokens.min())) < 0:
         raise UserError(
-            f"data.tokenizer: {path} contains the token {int(tokens.max())}, but the tokenizer has only "
-            f"{vocab_size} tokens; set data.tokenizer to the tokenizer that created the file"
+            f"data.source: {path}: contains the token {least}, which is negative; write the file again with "
+            "the ids of a tokenizer"
+        )
+    if (largest := int(tokens.max())) >= vocab_size:
+        raise UserError(
+            f"data.tokenizer: {path} contains the token {largest}, but the tokenizer has only {vocab_size} "
+            "tokens; set data.tokenizer to the tokenizer that created the file"
         )
 
 

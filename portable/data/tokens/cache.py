@@ -591,7 +591,7 @@ class _LabelWriter:
                 raise UserError(
                     f"data.label_field: the label {str(texts[0])!r} is not a number, but other labels are "
                     f"numbers with a fraction, such as {self._fraction:g}; remove the records without a "
-                    "number, or empty their cells and set data.on_bad_record to skip"
+                    "number, or empty their cells, which data.on_bad_record: skip leaves out"
                 )
             self._names |= {cell: str(cell) for cell in cells}
 

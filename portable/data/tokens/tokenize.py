@@ -19,7 +19,6 @@ from portable.converters.writers.parallel_jobs import count_usable_cores
 from portable.data.sources.documents import PIECE_CHARS, Document, compute_text_digest
 from portable.data.sources.records import CollectedErrors, EnoughErrors
 from portable.data.sources.source import TokenSource
-from portable.data.tokens import parallel_map
 from portable.data.tokens.bounded_tokenizer import encode_targets, encode_text
 from portable.data.tokens.cache import (
     CACHE_FORMAT,
@@ -333,11 +332,8 @@ class _TokenizeProgress:
 
 
 def _count_processes() -> int:
-    """Return the number of processes that encode texts.
-
-    In a worker process this is 1, because other worker processes use the other cores.
-    """
-    return 1 if parallel_map.is_worker_process else min(count_usable_cores(), _MAX_PROCESSES)
+    """Return the number of processes that encode documents."""
+    return min(count_usable_cores(), _MAX_PROCESSES)
 
 
 def _write_conversations(
@@ -381,7 +377,7 @@ def _write_conversations(
         }
 
     for encoded in map_in_order(
-        encode, batches, num_processes=count_usable_cores(), num_local_items=_LOCAL_CHAT_BATCHES
+        encode, batches, num_processes=_count_processes(), num_local_items=_LOCAL_CHAT_BATCHES
     ):
         try:
             for error in encoded.refused_records:
