@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import shutil
@@ -13,27 +14,35 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable.adapters.adapter import build_training_model
 from portable.adapters.assemble import inspect_run
 from portable.commands.convert import main as convert
 from portable.config import RunConfig
 from portable.converters import Tensor as StoredTensor
+from portable.engines.engine_interface import RankInfo
+from portable.engines.experts import register_zero_gradient_hooks
 from portable.engines.footprint import compute_footprint, find_gathered_units
-from portable.engines.fsdp.sharding import compute_shard_group_size
+from portable.engines.fsdp.optimizer_state import fill_local_shard
+from portable.engines.fsdp.sharding import compute_shard_group_size, shard_model
 from portable.engines.transforms import describe_transforms
-from portable.errors import UserError
+from portable.errors import UserError, to_one_line
+from portable.model import expert_exchange
 from portable.model.build import load_model_config
 from portable.model.expert_exchange import find_expert_modules
+from portable.model.parameters import get_state_tensors, replace_tensors
+from portable.model.regularization import remove_dropout
+from portable.model.weight_sources import ComputedTensor
 from portable.optim.local_shards import to_local
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import build_inventory
 from tests.engines import Engines
-from tests.parity import Beside, opened
+from tests.parity import Beside, loss_and_gradients, off, opened
 from tests.promises import record
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, leg, losses
+from tests.tiny_models import VOCABULARY, tiny_config
 from tests.views import assert_same_view, view
 
 TOLERANCE = 2e-6
@@ -369,3 +378,69 @@ def test_planned_bytes_of_exchange_match_a_step(
     stacks = [p for module in find_expert_modules(model).values() for p in module.parameters()]
     gathers = 4 * sum(stack.numel() for stack in stacks) * 3 / 2  # two gathers, and a reduction
     assert found == pytest.approx(plan(2) - (plan(1) - gathers), rel=0.15)
+
+
+def beside_one_rank(types: list[str]) -> dict[str, str]:
+    """On one of two ranks, return the difference from one rank, or the error, by type."""
+    dist.init_process_group("gloo")
+    try:
+        return {model_type: _beside_one(model_type) for model_type in types}
+    finally:
+        dist.destroy_process_group()
+
+
+def _beside_one(model_type: str) -> str:
+    torch.manual_seed(0)
+    try:
+        config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
+        plain = AutoModelForCausalLM.from_config(config).float().train()  # some compute otherwise then
+        remove_dropout(plain)
+        expert_exchange.check_expert_parallel_support(plain, 2)
+        batch = {name: torch.randint(5, VOCABULARY, (2, 32)) for name in ("input_ids", "labels")}
+        model = copy.deepcopy(plain)
+        replace_tensors(model, lambda _, p: torch.nn.Parameter(p.to("meta")), lambda _, buffer: buffer)
+        settings = RunConfig(strategy="full_shard", expert_parallel_size=2, precision="fp32")
+        register_zero_gradient_hooks(model)
+        expert_exchange.install_expert_exchange(model)
+        shard_model(model, settings, RankInfo(torch.device("cpu"), dist.get_rank(), 2, 2))
+        values = get_state_tensors(plain)
+        for name, tensor in get_state_tensors(model).items():
+            fill_local_shard(tensor, ComputedTensor.from_tensor(values[name].detach()))
+        loss, *gradients = loss_and_gradients(model, batch)
+        # Both ranks have the same batch, and the gradients are summed over the ranks.
+        return off([loss, *(gradient / 2 for gradient in gradients)], loss_and_gradients(plain, batch))
+    except Exception as error:
+        return to_one_line(error)
+
+
+_COMPARED = """
+afmoe aria_text axk1 axk2 cohere2_moe deepseek_v2 deepseek_v4 dots1 dots3_note_text ernie4_5_moe exaone_moe
+flex_olmo flint glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa granitemoeshared hy_v3 hy_v4
+inkling2_loop_text inkling2_text inkling_text kimi_linear kolibri1 laguna lara_mini lfm2_moe mellum
+mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe qwen3_5_moe
+qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text sarvam_moe solar_open zaya
+"""
+COMPARED = _COMPARED.split()
+"""Model types whose gradients equal the gradients of one rank."""
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        ["deepseek_v4", "glm4_moe", "gpt_oss", "minimax_m2", "qwen3_5_moe", "zaya"],
+        pytest.param(COMPARED, marks=pytest.mark.exhaustive),
+    ],
+    ids=["some", "all"],
+)
+def test_expert_parallel_types_equal_one_rank(types: list[str], ranks: RankPool) -> None:
+    found = ranks.run(2, beside_one_rank, types, timeout=900)
+    assert {name: why for name, why in found.items() if why} == {}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "llama4_text", "jetmoe"])
+def test_expert_parallelism_rejects_other_layouts_of_experts(model_type: str) -> None:
+    config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=r"^expert_parallel_size: .* has no experts in stacked tensors"):
+        expert_exchange.check_expert_parallel_support(model, 2)
