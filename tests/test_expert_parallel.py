@@ -100,7 +100,17 @@ PARITY: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "router"), PARITY)
+CHOSEN = ("2 x 2", "4")
+"""Layouts of the tests that always run. The others run with ``--all``, because these imply them."""
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "router"),
+    [
+        pytest.param(*case, marks=() if case[1] == CHOSEN[bool(case[2])] else pytest.mark.exhaustive)
+        for case in PARITY
+    ],
+)
 def test_expert_parallel_losses_equal_one_rank(
     family: str, layout: str, router: dict[str, Any], beside: Beside
 ) -> None:

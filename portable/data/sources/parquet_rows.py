@@ -133,7 +133,8 @@ def _iter_batch_rows(
         except (ValueError, OverflowError) as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else to_one_line(error)
             refusal = UserError(
-                f"data.source: {name}: row {num_rows_before + number + 1}: {reason}; correct or remove the row"
+                f"data.source: {name}: row {num_rows_before + number + 1}: {reason}; correct or remove the "
+                "row"
             )
             refusal.__cause__ = error
             fields.skip_record_or_raise(refusal)
