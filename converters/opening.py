@@ -138,7 +138,7 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
         return match
     if tag is not None:
         step_names = ", ".join(step.name for _, step in steps[:8]) or "none"
-        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available: {step_names}")
+        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available tags: {step_names}")
     chosen: dict[str, DetectedFormat] = {}
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)
@@ -153,7 +153,7 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
     if len(chosen) > 1:
         names = " and ".join(sorted(each.source.path.name for each in chosen.values())[:4])
         raise CommandError(
-            f"{root}: holds steps of {len(chosen)} kinds, such as {names}; choose one with --tag"
+            f"{root}: contains steps of {len(chosen)} kinds, such as {names}; choose one with --tag"
         )
     if chosen:
         return next(iter(chosen.values()))
@@ -180,8 +180,8 @@ def _is_finished_write(path: AnyPath) -> bool:
 
 def _format_unfinished_write_error(path: AnyPath) -> str:
     return (
-        f"{path}: holds {INCOMPLETE_MARKER} and no completion marker: its writer is still running or was "
-        "killed; choose another step"
+        f"{path}: contains {INCOMPLETE_MARKER}, but no completion marker, because the writer is still "
+        "running or was killed; choose another step"
     )
 
 
@@ -242,4 +242,4 @@ def _describe_unknown_format(source: CheckpointPath) -> str:
             f"{file}"
         )
     names = ", ".join(format_.name for format_ in iter_formats())
-    return f"{source.path}: no checkpoint of a known format here ({names})"
+    return f"{source.path}: there is no checkpoint of a known format ({names})"

@@ -76,7 +76,7 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
     def add_entry(key_path: KeyPath, entry: OutputTensor) -> None:
         key = ".".join(map(str, key_path))
         if key in paths:
-            raise CheckpointError(f"{checkpoint.root}: two tensors would be called {key!r}")
+            raise CheckpointError(f"{checkpoint.root}: two tensors would have the name {key!r}")
         paths[key] = key_path
         entries.append(OutputTensor(key, entry.dtype, entry.tensor))
 

@@ -103,7 +103,7 @@ def assemble_model(
 
 
 def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
-    """Check that a model supports the context parallelism and the tensor parallelism of a run.
+    """Check that ranks can share the sequences, layers and experts of ``model`` as the config requests.
 
     Raises:
         UserError: If the model does not support the parallelism of the run.
@@ -116,6 +116,10 @@ def check_parallel_support(model: PreTrainedModel, config: RunConfig) -> None:
         from portable.model.tensor_parallel_plan import check_tensor_parallel_support
 
         check_tensor_parallel_support(model, config.tensor_parallel_size)
+    if config.expert_parallel_size > 1:
+        from portable.model.expert_exchange import check_expert_parallel_support
+
+        check_expert_parallel_support(model, config.expert_parallel_size)
 
 
 class InspectedRun(NamedTuple):

@@ -54,7 +54,7 @@ def check_loss_and_ema(config: RunConfig) -> Iterator[SettingProblem]:
         for key in ("train.eval_ema", "checkpoint.export_ema"):
             if config.get(key):
                 yield SettingProblem(
-                    (key,), f"{key} needs an average of the weights; set train.ema, such as 0.999"
+                    (key,), f"{key} needs an average of the weights; set train.ema, for example to 0.999"
                 )
 
 

@@ -50,10 +50,10 @@ def find_exported_model(run_folder: str) -> Path:
     with suppress(OSError, ValueError):
         if (folder / "checkpoints").is_dir():
             raise UserError(
-                f"RUN: {folder} has no {FINAL_FOLDER}/ yet; finish the run, or export its newest checkpoint "
-                f"with portable-convert {folder} OUT and talk to OUT"
+                f"RUN: {folder} has no {FINAL_FOLDER}/ yet; finish the run, or export the newest "
+                f"checkpoint with portable-convert {folder} OUT and chat with OUT"
             )
-    raise UserError(f"RUN: {folder} has no model; give the output_dir of a run, or a folder with a model")
+    raise UserError(f"RUN: {folder} has no model; specify the output_dir of a run, or a folder with a model")
 
 
 class ChatModel:
@@ -216,7 +216,7 @@ def _read_base_model_name(folder: Path) -> str:
     if not isinstance(base, str) or not base:
         raise UserError(
             f"RUN: {folder / ADAPTER_CONFIG} does not name its base model; merge the adapter with "
-            f"portable-convert {folder} OUT --merge-into BASE and talk to OUT"
+            f"portable-convert {folder} OUT --merge-into BASE and chat with OUT"
         )
     if (base.startswith(("/", ".")) or base.count("/") > 1) and not Path(base).is_dir():
         raise UserError(
@@ -353,7 +353,7 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401 (line editing and history of input())
-        kind = "" if chat.has_template else "; no chat template, so it continues your text"
+        kind = "" if chat.has_template else "; the model has no chat template, so it continues your text"
         print_status(f"{folder} on {chat.device}{kind}. {_CONVERSATION_HELP}.")
     for text in (
         [arguments.prompt] if arguments.prompt is not None else _read_user_messages(interactive=interactive)

@@ -296,7 +296,7 @@ def _validate_source_name(name: str) -> str:
     Raises ``ValueError`` if it does not.
     """
     if SOURCE_NAME_PATTERN.fullmatch(name) is None:
-        raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
+        raise ValueError(f"may only contain letters, digits, - and _, got {name[:60]!r}; rename the source")
     return name
 
 

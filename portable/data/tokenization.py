@@ -154,8 +154,8 @@ class TokenizationContext:
         """
         if self.vocabulary.mask_token is None:
             raise UserError(
-                "data.tokenizer: the tokenizer has no mask_token, which masked-lm needs; set one in its "
-                "tokenizer_config.json, use another tokenizer, or null to train one"
+                "data.tokenizer: the tokenizer has no mask_token, which masked-lm needs; set a "
+                "mask_token in its tokenizer_config.json, use another tokenizer, or null to train one"
             )
         return self.vocabulary.mask_token
 

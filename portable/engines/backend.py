@@ -308,6 +308,6 @@ def _build_rendezvous_error(error: Exception) -> UserError | RunError:
         )
     reason = to_one_line(str(error).splitlines()[0])
     return RunError(
-        f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks did not meet there ({reason}); start all of "
-        "them, with the address of the node of rank 0"
+        f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks could not connect to this address "
+        f"({reason}); start all ranks, with the address of the node of rank 0"
     )

@@ -19,6 +19,7 @@ from portable.model.chunked_loss import find_chunked_head, install_chunked_head
 from portable.model.document_attention import install_document_forward
 from portable.model.document_states import find_stateful_layers, install_document_states
 from portable.model.dynamic_rope import has_length_dependent_rope, install_text_length_forward
+from portable.model.expert_exchange import install_expert_exchange
 from portable.model.freezing import COMPUTE_DTYPES
 from portable.model.image_forward import install_image_forward
 from portable.model.loss import TrainingObjective, install_loss_forward
@@ -129,6 +130,11 @@ def _needs_document_states(model: PreTrainedModel, config: RunConfig) -> bool:
 
 TRANSFORMS: tuple[Transform, ...] = (
     Transform("shared sequences", _needs_context_parallelism, _apply_context_parallelism),
+    Transform(
+        "exchanged tokens of experts",
+        lambda _, config: config.expert_parallel_size > 1,
+        lambda model, _: install_expert_exchange(model),
+    ),
     Transform(
         "chunked loss",
         _needs_chunked_loss,

@@ -37,7 +37,8 @@ def check_context_parallel_support(model: Any, config: RunConfig) -> None:
         heads, key_heads = count_attention_heads(model)
         require(
             heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0),
-            f"{KEY}: {heads} heads ({key_heads} of keys) cannot be divided among {size} ranks; use a divisor",
+            f"{KEY}: {heads} heads ({key_heads} of keys) cannot be divided among {size} ranks; set "
+            f"{KEY} to a divisor of these numbers",
         )
 
 

@@ -174,7 +174,7 @@ def check_document_separation(
         )
     reason = explain_document_mixing(config, seq_len, separates_states=separates_states)
     if reason is None and _has_attention(config) and not _makes_only_causal_masks(model):
-        reason = "attends in both directions; set is_decoder: true in its config"
+        reason = "attends in both directions; set is_decoder: true in the config of the model"
     if reason is None:
         return
     remedy = "set data.packing to true or false" if key == "data.packing" else f"set {key} to 1"
@@ -205,7 +205,7 @@ def explain_document_mixing(
     if stateful and not (separates_states and types <= STATE_SEPARATING_TYPES):
         return f"has layers of type {stateful}, which carry a state from one text to the next"
     if other := next((layer for layer in unproven_layers if layer not in STATEFUL_LAYERS), None):
-        return f"has layers of type {other}, which were not found to keep packed texts apart"
+        return f"has layers of type {other}, which are not known to keep packed texts apart"
     if getattr(text, "attn_temperature_tuning", False) and seq_len >= text.floor_scale:
         return (
             f"scales attention by the position in the sample from {text.floor_scale} tokens on "
@@ -216,7 +216,7 @@ def explain_document_mixing(
         config.model_type not in separating_types
         or text_type not in separating_types | DOCUMENT_SEPARATING_TEXT_TYPES
     ):
-        return "was not found to keep packed texts apart"
+        return "is not known to keep packed texts apart"
     return None
 
 
@@ -252,7 +252,7 @@ def explain_image_mixing(model_type: str) -> str | None:
     """
     if model_type in IMAGE_PACKING_TYPES:
         return None
-    return "was not found to keep packed texts with images apart"
+    return "is not known to keep packed texts with images apart"
 
 
 def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:

@@ -271,6 +271,8 @@ def _run_stateful_layer(
     # Outside of a forward pass, only layers in training are run, when their activations are recomputed.
     if documents is None or not (forward.in_forward or forward.layer.training):
         return forward.__wrapped__(*arguments, **keywords)
+    if "cache" in keywords:
+        keywords["cache"] = None  # a cache would store one state for all documents
     namespace = get_module_namespace(forward.layer)
     with ExitStack() as stack:
         for name in STATE_FUNCTIONS.keys() & namespace.keys():

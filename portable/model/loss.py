@@ -811,7 +811,7 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
         UserError: If the model has no adapter.
     """
     if not has_peft_adapter(model):
-        raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
+        raise UserError("the model has no adapter to disable; set adapter.type, or use another reference")
     from portable.private.peft_internals import disable_adapters  # the module imports peft
 
     with disable_adapters(model):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from portable.adapters.assemble import check_parallel_support
 from portable.errors import UserError, to_one_line
 from portable.model.context_parallel_support import count_attention_heads
+from portable.model.expert_exchange import find_expert_modules
 from portable.model.flops import compute_flops_per_token, count_parameters
 from portable.model.layers import find_transformer_layers
 from portable.model.parameter_groups import assign_parameter_groups
@@ -73,7 +74,7 @@ class MetaModel:
         self._cached_activations: dict[PassRequest, Activations] = {}
 
     def check_parallel_sizes(self, config: RunConfig) -> None:
-        """Check the tensor-parallel and context-parallel sizes of a config against the model.
+        """Check the context-, tensor- and expert-parallel sizes of a config against the model.
 
         Raises:
             UserError: If the model does not support one of the sizes.
@@ -150,6 +151,8 @@ def build_inventory(
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
     groups = assign_parameter_groups(model, train)
     cut = map_sharded_dims(model, sharing)
+    expert_modules = find_expert_modules(model).values()
+    expert_stacks = {id(stack) for module in expert_modules for stack in module.parameters(recurse=False)}
     tables = {id(parameter) for parameter in list_embedding_weights(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(
@@ -163,6 +166,7 @@ def build_inventory(
             unit_index=unit_of.get(id(parameter)),
             itemsize=parameter.itemsize,
             sharded_dim=cut.get(name),
+            is_expert_stack=id(parameter) in expert_stacks,
         )
         for name, parameter in model.named_parameters()
     )
@@ -175,6 +179,7 @@ def build_inventory(
         num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),
         num_parameters=count_parameters(model),
+        experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 1) if expert_stacks else 0,
     )
 
 

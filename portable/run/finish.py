@@ -192,7 +192,7 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
         prompt = build_sample_prompt(prepared)
     except Exception as error:  # templates are not part of this program, and may raise anything
         reporter.print_on_rank0(
-            f"warning: log.sample_prompt: the chat template cannot render it: {to_one_line(error)}"
+            f"warning: log.sample_prompt: the chat template cannot render the prompt: {to_one_line(error)}"
         )
         return
     max_positions = get_max_positions(prepared.model_config)
@@ -454,8 +454,8 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
         )
     if missing:
         notes.append(
-            f"warning: checkpoint.export: the base model is not available, so {FINAL_FOLDER} lacks tensors "
-            f"that transformers does not load: {', '.join(missing)}"
+            f"warning: checkpoint.export: the base model is not available, so {FINAL_FOLDER} does not "
+            f"contain tensors that transformers does not load: {', '.join(missing)}"
         )
     return notes
 

@@ -214,8 +214,8 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
     )
     if largest_size is None:
         raise UserError(
-            "train.micro_batch_size: not even one sequence at a time fits the memory of the device; use "
-            f"{describe_memory_remedies(config, world)}"
+            "train.micro_batch_size: not even one sequence at a time fits into the memory of the device; "
+            f"use {describe_memory_remedies(config, world)}"
         )
     return largest_size
 
@@ -303,7 +303,7 @@ def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -
             "train.micro_batch_size to this number, or"
         )
     except Exception:  # the device may be in any state, but the settings to change are known
-        fitting = "no smaller number was found to fit;"
+        fitting = "no smaller number is known to fit;"
     text = f"{fitting} use {describe_memory_remedies(search.config, search.world)}"
     try:
         from portable.planner.this_machine import build_planner_for_backend, describe_best_fit

@@ -131,7 +131,8 @@ class HubUploadCallback(Callback):
                     url = self._export_and_upload(checkpoint, message)
             except Exception as error:
                 problems.append(
-                    f"hub.push: {final} was not uploaded ({to_one_line(error)}); upload it by hand: "
+                    f"hub.push: {final} was not uploaded ({to_one_line(error)}); upload the folder "
+                    "manually: "
                     + ("" if not is_in_store(final) else "copy it to a local folder, FOLDER, and run: ")
                     + self._hub.format_upload_command("FOLDER" if is_in_store(final) else final)
                 )

@@ -447,7 +447,7 @@ def test_gguf_output_may_be_file_or_folder(
     assert main([str(llama), str(file), "--to", "gguf", "--dry-run", "--overwrite"]) == 0
     assert f"{file}: " in capfd.readouterr().out
     assert main([str(llama), str(file), *to]) == 2
-    assert "give another file or --overwrite" in capfd.readouterr().err
+    assert "choose another file, or add --overwrite" in capfd.readouterr().err
     assert main([str(llama), str(file), *to, "--overwrite", "--dtype", "fp16"]) == 0
     assert file.stat().st_size < (tmp_path / "out" / "model.gguf").stat().st_size
 
@@ -458,7 +458,7 @@ def test_gguf_output_may_be_object_in_store(
     scale = ["--to", "gguf", "--quiet", "--verify"]
     assert main([str(llama), s3.url("b/m.gguf"), *scale]) == 0
     assert main([str(llama), s3.url("b/m.gguf"), *scale]) == 2
-    assert "exists already" in capfd.readouterr().err
+    assert "already exists" in capfd.readouterr().err
     assert main([str(llama), s3.url("b/m.gguf"), *scale, "--overwrite"]) == 0
     assert list(RemotePath.from_url(s3.url("b")).list_objects()) == ["m.gguf"]
 

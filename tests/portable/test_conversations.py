@@ -120,7 +120,7 @@ def test_json_list_and_lines_are_read_in_pieces(
         assert texts(replace(settings, source=str(path)))[0][1] == "It is 5.<|eot_id|>"
         assert len(build_data(replace(settings, source=str(path))).train) == 6
     path.write_text(json.dumps(rows)[:-1])
-    with pytest.raises(UserError, match="its list does not end"):
+    with pytest.raises(UserError, match="the list does not end"):
         build_data(replace(settings, source=str(path)))
 
 
@@ -173,12 +173,12 @@ def test_conversation_errors_are_listed_by_kind(
     assert (
         "14 bad records (8 x the assistant has no text, or only context, 4 x messages is missing" in lines[10]
     )
-    assert lines[10].endswith("correct or remove them, or set data.on_bad_record to skip")
+    assert lines[10].endswith("correct or remove these records, or set data.on_bad_record to skip")
     skipping = replace(source_settings, on_bad_record="skip")
     data = build_data(skipping)
     assert len(data.train) == 4 and "14 records were skipped" in capsys.readouterr().err
     (line,) = data.sizes.warnings
-    assert line.startswith("data.source: 1 answers are empty: the model is trained to end its turn")
+    assert line.startswith("data.source: 1 answers are empty, so the model is trained to end its turn")
     # Records that the template cannot render.
     source_settings = written(settings, good, lost, good, lost)
     with pytest.raises(MultipleMistakesError) as error:

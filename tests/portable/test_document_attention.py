@@ -255,9 +255,9 @@ def test_document_packing_rejects_unsupported_models(
     for kind, more, why in (
         ("minimax", {}, "has layers of type linear_attention"),
         ("recurrent_gemma", {}, "has layers of type linear_attention"),
-        ("rwkv", {}, "was not found to keep packed texts apart"),
-        ("xlstm", {}, "was not found to keep packed texts apart"),
-        ("bart", {}, "was not found to keep packed texts apart"),
+        ("rwkv", {}, "is not known to keep packed texts apart"),
+        ("xlstm", {}, "is not known to keep packed texts apart"),
+        ("bart", {}, "is not known to keep packed texts apart"),
         ("bert", {"is_decoder": False}, "attends in both directions; set is_decoder: true"),
     ):
         given = {**tiny_config(kind, "causal-lm"), **more}

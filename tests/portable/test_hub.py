@@ -216,7 +216,7 @@ def test_hub_that_is_down_at_start_is_a_warning(
     one = of(export)
     one.check_access()
     one.create_repository()
-    assert capsys.readouterr().err.count("warning: hub.push: the hub does not answer (") == 1
+    assert capsys.readouterr().err.count("warning: hub.push: the hub does not respond (") == 1
     one.push_export(export, "Step 1")
     assert hub.repositories["me/run"].commits
 
@@ -230,7 +230,9 @@ def test_hub_upload_failure_does_not_end_run(
     told = [line for line in capfd.readouterr().err.splitlines() if "warning: hub" in line]
     final = tmp_path / "run" / "final"
     assert (final / "model.safetensors").is_file() and not hub.repositories["me/run"].commits
-    by_hand = f"upload it by hand: hf upload me/run {final} . --exclude {EXPORT_MARKER_FILE} --private"
+    by_hand = (
+        f"upload the folder manually: hf upload me/run {final} . --exclude {EXPORT_MARKER_FILE} --private"
+    )
     assert told[-1].endswith(by_hand), told
     assert sum("/commit/" in one for one in hub.requests) in ((1, 2) if fault == 403 else (3, 6))
 
@@ -270,7 +272,11 @@ PUBLIC = Repository(private=False)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"faults": {"whoami": [401]}}, "the hub does not accept the token; set HF_TOKEN"),
     ({}, {"role": "read"}, "the token may only read"),
-    ({"hub__repo": "other/tiny"}, {}, "does not exist, and the token's user, me, is not in other"),
+    (
+        {"hub__repo": "other/tiny"},
+        {},
+        "does not exist, and the user of the token, me, cannot create the repository",
+    ),
     ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "may not write to lab/tiny"),  # known on creation
     (
         {"hub__repo": "other/open", "hub__private": False},

@@ -145,8 +145,11 @@ def test_plan_without_device_has_no_fits(plan: Plan, capsys: pytest.CaptureFixtu
     ("arguments", "words"),
     [
         (["--device", "h10"], ["--device", "h100"]),
-        (["--budget", "50"], ["--budget: no prices; give --price-per-hour"]),
-        (["--price-per-hour", "h101=2"], ["--price-per-hour: unknown device 'h101'; did you mean h100?"]),
+        (["--budget", "50"], ["--budget: there are no prices; add --price-per-hour"]),
+        (
+            ["--price-per-hour", "h101=2"],
+            ["--price-per-hour: 'h101' is not a known device; did you mean h100?"],
+        ),
         (["--device-memory", "much"], ["--device-memory", "much", "80GB"]),
         (["--devices", "7"], ["train.global_batch_size", "7 devices"]),
         (["--train.step", "3"], ["--train.step", "train.steps"]),

@@ -108,7 +108,7 @@ def test_custom_schedule_with_errors_is_rejected() -> None:
 
     with pytest.raises(UserError, match=r"train.schedule: .*:falling_below_zero: returns -1 for step 2"):
         build_schedule(config("falling_below_zero").train, 30)(2)
-    with pytest.raises(UserError, match=r"halving.*: fails \(ZeroDivisionError.*; correct it"):
+    with pytest.raises(UserError, match=r"halving.*: fails \(ZeroDivisionError.*; correct the code"):
         build_schedule(config("halving(every=0)").train, 30)(2)
 
 
@@ -166,7 +166,7 @@ def test_weight_decay_matches_trainer(name: str) -> None:
     ("patterns", "message"),
     [
         (["nrom"], "'nrom' matches no parameter; did you mean norm?"),
-        (["embed"], "'embed' matches only parameters that are frozen; correct or remove it"),
+        (["embed"], "'embed' matches only parameters that are frozen; correct or remove this pattern"),
         (["mlp", "up_proj"], "'up_proj' matches only parameters that an earlier pattern matches; correct"),
         (["("], "'(' is not a regular expression"),
     ],

@@ -248,7 +248,7 @@ def count_packed_samples(num_tokens: int, seq_len: int, *, shifted: bool) -> int
     count = (num_tokens - shifted) // seq_len
     if count < 1:
         longest = num_tokens - shifted
-        remedy = f"give at most {longest}, or more text" if longest >= 2 else "give more text"
+        remedy = f"lower data.seq_len to at most {longest}, or add text" if longest >= 2 else "add text"
         raise UserError(
             f"data.seq_len: the source has {num_tokens} tokens, too few for one sample of {seq_len}; {remedy}"
         )

@@ -230,8 +230,8 @@ class MixtureSamples(Samples):
             first = first or set(arrays)
             if other := sorted(first ^ set(arrays)):
                 raise UserError(
-                    f"data.sources.{name}: has other columns than {self.source_names[0]} "
-                    f"({', '.join(other)}); give all sources the same kind of records"
+                    f"data.sources.{name}: does not have the same columns as {self.source_names[0]} "
+                    f"({', '.join(other)}); use the same kind of records in all sources"
                 )
             for column, values in arrays.items():
                 shape = shapes.get(column, values.shape[1:])

@@ -173,7 +173,9 @@ def load_or_build_packing_plan(
                 writer.add_documents(_FIELD, numbers, counts)
                 sizes.add_samples(lengths, counts)
             if not sizes.samples:
-                raise UserError("data.source: no text has two tokens, so there is none to predict; add text")
+                raise UserError(
+                    "data.source: no text has two tokens, so there is no token to predict; add text"
+                )
             writer.write_metadata(sizes=asdict(sizes))
 
     return open_or_build_cache_folder(

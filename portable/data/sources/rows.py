@@ -73,7 +73,7 @@ def _check_characters(text: str, name: str) -> None:
         UserError: If more than a quarter of the characters are NUL.
     """
     if "\0" in text and 4 * text.count("\0") > len(text):
-        raise UserError(f"data.source: {name}: is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")
+        raise UserError(f"data.source: {name}: is UTF-16 text, not UTF-8; convert the file (iconv -t utf-8)")
 
 
 def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Document]:
@@ -174,14 +174,16 @@ def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, A
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else to_one_line(error)
         if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             reason = "UTF-16, not UTF-8"
-        refusal = UserError(f"data.source: {location}: not a line of JSON ({reason}); correct or remove it")
+        refusal = UserError(
+            f"data.source: {location}: is not a line of JSON ({reason}); correct or remove the line"
+        )
         refusal.__cause__ = error
     else:
         if isinstance(row, dict):
             return row
         refusal = UserError(
-            f"data.source: {location}: a {type(row).__name__}, not an object; "
-            'each line must look like {"text": "..."} or {"messages": [...]}'
+            f"data.source: {location}: is a {type(row).__name__}, not an object; "
+            'write each line like {"text": "..."} or {"messages": [...]}'
         )
     fields.skip_record_or_raise(refusal)
     return None
@@ -215,7 +217,7 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
                 continue
             if position == len(text) and has_ended:
                 if is_in_list:
-                    raise UserError(f"data.source: {name}: its list does not end; copy the file again")
+                    raise UserError(f"data.source: {name}: the list does not end; copy the file again")
                 return
             if is_in_list and text[position : position + 1] == "]":
                 is_in_list, position = False, position + 1
@@ -232,13 +234,14 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
                     continue
                 reason = getattr(error, "msg", None) or to_one_line(error)
                 raise UserError(
-                    f"data.source: {name}: row {number + 1}: not JSON ({reason}); correct or remove it"
+                    f"data.source: {name}: row {number + 1}: is not JSON ({reason}); correct or "
+                    "remove the row"
                 ) from error
             number += 1
             if not isinstance(row, dict):
                 refusal = UserError(
-                    f"data.source: {name}: row {number}: a {type(row).__name__}, not an object; "
-                    'the file must look like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
+                    f"data.source: {name}: row {number}: is a {type(row).__name__}, not an object; "
+                    'write the file like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
                 )
                 fields.skip_record_or_raise(refusal)
                 continue

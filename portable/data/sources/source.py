@@ -503,7 +503,7 @@ class TokenSource(DataSource):
         """Raise UserError, because documents are read to train a tokenizer, and the source has no text."""
         raise UserError(
             f"data.tokenizer: {self.name} contains tokens, not text; set data.tokenizer to the tokenizer "
-            "that made them"
+            "that created the tokens"
         )
 
     def iter_token_chunks(self, vocab_size: int, document_separator: int | None) -> Iterator[TokenChunk]:

@@ -235,9 +235,9 @@ class TokenizeJob:
         size = source.size_bytes or 0
         if size >= _LARGE_BYTES and not self.settings.data.stream and not source.has_tokens:
             print_status(
-                f"note: {source.name}: {format_bytes(size)} of text are tokenized by this machine before the "
-                "first step; set data.stream: true to start at once, or run portable-data first, which can "
-                "use several machines"
+                f"note: {source.name}: {format_bytes(size)} of text must be tokenized by this machine "
+                "before the first step; set data.stream: true to start immediately, or run portable-data "
+                "first, which can use several machines"
             )
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
@@ -436,10 +436,12 @@ def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserE
     )
     if lacking := chat.missing_tokens:
         tokens = json.dumps(lacking, ensure_ascii=False)
-        remedy = f"the tokenizer lacks tokens that the template writes; set data.added_tokens to {tokens}"
+        remedy = (
+            f"set data.added_tokens to {tokens}, because the tokenizer lacks these tokens of the template"
+        )
     return UserError(
-        "data.chat_template: the trained tokens never include the token that ends an answer, so the model "
-        f"would never stop: they end in {unstopped}; {remedy}"
+        "data.chat_template: the trained tokens never include the token that ends an answer, so the "
+        f"model would never stop (they end in {unstopped}); {remedy}"
     )
 
 
