@@ -267,9 +267,9 @@ def test_plan_has_hours_and_cost(plan: Plan) -> None:
 
 def test_plan_of_tiny_run_has_bounds_instead_of_tiny_numbers(plan: Plan) -> None:
     words = [*EIGHT, "--train.steps", "9", "--device", "h100", "--price-per-hour", "2.50"]
-    told = " ".join(plan(*words, told=True).split())
-    assert "time less than a minute for 4,608 tokens: " in told
-    assert "cost less than 0.01, at 2.5 an hour for each device" in told
+    output = " ".join(plan(*words, told=True).split())
+    assert "time less than a minute for 4,608 tokens: " in output
+    assert "cost less than 0.01, at 2.5 an hour for each device" in output
     prices = ["--price-per-hour", "h100=2.50", "--budget", "1"]
     assert "less than 0.01 for less than a minute, " in plan(*words[:4], *prices, told=True)
 

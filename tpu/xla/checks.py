@@ -50,8 +50,8 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
 def check_text_metrics(config: RunConfig, *, num_hosts: int) -> None:
     """Check that no metric of generated text is set on several hosts.
 
-    A host has the labels of its own rows, but it reads the predictions of the rows of all hosts, whose order
-    depends on the mesh of devices.
+    Each host has the labels of only the rows that it has loaded, but it reads the predictions of the rows of
+    all hosts. The order of these rows depends on the mesh of devices.
 
     Args:
         config: Config of the run.

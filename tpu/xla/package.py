@@ -91,8 +91,8 @@ class XlaPackage(BackendPackage):
         """Check the graph cache, the metrics, and the sharding over the devices.
 
         Raises:
-            UserError: If a graph cache is set on virtual devices, or the parameters cannot be sharded over
-                the devices.
+            UserError: If a graph cache is set on virtual devices, if metrics of generated text are set on
+                several hosts, or if the parameters cannot be sharded over the devices.
         """
         from portable.tpu.xla import checks, runtime
         from portable.tpu.xla.layout import MeshLayout
