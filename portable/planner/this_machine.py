@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.formatting import format_bytes
 from portable.planner import device_lookup as devices
@@ -14,6 +14,9 @@ from portable.planner.plan import Planner, PlanTarget
 from portable.planner.plan_tables import describe_option
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
     from transformers import PreTrainedModel
 
     from portable.backend import Backend
@@ -21,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def build_planner_for_backend(
-    config: RunConfig, model: PreTrainedModel, backend: Backend, ranks: int = 1
+    config: RunConfig,
+    model: PreTrainedModel,
+    backend: Backend,
+    ranks: int = 1,
+    image_columns: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> Planner:
     """Build a planner for the devices of this run's backend.
 
@@ -32,6 +39,7 @@ def build_planner_for_backend(
         model: Model on the meta device.
         backend: Backend of this process.
         ranks: Number of ranks that this process will start. 1 if the process itself is a rank.
+        image_columns: Columns of a batch with images. See :class:`MetaModel`.
     """
     count = max(ranks, backend.world_size) * backend.devices_per_rank
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) * backend.devices_per_rank
@@ -45,7 +53,7 @@ def build_planner_for_backend(
             typical, memory_bytes=memory.total_bytes, devices_per_node=per_node, peak_flops_by_precision=peaks
         )
     target = PlanTarget(backend.name, Cluster(count, per_node), device, None)
-    return Planner(config, MetaModel(model, config), target)
+    return Planner(config, MetaModel(model, config, image_columns), target)
 
 
 def build_memory_table_rows(planner: Planner) -> list[tuple[str, str]]:

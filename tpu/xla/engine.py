@@ -368,8 +368,13 @@ class XlaEngine:
         return totals
 
     @torch.no_grad()
-    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
-        """Sample a continuation. The graph covers the full length for every token, so it is compiled once."""
+    def generate(
+        self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_columns: Batch | None = None
+    ) -> Tensor:
+        """Sample a continuation. The graph covers the full length for every token, so it is compiled once.
+
+        ``image_columns`` is always None, because this backend does not support images.
+        """
         self.model.eval()
 
         def compute_logits(tokens: Tensor) -> Tensor:

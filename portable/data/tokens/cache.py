@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from portable.data.images import ImageSize
+from portable.data.images import ImageFile, ImageSize
 from portable.data.sources.records import CsvCell
 from portable.errors import RunError, UserError, to_one_line
 
@@ -991,6 +991,30 @@ class TokenCache:
         """Number of images of all documents."""
         return int(self.meta.get("images", 0))
 
+    @property
+    def num_image_tokens(self) -> int:
+        """Number of tokens of all images."""
+        return int(self.count_image_tokens().sum())
+
+    def count_image_tokens(self, max_tokens: int | None = None) -> npt.NDArray[np.int64]:
+        """Count the tokens of the images of each document, int64 ``[documents]``.
+
+        Args:
+            max_tokens: Number of the first tokens of a document, outside of which images do not count. None
+                to count all images.
+        """
+        counts = np.zeros(self.num_documents, dtype=np.int64)
+        if not self.has_images:
+            return counts
+        rows, ends = self.arrays[IMAGE_ROWS][:], self.arrays[IMAGE_ENDS][:].astype(np.int64)
+        first_tokens, num_tokens = (
+            rows[:, IMAGE_FIELDS.index(name)] for name in ("first_token", "num_tokens")
+        )
+        if max_tokens is not None:
+            num_tokens = np.where(first_tokens + num_tokens <= max_tokens, num_tokens, 0)
+        np.add.at(counts, np.repeat(np.arange(self.num_documents), np.diff(ends)), num_tokens)
+        return counts
+
     def list_images(self, number: int) -> list[CachedImage]:
         """List the images of a document, in the order of its tokens, without reading their files."""
         if not self.has_images:
@@ -1003,10 +1027,18 @@ class TokenCache:
             ].tolist()
         ]
 
-    def read_image_file(self, image: CachedImage) -> bytes:
-        """Read the file of an image."""
-        data: bytes = self.arrays[IMAGES][image.start : image.start + image.num_bytes].tobytes()
-        return data
+    def read_image_files(self, number: int, num_tokens: int) -> list[ImageFile]:
+        """Read the image files of the first tokens of a document, in the order of its tokens.
+
+        Args:
+            number: Number of the document.
+            num_tokens: Number of its first tokens.
+        """
+        return [
+            ImageFile(self.arrays[IMAGES][image.start : image.start + image.num_bytes].tobytes(), image.size)
+            for image in self.list_images(number)
+            if image.first_token < num_tokens
+        ]
 
     def read_trained_mask(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
         """Read the loss mask of one field of the document ``number``.
