@@ -1,4 +1,4 @@
-"""Record the allocations of torch's CPU allocator, with its profiler."""
+"""Measure the peak memory of parts of a program on the CPU, with torch's profiler."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ class Phase:
 
 @dataclass
 class Recording:
-    """Recorded allocations, divided into phases."""
+    """Peaks of the phases of a recording. A phase is a named part of the recorded code."""
 
     phases: dict[str, Phase] = field(default_factory=dict)
-    """Peak of each phase, keyed by name. Filled when the context of the recording ends."""
+    """Peak of each phase, keyed by name. Empty until the context of :func:`allocations` has ended."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count allocations within this context for the phase ``name``."""
+        """Mark the code in this context as the phase ``name``."""
         with torch.profiler.record_function(_MARK + name):
             yield
 
 
 @contextmanager
 def allocations() -> Iterator[Recording]:
-    """Record every host allocation of torch within this context, using its profiler."""
+    """Record every CPU allocation of torch within this context.
+
+    Yields:
+        The recording, whose phases are filled when the context ends.
+    """
     recording = Recording()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True

@@ -1,12 +1,13 @@
-"""Cost of a save and of a resume by the number of ranks and tensors: seconds of CPU time and memory.
+"""Cost of a save and of a resume, in CPU seconds and memory, by the number of ranks and tensors.
 
     python -m benchmarks.checkpoint_scale growth --tensors 1137 --ranks 8 32 128
     python -m benchmarks.checkpoint_scale steps --place thread
 
 ``growth`` writes a checkpoint of ``--ranks`` ranks, one rank after the other in one process. Tensors have
 rows of four values, one row on each rank, and the state consists of the weights and two moments of each
-parameter. The benchmark measures the table of one rank, rank 0's work on ``.metadata``, and the opening of
-the checkpoint by one rank of the same world size, by one rank of half the world size, and by
+parameter. Each rank writes a shard file and a table that lists the contents of this file, and rank 0 writes
+``.metadata`` for all ranks. The benchmark measures the table of one rank, rank 0's work on ``.metadata``, and
+the opening of the checkpoint by one rank of the same world size, by one rank of half the world size, and by
 ``portable-convert``, which reads ``.metadata``.
 
 ``steps`` trains a small model and saves a large state in the background. It compares the time of the steps
@@ -60,7 +61,12 @@ COLUMNS = 4
 
 
 def list_keys(parameters: int, ranks: int) -> list[KeyEntry]:
-    """List the keys of a run's state dict: weights and two moments, with one row on each rank."""
+    """List the entries of a run's state dict: weights and two moments, each with one row per rank.
+
+    Args:
+        parameters: Number of parameters.
+        ranks: Number of ranks, which is the number of rows of each tensor.
+    """
     names = [f"model.layers.{n // 9}.mlp.part{n % 9}.weight" for n in range(parameters)]
     paths: list[tuple[str | int, ...]] = [("model", name) for name in names]
     paths += [("optim", "state", name, what) for name in names for what in ("exp_avg", "exp_avg_sq")]
@@ -69,7 +75,10 @@ def list_keys(parameters: int, ranks: int) -> list[KeyEntry]:
 
 
 def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> RankTable:
-    """Write the shard file and the table of one rank. Each value is the rank."""
+    """Write the shard file and the table of one rank, and return the table.
+
+    Every element in the shard file is the number of the rank.
+    """
     buffer = io.BytesIO()
     torch.save(torch.full((1, COLUMNS), float(rank)), buffer)
     item = buffer.getvalue()
@@ -86,7 +95,11 @@ def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> RankTable:
 
 
 def write_metadata(folder: Path, tables: list[RankTable]) -> int:
-    """Write ``.metadata`` and the index as rank 0 does, and return the size of ``.metadata`` in bytes."""
+    """Write ``.metadata`` and the index of the tables as rank 0 does.
+
+    Returns:
+        The size of ``.metadata`` in bytes.
+    """
     crc32 = nbytes = 0
     with (folder / ".metadata").open("wb") as file:
         for part in iter_metadata_bytes(tables[0], (table.pieces for table in tables[1:])):
@@ -105,12 +118,15 @@ def measure_cpu(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def open_as(folder: Path, rank: tuple[int, int] | None, shared: Path | None) -> None:
-    """Open a checkpoint and read one rank's rows, and print the seconds of CPU time and the peak memory.
+    """Open a checkpoint and read the rows of one rank.
+
+    Prints the seconds of CPU time and the additional peak memory in MiB, for :func:`measure_opening`.
 
     Args:
         folder: Folder of the checkpoint.
-        rank: The rank and the world size. If None, all metadata is read.
-        shared: File that the first process of a node writes and the other processes read.
+        rank: The rank and the world size. If None, the metadata of all ranks but no tensor is read.
+        shared: Index of ``.metadata``, which the first process of a node writes and the other processes read.
+            If None, no index is used.
     """
 
     def build_once(key: str, write: Callable[[Path], None]) -> Path | None:
@@ -134,7 +150,16 @@ def open_as(folder: Path, rank: tuple[int, int] | None, shared: Path | None) -> 
 
 
 def measure_opening(folder: Path, rank: str, shared: Path | None = None) -> tuple[float, float]:
-    """Open a checkpoint in a new process, and return the seconds of CPU time and the additional peak MB."""
+    """Open a checkpoint in a new process.
+
+    Args:
+        folder: Folder of the checkpoint.
+        rank: ``<rank>/<world size>``, or ``all``.
+        shared: See :func:`open_as`.
+
+    Returns:
+        The seconds of CPU time, and the additional peak memory in MiB.
+    """
     command = [sys.executable, "-m", "benchmarks.checkpoint_scale", "open", str(folder), "--rank", rank]
     command += [] if shared is None else ["--shared", str(shared)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
@@ -142,7 +167,11 @@ def measure_opening(folder: Path, rank: str, shared: Path | None = None) -> tupl
 
 
 def write_empty_rank(folder: Path, table: RankTable, rank: int) -> RankTable:
-    """Write an empty shard file and table for a rank, and return a record of the size of ``table``."""
+    """Write an empty shard file and an empty table for a rank.
+
+    Returns:
+        A table object for the rank that has the size of ``table``, the table of another rank.
+    """
     record = table.record
     boxes = {shape: Box((rank, 0), box.sizes) for shape, box in record.boxes.items()}
     (folder / f"__{rank}_0.distcp").touch()
@@ -153,7 +182,13 @@ def write_empty_rank(folder: Path, table: RankTable, rank: int) -> RankTable:
 def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict[str, float]:
     """Write and open the checkpoint of ``ranks`` ranks.
 
-    If sparse, the files of all but two ranks are empty.
+    Args:
+        parameters: Number of parameters.
+        ranks: Number of ranks.
+        sparse: Whether to write the files of only the last two ranks, and empty files for all others.
+
+    Returns:
+        Row of the table: CPU seconds, MiB and counts, keyed by the title of the column.
     """
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-scale-"))
     try:
@@ -218,7 +253,7 @@ class StepTime:
     Attributes:
         wall: Seconds from start to end.
         cpu: Seconds that the thread of the training loop ran on a core.
-        queued: Seconds that it waited for a core that another thread or program used.
+        queued: Seconds that this thread waited for a core, while another thread or program used the core.
     """
 
     wall: float
@@ -227,12 +262,12 @@ class StepTime:
 
     @property
     def alone(self) -> float:
-        """Seconds from start to end if a core had been free at any time."""
+        """Seconds from start to end without the time that the thread waited for a core."""
         return self.wall - self.queued
 
     @property
     def blocked(self) -> float:
-        """Seconds in which the thread waited for Python's global lock, or for the disk."""
+        """Seconds in which the thread waited for something other than a core, such as the GIL or the disk."""
         return self.wall - self.queued - self.cpu
 
 
@@ -242,12 +277,15 @@ def train_with_saves(
     """Train a small model, save in the background, and compare the steps during saves with the other steps.
 
     Args:
-        place: Thread or process that writes.
+        place: How the state is written. See :func:`choose_saver`.
         tensors: Number of tensors of the state.
-        megabytes: Size of the state.
+        megabytes: Size of the state in MiB.
         device: Device of the model and the state.
-        saves: Number of saves. The first one is not counted, because it starts processes.
+        saves: Number of saves. The first save is not counted, because it starts processes.
         cores: Core of the training loop, and core of all other threads and processes. Empty to use any core.
+
+    Returns:
+        Times and ratios, keyed by their description.
     """
     import torch.distributed as dist
 
@@ -311,9 +349,10 @@ def train_with_saves(
 
 @contextmanager
 def on_core(*core: int, back_to: Sequence[int]) -> Iterator[None]:
-    """Run this thread on the cores ``core`` within this context, and then on ``back_to``.
+    """Run this thread on the cores ``core`` within this context, and on the cores ``back_to`` afterwards.
 
-    Threads started within this context stay on ``core``.
+    Threads and processes that are started within this context stay on ``core``. An empty list leaves the
+    cores unchanged.
     """
     if core:
         os.sched_setaffinity(0, core)
@@ -325,7 +364,10 @@ def on_core(*core: int, back_to: Sequence[int]) -> Iterator[None]:
 
 
 def read_core_times() -> tuple[float, float]:
-    """Return the seconds that this thread has run on a core, and has waited for one (0 if unknown)."""
+    """Return the seconds that this thread has run on a core, and that it has waited for a core.
+
+    The second value is 0 if the kernel does not count it.
+    """
     try:
         ran, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
     except OSError:  # not on this system
@@ -334,7 +376,7 @@ def read_core_times() -> tuple[float, float]:
 
 
 def measure_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> StepTime:
-    """Take one optimizer step."""
+    """Take one optimizer step and measure its time."""
     (ran, queued), started = read_core_times(), time.perf_counter()
     model(batch).square().mean().backward()
     optimizer.step()
@@ -346,10 +388,14 @@ def measure_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch
 
 
 def start_copying(state: dict[str, Any], folder: Path) -> Callable[[], bool]:
-    """Start a program that writes as many bytes as the state has, from its own memory.
+    """Start a program that writes as many bytes as the state has, from the memory of the program.
 
-    This is the control of the measurement: it shares caches, memory and disk with the training process, but
-    takes nothing from it. Steps that it slows down are slowed down by the machine.
+    The program is the control of the measurement. It shares caches, memory and disk with the training
+    process, but it does not need the training process or its GIL. A slowdown with this program is therefore
+    caused by the machine, not by the way of saving.
+
+    Returns:
+        Function that returns whether the program has ended.
     """
     size = sum(tensor.nbytes for tensor in state["model"].values())
     program = (
@@ -366,7 +412,15 @@ def start_copying(state: dict[str, Any], folder: Path) -> Callable[[], bool]:
 
 
 def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bool]]:
-    """Return a function that starts a save, and returns whether the save has ended."""
+    """Return a function that starts a save in the background.
+
+    Args:
+        place: ``thread`` or ``process`` for this project's save, ``dcp-thread`` or ``dcp-process`` for
+            torch's ``async_save``, or ``other-program`` for the control of :func:`start_copying`.
+
+    Returns:
+        Function of the state and the folder. It returns a function that returns whether the save has ended.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
@@ -389,7 +443,7 @@ def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bo
 
 
 def main() -> None:
-    """Run one of the measurements."""
+    """Run the measurement that the command line selects, and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     growth = commands.add_parser("growth")

@@ -1,7 +1,8 @@
 """Comparison of `portable-convert` with `cp` and the frameworks' own scripts.
 
-``python -m benchmarks.convert`` has each framework write a checkpoint, then times complete processes, in
-turns, with a warm page cache. Every result is compared, tensor by tensor.
+``python -m benchmarks.convert`` lets each framework write a checkpoint. It then runs `portable-convert`, `cp`
+and the script of the framework in turns, with a warm page cache, and measures each complete process. Every
+result is compared with this project's result, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SOURCES = {
     "merge": f"LoRA adapter of rank {RANK}, merged into its base model in bfloat16",
 }
 SUBFOLDERS = {"dcp": "pytorch_model_fsdp_0", "merge": "adapter"}
-"""Folder inside a checkpoint to convert, keyed by kind."""
+"""Subfolder of a checkpoint that is converted, keyed by kind of checkpoint."""
 MORE = {"fp8": "--dequantize", "merge": "--merge-into {source}/../base"}
 """Additional options of `portable-convert`, keyed by kind of checkpoint."""
 _ZERO = {
@@ -75,7 +76,7 @@ PEERS = {
     },
     "merge": {"peft merge_and_unload": "-m benchmarks.convert_peers peft {source} {out}"},
 }
-"""Arguments of Python, keyed by kind of checkpoint and by contestant."""
+"""Command-line arguments of Python for each other program, keyed by kind of checkpoint and by its name."""
 ROUNDING = {"merge": 1}
 """Units in the last place by which the result of another program may differ, keyed by kind of checkpoint."""
 # Only packages that a user would have; no accelerator.
@@ -90,13 +91,13 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """Program that converts a checkpoint to one result.
+    """Program that is measured on a checkpoint.
 
     Attributes:
-        command: Function of the checkpoint and the output folder that returns the command line. The folder
-            does not exist yet.
-        makes_folder: Whether the program creates the output folder itself and fails if it exists.
-        writes: Whether there is a result to compare.
+        name: Name in the table.
+        command: Function of the checkpoint and the output folder that returns the command line.
+        makes_folder: Whether the program creates the output folder itself. If not, the benchmark creates it.
+        writes: Whether the program writes a conversion that can be compared.
     """
 
     name: str
@@ -110,9 +111,10 @@ class Run:
     """Cost of one complete process.
 
     Attributes:
-        cpu: User and system time in seconds. Other load affects it less than the wall time.
+        wall: Wall time in seconds.
+        cpu: User and system time in seconds. Other programs affect this time less than the wall time.
         rss: Peak resident memory in MiB, including the pages of mapped files.
-        anonymous: Peak anonymous memory in MiB, sampled.
+        anonymous: Peak anonymous memory in MiB, from samples every 10 ms.
     """
 
     wall: float
@@ -123,7 +125,13 @@ class Run:
 
 @dataclass
 class Result:
-    """All runs of one contestant on one checkpoint. `failed` is its last output line if it failed."""
+    """All runs of one contestant on one checkpoint.
+
+    Attributes:
+        name: Name of the contestant.
+        runs: Measured runs.
+        failed: Last output line of the contestant if it failed. Otherwise empty.
+    """
 
     name: str
     runs: list[Run] = field(default_factory=list)
@@ -143,7 +151,7 @@ def portable(kind: str, source: Path, out: Path, *more: str) -> list[str]:
 
 
 def copies(result: Path) -> list[Contestant]:
-    """Return contestants that copy the weights of a result with `cp`, without and with a sync to the disk."""
+    """Return two contestants that copy the weights of a result with `cp`: without and with a sync to disk."""
     copy = f'cp {shlex.quote(str(result))}/*.safetensors "$0"'
 
     def shell(name: str, script: str) -> Contestant:
@@ -153,7 +161,12 @@ def copies(result: Path) -> list[Contestant]:
 
 
 def contestants(kind: str, result: Path) -> list[Contestant]:
-    """Return all contestants for a checkpoint of `kind`. `cp` copies the weights of the finished `result`."""
+    """Return all contestants for a kind of checkpoint.
+
+    Args:
+        kind: Kind of the checkpoint.
+        result: Folder of a finished conversion, whose weights `cp` copies.
+    """
 
     def ours(*more: str) -> Callable[[Path, Path], list[str]]:
         return lambda source, out: portable(kind, source, out, *more)
@@ -172,9 +185,13 @@ def contestants(kind: str, result: Path) -> list[Contestant]:
 
 
 def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
-    """Run a command to its end, and return its cost and exit code. Its output is written to `log`.
+    """Run a command to its end, and return its cost and exit code.
 
-    Compiled Python modules are cached next to `log`, as in a real installation.
+    The compiled Python modules of the command are cached next to `log`, as a real installation caches them.
+
+    Args:
+        command: Command line.
+        log: File that the output of the command is written to.
     """
     compiled = {"PYTHONPYCACHEPREFIX": str(log.with_name("pycache").absolute())}
     peaks = {"VmHWM": 0, "RssAnon": 0}
@@ -208,10 +225,18 @@ def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
 
 
 def compete(kind: str, source: Path, work: Path, rounds: int, *, peers: bool = True) -> list[Result]:
-    """Run every contestant in turn and compare the results.
+    """Run all contestants in turns on one checkpoint, and compare their results with this project's result.
+
+    Args:
+        kind: Kind of the checkpoint.
+        source: Checkpoint to convert.
+        work: Folder for results and logs.
+        rounds: Number of measured turns.
+        peers: Whether to also run the programs of other projects.
 
     Raises:
-        AssertionError: If two results differ.
+        AssertionError: If two results differ by more than the rounding allowed for this kind.
+        RuntimeError: If this project's conversion fails.
     """
     reference, log = work / f"{kind}-result", work / "log"
     shutil.rmtree(reference, ignore_errors=True)
@@ -240,15 +265,17 @@ def take_turns(
     rounds: int,
     seen: Callable[[Contestant, Path], None],
 ) -> list[Result]:
-    """Run every contestant in turn, `rounds` times, after a turn that is not measured.
+    """Run all contestants one after the other, `rounds` times, after a turn that is not measured.
+
+    A contestant that fails is not run again.
 
     Args:
         everyone: Contestants.
         source: Checkpoint to convert.
         work: Folder for the results.
         rounds: Number of measured turns.
-        seen: Function that is called with each result of the first turn. This turn also compiles modules and
-            warms the page cache.
+        seen: Function that is called with each contestant and its result in the turn that is not measured.
+            This turn also compiles modules and warms the page cache.
     """
     out, log = work / "out", work / "log"
     results = {contestant.name: Result(contestant.name) for contestant in everyone}
@@ -274,7 +301,7 @@ def take_turns(
 
 
 def compare(one: Path, two: Path) -> float:
-    """Compare two results in another process with other libraries.
+    """Compare two results, in another process that does not use this project's code.
 
     Returns:
         The largest difference between two elements, in units in the last place, or infinity if the names,
@@ -290,10 +317,15 @@ def last_line(log: Path) -> str:
 
 
 def provide(kind: str, work: Path, gigabytes: float) -> tuple[Path | None, str]:
-    """Return the folder of a checkpoint of `kind`, and write the checkpoint if it is missing.
+    """Return the folder of a checkpoint, and write the checkpoint if it does not exist.
+
+    Args:
+        kind: Kind of the checkpoint.
+        work: Folder that contains all checkpoints.
+        gigabytes: Size of the fp32 weights in GB.
 
     Returns:
-        The folder, or None and the reason if the checkpoint cannot be written.
+        The folder and an empty text, or None and the reason why the checkpoint cannot be written.
     """
     folder, log = work / f"{kind}-{gigabytes:g}", work / "log"
     if not folder.exists():
@@ -316,11 +348,12 @@ def table(kind: str, results: Sequence[Result]) -> str:
 
 
 def medians(results: Sequence[Result], beside: Mapping[str, Result]) -> str:
-    """Format a Markdown table with one row per contestant.
+    """Format a Markdown table of median times and peak memory, with one row per contestant.
 
     Args:
         results: Results of the contestants.
-        beside: Results to divide by, keyed by the title of the column with the ratios.
+        beside: Results to compare with, keyed by the title of a column. The column has the ratio of each
+            contestant's wall time to the wall time of this result.
     """
     titles = ["wall s", "least", "processor s", "peak MiB", "anonymous MiB", *beside]
     others = [other.median("wall") for other in beside.values()]
@@ -342,7 +375,7 @@ def medians(results: Sequence[Result], beside: Mapping[str, Result]) -> str:
 def sparse_checkpoint(folder: Path, count: int, shape: tuple[int, int] = (2000, 4000)) -> None:
     """Write a safetensors file of ``count`` fp32 tensors of ``shape``.
 
-    The zeros are allocated but never written.
+    The blocks of the file are allocated, so that it has no holes, but no zeros are written to the disk.
     """
     nbytes = 4 * prod(shape)
     header = {
@@ -380,7 +413,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns 0 unless the results of two tools differ."""
+    """Run the benchmark, print its tables, and return 0.
+
+    Raises:
+        AssertionError: If the results of two tools differ.
+    """
     options = parse(argv)
     work = options.folder or Path(tempfile.mkdtemp(prefix="convert-", dir=Path.cwd()))
     work.mkdir(parents=True, exist_ok=True)

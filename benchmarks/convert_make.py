@@ -1,8 +1,8 @@
 """Write checkpoints for `benchmarks.convert` with each framework.
 
-``python -m benchmarks.convert_make KIND FOLDER`` trains one step of a Llama of about the given size on two
-ranks on the CPU of this machine and saves it. Each process writes only one kind, because the libraries
-conflict.
+``python -m benchmarks.convert_make KIND FOLDER --gigabytes N`` writes one kind of checkpoint. For the
+training frameworks, it trains a Llama of about N GB for one step, on two CPU ranks of this machine, and saves
+it. Each kind needs a separate process, because the frameworks cannot be imported into one process.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 WORLD = 2
 KINDS = ("dcp", "zero2", "zero3", "xla", "fp8", "merge")
 RANK = 16
-"""Rank of the adapter of `merge`."""
+"""LoRA rank of the adapter that the kind `merge` writes."""
 
 
 def model_config(gigabytes: float) -> dict[str, Any]:
-    """Return the config of an untied Llama with about that many gigabytes of fp32 weights.
+    """Return the config of a Llama whose fp32 weights take about ``gigabytes`` GB.
 
-    Embeddings are untied because some of the compared programs cannot write tied weights.
+    The embeddings are not tied to the LM head, because some of the compared programs cannot write tied
+    weights.
     """
     hidden, vocabulary = (1024, 32_000) if gigabytes >= 0.5 else (64, 512)
     inner = hidden * 11 // 4
@@ -38,7 +39,7 @@ def model_config(gigabytes: float) -> dict[str, Any]:
 
 
 def llama_config(hidden: int, vocabulary: int, layers: int, heads: int) -> dict[str, Any]:
-    """Return the settings of an untied Llama."""
+    """Return the config of a Llama whose embeddings are not tied to the LM head."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -68,7 +69,7 @@ def _tokens(rank: int) -> Any:
 
 
 def dcp(rank: int, folder: Path, config: dict[str, Any]) -> None:
-    """Train with FSDP2 in fp32, and save with torch's DCP in the layout that Accelerate uses."""
+    """Train one step with FSDP2 in fp32, and save with torch's DCP in the layout that Accelerate uses."""
     import torch
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -86,7 +87,7 @@ def dcp(rank: int, folder: Path, config: dict[str, Any]) -> None:
 
 
 def zero(rank: int, folder: Path, config: dict[str, Any], stage: int) -> None:
-    """Train with DeepSpeed in bf16 with fp32 master weights, and save."""
+    """Train one step with DeepSpeed ZeRO in bf16 with fp32 master weights, and save."""
     import deepspeed
 
     model = _model(config)
@@ -104,7 +105,7 @@ def zero(rank: int, folder: Path, config: dict[str, Any], stage: int) -> None:
 
 
 def xla(folder: Path, config: dict[str, Any]) -> None:
-    """Train with PyTorch/XLA FSDP v1, and write the files of all ranks one after the other."""
+    """Train one step with PyTorch/XLA FSDP v1, and write the files of all ranks one after the other."""
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(WORLD)}
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -163,7 +164,7 @@ def merge(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _launch(body: Callable[[int], None]) -> None:
-    """Run `body(rank)` in forked ranks that are connected by gloo.
+    """Run `body(rank)` in `WORLD` forked processes with a gloo process group, and wait for them.
 
     Raises:
         RuntimeError: If a rank fails.
@@ -202,7 +203,7 @@ def _launch(body: Callable[[int], None]) -> None:
 
 
 def make(kind: str, folder: Path, gigabytes: float) -> None:
-    """Write one checkpoint of `kind` into `folder`."""
+    """Write one checkpoint of `kind`, with about `gigabytes` GB of fp32 weights, into `folder`."""
     os.environ |= {"USE_TORCH_XLA": "0", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     config = model_config(gigabytes)
     folder.mkdir(parents=True)

@@ -1,9 +1,9 @@
-"""Peers of `benchmarks.convert`, which run in separate processes with other libraries.
+"""Conversions by other libraries, with which `benchmarks.convert` compares this project.
 
 ``python -m benchmarks.convert_peers deepseek|transformers|compressed FOLDER OUT`` converts fp8 weights with a
-scale for each block to bfloat16, with another library. ``peft FOLDER OUT`` merges an adapter into the model
-in the folder ``base`` next to it. ``compare FOLDER FOLDER`` prints the largest difference between the tensors
-of two results, in units in the last place.
+scale for each block to bfloat16, with the named library. ``peft FOLDER OUT`` merges an adapter into the model
+in the folder ``base`` next to the adapter's folder. ``compare FOLDER FOLDER`` prints the largest difference
+between the tensors of two results, in units in the last place. Each command runs in a separate process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def deepseek(source: Path, out: Path) -> None:
-    """Convert with the loop of DeepSeek's fp8_cast_bf16.py.
+    """Convert fp8 weights to bfloat16 with the loop of DeepSeek's fp8_cast_bf16.py.
 
-    Its Triton kernel, which needs a GPU, is computed in torch.
+    The Triton kernel of this script needs a GPU, so torch operations replace it.
     """
     from safetensors.torch import load_file, save_file
 
@@ -42,7 +42,7 @@ def deepseek(source: Path, out: Path) -> None:
 
 
 def transformers(source: Path, out: Path) -> None:
-    """Load a model with ``dequantize``, and save it."""
+    """Convert fp8 weights to bfloat16 by loading the model with ``dequantize``, and saving it."""
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     described = json.loads((source / "config.json").read_text("utf-8"))["quantization_config"]
@@ -52,14 +52,17 @@ def transformers(source: Path, out: Path) -> None:
 
 
 def compressed(source: Path, out: Path) -> None:
-    """Convert like llm-compressor, but tensor by tensor with compressed-tensors instead of with a model."""
+    """Convert fp8 weights to bfloat16 with the checkpoint converter of compressed-tensors.
+
+    llm-compressor uses this library. The converter reads tensor by tensor, and does not load a model.
+    """
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
 
     convert_checkpoint(source, out, FP8BlockDequantizer.from_pretrained(source))
 
 
 def peft(source: Path, out: Path) -> None:
-    """Merge an adapter as the documentation of peft does."""
+    """Merge an adapter into its base model with peft, as in the documentation of peft."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +71,7 @@ def peft(source: Path, out: Path) -> None:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each entry of one weights file."""
+    """Yield the name and tensor of each entry of a weights file, either safetensors or ``torch.save``."""
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
@@ -88,7 +91,7 @@ def read_result(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def compare(one: Path, two: Path) -> float:
-    """Return the largest difference between two results.
+    """Compute the largest difference between the tensors of two results.
 
     Returns:
         The difference in units in the last place, or infinity if the names, dtypes or shapes differ.
@@ -100,7 +103,10 @@ def compare(one: Path, two: Path) -> float:
 
 
 def _count_units(one: torch.Tensor, two: torch.Tensor) -> int:
-    """Return the largest difference between two nonempty tensors, in units in the last place."""
+    """Compute the largest difference between two nonempty tensors, in units in the last place.
+
+    The tensors must have the same shape and the same floating-point dtype of 1, 2 or 4 bytes.
+    """
     if torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8)):
         return 0
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[one.element_size()]

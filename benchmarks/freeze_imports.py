@@ -1,7 +1,7 @@
-"""Last import of the process from which ranks are forked: hide imported objects from the garbage collector.
+"""Hide all imported objects from the garbage collector. The import of this module has this effect.
 
-Otherwise, each rank would search through the objects of all imported modules, which takes longer than its
-run.
+This must be the last import of the process from which ranks are forked. Otherwise the garbage collector of
+each rank would search the objects of all imported modules, which takes longer than the run of the rank.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Benchmark on one GPU: step time compared with peers, fp8, planned memory, saving, and a profile.
 
 ``python -m benchmarks.gpu --json gpu.json`` trains models of 0.6 to 8 billion parameters with this project,
-the Trainer, Accelerate and a bare compiled loop. Each loop runs in a separate process. The loops load at
-once, compile one after another and then take a few steps in turns, so that changes in the speed of the card
-affect all of them. Each part is written as soon as it is measured, and the same command continues with the
-missing parts. Without a GPU, or with ``--small``, everything is tiny, which only shows that the program
-works.
+the Trainer, Accelerate and a bare compiled loop. Each loop runs in a separate process. All loops load their
+models at the same time, compile one after another, and then take a few steps in turns, so that changes in the
+speed of the GPU affect all of them. The results of each part are written as soon as it is measured. If the
+command is repeated, it continues with the missing parts. Without a GPU, or with ``--small``, the models are
+tiny, and the run only shows that the program works.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from portable.run.stages import PreparedRun
 
 START = "spawn"
-"""Start method of the processes. Tests set a different one."""
+"""Start method of the processes for ``multiprocessing``. Tests set a different method."""
 OURS, BARE, ACCELERATE, TRAINER = "portable-train", "bare PyTorch", "Accelerate", "Trainer"
 COMPILED_TRAINER = "Trainer, compiled"
 LORA = {"adapter.type": "lora", "adapter.r": 16}
@@ -83,7 +83,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full_shard, all on the host": {"strategy": "full_shard", **ALL_ON_HOST},
     "zero3, all on the host": {"strategy": "zero3", **ALL_ON_HOST},
 }
-"""Settings of each strategy, in the planner's order, the fastest first."""
+"""Settings of each strategy, in the order in which the planner lists them, the fastest first."""
 ONE_BY_ONE = {"train.micro_batch_size": 1}
 RECOMPUTED = {"memory.activation_checkpointing": "full"}
 ALL_THREE = {**ONE_BY_ONE, **RECOMPUTED, "precision": "fp16"}
@@ -106,26 +106,27 @@ TABLE: dict[str, dict[str, Any]] = {
     "8-bit Adam": {"train.optimizer": "adamw_8bit"},
     "all three, 8-bit Adam": {**ALL_THREE, "train.optimizer": "adamw_8bit"},
 }
-"""Settings of each row of the table in a typical guide to training on one GPU."""
+"""Settings of the rows of a table that guides to training on one GPU typically show, keyed by row."""
 OF_OURS: dict[str, dict[str, Any]] = {
     OURS: {},
     "ours, not compiled": {"compile": False},
     "ours, fp8": {"model.function": "benchmarks.gpu:in_fp8"},
     **{f"ours, {name}": changes for name, changes in (WAYS | SAVINGS | TABLE).items()},
 }
-"""Changes of the case's settings for each of this project's loops."""
+"""Settings that differ from the case, for each loop of this project, keyed by the name of the loop."""
 OF_PEERS: dict[str, dict[str, Any]] = {
     TRAINER: {"compile": False},  # as people run it
     **{f"{TRAINER}, {name}": changes for name, changes in TABLE.items()},
 }
 READY = 0.65
-"""Share of a part's time after which loops that are not ready are skipped."""
+"""Fraction of a part's time limit after which a loop that is not ready is skipped."""
 
 
 def in_fp8(model: Any) -> Any:
-    """Replace the linear layers of ``model`` except its head by torchao's fp8 layers, in place.
+    """Replace the linear layers of ``model`` by torchao's fp8 layers, in place.
 
-    Layers whose sizes are not multiples of 16 are kept. If the GPU has no fp8, the arithmetic is emulated.
+    The LM head, and layers whose sizes are not multiples of 16, are not replaced. If the GPU does not support
+    fp8, torchao emulates the arithmetic.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -149,12 +150,16 @@ class Case:
     """Model, training settings, and the loops that train the model.
 
     Attributes:
+        name: Name of the case.
         loops: Names of the loops, in the order in which they compile.
         model: Config of the model.
-        sequences: Number of sequences per step, and per micro-batch.
-        settings: Settings of ``portable-train``.
-        turns: Number of steps that do not count, of counted steps per turn, and of turns.
-        together: Number of loops that fit on the card at once and take turns. None if all fit.
+        sequences: Number of sequences per step, and number of sequences per micro-batch.
+        settings: Further settings of ``portable-train``.
+        seq_len: Number of tokens of a sequence.
+        precision: Setting ``precision``.
+        compile: Setting ``compile``.
+        turns: Number of warmup steps, number of measured steps per turn, and number of turns.
+        together: Number of loops that fit on the GPU at the same time, and take turns. None if all fit.
     """
 
     name: str
@@ -184,16 +189,17 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """Return the number of steps of each turn.
+        """Number of steps of each turn: the warmup, and then one and the measured number alternately.
 
-        An uncounted turn before each of them fills the allocator.
+        The turns of one step are not measured. They fill the cache of the memory allocator again, which is
+        emptied after each turn.
         """
         warmup, counted, rounds = self.turns
         return [warmup, *(length for _ in range(rounds) for length in (1, counted))]
 
     @property
     def tolerance(self) -> float:
-        """Largest relative difference between our last loss and the bare loop's."""
+        """Largest accepted relative difference between this project's last loss and the bare loop's."""
         # Each loop draws the initial values of its adapter.
         return 1e-5 if self.precision == "fp32" and "adapter.type" not in self.settings else 2e-2
 
@@ -249,7 +255,13 @@ OF_PART = {SAVING: "plan", PROFILE: "llama-1.2b"}
 
 
 def case_of(name: str, *, small: bool, loops: Sequence[str] = ()) -> Case:
-    """Return the case of a part, with only the loops in ``loops`` unless it is empty."""
+    """Return the case of a part of the benchmark.
+
+    Args:
+        name: Name of the part.
+        small: Whether to return a tiny version of the case.
+        loops: Loops to keep. If none of them belongs to the case, the case keeps all its loops.
+    """
     case = CASES[OF_PART.get(name, name)]
     if chosen := tuple(loop for loop in case.loops if loop in loops):
         case = replace(case, loops=chosen)
@@ -257,9 +269,14 @@ def case_of(name: str, *, small: bool, loops: Sequence[str] = ()) -> Case:
 
 
 def write_case(case: Case, device: str, folder: Path) -> None:
-    """Write a model with random weights in bf16, a tokenizer, and a file of random words.
+    """Write a model with random bf16 weights, a tokenizer, and a file of random words.
 
-    Weights are drawn on the device, and each word is a token, so that nothing takes long.
+    To save time, the weights are drawn on the device, and each word is one token.
+
+    Args:
+        case: Case with the config of the model and the size of the data.
+        device: Device to draw the weights on.
+        folder: Folder for the files.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast
@@ -289,13 +306,13 @@ def write_case(case: Case, device: str, folder: Path) -> None:
 
 
 def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend) -> PreparedRun:
-    """Prepare the run of a case.
+    """Start the backend, and prepare the run of a case.
 
     Args:
-        case: Case whose files are in ``folder``.
+        case: Case whose files :func:`write_case` has written to ``folder``.
         changes: Settings that differ from the case.
         folder: Folder of the files.
-        backend: Started backend.
+        backend: Backend that is not started yet.
     """
     whole, micro = case.sequences
     settings = {
@@ -328,9 +345,13 @@ def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend
 
 
 class Contestant:
-    """Process with one loop.
+    """Child process that runs one loop.
 
-    It receives orders through a pipe, and answers each order with its measurements.
+    The process waits for an order in a pipe before each turn, and sends its measurements after the turn.
+
+    Args:
+        name: Name of the loop.
+        work: Function that the process runs. Its argument is the end of the pipe in the process.
     """
 
     def __init__(self, name: str, work: Callable[[Connection], None]) -> None:
@@ -347,7 +368,12 @@ class Contestant:
             self._pipe.send(None)
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """Wait for the next answer. If there is none, return an error message under ``failed``."""
+        """Wait for the measurements of the current turn.
+
+        Returns:
+            The measurements. If the process has ended or does not answer within ``seconds``, a dict with an
+            error message under the key ``failed``.
+        """
         try:
             if not self._pipe.poll(max(0.1, seconds)):
                 return {"failed": "not ready in time"}
@@ -366,9 +392,13 @@ class Contestant:
 def take_turns(
     contestants: list[Contestant], rounds: int, seconds: float, record: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Lead started loops through their turns in at most ``seconds``.
+    """Run the turns of loops whose processes are started, and then end the processes.
 
-    ``record`` is called with a row for each counted turn, and for each loop that failed.
+    Args:
+        contestants: Processes of the loops.
+        rounds: Number of measured turns of each loop.
+        seconds: Time limit for all turns.
+        record: Function that is called with a row for each measured turn, and for each loop that failed.
     """
     begun = time.monotonic()
     try:
@@ -398,7 +428,17 @@ def take_turns(
 def train(
     case: Case, device: str, folder: Path, seconds: float, record: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Run the loops of ``case`` in turns, as many at once as fit on the card."""
+    """Write the files of a case and run its loops in turns.
+
+    If not all loops fit on the GPU at the same time, the loops run in groups, one group after the other.
+
+    Args:
+        case: Case to run.
+        device: Device of the loops.
+        folder: Folder for the files.
+        seconds: Time limit.
+        record: Function that is called with a row for each measured turn, and for each loop that failed.
+    """
     end = time.monotonic() + seconds
     write_case(case, device, folder)
     started = [Contestant(name, partial(_contend, case, name, device, folder)) for name in case.loops]
@@ -414,7 +454,10 @@ def train(
 
 
 def _contend(case: Case, name: str, device: str, folder: Path, pipe: Connection) -> None:
-    """Run the loop ``name`` of a case in this process, following the orders from the pipe."""
+    """Run the loop ``name`` of a case in this child process. Each order in the pipe starts a turn.
+
+    If the loop raises an error, its message is sent to the pipe, and the error is raised again.
+    """
     die_with_parent()
     try:
         _follow(case, name, device, folder, pipe)
@@ -443,7 +486,7 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
             row |= {"mfu": peak and tokens * run.flops_per_token / peak, "planned_memory": planned}
             row |= {"peak_memory": torch.cuda.max_memory_allocated() if device == "cuda" else None}
             pipe.send(row)
-        else:  # it filled the allocator, and peaks count from here
+        else:  # the turn has filled the allocator's cache, and was not measured
             return
         free_memory(device)
         if index + 1 < len(case.lengths):
@@ -471,7 +514,7 @@ def _loop(name: str, run: PreparedRun, folder: Path, count: int) -> Loop | Train
 
 
 def _planned(run: PreparedRun, backend: Backend) -> int:
-    """Return the bytes on the device that the planner expects for a run, without changing its settings."""
+    """Return the bytes of device memory that the planner predicts for the settings of a run."""
     from portable.adapters.adapter import build_training_model
     from portable.model import build as models
 
@@ -502,7 +545,12 @@ KINDS = {
 
 
 def measure_profile(case: Case, device: str, folder: Path) -> dict[str, Any]:
-    """Measure how the time of a step is divided between kinds of kernels."""
+    """Measure how much time of a training step each kind of kernel takes.
+
+    Returns:
+        Median seconds of a step under ``step_seconds``, and the seconds of one profiled step by kind of
+        kernel under ``spent_seconds``.
+    """
     write_case(case, device, folder)
     backend = create_backend(device)
     run = prepared(case, {}, folder, backend)
@@ -517,7 +565,10 @@ def measure_profile(case: Case, device: str, folder: Path) -> dict[str, Any]:
 
 
 def _profiled(loop: PortableLoop, device: str) -> dict[str, float]:
-    """Return the seconds of one step by kind of kernel (on the CPU: of operator), and the idle seconds."""
+    """Profile one step, and return its seconds by kind of kernel.
+
+    On the CPU, operators are counted instead of kernels. The key ``nothing running`` has the idle seconds.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device == "cuda"
@@ -540,11 +591,13 @@ TO_HOST, TO_DEVICE = "gradients to the host", "parameters to the device"
 
 
 def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> dict[str, Any]:
-    """Measure the speed of offloading, and how long a background save blocks, compared with bare copies.
+    """Measure the speed of offloading, and the time that a background save blocks the training loop.
+
+    Copies of the same tensors with ``copy_`` are measured for comparison.
 
     Returns:
-        Lists of seconds, keyed by name, and the bytes of the state and of the parameters. The first
-        measurement of each list includes the allocation of pinned memory.
+        Under ``seconds`` a list of seconds for each measured action, and the bytes of the state and of the
+        parameters. The first measurement of each list includes the allocation of pinned memory.
     """
     write_case(case, device, folder)
     found: dict[str, list[float]] = {name: [] for name in (STAGED, BLOCKED, COMPLETE, TO_HOST, TO_DEVICE)}
@@ -583,7 +636,10 @@ def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> di
 def _engine(
     case: Case, device: str, folder: Path, changes: dict[str, Any]
 ) -> Iterator[tuple[PreparedRun, Any]]:
-    """Yield the run of ``case`` with strategy full_shard, and its engine after one step."""
+    """Yield the run of a case with the strategy ``full_shard``, and its engine after one step.
+
+    The files of the case must be in ``folder``. ``changes`` are further settings of the run.
+    """
     backend = create_backend(device)
     changes = {"strategy": "full_shard", "compile": False, **changes}
     run = prepared(case, changes, folder, backend)
@@ -598,7 +654,7 @@ def _engine(
 
 
 def _state(engine: Any) -> list[torch.Tensor]:
-    """Return the tensors of a checkpoint: weights and moments."""
+    """Return the tensors that a checkpoint of the engine contains: weights and optimizer moments."""
     from portable.engines.fsdp.optimizer_state import build_optimizer_state_dict
 
     optimizer = build_optimizer_state_dict(engine._optimizer, engine._optimized)
@@ -608,7 +664,7 @@ def _state(engine: Any) -> list[torch.Tensor]:
 
 
 def timed(work: Callable[[], object], device: str) -> float:
-    """Return the seconds that a call takes, including the work that it queued on the device."""
+    """Return the seconds that a call takes, including the work that it queues on the device."""
     if device == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()
@@ -670,7 +726,9 @@ def _cell(value: float | None, form: str, unit: float = 1) -> str:
 
 
 def different(rows: Rows) -> str | None:
-    """Compare our last losses with the bare loop's. Without a bare loop, compare them with our first loop's.
+    """Compare the last losses of this project's loops with the bare loop.
+
+    If there is no bare loop, the losses are compared with this project's loop with unchanged settings.
 
     Returns:
         A description of the difference, or None if the losses agree.
@@ -704,7 +762,18 @@ def _saving_table(found: dict[str, Any]) -> str:
 
 
 def measure(part: str, device: str, seconds: float, *, small: bool, loops: Sequence[str] = ()) -> Rows:
-    """Measure one part in about ``seconds``, and return its rows."""
+    """Measure one part of the benchmark in about ``seconds``.
+
+    Args:
+        part: Name of the part.
+        device: Device to measure on.
+        seconds: Time limit of the training loops.
+        small: Whether to use tiny models.
+        loops: Loops to measure. See :func:`case_of`.
+
+    Returns:
+        Rows of measurements for :func:`table`.
+    """
     case, rows = case_of(part, small=small, loops=loops), Rows()
     with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as scratch:
         folder = Path(scratch)

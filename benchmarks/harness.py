@@ -41,6 +41,15 @@ class Options:
     """Options of a benchmark.
 
     Each loop is measured for ``rounds`` turns of ``steps`` steps, after ``warmup`` steps.
+
+    Attributes:
+        steps: Number of optimizer steps of a measured turn.
+        warmup: Number of steps of the first turn, which is not measured.
+        rounds: Number of measured turns.
+        precision: Setting ``precision``.
+        backend: Setting ``backend``.
+        small: Whether to use a tiny model.
+        control: Whether to measure the bare loop twice, to see how much equal loops differ.
     """
 
     steps: int = 10
@@ -57,7 +66,7 @@ class Options:
 
     @property
     def turns(self) -> list[int]:
-        """Numbers of steps of all turns. The first turn is the warmup."""
+        """Number of steps of each turn. The first turn is the warmup."""
         return [self.warmup, *[self.steps] * self.rounds]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
@@ -87,9 +96,11 @@ class Result:
     """Results of one loop.
 
     Attributes:
-        step_seconds: Seconds of every measured step, by turn.
-        turn_losses: Loss of the last step of every turn, including the warmup, if the loop reports it.
-        final_loss: Final loss, as defined by the benchmark.
+        name: Name of the loop.
+        step_seconds: Seconds of every measured step, one list per turn.
+        turn_losses: Loss of the last step of every turn, including the warmup. None if the loop does not
+            report its loss.
+        final_loss: Loss after the last turn. Each benchmark defines how it is computed.
     """
 
     name: str
@@ -115,7 +126,7 @@ class Result:
 
     @property
     def turn_means(self) -> list[float]:
-        """Seconds per step of each turn, including the step that logs."""
+        """Mean seconds per step of each measured turn, including the step that logs."""
         return [statistics.fmean(turn) for turn in self.step_seconds]
 
     @property
@@ -124,9 +135,9 @@ class Result:
 
 
 def check_losses(results: Sequence[Result], baseline: str, tolerance: float) -> None:
-    """Check that this project's losses equal the losses of ``baseline`` up to a relative tolerance.
+    """Check that this project's losses equal the losses of the loop ``baseline``, up to a relative tolerance.
 
-    If a loop, or a rank, does not read its loss, nothing is compared.
+    Losses that are None in one of the two loops are not compared.
 
     Raises:
         AssertionError: If a loss differs.
@@ -138,7 +149,7 @@ def check_losses(results: Sequence[Result], baseline: str, tolerance: float) -> 
 
 
 def table(results: Sequence[Result], baseline: str) -> str:
-    """Format one line per loop. Ratios are relative to ``baseline``."""
+    """Format a table with one line per loop. Ratios are relative to the loop ``baseline``."""
     bare = next(result for result in results if result.name == baseline)
     heads = f"{'step, ms':>10}{'middle half':>18}{'x bare':>9}{'with logs, ms':>15}{'x bare':>9}{'loss':>13}"
     lines = [f"{'':<16}{heads}"]
@@ -186,5 +197,5 @@ def write(path: Path | None, command: str, machine: Mapping[str, str], **measure
 
 
 def about(options: Options, key: str, value: Any, results: Sequence[Result]) -> dict[str, Any]:
-    """Return one measurement for the JSON document."""
+    """Return one measurement for the JSON document: ``key`` with its value, the options, and the results."""
     return {key: value, "options": asdict(options), "loops": [asdict(result) for result in results]}

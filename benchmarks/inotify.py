@@ -20,10 +20,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Watch:
-    """Events in some folders, or of some files, as a context.
+    """Watch on folders and files, which yields the events in them. Use it as a context manager.
 
     Args:
-        mask: Kinds of events.
+        mask: Bit mask of the kinds of events.
     """
 
     def __init__(self, mask: int = CREATED | RENAMED) -> None:
@@ -40,15 +40,21 @@ class Watch:
         os.close(self._fd)
 
     def add(self, folder: Path) -> None:
-        """Also watch ``folder``. Does nothing if the folder no longer exists."""
+        """Watch another folder or file. Does nothing if the path no longer exists."""
         number = _libc.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
         if number >= 0:
             self._folders[number] = folder
 
     def events(self, going_on: Callable[[], bool], seconds: float) -> Iterator[tuple[int, Path]]:
-        """Yield events with their paths until ``going_on`` returns False or the time is over."""
+        """Yield the bit mask and the path of each event, and wait for further events.
+
+        Args:
+            going_on: Function that returns whether to continue. It is called after each event, and at least
+                every 50 ms.
+            seconds: Number of seconds after which the iterator ends.
+        """
         end = time.monotonic() + seconds
-        poll = select.poll()  # which, unlike select, takes any number of a file
+        poll = select.poll()  # select.select does not support file descriptors from 1024
         poll.register(self._fd, select.POLLIN)
         while time.monotonic() < end and going_on():
             if not poll.poll(50):  # milliseconds
@@ -56,7 +62,7 @@ class Watch:
             yield from self._read()
 
     def drain(self) -> Iterator[tuple[int, Path]]:
-        """Yield the events so far, without waiting."""
+        """Yield the bit mask and the path of each event that has already happened, without waiting."""
         while select.select([self._fd], [], [], 0)[0]:
             yield from self._read()
 

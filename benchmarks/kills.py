@@ -1,15 +1,19 @@
 """Kill runs and conversions, and check the guarantees about the files that they leave behind.
 
-``python -m benchmarks.kills --kills 100 --each 10`` trains a tiny model. Each launch is ended by a kill: a
-SIGKILL of the launcher or of one rank, at a random moment or at a moment of a save that inotify reports; one
-or two SIGTERMs; or a full disk. The next launch resumes, in the first run on a different engine each time.
-After every kill, each checkpoint is read completely with its checksums, no retained checkpoint may be
-missing, and an error must be one line. The launch that may finish is compared with an undisturbed run: on
-several engines within 1e-5 (losses) and 1e-4 (weights), on a single engine byte for byte, with the same file
-names in the run folder, the token cache and the temporary folder. ``--bucket`` does the same with runs in a
-bucket of the tests' S3 server. ``--conversions N`` kills ``portable-convert --overwrite`` of one step over
-another N times. ``--forks`` runs commands as forks of one process that has imported everything. Exits with 1
-if a guarantee was violated.
+``python -m benchmarks.kills --kills 100 --each 10`` trains a tiny model in several runs. Each launch of a run
+is ended by a kill: a SIGKILL of the launcher or of one rank, at a random moment or at a moment of a save that
+inotify reports; one or two SIGTERMs; or a full disk. The next launch resumes the run. The first run changes
+its engine with every launch, and each other run has one engine.
+
+After every kill, each checkpoint is read completely and its checksums are verified. No retained checkpoint
+may be missing, and an error must be one line. The last launch of a run is not killed, and its result is
+compared with an undisturbed run. With several engines, losses may differ by 1e-5 and weights by 1e-4. With
+one engine, the results must be equal byte for byte, with the same file names in the run folder, the token
+cache and the temporary folder.
+
+``--bucket`` does the same with runs in a bucket of the tests' S3 server. ``--conversions N`` kills N runs of
+``portable-convert --overwrite``, each of which replaces the conversion of another step. ``--forks`` runs the
+commands as forks of one process that has imported all modules. Exits with 1 if a guarantee was violated.
 """
 
 from __future__ import annotations
@@ -60,15 +64,18 @@ RANKS = 2
 EVERY, KEEP = 2, 2
 STEPS_A_KILL = 5
 MOST_LOST = 2 * EVERY
-"""Maximum number of steps that a kill may lose: one save may still be running when the next is due."""
+"""Maximum number of steps that a kill may lose.
+
+It is two intervals between saves, because one save may still be running when the next save is due.
+"""
 LOSSES, WEIGHTS = 1e-5, 1e-4
-"""Largest relative differences between a run on several engines and an undisturbed one."""
+"""Largest accepted relative differences of losses and weights between a killed and an undisturbed run."""
 EXIT_STOPPED = 75
 PATIENCE = 1800.0  # seconds, for every wait: saves to a bucket take a while
 GONE = 10.0
-"""Seconds within which every process of a launch must end."""
+"""Seconds after the end of the launcher within which every process of a launch must end."""
 FORKS, FORKED = "forks", "for-"
-"""Folder of the programs that ``tests.zygote`` forks, and prefix of their names."""
+"""Name of the folder with the executables of ``tests.zygote``, and prefix of the names of its forks."""
 
 KINDS = {
     "starting": "SIGKILL of the launcher as the launch starts",
@@ -83,10 +90,10 @@ KINDS = {
     "full": "full disk, and a start on it",
     "full for a moment": "full disk that is freed as the run ends",
 }
-"""Descriptions of all ways to end a launch."""
+"""Description of each kind of kill, for the table."""
 WITH_DISK = ("full", "full for a moment")
 MOMENTS = ("saving", "before rename", "after rename", "removing")
-"""Kills that need the names in a folder, which inotify reports."""
+"""Kinds of kills at a certain moment of a save. inotify reports the file names that mark the moment."""
 ALLOWED: Mapping[str, tuple[int, ...]] = {
     "starting": (-signal.SIGKILL,),
     "any": (-signal.SIGKILL,),
@@ -102,24 +109,37 @@ ALLOWED: Mapping[str, tuple[int, ...]] = {
 
 @dataclass
 class Launch:
-    """One launch: the kill, and the result."""
+    """One launch of a run: its kill, and its result."""
 
     engine: str
     kind: str
+    """Kind of kill, a key of ``KINDS``."""
     resumed: int = 0
+    """Step at which the launch resumed, or 0 for a new run."""
     reached: int = 0
     """Last step in the metrics."""
     kept: int = 0
-    """Newest complete checkpoint after the launch."""
+    """Step of the newest complete checkpoint after the launch, or 0 if there is none."""
     moment: str = "between saves"
-    """State of the folder at the SIGKILL."""
+    """State of the checkpoint folder after the kill, such as ``saving``."""
     code: int | None = None
+    """Exit code."""
     seconds: float = 0.0
 
 
 @dataclass
 class Outcome:
-    """Launches of a run, and the guarantees that they violated."""
+    """Launches of one run, and the results of its checks.
+
+    Attributes:
+        name: Name of the run.
+        launches: Launches that were killed.
+        broken: Descriptions of violated guarantees.
+        loss_difference: Largest relative difference of a loss to the undisturbed run.
+        weight_difference: Largest relative difference of a weight to the undisturbed run.
+        equal: Whether losses and exported files equal the undisturbed run.
+        refused_starts: Number of launches on a full disk.
+    """
 
     name: str
     launches: list[Launch] = field(default_factory=list)
@@ -129,19 +149,20 @@ class Outcome:
     equal: bool = False
     refused_starts: int = 0
     conversions: dict[str, int] = field(default_factory=dict)
-    """Number of killed conversions, keyed by the state of the output."""
+    """Number of killed conversions, keyed by the phase of the conversion at the kill."""
 
     @property
     def lost(self) -> int:
-        """Largest number of steps that a launch repeated."""
+        """Largest number of steps that a kill lost, so that the next launch had to repeat them."""
         return max((launch.reached - launch.kept for launch in self.launches), default=0)
 
 
 class Run:
-    """Folder of one run, and its launches.
+    """Run of ``portable-train`` in one folder, which is launched several times.
 
     Args:
-        scratch: Folder for the launchers' notes, the training text, the token cache and temporary files.
+        scratch: Folder for the output of the launchers, the training text, the token cache and temporary
+            files.
         folder: Folder of the run, on a disk or in a bucket.
         steps: Number of steps of the schedule.
         ranks: Number of ranks or devices of each launch.
@@ -234,14 +255,17 @@ class Run:
         return writing_to(self._notes / "stderr")
 
     def begun(self) -> bool:
-        """Return whether the launch has reported its start and is about to train."""
+        """Return whether the launch has printed the line that it starts or resumes."""
         return any(line.startswith(("resuming at step ", "starting")) for line in self.output().splitlines())
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def ranks(self) -> list[int]:
-        """Return the process ID of each running rank. For XLA, the ID of the started process."""
+        """Return the process ID of each running rank, in the order of the ranks.
+
+        If the launcher has no child processes for the ranks, as with XLA, returns the ID of the launcher.
+        """
         assert self._process is not None
         names = [path.name.split(".") for path in self.temporary.glob("portable-launch-*/rank*.*.pid")]
         names = [name for name in names if _alive(int(name[1]))]  # others belong to a previous launch
@@ -254,13 +278,19 @@ class Run:
             os.kill(self._process.pid, number)
 
     def kill_everything(self) -> None:
-        """Send SIGKILL to rank 0, which renames the folders, and then to the launcher to end all ranks."""
+        """Send SIGKILL to rank 0 and then to the launcher, whose death ends the other ranks.
+
+        Rank 0 is killed first, because it could otherwise still rename a checkpoint folder.
+        """
         with suppress(ProcessLookupError):
             os.kill(self.ranks()[0], signal.SIGKILL)
         self.signal(signal.SIGKILL)
 
     def step(self) -> int:
-        """Return the last step that the launch has printed, or that is in the metrics of a folder."""
+        """Return the last step of the run, or 0 if there is none.
+
+        The step is read from the metrics, or from the output of the launch if the run is in a bucket.
+        """
         if is_in_store(self.folder):
             return max(map(int, re.findall(r"^step +(\d+)/", self.output(), re.MULTILINE)), default=0)
         path = self.folder / METRICS_FILE
@@ -268,14 +298,17 @@ class Run:
 
     @property
     def final(self) -> AnyPath:
-        """Return the path of the exported model, without cached listings."""
+        """Path of the exported model. The path is created anew, so it has no cached listing of a bucket."""
         return parse_path_or_url(str(self.folder / "final"))
 
     def losses(self) -> dict[int, float]:
         return {row["step"]: row["loss"] for row in read_metrics(self.folder) if "loss" in row}
 
     def names(self) -> set[str]:
-        """Return all file names in the folders of the run, except the logs of failed ranks."""
+        """Return the names of all files in the run folder, the token cache and the temporary folder.
+
+        The logs of failed ranks, and temporary files of uploads to a bucket, are not included.
+        """
         found = {f"run/{name}" for name in list_files_below(self.folder) if not name.startswith("log.rank")}
         for folder in (self.cache, self.temporary):
             found |= {str(path.relative_to(folder.parent)) for path in folder.rglob("*")}
@@ -284,10 +317,10 @@ class Run:
 
 
 def until(condition: Callable[[], bool], seconds: float = PATIENCE, poll: float = 0.002) -> None:
-    """Poll ``condition`` until it is true.
+    """Poll ``condition`` every ``poll`` seconds until it returns True.
 
     Raises:
-        TimeoutError: If it does not become true in time.
+        TimeoutError: If it does not return True within ``seconds``.
     """
     end = time.monotonic() + seconds
     while not condition():
@@ -297,13 +330,16 @@ def until(condition: Callable[[], bool], seconds: float = PATIENCE, poll: float 
 
 
 def wait_for_fork(pid: int) -> None:
-    """If commands are forks, wait for the fork, because its parent must know its ID to end it."""
+    """With ``--forks``, wait until the process ``pid`` is a fork or has ended. Otherwise do nothing.
+
+    Only then does the parent know the ID of the fork, which it needs to end the fork.
+    """
     if Path(sys.executable).parent.name == FORKS:
         until(lambda: not _alive(pid) or Path(f"/proc/{pid}/comm").read_text().startswith(FORKED))
 
 
 def writing_to(notes: Path) -> list[int]:
-    """Return the IDs of the live processes whose standard error is a file."""
+    """Return the IDs of the live processes whose standard error is the file ``notes``."""
     found = []
     for process in Path("/proc").iterdir():
         with suppress(OSError):  # not a process, or it has ended
@@ -320,9 +356,9 @@ def _alive(pid: int) -> bool:
 
 
 def files_of(folder: AnyPath) -> dict[str, bytes]:
-    """Return the content of each file of an export or a conversion.
+    """Return the content of each file of an export or a conversion, keyed by the relative path.
 
-    The marker is excluded, because it contains times.
+    The marker of completeness is excluded, because it contains times.
     """
     found = {name: (folder / name).read_bytes() for name in list_files_below(folder)}
     return {
@@ -333,10 +369,13 @@ def files_of(folder: AnyPath) -> dict[str, bytes]:
 
 
 class Attack:
-    """Launches of one run. Each is killed, and the folder is checked after it.
+    """Series of kills of one run. The folder of the run is checked after each kill.
 
     Args:
-        seconds: Seconds from the start of a launch until it has trained a few steps.
+        run: Run to kill.
+        disk: Disk that contains the run and can be filled. None if there is none.
+        dice: Random number generator that chooses the moments.
+        seconds: Approximate number of seconds from the start of a launch until it has trained a few steps.
     """
 
     def __init__(self, run: Run, disk: SmallDisk | None, dice: random.Random, seconds: float = 10.0) -> None:
@@ -347,7 +386,16 @@ class Attack:
         self._complete: list[int] = []
 
     def launch(self, engine: str, kind: str, outcome: Outcome) -> bool:
-        """Resume with ``engine`` until the kill. Returns False if the launch ended before the kill."""
+        """Launch the run, kill it, and check its folder.
+
+        Args:
+            engine: Strategy of the launch, or ``xla``.
+            kind: Kind of kill, a key of ``KINDS``.
+            outcome: Outcome to which the launch and violated guarantees are added.
+
+        Returns:
+            Whether the launch was killed. False if it ended before the kill.
+        """
         run, launch = self._run, Launch(engine, kind)
         begun = time.monotonic()
         at = self._newest()
@@ -375,7 +423,16 @@ class Attack:
     # -- blows -------------------------------------------------------------------------------------------
 
     def _strike(self, kind: str, at: int, target: int) -> bool:
-        """End the running launch. Returns False if it ended by itself."""
+        """Wait for the moment of the kill, and kill the running launch.
+
+        Args:
+            kind: Kind of kill.
+            at: Step at which the launch resumes.
+            target: Step after which the kill is due, for kinds that are not bound to a moment of a save.
+
+        Returns:
+            Whether the launch was killed. False if it ended by itself before that.
+        """
         run = self._run
         if kind in ("starting", "any"):
             # Strike before training: a fast machine may otherwise reach the run's end.
@@ -383,10 +440,11 @@ class Attack:
             until(lambda: time.monotonic() > end or (kind == "starting" and run.begun()) or not run.running())
             struck = run.running()
             run.signal(signal.SIGKILL)
-            if not struck:  # launches are quicker than the first one was
+            if not struck:  # the launch ended first, so launches are faster than the first launch was
                 self._seconds /= 2
             return struck
-        # It has dropped rows that the previous launch logged after its last checkpoint.
+        # Wait for the start, because the launch then drops the rows that the previous launch logged after its
+        # last checkpoint. Otherwise the step of such a row would be read.
         until(lambda: not run.running() or run.begun())
         until(lambda: not run.running() or run.step() > at)
         if kind in MOMENTS:
@@ -407,7 +465,7 @@ class Attack:
         return True
 
     def _at_moment(self, kind: str) -> bool:
-        """Send SIGKILL at a moment of the next save, which inotify reports."""
+        """Send SIGKILL at the moment ``kind`` of the next save. Returns False if the launch ended before."""
         run, folder = self._run, self._run.checkpoints.path
         assert isinstance(folder, Path)
         with Watch() as watch:
@@ -447,7 +505,10 @@ class Attack:
         return max((step for step, _ in self._run.checkpoints.list_complete()), default=0)
 
     def look(self, launch: Launch, output: str, outcome: Outcome) -> None:
-        """Check the guarantees about the files after a launch. Violations are added to ``outcome``."""
+        """Check the guarantees about files and processes after a launch, and add violations to ``outcome``.
+
+        Sets ``kept`` and ``moment`` of the launch. Processes that have not ended are killed.
+        """
         broken = outcome.broken
         where = f"{launch.engine}, {KINDS[launch.kind]}, step {launch.reached}"
         try:
@@ -480,7 +541,13 @@ class Attack:
         launch.moment = self._moment(complete)
 
     def _lost(self, steps: list[int]) -> list[int]:
-        """Return complete checkpoints that are missing although fewer than ``KEEP`` newer ones exist."""
+        """Return the steps of checkpoints that were complete after the last launch and are wrongly missing.
+
+        A checkpoint may only be removed if at least ``KEEP`` newer checkpoints exist.
+
+        Args:
+            steps: Steps of the complete checkpoints now.
+        """
         gone = [step for step in self._complete if step not in steps]
         return [step for step in gone if sum(other > step for other in steps) < KEEP]
 
@@ -498,7 +565,7 @@ class Attack:
 
 
 def _renamed(path: Path) -> str:
-    """Return the time at which ``path`` was renamed."""
+    """Return the moment of a save, one of ``MOMENTS``, at which a file or folder is renamed to ``path``."""
     if path.name == STATE_FILE:
         return "before rename"
     return "removing" if path.name.endswith(".old.partial") else "after rename"
@@ -528,7 +595,11 @@ def _one_error(output: str) -> bool:
 def plan(
     dice: random.Random, engines: Sequence[str], kills: int, kinds: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the engine and the kind of kill of each launch. All pairs occur before a pair repeats."""
+    """Yield the engine and the kind of kill of each launch.
+
+    The engines alternate. For each engine, every kind of kill occurs once, in random order, before a kind is
+    repeated.
+    """
     decks: dict[str, list[str]] = {engine: [] for engine in engines}
     for number in range(kills):
         engine = engines[number % len(engines)]
@@ -548,7 +619,24 @@ def attack(
     dice: random.Random,
     bar: tqdm[Any],
 ) -> tuple[Outcome, Run]:
-    """Kill a run in the folder ``where`` ``kills`` times, let it finish, and compare it."""
+    """Kill a run several times, let it finish, and compare it with an undisturbed run.
+
+    Args:
+        name: Name of the run.
+        engines: Engines of the launches, in turns.
+        kills: Number of kills.
+        scratch: Folder for files that are not part of the run.
+        where: Folder or bucket that will contain the run.
+        disk: Disk that contains ``where`` and can be filled. None if there is none.
+        dice: Random number generator.
+        bar: Progress bar, which is advanced with each kill.
+
+    Returns:
+        The outcome, and the finished run.
+
+    Raises:
+        RuntimeError: If the undisturbed run fails.
+    """
     steps = (kills + 1) * STEPS_A_KILL
     outcome = Outcome(name)
     whole = Run(scratch / f"{name}-whole", where / f"{name}-whole" / "run", steps)
@@ -583,7 +671,15 @@ def attack(
 
 
 def compare(outcome: Outcome, run: Run, whole: Run, *, exact: bool) -> None:
-    """Compare a run with the undisturbed run. Differences are added to ``outcome``."""
+    """Compare a run with the undisturbed run, and add differences to ``outcome``.
+
+    Args:
+        outcome: Outcome of the run.
+        run: Run that was killed.
+        whole: Undisturbed run.
+        exact: Whether losses, files and file names must be equal. Otherwise losses and weights may differ
+            slightly.
+    """
     ours, theirs = run.losses(), whole.losses()
     if list(ours) != list(theirs):
         outcome.broken.append(f"the metrics have steps {list(ours)[:5]}... and not each once")
@@ -615,7 +711,14 @@ def _weights(run: Run) -> Mapping[str, Any]:
 
 
 def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outcome: Outcome) -> None:
-    """Train in a bucket whose store drops every connection, from a save on, for each of ``seconds``."""
+    """Train in a bucket whose store is unreachable several times, and check that the run continues.
+
+    Args:
+        seconds: Durations for which the store drops every connection. Each begins with a save.
+        scratch: Folder for files that are not part of the run.
+        store: Store of the bucket.
+        outcome: Outcome to which the launch and violated guarantees are added.
+    """
     changes = {
         "checkpoint.every_steps": 50,
         "log.every_steps": 10,
@@ -651,10 +754,13 @@ def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outco
 
 
 class Conversions:
-    """Conversions that overwrite each other. Each is killed.
+    """Conversions that overwrite each other, and are killed.
 
     Args:
-        run: Complete run. Its two last steps are converted in turns.
+        scratch: Folder for the outputs.
+        run: Complete run. Each conversion converts one of its checkpoints.
+        dice: Random number generator.
+        outcome: Outcome to which kills and violated guarantees are added.
     """
 
     def __init__(self, scratch: Path, run: Run, dice: random.Random, outcome: Outcome) -> None:
@@ -674,7 +780,10 @@ class Conversions:
                 self._results[source, to] = self._there[to] = files_of(self._out[to])
 
     def kill(self) -> None:
-        """Run one conversion and kill it, unless it ends before."""
+        """Run one conversion, kill it, and check that the output is either the old or the new conversion.
+
+        The conversion may also end before the kill.
+        """
         source, to = self._dice.choice(self._sources), self._dice.choice(list(self._out))
         old, new = self._there[to], self._results[source, to]
         with Watch() as watch:
@@ -704,7 +813,7 @@ class Conversions:
         self._there[to] = found
 
     def finish(self) -> None:
-        """Run conversions without a kill, and check that the output contains only the new files."""
+        """Run one conversion to each format without a kill, and check that no other files are left."""
         for to in self._out:
             source = self._dice.choice(self._sources)
             self._alone(source, to)

@@ -45,26 +45,26 @@ if TYPE_CHECKING:
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRAINERS = {"adamw_8bit": "adamw_bnb_8bit", "adafactor": "adafactor"}
-"""The Trainer's names of optimizers. Without an entry, torch's fused AdamW is used."""
+"""Name of each optimizer in the Trainer, keyed by ``train.optimizer``. The default is torch's fused AdamW."""
 
 
 class Named(Protocol):
-    """Loop with a name. Its turns are stored under this name."""
+    """Protocol of a loop with a name, which is the key of its turns and the label of its results."""
 
     name: str
 
 
 class Contestant(Named, Protocol):
-    """Model in training."""
+    """Protocol of a loop that trains a model."""
 
     model: nn.Module
 
 
 class Loop(Contestant, Protocol):
-    """Contestant that can be advanced from outside."""
+    """Protocol of a loop that the caller advances, turn by turn. The Trainer is not such a loop."""
 
     def turn(self, steps: int) -> Turn:
-        """Take ``steps`` optimizer steps."""
+        """Take ``steps`` optimizer steps, and return their times."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Turn:
 
 
 class StepClock:
-    """Clock for the steps of one turn on ``device``. The time between turns is not counted.
+    """Clock that measures the steps of one turn. The time between turns is not counted.
 
-    A GPU runs asynchronously, so only a complete turn can be timed without disturbing it, from one
-    synchronization to the next. Each of its steps then counts as the turn's mean.
+    A GPU runs asynchronously, and synchronizing after each step would slow it down. On a GPU, the clock
+    therefore measures the complete turn, and reports the mean of the turn for each step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,17 +107,17 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Setting:
-    """Model, data, and options that the peers share with this project's loop."""
+    """Model, data and options that the loops of other libraries share with this project's loop."""
 
     prepared: PreparedRun
     weights: dict[str, Tensor] | None
-    """Weights of the model at the start, on the CPU. None if they are in the model folder of the run."""
+    """Initial weights of the model, on the CPU. None if they are in the folder ``model.name_or_path``."""
     batches: list[Batch]
-    """Micro-batches of the run in order, on the CPU. A few more than the loops need."""
+    """Micro-batches of the run in order, on the CPU. There are two steps more than the loops need."""
 
     @classmethod
     def of(cls, prepared: PreparedRun, model: nn.Module, *, steps: int) -> Setting:
-        """Build the setting for ``steps`` optimizer steps from the current weights of ``model``."""
+        """Build the setting for ``steps`` optimizer steps. Copies the current weights of ``model``."""
         weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         return cls(prepared, weights, _batches(prepared, steps))
 
@@ -143,7 +143,10 @@ class Setting:
         return self.config.train.max_grad_norm or 0.0
 
     def build_model(self) -> nn.Module:
-        """Build the plain transformers model with the common starting weights."""
+        """Build the transformers model with the initial weights that all loops have in common.
+
+        If the run trains an adapter, the model is wrapped by peft.
+        """
         from transformers import AutoModelForCausalLM
 
         if self.weights is None:
@@ -195,7 +198,7 @@ class Setting:
         return cast("nn.Module", peft.get_peft_model(model, adapter.config))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build torch's fused AdamW, or the 8-bit AdamW of bitsandbytes."""
+        """Build the AdamW of bitsandbytes for ``adamw_8bit``, otherwise the fused AdamW of torch."""
         settings = self.config.train
         named = dict(model.named_parameters())
         groups = build_parameter_groups(
@@ -214,7 +217,7 @@ class Setting:
 
 
 def auto_class(task: str | None) -> Any:
-    """Return the auto class of transformers for a task."""
+    """Return the auto class of transformers for a value of ``model.task``. The default is ``causal-lm``."""
     import transformers
 
     return getattr(transformers, AUTO_CLASSES[task or "causal-lm"])
@@ -228,15 +231,15 @@ def plain_model(model: Any) -> nn.Module:
 
 def _batches(prepared: PreparedRun, steps: int) -> list[Batch]:
     loader = iter(build_train_loader(prepared, 0))
-    # Two steps more: a peer's data loader that reaches its end does extra work there, and the batch after
-    # the last is what the results are compared on.
+    # Load two steps more, because a data loader does extra work at its end, and because the final loss is
+    # computed on the batch after the last step.
     batches = list(islice(loader, (steps + 2) * prepared.batch_plan.accumulation_steps))
     loader.close()
     return batches
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """Dataset of the run's samples in order, for a data loader."""
+    """Dataset with the samples of micro-batches in order, for the data loaders of other libraries."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self._columns = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -249,7 +252,11 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 class ShiftedRows(Rows):
-    """Dataset for a transformers model that computes its loss itself: the labels are already shifted."""
+    """Dataset for transformers models that compute their loss.
+
+    The labels of the samples are already shifted. They are passed as ``shift_labels``, so that the model does
+    not shift them again.
+    """
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = super().__getitem__(index)
@@ -262,7 +269,7 @@ class ShiftedRows(Rows):
 class PortableLoop:
     """The training loop of ``portable-train``, with its backend, engine, loader and reporter.
 
-    A turn is a launch of the run without the checkpoint at its end.
+    A turn continues the run for some steps, without saving a checkpoint at the end.
     """
 
     name = "portable-train"
@@ -296,7 +303,7 @@ class PortableLoop:
 
 
 class _Ticks(Callback):
-    """Clock that stops when a step is complete. Used in addition to the reporter of a real run."""
+    """Callback that marks the end of each step on a clock."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
@@ -309,7 +316,7 @@ class _Ticks(Callback):
 
 
 class BareLoop:
-    """Training loop written by hand: model, loss, optimizer. All batches are prepared in a list."""
+    """Hand-written training loop in plain PyTorch. All its batches are prepared before the measurement."""
 
     def __init__(self, setting: Setting, name: str) -> None:
         self.name = name
@@ -399,9 +406,10 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class TrainerLoop:
-    """The Hugging Face Trainer.
+    """Training loop of the Hugging Face Trainer.
 
-    It controls its own loop, so it leads: after each turn it calls the other loops.
+    The Trainer cannot be advanced turn by turn, because it controls its own loop. A callback therefore runs
+    the turns of the other loops after each turn of the Trainer.
     """
 
     name = "Trainer"
@@ -421,7 +429,11 @@ class TrainerLoop:
         self.model = setting.build_model()
 
     def _tell_of_cpu_ranks(self) -> bool:
-        """Set Accelerate's state if DeepSpeed runs on CPUs. Otherwise, it would assume a single process."""
+        """Configure Accelerate for DeepSpeed on CPU ranks, because it would otherwise assume one process.
+
+        Returns:
+            Whether Accelerate's state was configured. False without DeepSpeed, or on a GPU.
+        """
         if self._deepspeed is None or self._setting.device.type != "cpu":
             return False
         from accelerate import PartialState
@@ -432,14 +444,20 @@ class TrainerLoop:
         return True
 
     def run(self, turns: list[int], after_turn: Callable[[int, Turn], None]) -> None:
-        """Train for ``sum(turns)`` steps. ``after_turn`` is called with the index of every finished turn."""
+        """Train for ``sum(turns)`` steps.
+
+        Args:
+            turns: Number of steps of each turn.
+            after_turn: Function that is called after every turn, with the index and the times of the turn.
+                The time that it takes is not counted.
+        """
         from transformers import Trainer, TrainerCallback, TrainingArguments
 
         clock = StepClock(self._setting.device)
         left = list(turns)
 
         class TakeTurns(TrainerCallback):  # type: ignore[misc, unused-ignore]
-            """Stop the clock at the last step of a turn, and restart it when the other loops are done."""
+            """Callback that stops the clock after the last step of a turn, while other loops run."""
 
             def __init__(self) -> None:
                 self.steps_left = left.pop(0)
@@ -455,7 +473,7 @@ class TrainerLoop:
                     after_turn(self.index, Turn(clock.stop(), None))
                     self.index += 1
                     self.steps_left = left.pop(0) if left else -1
-                    # The Trainer logs after this call, so that its logging counts to the next turn.
+                    # The Trainer logs after this call, so the time of its logging is part of the next turn.
                     clock.start()
 
         settings, plan = self._setting.config.train, self._setting.prepared.batch_plan
@@ -503,20 +521,20 @@ def take_turns(
     lengths: list[int],
     before_turn: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Turn]]:
-    """Advance all loops by turns of ``lengths`` steps.
+    """Advance all loops in turns of ``lengths`` steps.
 
     Args:
-        trainer: Leading loop, because the Trainer controls its own loop.
-        others: Loops that follow in every round. Each round begins with a different one.
+        trainer: Loop of the Trainer, which takes the first turn of every round.
+        others: Other loops, which take their turns afterwards. Their order rotates with every round.
         lengths: Number of steps of each turn. The first turn is the warmup.
         before_turn: Function that is called before every turn of ``others``.
 
     Returns:
-        The turns of every loop, keyed by its name.
+        The turns of each loop, keyed by the name of the loop.
     """
     contestants: list[Contestant] = [*others, trainer]
     turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
-    terminal = sys.stderr  # the Trainer's output is held back while it runs
+    terminal = sys.stderr  # keep it, because sys.stderr is redirected while the Trainer runs
 
     def let_others(index: int, turn: Turn) -> None:
         turns[trainer.name].append(turn)
@@ -539,7 +557,7 @@ def take_turns(
 
 
 def forget_accelerators() -> None:
-    """Reset the process-wide settings of Accelerate, because the next measurement has other settings."""
+    """Reset the process-wide state of Accelerate, so that the next measurement can configure it."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -548,6 +566,6 @@ def forget_accelerators() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Format progress lines as in real use, but do not show them."""
+    """Discard standard output and standard error in this context. Progress lines are still formatted."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -20,9 +20,14 @@ LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 
 
 def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
-    """Return the processor, the threads, and the library versions.
+    """Describe the processor, the load, the GPU if ``device`` is one, and the versions of libraries.
 
-    Packages in ``more`` are included if installed.
+    Args:
+        device: Device of the measurement.
+        *more: Further packages whose versions are included if they are installed.
+
+    Returns:
+        Descriptions, keyed by name.
     """
     described = {
         "cpu": f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
@@ -50,7 +55,7 @@ def command_line(module: str, argv: Sequence[str] | None) -> str:
 
 
 def cpu_model() -> str:
-    """Return the name of the processor from Linux, or otherwise from Python."""
+    """Return the name of the processor from ``/proc/cpuinfo``, or from Python if there is no such file."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         if line.startswith("model name"):

@@ -1,9 +1,9 @@
 """Comparison of planned and measured memory, by model family and strategy.
 
-``python -m benchmarks.plan --docs docs/strategies.md`` builds each model with its live engine as rank 0 of
-several CPU ranks. The other ranks do not exist, but all buffers of collectives do. It takes two steps of two
-micro-batches, and records the peak of torch's allocator next to the plan. With two micro-batches the
-gradients are complete when activations are at their peak, as the planner assumes.
+``python -m benchmarks.plan --docs docs/strategies.md`` builds each model with the engine of a run, as rank 0
+of several CPU ranks. The other ranks do not exist, but all buffers of collectives are allocated. The
+benchmark takes two steps of two micro-batches, and compares the peak of torch's allocator with the plan. With
+two micro-batches, all gradients exist when the memory of activations is at its peak, as the planner assumes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,15 @@ STEPS, MICRO_BATCHES, BATCH, LENGTH = 2, 2, 4, 128
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table."""
+    """Planned and measured memory of one model with one strategy.
+
+    Attributes:
+        family: Model family.
+        setting: Strategy.
+        recompute: Setting ``memory.activation_checkpointing``.
+        planned: Planned bytes of rank 0.
+        measured: Measured peak bytes of rank 0.
+    """
 
     family: str
     setting: StrategySetting
@@ -105,7 +113,8 @@ def settings_of(
         "strategy": setting.strategy,
     }
     if setting.strategy.startswith("zero"):
-        # Buckets that follow the model's size, as in the Trainer: the defaults are for much larger ones.
+        # Let the buckets depend on the size of the model, as in the Trainer, because the default buckets are
+        # made for much larger models.
         sizes = {"reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
         stage = int(setting.strategy[-1])
         settings["deepspeed.config"] = {"zero_optimization": {"stage": stage, **sizes}}
@@ -113,7 +122,7 @@ def settings_of(
 
 
 def measure(config: RunConfig, ranks: int) -> int:
-    """Return the peak bytes in the last step on rank 0 of ``ranks`` ranks."""
+    """Train two steps as rank 0 of ``ranks`` ranks, and return the peak bytes of the last step."""
     machine = RankInfo(torch.device("cpu"), 0, ranks, ranks)
     module = import_engine_module(config.strategy, "engine")
     gc.collect()
@@ -154,7 +163,10 @@ def measured_here(families: Sequence[str], ranks: int, folder: str) -> Iterator[
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Format a Markdown table with one column per strategy: measured, and in brackets planned / measured."""
+    """Format a Markdown table with one column per strategy.
+
+    A cell has the measured memory in MiB, and in brackets the planned memory divided by the measured memory.
+    """
     columns = list(dict.fromkeys(_column(row) for row in rows))
     cells = {
         (row.family, row.recompute, _column(row)): (
@@ -177,7 +189,7 @@ def _column(row: Row) -> str:
 
 
 def put_into(page: Path, text: str, begin: str, end: str) -> None:
-    """Replace the text between the marks ``begin`` and ``end`` of ``page``. The file is modified.
+    """Replace the text between the marks ``begin`` and ``end`` in the file ``page``.
 
     Raises:
         ValueError: If the page does not contain the marks.

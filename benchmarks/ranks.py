@@ -1,13 +1,17 @@
 """Behavior of many gloo ranks on one machine: messages of a step, the death of a rank, fewer ranks.
 
-``python -m benchmarks.ranks --ranks 24`` first counts the TCP segments that all ranks send for the number
-of tokens and the stop request of a step, as :mod:`portable.loop` exchanges them and as it did before, with
-a second all-reduce on the hosts. Then it trains a tiny model on ``--ranks`` ranks that were started with
-environment variables only, kills one of them after a checkpoint, and measures how long the others run on.
-It resumes the run on ``--fewer`` ranks and compares all losses with a one-rank run. Every rank is a fork
-of one process that has imported torch, because imports would take longer than all the rest. ``unshare
---net`` keeps other programs out of the count. Exits with 1 if a rank runs on for more than ``--seconds``,
-or a loss differs by more than rounding.
+``python -m benchmarks.ranks --ranks 24`` has two parts. The first part counts the TCP segments that all ranks
+send to exchange the number of tokens and the stop request of a step. It compares the one all-reduce that
+:mod:`portable.loop` uses now with the two all-reduces that an earlier version used. Run the command under
+``unshare --net`` to exclude the messages of other programs.
+
+The second part trains a tiny model on ``--ranks`` ranks that are started only with environment variables. It
+kills one rank after a checkpoint, and measures how long the other ranks continue. It then resumes the run on
+``--fewer`` ranks, and compares all losses with a run on one rank. Exits with 1 if a rank continues for more
+than ``--seconds``, or if a loss differs by more than rounding.
+
+Every rank is a fork of one process that has imported torch, because the imports would otherwise take longer
+than the measurements.
 """
 
 from __future__ import annotations
@@ -48,7 +52,16 @@ PRELOADED = (
 
 
 def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
-    """Start processes with the environment variables that plain scripts set for torch.distributed."""
+    """Start ranks as processes, with the environment variables that torch.distributed reads.
+
+    Args:
+        ranks: Number of ranks.
+        function: Function that each rank calls.
+        *arguments: Arguments of the function.
+
+    Returns:
+        The processes, in the order of the ranks.
+    """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -70,7 +83,7 @@ def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> l
 
 
 def run_as_rank(variables: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Set environment variables, and call a function in this process as a rank."""
+    """Set the environment variables of a rank, and call a function, in this process."""
     os.environ.update(variables)
     import torch
 
@@ -82,7 +95,7 @@ def run_as_rank(variables: dict[str, str], function: Callable[..., None], argume
 
 
 def count_segments() -> int:
-    """Return the number of TCP segments that were sent in this network namespace."""
+    """Return the number of TCP segments that were sent in this network namespace since it exists."""
     names, values = (
         line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if "Tcp:" in line
     )
@@ -90,7 +103,15 @@ def count_segments() -> int:
 
 
 def measure_messages(path: Path, lazy: bool) -> None:
-    """Count segments per call on this rank's machine, and write them to ``path`` on rank 0."""
+    """Measure collectives as one rank, and end the process.
+
+    Rank 0 writes the TCP segments and the microseconds per call of each exchange, and the number of its
+    sockets, to ``path`` as JSON.
+
+    Args:
+        path: File for the result.
+        lazy: Whether gloo connects two ranks only when they first exchange a message.
+    """
     import torch
     import torch.distributed as dist
 
@@ -138,7 +159,7 @@ def measure_messages(path: Path, lazy: bool) -> None:
 
 
 def print_messages(sizes: Sequence[int], folder: Path) -> None:
-    """Print the table of messages."""
+    """Measure the messages for each number of ranks in ``sizes``, and print a table."""
     print(
         "ranks  segments a step before, now  microseconds before, now  any: segments, us  sockets: mesh, lazy"
     )
@@ -161,14 +182,19 @@ def print_messages(sizes: Sequence[int], folder: Path) -> None:
 
 
 def wait_for(processes: Sequence[BaseProcess]) -> set[int | None]:
-    """Wait for processes and return their exit codes."""
+    """Wait for processes, and return the set of their exit codes."""
     for process in processes:
         process.join()
     return {process.exitcode for process in processes}
 
 
 def train(arguments: Sequence[str], errors: Path) -> None:
-    """Run ``portable-train`` as a rank of another launcher."""
+    """Run ``portable-train`` in this process as a rank of another launcher, and end the process.
+
+    Args:
+        arguments: Command-line arguments.
+        errors: Folder for a file with the standard error of each rank.
+    """
     sys.stderr.flush()
     os.dup2(os.open(errors / f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     from portable.cli import run_as_process
@@ -178,7 +204,14 @@ def train(arguments: Sequence[str], errors: Path) -> None:
 
 
 def config_flags(folder: Path, data: Path, stop_after: int | None, batch: int) -> list[str]:
-    """Return the flags of the tiny run."""
+    """Return the command-line arguments of ``portable-train`` for the tiny run.
+
+    Args:
+        folder: Folder of the run.
+        data: File with the training text.
+        stop_after: Step after which the launch ends. None to run until it is killed.
+        batch: Number of sequences of a step.
+    """
     model = json.dumps(SMALL_MODEL | {"max_position_embeddings": 64})
     values: dict[str, Any] = {
         "output_dir": folder,
@@ -205,17 +238,23 @@ def config_flags(folder: Path, data: Path, stop_after: int | None, batch: int) -
 
 
 def read_losses(folder: Path) -> dict[int, float]:
-    """Return the loss of each step."""
+    """Read the losses of a run from its metrics, keyed by step. Empty if there are no metrics yet."""
     if not (folder / METRICS_FILE).exists():
         return {}
     return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
 
 
 def kill_one(processes: Sequence[BaseProcess], victim: int, folder: Path) -> dict[int, float]:
-    """Kill a rank after the first checkpoint.
+    """Kill a rank after the first checkpoint, and wait up to a minute for the end of the other ranks.
+
+    Ranks that have not ended by then are killed as well.
 
     Returns:
-        Seconds until each of the other ranks ended.
+        Seconds from the kill to the end of each other rank, keyed by rank. A rank that did not end in time is
+        missing.
+
+    Raises:
+        RuntimeError: If a rank ends before the first checkpoint.
     """
     while not list((folder / "checkpoints").glob("step-*")):
         if any(process.exitcode is not None for process in processes):

@@ -16,14 +16,18 @@ _BALLAST = ".ballast"
 
 
 class SmallDisk:
-    """Mounted file system that is used by nothing else."""
+    """Mounted file system that no other program uses.
+
+    Args:
+        path: Mount point.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ballast = path / _BALLAST
 
     def fill(self, *, leave: int) -> None:
-        """Take all free bytes except ``leave``."""
+        """Allocate a file that takes all free bytes of the disk except ``leave``."""
         self.free()
         status = os.statvfs(self.path)
         left = status.f_bavail * status.f_frsize - leave
@@ -47,7 +51,11 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(scratch: Path) -> Iterator[SmallDisk | None]:
-    """Yield a disk mounted below ``scratch``. None if this user may not mount a disk."""
+    """Mount a disk of 96 MiB below ``scratch`` in this context.
+
+    Yields:
+        The disk. None if this user may not mount a disk.
+    """
     image, path = scratch / "disk.img", scratch / "disk"
     path.mkdir()
     with image.open("wb") as file:

@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.soak --minutes 60`` trains with packing of documents, a mixture with a stream, a data
 worker, EMA, evaluations, a save every 10 steps (2 checkpoints and the 2 best are retained) and TensorBoard.
-Each minute it adds up the anonymous memory, descriptors, threads and CPU time of all processes of the run. It
-prints the first and last sample and the slope between them, stops the run with SIGTERM, and exits with 1 if
-the memory or the descriptors grew, if a temporary name remains in the run's folder, or if the run did not
-stop with exit code 75.
+Each minute, it sums the anonymous memory, file descriptors, threads and CPU time of all processes of the run.
+At the end, it stops the run with SIGTERM, and prints the first and last sample and the slopes. It exits with
+1 if the memory or the descriptors grew, if a temporary file remains in the run's folder, or if the run did
+not stop with exit code 75.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ if TYPE_CHECKING:
 
 EXIT_STOPPED = 75
 WARM_UP = 0.2
-"""Fraction of the samples that is skipped at the start, while caches fill."""
+"""Fraction of the samples at the start that the slopes ignore, because caches are still filling."""
 MEMORY_GROWTH, DESCRIPTOR_GROWTH = 16.0, 32.0
-"""Largest growth per hour that is accepted: MiB of anonymous memory, and descriptors."""
+"""Largest accepted growth per hour, of anonymous memory in MiB and of the number of file descriptors."""
 PATIENCE = 900.0
-"""Seconds until the first step, and until the end after SIGTERM."""
+"""Time limit in seconds, for the first step as well as for the end of the run after SIGTERM."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Sums over all processes of the run at one time."""
+    """Sample of a run at one time. Numbers are sums over all processes of the run."""
 
     minutes: float
+    """Minutes since the first step."""
     step: int
     processes: int
     memory: float
@@ -81,7 +82,14 @@ def measure_folder(folder: Path) -> int:
 
 
 def take_sample(pid: int, output: Path, cache: Path, started: float) -> Sample:
-    """Add up the figures of the process ``pid`` and its descendants."""
+    """Take a sample of a run.
+
+    Args:
+        pid: Process ID of the launcher. Its descendants are included.
+        output: Folder of the run.
+        cache: Folder of the token cache.
+        started: Value of ``time.monotonic()`` at the first step.
+    """
     memory = descriptors = threads = ticks = 0
     pids = find_processes(pid)
     for process in pids:
@@ -119,7 +127,7 @@ def write_texts(folder: Path) -> None:
 
 
 def build_config(folder: Path) -> dict[str, Any]:
-    """Return the settings of the run."""
+    """Return the config of the run, whose files are in ``folder``."""
     return {
         "backend": "cpu",
         "strategy": "no_shard",
@@ -152,7 +160,10 @@ def build_config(folder: Path) -> dict[str, Any]:
 
 
 def compute_slope(samples: Sequence[Sample], name: str) -> float:
-    """Return the least-squares slope of a figure per hour, without the samples of the warmup."""
+    """Return the least-squares slope per hour of an attribute of the samples, such as ``memory``.
+
+    The samples of the warmup are ignored. Returns 0 if fewer than two samples remain.
+    """
     settled = samples[int(len(samples) * WARM_UP) :]
     if len(settled) < 2:
         return 0.0
@@ -161,10 +172,15 @@ def compute_slope(samples: Sequence[Sample], name: str) -> float:
 
 
 def soak(folder: Path, minutes: float, interval: float) -> tuple[list[Sample], list[str]]:
-    """Run the training for some minutes.
+    """Run the training for some minutes, stop it, and check it.
+
+    Args:
+        folder: Folder for the run and its data.
+        minutes: Minutes from the first step to the stop.
+        interval: Seconds between samples.
 
     Returns:
-        The samples, and the guarantees that were violated.
+        The samples, and descriptions of the violated guarantees.
     """
     write_texts(folder)
     config = folder / "config.yaml"
@@ -206,7 +222,7 @@ def soak(folder: Path, minutes: float, interval: float) -> tuple[list[Sample], l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the soak and print its figures."""
+    """Run the soak test and print its numbers. Returns 1 if a guarantee was violated, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="duration after the first step")
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between samples")

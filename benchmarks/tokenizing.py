@@ -1,12 +1,12 @@
-"""Tokenization of a source: its speed, the memory of the process that reads it, and the cost of a kill.
+"""Tokenization of a source: its speed, its memory, and the cost of an interruption.
 
     python -m benchmarks.tokenizing [--megabytes 60] [--processes 1 2] [--json FILE]
 
 The source is a `.jsonl` file of random words, and the tokenizer is a byte-pair encoding that is trained on
-them. The file is tokenized once without an interruption. It is tokenized again by a process that is killed
-about halfway, and by a second process that continues. The tokens must be the same. ``--processes`` instead
-tokenizes the file with each of these numbers of processes. Each process uses one thread. The CPU time is the
-sum of all processes.
+them. The file is first tokenized without an interruption. It is then tokenized by a process that is killed
+about halfway, and by a second process that continues. The tokens must be the same. With ``--processes``, the
+file is instead tokenized with each of the numbers of processes, with one thread per process. The CPU time is
+the sum of all processes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _WORDS, _WORDS_PER_DOCUMENT = 5000, 400
 _SAVE_SECONDS = 3.0
-"""Seconds between two saves of the progress, so that there is one before the kill."""
+"""Seconds between two saves of the progress. The interval is short, so that a save precedes the kill."""
 
 
 def write_source(path: Path, megabytes: float) -> None:
-    """Write documents of random words."""
+    """Write a ``.jsonl`` file of about ``megabytes`` MB with documents of random words."""
     generator = random.Random(0)
     words = ["".join(generator.choices("etaoinshrdlucmfw", k=generator.randint(2, 9))) for _ in range(_WORDS)]
     left = megabytes * 1e6
@@ -47,7 +47,17 @@ def write_source(path: Path, megabytes: float) -> None:
 def tokenize(
     source: Path, cache: Path, tokenizer_folder: Path, processes: int | None = None
 ) -> dict[str, Any]:
-    """Tokenize a file, and return the seconds, the tokens, their digest, and the memory."""
+    """Tokenize a file in this process, after training a tokenizer on it.
+
+    Args:
+        source: File to tokenize.
+        cache: Folder of the token cache.
+        tokenizer_folder: Folder of the tokenizer. A tokenizer that is already there is loaded.
+        processes: Number of tokenizing processes, with one thread each. None for the defaults.
+
+    Returns:
+        Wall and CPU seconds, the number of tokens, their fingerprint, and the peak memory in MiB.
+    """
     if processes is not None:
         os.environ["RAYON_NUM_THREADS"] = "1"  # the threads of the tokenizers library
     from portable.config.sections import DataConfig
@@ -91,13 +101,20 @@ def _run(queue: Any, *arguments: Any) -> None:
 def measure(
     megabytes: float, folder: Path, *, kill: bool, process_counts: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Tokenize a file several times, each in a new process.
+    """Write a file and tokenize it several times, each time in a new process.
 
     Args:
-        megabytes: Size of the file.
+        megabytes: Size of the file in MB.
         folder: Folder for the file and the caches.
-        kill: Whether to also tokenize the file with a kill.
-        process_counts: Numbers of processes to compare.
+        kill: Whether to also kill a process halfway, and continue in another process. Ignored if
+            ``process_counts`` is not empty.
+        process_counts: Numbers of tokenizing processes to compare.
+
+    Returns:
+        Results of :func:`tokenize`, keyed by their description.
+
+    Raises:
+        AssertionError: If the tokens of two results differ.
     """
     source = folder / "source.jsonl"
     write_source(source, megabytes)
@@ -136,7 +153,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--megabytes", type=float, default=60.0, help="of text")
     parser.add_argument("--no-kill", action="store_true", help="skip the run that is killed")

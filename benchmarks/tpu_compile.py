@@ -1,9 +1,9 @@
 """Comparison of libtpu's compiler with the planner, by model, slice, and strategy.
 
 ``python -m benchmarks.tpu_compile`` traces each step of ``tests/tpu/compiled_steps.json`` without weights,
-compiles it for its slice, and writes the results to this file next to today's plan. It needs no TPU. A row of
-the file begins with the fields of a case. To add a case, add a row with only these fields. Large models take
-minutes each, and ``--case`` selects some of them.
+compiles it for its slice, writes the results to this file, and prints them next to the current plan. No TPU
+is needed. A row of the file begins with the fields of a case. To add a case, add a row with only these
+fields. Large models take minutes each. ``--case`` selects some of the cases.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ OTHER_TASKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Step to compile."""
+    """Training step to compile: model, slice, strategy and settings."""
 
     model: str
     device: str
@@ -118,7 +118,7 @@ class Case:
     adapter: str | None = None
     context_parallel: int = 1
     others: bool = False
-    """Whether to also compile evaluation and generation."""
+    """Whether to also compile the graphs of evaluation and generation."""
 
     @property
     def name(self) -> str:
@@ -166,7 +166,11 @@ _MODELS: dict[tuple[str, ...], MetaModel] = {}
 
 
 def planner_of(case: Case, folder: str) -> Planner:
-    """Return the planner of a case's run. Cases of one model share it and its cached passes."""
+    """Build the planner of a case's run.
+
+    Cases with the same model, adapter, optimizer and precision share the model on the meta device and its
+    cached forward and backward passes.
+    """
     config = resolve_adapter_config(case.config(folder))
     sections = config.model.model_dump_json(), config.adapter.model_dump_json()
     model = *sections, config.train.optimizer, config.precision
@@ -179,13 +183,22 @@ def planner_of(case: Case, folder: str) -> Planner:
 
 
 def plan(case: Case, folder: str) -> PlanOption:
-    """Return the planner's result for a case."""
+    """Return the planner's prediction for a case with its strategy."""
     planner = planner_of(case, folder)
     return planner.build_option(StrategySetting.from_config(planner.config))
 
 
 def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
-    """Trace and compile one case. Sizes are in bytes per device. FLOPs and sent bytes are per step."""
+    """Trace and compile one case.
+
+    Args:
+        case: Step to compile.
+        only_memory: Whether to stop before code generation.
+
+    Returns:
+        Row for the file: the fields of the case, and the results. Sizes are in bytes per device. FLOPs and
+        sent bytes are per step.
+    """
     with tempfile.TemporaryDirectory(prefix="tpu-compile-") as scratch:
         vocabulary = planner_of(case, scratch).model.vocab_size
         folder = Path(scratch) / "graphs"
@@ -232,7 +245,7 @@ def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Format a Markdown table with one line per case. The plan is today's."""
+    """Format a Markdown table with one line per row of results. The plan is computed by the current code."""
     lines = [
         "| step | slice | fits | state, GiB | + temporary | planned: state | + temporary | sum to plan | "
         "TFLOP a chip | sends, GiB | trace, s | compile, s |",
@@ -263,7 +276,11 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
-    """Return the planned bytes, and the percentage by which the compiler needs more."""
+    """Compute the plan for a row of results.
+
+    Returns:
+        The planned bytes, and the percentage by which the compiler needs more (negative: less) than planned.
+    """
     with tempfile.TemporaryDirectory() as folder:
         planned = plan(case_of(row), folder).device_bytes
     taken = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]  # no code
@@ -271,7 +288,7 @@ def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
 
 
 def case_of(row: dict[str, Any]) -> Case:
-    """Return the case of a row, from the row's first fields."""
+    """Return the case of a row. Missing fields have their defaults, and the results are ignored."""
     return Case(**{field.name: row.get(field.name, field.default) for field in fields(Case)})
 
 

@@ -1,8 +1,8 @@
 """Comparison of this project's optimizer step with a bare PyTorch loop, Accelerate and the Trainer.
 
-``python -m benchmarks.train_overhead`` trains the quickstart model with all of them, in turns of a few steps,
-from the same weights on the same data. It fails if, in fp32, this project's losses differ from the bare
-loop's.
+``python -m benchmarks.train_overhead`` trains the quickstart model with all four loops, in turns of a few
+steps, from the same weights on the same data. It fails if, in fp32, this project's losses differ from the
+bare loop's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from portable.run.stages import PreparedRun
 
 SAME_LOSS = 1e-6
-"""Largest relative difference between this project's fp32 losses and the bare loop's."""
+"""Largest accepted relative difference between this project's fp32 losses and the bare loop's."""
 
 BASELINE = "bare PyTorch"
 GLOBAL_BATCH_SIZE = 8
@@ -56,14 +56,22 @@ GLOBAL_BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class Options(harness.Options):
-    """Options of this benchmark."""
+    """Options of this benchmark.
+
+    Attributes:
+        micro_batch_sizes: Micro-batch sizes to measure, one after the other.
+        adapter: ``lora`` or ``dora`` to train an adapter. None to train all weights.
+    """
 
     micro_batch_sizes: tuple[int, ...] = (8, 4)
     adapter: str | None = None
 
 
 def measure(options: Options, micro_batch_size: int) -> list[Result]:
-    """Measure all loops with one micro-batch size. The bare loop comes first.
+    """Measure all loops with one micro-batch size.
+
+    Returns:
+        The result of each loop. The bare loop is first.
 
     Raises:
         AssertionError: If, in fp32, this project's losses differ from the bare loop's.

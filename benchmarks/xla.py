@@ -1,8 +1,8 @@
 """Comparison of this project's optimizer step on XLA with a bare torch_xla SPMD loop.
 
 ``python -m benchmarks.xla`` trains one Llama with both, in turns of a few steps, from the same weights on the
-same data. Without a TPU it runs on virtual devices that share the CPU. It then measures the work of the host
-and the resulting graph, not the speed of a TPU. It fails if, in fp32, the losses differ.
+same data. Without a TPU, it runs on virtual devices that share the CPU, and then measures the work of the
+host and the resulting graph, not the speed of a TPU. It fails if the losses of the two loops differ.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MODEL = {
 
 
 class Ours:
-    """Loop of ``portable-train``, with a read of the loss at the end of a turn."""
+    """Training loop of ``portable-train``, which reads its loss once, at the end of a turn."""
 
     name = "portable-train"
 
@@ -85,7 +85,10 @@ class Ours:
 
 
 class Bare:
-    """Loop written by hand after the torch_xla guide: mark every tensor, step, sync."""
+    """Hand-written training loop that follows torch_xla's guide to SPMD.
+
+    It annotates each tensor with its sharding, takes the optimizer step, and calls ``torch_xla.sync``.
+    """
 
     name = BARE
 
@@ -139,7 +142,16 @@ class Bare:
 
 
 def both(folder: Path, steps: int, **model: int) -> tuple[Backend, PreparedRun]:
-    """Prepare the run of both loops: no warmup, a constant learning rate, and one micro-batch per step."""
+    """Prepare the run that both loops train, with a constant learning rate and one micro-batch per step.
+
+    Args:
+        folder: Folder of the run.
+        steps: Number of steps.
+        **model: Settings of the model's config that differ from the default.
+
+    Returns:
+        The backend, and the prepared run.
+    """
     devices = xr.global_runtime_device_count()
     config = harness.quickstart(
         Options(steps=steps, warmup=0, rounds=1),
@@ -157,7 +169,16 @@ def both(folder: Path, steps: int, **model: int) -> tuple[Backend, PreparedRun]:
 
 
 def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) -> list[Result]:
-    """Measure turns of both loops, after a turn that compiles. Each step counts as its turn's mean.
+    """Measure both loops in turns, after a turn that compiles and is not measured.
+
+    The time of a step is the mean of its turn.
+
+    Args:
+        folder: Folder of the run.
+        layers: Number of layers of the model.
+        hidden: Hidden size of the model.
+        rounds: Number of measured turns.
+        steps: Number of steps of a turn.
 
     Raises:
         AssertionError: If the last losses of a turn differ.

@@ -1,4 +1,4 @@
-"""Memory of a step as XLA's compiler reports it, to compare with the plan.
+"""Memory of a training step, as reported by XLA's compiler, for comparison with the plan.
 
 After compiling a graph, torch_xla writes the memory of the graph to the file that ``PT_XLA_DEBUG_FILE``
 names. The variable must be set before the first graph.
@@ -31,9 +31,9 @@ GIB = 1 << 30
 
 
 def told_in(file: Path) -> dict[str, str]:
-    """Return environment variables that make the compiler report every graph.
+    """Return environment variables with which torch_xla reports the memory of every graph to ``file``.
 
-    Set them before the first graph.
+    The variables must be set before the first graph is compiled.
     """
     # The compiler for CPUs drops barriers, and then merges recomputed operations with the original ones.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=cse_barrier_expander"
@@ -48,7 +48,7 @@ def told_in(file: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Graph:
-    """Sizes of one compiled graph on one device in bytes, to a KiB."""
+    """Sizes of one compiled graph on one device in bytes, rounded to about a KiB."""
 
     arguments: int
     results: int
@@ -62,7 +62,11 @@ class Graph:
 
 
 def graph_of(compiled: Callable[[], object]) -> Graph:
-    """Return the only graph that a call of ``compiled`` compiles."""
+    """Call ``compiled``, and return the reported sizes of the graph that the call compiles.
+
+    Raises:
+        AssertionError: If the call does not compile exactly one graph.
+    """
     log = Path(os.environ["PT_XLA_DEBUG_FILE"])
     before = log.stat().st_size if log.exists() else 0
     compiled()
@@ -76,10 +80,11 @@ class Step:
     """Memory of a step on one device, in bytes."""
 
     resident: int
-    """Bytes that stay between graphs: the arguments of the update."""
+    """Bytes that exist between graphs, which are the arguments of the update."""
     in_passes: int
-    """Additional bytes of the graph of a micro-batch."""
+    """Additional bytes while the graph of a micro-batch runs."""
     in_update: int
+    """Additional bytes while the graph of the update runs."""
 
     @property
     def peak(self) -> int:

@@ -1,4 +1,4 @@
-"""Comparison of the step under DeepSpeed ZeRO with a bare ``deepspeed.initialize`` loop and the Trainer.
+"""Comparison of this project's step under DeepSpeed ZeRO with a bare DeepSpeed loop and the Trainer.
 
 ``python -m benchmarks.zero`` trains one model with all three, from the same weights, on the same data and
 with the same DeepSpeed JSON, in turns of a few steps. It fails if, in fp32, this project's losses differ from
@@ -55,14 +55,24 @@ if TYPE_CHECKING:
     from portable.run.stages import PreparedRun
 
 SAME_LOSS = 1e-5
-"""Largest relative difference between this project's fp32 losses and the bare loop's."""
+"""Largest accepted relative difference between this project's fp32 losses and the bare loop's."""
 
 BASELINE = "bare DeepSpeed"
 
 
 @dataclass(frozen=True)
 class Options(harness.Options):
-    """Options of this benchmark."""
+    """Options of this benchmark.
+
+    Attributes:
+        steps: Number of optimizer steps of a measured turn.
+        warmup: Number of steps of the first turn, which is not measured.
+        strategies: ZeRO strategies to measure, one after the other.
+        ranks: Number of ranks.
+        offload: Whether to offload the optimizer to the CPU.
+        global_batch_size: Number of sequences of a step.
+        micro_batch_size: Number of sequences of a micro-batch on one rank.
+    """
 
     steps: int = 5
     warmup: int = 3
@@ -74,7 +84,7 @@ class Options(harness.Options):
 
 
 def document(options: Options, strategy: str) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of all contestants."""
+    """Return the DeepSpeed JSON that all loops use for a strategy such as ``zero2``."""
     zero: dict[str, Any] = {"stage": int(strategy[-1])}
     if options.offload:
         on_gpu = torch.cuda.is_available() and options.backend != "cpu"
@@ -85,7 +95,7 @@ def document(options: Options, strategy: str) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation(options),
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
-        # All update with torch's fused AdamW.
+        # Allow torch's fused AdamW, because all loops use it.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -137,7 +147,10 @@ class BareZeroLoop:
 
 
 def measure(options: Options, strategy: str) -> list[Result]:
-    """Measure all loops under one strategy on this rank. All ranks must call it. The bare loop is first.
+    """Measure all loops under one strategy on this rank. All ranks must call this function.
+
+    Returns:
+        The result of each loop on this rank. The bare loop is first.
 
     Raises:
         AssertionError: If, in fp32, this project's losses differ from the bare loop's.
@@ -162,7 +175,7 @@ def measure(options: Options, strategy: str) -> list[Result]:
 def _take_turns(options: Options, strategy: str, prepared: PreparedRun, folder: Path) -> list[Result]:
     weights = _whole_weights(prepared)
     batches = (options.total_steps + 2) * prepared.batch_plan.accumulation_steps
-    # The Trainer shares the samples out to the ranks itself.
+    # The Trainer distributes the samples to the ranks itself, so it gets the samples of all ranks.
     alone = TrainLoader(
         prepared.data.train,
         seed=prepared.config.seed,
@@ -195,9 +208,9 @@ def _take_turns(options: Options, strategy: str, prepared: PreparedRun, folder: 
 
 
 def _whole_weights(prepared: PreparedRun) -> dict[str, Tensor]:
-    """Draw the full starting weights of the run on this rank.
+    """Draw the complete initial weights of the run on this rank, for the loops of other libraries.
 
-    In the run itself, each rank draws only its shard.
+    The weights equal the weights of the run, in which each rank draws only its shard.
     """
     drawn = InitialWeights.from_model(prepared.model).build_lazy_weights(prepared.config.seed)
     weights = {name: to_torch(tensor.read()) for name, tensor in drawn.items()}

@@ -411,7 +411,7 @@ def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) 
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CommandError(
-            f"{option}: no such file or folder, and the hub needs the package huggingface_hub"
+            f"{option}: no such file or folder, and downloads from the hub need the package huggingface_hub"
         ) from None
     try:
         return parse_path_or_url(snapshot_download(hub_id, allow_patterns=list(file_patterns)))
@@ -420,8 +420,8 @@ def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) 
         # The first sentence has the reason, and the others are advice about the Python API.
         reason = re.split(r"(?<=[.!?])\s", reason)[0].rstrip(".")
         raise CommandError(
-            f"{option}: neither a local file or folder nor available from the hub ({reason}); with a "
-            f"network, hf download {hub_id} --local-dir FOLDER, and give FOLDER"
+            f"{option}: is neither a local file or folder nor available from the hub ({reason}); with a "
+            f"network connection, run hf download {hub_id} --local-dir FOLDER, and specify FOLDER"
         ) from None
 
 
@@ -509,7 +509,8 @@ def _is_usable_companion(path: AnyPath, name: str) -> bool:
         return False
     except (ValueError, RecursionError):
         raise CheckpointError(
-            f"{path}: is not valid JSON; restore it, or remove it and name its model with --config-from"
+            f"{path}: is not valid JSON; restore the file, or remove the file and specify its model "
+            "with --config-from"
         ) from None
     # Other tools also write a config.json. The config of a model contains its type or class.
     return isinstance(values, dict) and not {"model_type", "architectures"}.isdisjoint(values)

@@ -365,7 +365,7 @@ class _ConversionRequest:
         adapter = find_adapter(checkpoint, config=config, name=self.adapter_name)
         if adapter is None:
             if option is not None:
-                raise CommandError(f"{option}: {checkpoint.root} holds no adapter")
+                raise CommandError(f"{option}: {checkpoint.root} contains no adapter; leave out {option}")
             return _AdapterOutcome(checkpoint, None, checkpoint)
         if self.merge_into is not None:
             merged, stored = self._merge_adapter_into_base(checkpoint, adapter, self.merge_into)
@@ -374,7 +374,7 @@ class _ConversionRequest:
             count = len(adapter.base_tensors)
             tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
             remedy = f"; --merge-into {self.source} writes it merged" if adapter.has_complete_base else ""
-            self.notes.append(f"{tensors} of the base model left out{remedy}")
+            self.notes.append(f"{tensors} of the base model are not converted{remedy}")
         return _AdapterOutcome(adapter.checkpoint, adapter, checkpoint)
 
     def _merge_adapter_into_base(
@@ -390,7 +390,7 @@ class _ConversionRequest:
         from portable.converters.adapters.merging import merge
 
         if self.optimizer:
-            raise CommandError("--optimizer: a merged model has no optimizer state; leave it out")
+            raise CommandError("--optimizer: a merged model has no optimizer state; leave out --optimizer")
         contains_base = base_path.exists() and resolve_links(base_path) in (
             resolve_links(checkpoint.root),
             resolve_links(parse_path_or_url(self.source)),
@@ -466,7 +466,7 @@ class _ConversionRequest:
         if excluded := next((name for name, conflict in conflicts.items() if conflict), None):
             raise CommandError(f"{option}: cannot be combined with {excluded}; leave out one of them")
         if adapter is not None:
-            raise CommandError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
+            raise CommandError(f"{option}: {checkpoint.root} contains an adapter; add --merge-into BASE")
         with prefix_checkpoint_errors(option):
             if self.quantize is not None:
                 return quantize_checkpoint(checkpoint, self.quantize, dtype=self.dtype)
@@ -551,8 +551,8 @@ def _describe_missing_config(plan: ConversionPlan, source: AnyPath, out: str | A
     if to != "safetensors" or plan.names & {"config.json", ADAPTER_CONFIG}:
         return []
     return [
-        f"{source} holds no config.json, so from_pretrained cannot load {out}; "
-        "take it from the base model with --config-from FOLDER_OR_ID"
+        f"{source} contains no config.json, so from_pretrained cannot load {out}; take config.json from "
+        "the base model with --config-from FOLDER_OR_ID"
     ]
 
 
@@ -567,7 +567,7 @@ def _describe_foreign_names(checkpoint: Checkpoint, plan: ConversionPlan, to: st
     if name is None:
         return None
     return (
-        f"{name!r} and most other tensors do not have the names of a model of type {config['model_type']!r}, "
-        "so from_pretrained cannot load them; convert them with the program that wrote them, or give the "
-        "model's own config.json with --config-from"
+        f"{name!r} and most other tensors do not have the names of a model of type "
+        f"{config['model_type']!r}, so from_pretrained cannot load them; convert the checkpoint with the "
+        "program that wrote it, or specify the model's own config.json with --config-from"
     )

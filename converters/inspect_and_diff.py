@@ -6,18 +6,22 @@ They are `portable-convert inspect SRC` and `portable-convert diff A B`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from math import inf, sqrt
+from math import inf, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.adapters.adapter import find_adapter
 from portable.converters.console import print_line
-from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.containers.gguf_header import read_gguf_header
+from portable.converters.errors import CheckpointError, CommandError, to_printable
 from portable.converters.integrity import find_model_problems
 from portable.converters.lazy_numpy import np
 from portable.converters.naming import find_name_rules, rename_to_published
-from portable.converters.opening import open_checkpoint
+from portable.converters.opening import is_gguf_file, open_checkpoint
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.path_or_url import parse_path_or_url
 from portable.converters.tensors.casting import BLOCK_BYTES
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Tensor
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from portable.converters.checkpoint import Checkpoint
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Array
     from portable.converters.writers.parallel_jobs import ReportBytes
 
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 SAME, DIFFERENT = 0, 1
 _BLOCK = BLOCK_BYTES // 4
 _LONG = 500
+_FIRST_LINE_KEYS = ("step", "world_size", "version", "architecture")
 
 
 @dataclass
@@ -176,7 +182,7 @@ def run_inspect(make_parser: ParserFactory, argv: Sequence[str]) -> int:
         epilog="exit codes: 0 no problems, 1 problems, 2 mistake in the command, 65 SRC cannot be opened",
     )
     arguments.add_argument(
-        "src", metavar="SRC", help="run folder, step folder, folder of shards, file or URL"
+        "src", metavar="SRC", help="run folder, step folder, folder of shards, file (also x.gguf) or URL"
     )
     arguments.add_argument("--tag", help="step of SRC: a folder name (step-000100) or a number (100)")
     arguments.add_argument("--optimizer", action="store_true", help="also the optimizer's state")
@@ -185,6 +191,10 @@ def run_inspect(make_parser: ParserFactory, argv: Sequence[str]) -> int:
     )
     arguments.add_argument("--json", action="store_true", help="print JSON")
     options = arguments.parse_args(argv)
+    if is_gguf_file(path := parse_path_or_url(options.src)):
+        document = _inspect_gguf_file(path, options)
+        print_line(json.dumps(document, indent=1) if options.json else format_inspection(document))
+        return SAME
     checkpoint = open_checkpoint(options.src, options.tag)
     tensors = list_inspected_tensors(checkpoint, includes_optimizer=options.optimizer)
     tensor_statistics = compute_tensor_statistics(tensors) if options.stats else {}
@@ -193,6 +203,43 @@ def run_inspect(make_parser: ParserFactory, argv: Sequence[str]) -> int:
     document["problems"] = [{**asdict(problem), "text": str(problem)} for problem in problems]
     print_line(json.dumps(document, indent=1, default=str) if options.json else format_inspection(document))
     return DIFFERENT if problems else SAME
+
+
+def _inspect_gguf_file(path: AnyPath, options: argparse.Namespace) -> dict[str, Any]:
+    """Describe the contents of a GGUF file as JSON values, like `build_inspection`.
+
+    Args:
+        path: Path of the file.
+        options: Options of `inspect`.
+
+    Raises:
+        CheckpointError: If the file is damaged, or if an option is for checkpoints.
+    """
+    for option in ("tag", "optimizer", "stats"):
+        if getattr(options, option):
+            raise CommandError(f"{path}: --{option} does not apply to GGUF files; leave out --{option}")
+    header = read_gguf_header(CheckpointFolder(path.parent).get_file(path.name))
+    elements: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        elements[tensor.dtype] += prod(tensor.shape)
+    return {
+        "path": str(path),
+        "format": "gguf",
+        "version": header.version,
+        "architecture": to_printable(header.settings.get("general.architecture", "unknown")),
+        "elements": dict(elements),
+        "bytes": sum(tensor.nbytes for tensor in header.tensors.values()),
+        "settings": header.settings,
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                "pieces": 1,
+            }
+            for name, tensor in header.tensors.items()
+        },
+    }
 
 
 def build_inspection(
@@ -261,14 +308,14 @@ def format_inspection(document: Mapping[str, Any]) -> str:
     Args:
         document: Description of the checkpoint.
     """
-    metadata = [f"{key} {document[key]}" for key in ("step", "world_size") if key in document]
+    metadata = [f"{key} {document[key]}" for key in _FIRST_LINE_KEYS if key in document]
     lines = [", ".join([f"{document['path']} ({document['format']})", *metadata])]
     if "adapter" in document:
         lines.append(
             "  adapter: "
             + ", ".join(f"{key} {to_printable(value)}" for key, value in document["adapter"].items())
         )
-    lines += [f"  tied: {alias} is {owner}" for alias, owner in document["tied"].items()]
+    lines += [f"  tied: {alias} is {owner}" for alias, owner in document.get("tied", {}).items()]
     counts = ", ".join(f"{count:,} {dtype}" for dtype, count in document["elements"].items())
     rows = [
         (
@@ -414,8 +461,8 @@ def compare_tensors(
         if left[name].dtype != right[name].dtype
     }
     unmatched_names = [
-        [name for name in compare_one_tensor if name not in two]
-        for compare_one_tensor, two in ((left, right), (right, left))
+        [name for name in tensors if name not in other_tensors]
+        for tensors, other_tensors in ((left, right), (right, left))
     ]
     return {
         "same": not (different_values or shapes or unmatched_names[0] or unmatched_names[1]),

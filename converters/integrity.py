@@ -119,7 +119,8 @@ def check_model_complete(
         is_config = all(problem.kind == "config" for problem in serious)
         remedy = "correct config.json" if is_config else "convert a complete checkpoint"
         raise CheckpointError(
-            f"{checkpoint.root}: {described}{more}; {remedy}, or add --partial to write this one as it is"
+            f"{checkpoint.root}: {described}{more}; {remedy}, or add --partial to write this "
+            "checkpoint as it is"
         )
     return problems
 
@@ -217,7 +218,7 @@ def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointPr
     return [
         CheckpointProblem(
             "cut adapter",
-            f"the factors lora_A and lora_B of {_format_count(names, 'module')} do not fit each other",
+            f"the factors lora_A and lora_B of {_format_count(names, 'module')} have incompatible shapes",
             tuple(names),
             "a save of PEFT under FSDP2 that kept only the shard of one rank looks like this; the other "
             "shards are lost, so train the adapter again with a fixed version of Accelerate",
@@ -434,7 +435,7 @@ def _find_missing_layers(
             return []
         missing = [number for number in range(max(present)) if number not in present]
         names = tuple(f"{stack}.{number}" for number in missing)
-        return [CheckpointProblem("layers", "layers are missing between others", names)] if missing else []
+        return [CheckpointProblem("layers", "layers in the middle are missing", names)] if missing else []
     missing = [number for number in range(min(depth, 100_000)) if number not in present]
     if missing:
         names = tuple(f"{stack}.{number}" for number in missing)
@@ -677,7 +678,7 @@ def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
         missing = [number for number in range(max(layers)) if number not in layers]
         if missing and len(missing) <= max(layers) // 2:
             names = tuple(f"{stack}.{number}" for number in missing)
-            problems.append(CheckpointProblem("layers", "layers are missing between others", names))
+            problems.append(CheckpointProblem("layers", "layers in the middle are missing", names))
         kinds = Counter(frozenset(_replace_expert_numbers(rests)) for rests in layers.values())
         (usual, count), *_ = kinds.most_common(1)
         for number, rests in layers.items():
@@ -1019,8 +1020,8 @@ def _find_repairable_contradictions(
         problems.append(
             CheckpointProblem(
                 LIVE_NAMES_PROBLEM,
-                f"{_format_count(stacks, 'stack')} of experts, although the type has one tensor for each "
-                "expert",
+                f"{_format_count(stacks, 'stack')} of experts, although the model type has one tensor for "
+                "each expert",
                 stacks,
                 "only transformers 5 reads such stacks; transformers 4, vLLM, SGLang and others skip the "
                 "experts, and a conversion writes one tensor for each expert",

@@ -104,9 +104,9 @@ def read_manifest(folder: AnyPath) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
-        raise CheckpointError(f"{path}: damaged") from None
+        raise CheckpointError(f"{path}: is damaged") from None
     if not isinstance(manifest, dict) or not _is_valid_manifest(manifest):
-        raise CheckpointError(f"{path}: damaged")
+        raise CheckpointError(f"{path}: is damaged")
     if manifest.get("version") != _VERSION:
         raise CheckpointError(f"{path}: written by a newer version of this program; upgrade portable-trainer")
     return manifest
@@ -142,16 +142,17 @@ def check_manifest(
     for name in sorted(present_names):
         if name not in manifest["files"] and _OTHER_FORMAT_NAMES.fullmatch(name):
             raise CheckpointError(
-                f"{to_printable(folder / name)}: not written by this save; move it out of the checkpoint"
+                f"{to_printable(folder / name)}: was not written by this save; move the file out of "
+                "the checkpoint"
             )
     opened = CheckpointFolder(folder)
     checked = {name: entry for name, entry in manifest["files"].items() if only is None or only(name)}
     for name, entry in checked.items():
         path = to_printable(folder / name)
         if name not in present_names:
-            raise CheckpointError(f"{path}: missing, although {MANIFEST} names it")
+            raise CheckpointError(f"{path}: is missing, although {MANIFEST} names it")
         if (size := opened.get_file(name).nbytes) != entry["bytes"]:
-            raise CheckpointError(f"{path}: has {size:,} bytes, {entry['bytes']:,} were written")
+            raise CheckpointError(f"{path}: has {size:,} bytes, but {entry['bytes']:,} bytes were written")
 
     def is_intact(name: str) -> bool:
         file = opened.get_file(name)
@@ -166,7 +167,7 @@ def check_manifest(
     with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
         for name, intact in zip(names, pool.map(is_intact, names), strict=True):
             if not intact:
-                raise CheckpointError(f"{to_printable(folder / name)}: damaged, or from another save")
+                raise CheckpointError(f"{to_printable(folder / name)}: is damaged, or from another save")
     return manifest
 
 

@@ -276,8 +276,8 @@ def _rearrange_optimizer_state(
         if len(states) != len(sources):
             missing = next(source for source in sources if source not in states)
             raise OptimizerStateError(
-                f"{name}: consists of several parameters, but {missing} has no optimizer state; use --names "
-                "live to keep the names in memory"
+                f"{name}: consists of several parameters, but {missing} has no optimizer state; use "
+                "--names live"
             )
         keys = next(iter(states.values()))
         state[name] = {

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _STEP_NAME = re.compile(r"(?:(?:.*[^0-9])?(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?(\d+)")
 
 _DIGITS = re.compile(r"\d+")
+_GGUF_SUFFIX = ".gguf"
 
 
 def open_checkpoint(
@@ -137,7 +138,7 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
         return match
     if tag is not None:
         step_names = ", ".join(step.name for _, step in steps[:8]) or "none"
-        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available: {step_names}")
+        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available tags: {step_names}")
     chosen: dict[str, DetectedFormat] = {}
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)
@@ -152,7 +153,7 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
     if len(chosen) > 1:
         names = " and ".join(sorted(each.source.path.name for each in chosen.values())[:4])
         raise CommandError(
-            f"{root}: holds steps of {len(chosen)} kinds, such as {names}; choose one with --tag"
+            f"{root}: contains steps of {len(chosen)} kinds, such as {names}; choose one with --tag"
         )
     if chosen:
         return next(iter(chosen.values()))
@@ -179,8 +180,8 @@ def _is_finished_write(path: AnyPath) -> bool:
 
 def _format_unfinished_write_error(path: AnyPath) -> str:
     return (
-        f"{path}: holds {INCOMPLETE_MARKER} and no completion marker: its writer is still running or was "
-        "killed; choose another step"
+        f"{path}: contains {INCOMPLETE_MARKER}, but no completion marker, because the writer is still "
+        "running or was killed; choose another step"
     )
 
 
@@ -213,6 +214,21 @@ def _list_step_folders(root: AnyPath) -> list[_StepFolder]:
     return sorted(steps, key=lambda step: (-step.number, step.path.name))
 
 
+def is_gguf_file(path: AnyPath) -> bool:
+    """Return whether a path is an existing file whose name ends with `.gguf`."""
+    return path.name.endswith(_GGUF_SUFFIX) and path.is_file()
+
+
+def _find_gguf_file(path: AnyPath) -> AnyPath | None:
+    """Return a GGUF file: the path itself, or the first one in the folder. None if there is none."""
+    if not path.is_dir():
+        return path if is_gguf_file(path) else None
+    try:
+        return min((file for file in path.iterdir() if is_gguf_file(file)), key=str, default=None)
+    except OSError:
+        return None
+
+
 def _describe_unknown_format(source: CheckpointPath) -> str:
     if not _is_finished_write(source.path):
         return _format_unfinished_write_error(source.path)
@@ -220,5 +236,10 @@ def _describe_unknown_format(source: CheckpointPath) -> str:
         reason = format_.explain_incomplete(source)
         if reason:
             return reason
+    if (file := _find_gguf_file(source.path)) is not None:
+        return (
+            f"{file}: GGUF files are written, but not read; list its tensors with: portable-convert inspect "
+            f"{file}"
+        )
     names = ", ".join(format_.name for format_ in iter_formats())
-    return f"{source.path}: no checkpoint of a known format here ({names})"
+    return f"{source.path}: there is no checkpoint of a known format ({names})"

@@ -112,8 +112,8 @@ def choose_gpu_index(local_rank: int, num_visible_gpus: int) -> int:
     if num_visible_gpus == 1 and any(name in os.environ for name in SRUN_BINDING_VARIABLES):
         return 0
     raise UserError(
-        f"--nproc: local rank {local_rank} has no GPU; this process sees {num_visible_gpus}; start at most "
-        "one rank per GPU on each node"
+        f"--nproc: local rank {local_rank} has no GPU, because this process sees only {num_visible_gpus}; "
+        "start at most one rank per GPU on each node"
     )
 
 

@@ -49,7 +49,7 @@ class CudaPackage(TorchPackage):
 
         if ranks > (devices := self.count_local_ranks()):
             raise UserError(
-                f"--nproc: {ranks} ranks need one GPU per rank, and this machine has {devices}; start at "
+                f"--nproc: {ranks} ranks need one GPU per rank, but this machine has {devices}; start at "
                 "most one rank per GPU"
             )
         require(devices > 0, NO_GPU_MESSAGE)

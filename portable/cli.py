@@ -149,8 +149,7 @@ def run_invocation(invocation: Invocation) -> int:
     if is_rank:
         if invocation.nproc is not None:
             raise UserError(
-                "--nproc: this process was started by a launcher, which has set the world size; remove "
-                "--nproc"
+                "--nproc: cannot be used in a process that a launcher has started; remove --nproc"
             )
         if invocation.dry_run:
             return (
@@ -159,7 +158,7 @@ def run_invocation(invocation: Invocation) -> int:
                 else 0
             )
         if invocation.show_data is not None:
-            raise UserError("--show-data: runs in one process; start it without a launcher")
+            raise UserError("--show-data: runs in one process; run the command without a launcher")
         launch.check_rendezvous_variables()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
@@ -194,25 +193,33 @@ def _check_train_options(invocation: Invocation) -> None:
     if invocation.json is not None and not invocation.eval_only:
         raise UserError("--json: writes the values of an evaluation; add --eval-only")
     if invocation.json is not None and not Path(invocation.json).absolute().parent.is_dir():
-        raise UserError(f"--json: {invocation.json}: its folder does not exist; create the folder first")
+        raise UserError(f"--json: {invocation.json}: the folder does not exist; create the folder first")
     if invocation.json is not None and Path(invocation.json).is_dir():
         raise UserError(f"--json: {invocation.json}: is a folder; name a file, such as values.json")
     if invocation.json is not None and not _may_overwrite(Path(invocation.json)):
         raise UserError(
-            f"--json: {invocation.json}: exists and does not contain an evaluation; name another file"
+            f"--json: {invocation.json}: exists, but does not contain an evaluation; name another file"
         )
     if invocation.json is not None and invocation.dry_run:
-        raise UserError("--json: --dry-run evaluates nothing; remove one of the two")
+        raise UserError(
+            "--json: has no effect with --dry-run, which evaluates nothing; remove one of the two"
+        )
     if invocation.profile and invocation.eval_only:
         raise UserError(
-            "--profile: records training steps, and --eval-only takes none; remove one of the two"
+            "--profile: records training steps, but --eval-only takes none; remove one of the two"
         )
     if invocation.show_data is not None and (
         invocation.profile or invocation.eval_only or invocation.dry_run or invocation.replay is not None
     ):
-        raise UserError("--show-data: prints samples and trains nothing; remove the other switch")
+        raise UserError(
+            "--show-data: cannot be combined with other switches, because it trains nothing; remove the "
+            "other switch"
+        )
     if invocation.replay is not None and (invocation.profile or invocation.eval_only):
-        raise UserError("--replay: repeats one step and trains nothing; remove --profile or --eval-only")
+        raise UserError(
+            "--replay: cannot be combined with --profile or --eval-only, because it trains nothing; "
+            "remove these switches"
+        )
 
 
 def _may_overwrite(path: Path) -> bool:

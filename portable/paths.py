@@ -199,7 +199,7 @@ def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Itera
             if not path.exists():  # a broken link
                 continue
             if not stat.S_ISREG(path.stat().st_mode):
-                raise UserError(f"{key}: {path}: is not a regular file; remove it")
+                raise UserError(f"{key}: {path}: is not a regular file; remove the file")
             yield path
 
 
@@ -228,8 +228,7 @@ def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FIL
     for number, _ in enumerate(files, start=1):
         if max_files is not None and number > max_files:
             raise UserError(
-                f"{key}: {folder}: has more than {max_files} files; name a folder that contains only the "
-                "model"
+                f"{key}: {folder}: has more than {max_files} files; use a folder that contains only the model"
             )
 
 
@@ -313,7 +312,9 @@ def prepare_path_inside(root: Path, *names: str) -> Path:
     try:
         resolve_local_path_inside(path.parent, root)
     except LinkError:
-        raise UserError(f"output_dir: {path.parent} is a link that leads out of {root}; remove it") from None
+        raise UserError(
+            f"output_dir: {path.parent} is a link that leads out of {root}; remove the link"
+        ) from None
     if path.is_symlink():
         path.unlink()
     return path

@@ -95,8 +95,8 @@ def explain_foreign_module(name: str) -> str | None:
     if PathFinder.find_spec(name.partition(".")[0], project_folders) is not None:
         return None
     return (
-        "is not code of this folder or of PYTHONPATH, and the config is in another folder, so it is not run "
-        "here; copy the config into this folder if you trust both"
+        "is not run, because the code is not in this folder or on PYTHONPATH, and the config is in "
+        "another folder; copy the config into this folder if you trust both"
     )
 
 
@@ -139,14 +139,14 @@ def parse_plugin_spec(text: str) -> PluginSpec:
         try:
             call = ast.parse(f"_({arguments_text})", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
-                raise ValueError("give arguments by name")
+                raise ValueError("pass arguments by name")
             for keyword in call.keywords:
                 if keyword.arg is None:
-                    raise ValueError("give arguments by name")
+                    raise ValueError("pass arguments by name")
                 arguments[keyword.arg] = ast.literal_eval(keyword.value)
         except (SyntaxError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{text!r}: its arguments are not name=value of plain values: {error}"
+                f"{text!r}: the arguments are not of the form name=value with plain values: {error}"
             ) from error
     return PluginSpec(match["module"], match["name"], arguments)
 
@@ -191,8 +191,8 @@ def load_plugin(
         if spec.name not in (builtin_paths or {}):
             names = [*(builtin_paths or ["none"]), *([] if default is None else [f"null for {default}"])]
             raise UserError(
-                f"{context}: unknown name; use {', '.join(names)}, or package.module:name for custom "
-                f"code{format_name_suggestion(spec.name, builtin_paths or {})}"
+                f"{context}: is an unknown name; use {', '.join(names)}, or package.module:name for "
+                f"custom code{format_name_suggestion(spec.name, builtin_paths or {})}"
             )
         builtin_spec = parse_plugin_spec((builtin_paths or {})[spec.name])
         spec = PluginSpec(builtin_spec.module, builtin_spec.name, spec.arguments)
@@ -220,7 +220,7 @@ def load_plugin_factory(key: str, text: str) -> Callable[..., Any]:
     if target is None:
         target = _find_object(context, spec)
     if not callable(target):
-        raise UserError(f"{context}: is a {type(target).__name__}; give a class or a function")
+        raise UserError(f"{context}: is a {type(target).__name__}; use a class or a function")
     factory: Callable[..., Any] = target
     if isinstance(factory, functools.partial) or not spec.arguments:
         return factory
@@ -307,7 +307,9 @@ def _import_module(context: str, name: str) -> types.ModuleType:
     """
     check_code_may_run(context, name)
     if name.startswith(NOTEBOOK_MODULE_PREFIX) and name not in sys.modules:
-        raise UserError(f"{context}: was defined in a notebook or script; start the run from there")
+        raise UserError(
+            f"{context}: was defined in a notebook or script; start the run from this notebook or script"
+        )
     current_folder = str(Path.cwd())
     if current_folder not in sys.path:  # as for a script in the current folder
         sys.path.append(current_folder)
@@ -317,7 +319,7 @@ def _import_module(context: str, name: str) -> types.ModuleType:
         suggestion = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             suggestion = format_name_suggestion(name, [path.stem for path in Path.cwd().glob("*.py")])
-        remedy = "give package.module:name of a module in this folder or on PYTHONPATH"
+        remedy = "use package.module:name of a module in this folder or on PYTHONPATH"
         raise UserError(
             f"{context}: cannot be imported ({type(error).__name__}: {to_one_line(error)}){suggestion}; "
             f"{remedy}"
@@ -399,7 +401,9 @@ def convert_user_errors(context: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if "out of memory" in str(error).lower():  # the run reports a remedy
             raise
-        raise UserError(f"{context}: fails ({_describe_error_in_user_code(error)}); correct it") from error
+        raise UserError(
+            f"{context}: fails ({_describe_error_in_user_code(error)}); correct the code"
+        ) from error
 
 
 def _describe_error_in_user_code(error: BaseException) -> str:
@@ -523,7 +527,7 @@ def register_object(
     if isinstance(user_object, functools.partial):
         if user_object.args:
             raise UserError(
-                f"{argument_name}: a partial with positional arguments; give the arguments by name"
+                f"{argument_name}: is a partial with positional arguments; pass the arguments by name"
             )
         target, arguments = user_object.func, dict(user_object.keywords)
     elif not inspect.isclass(user_object) and not inspect.isfunction(user_object):
@@ -536,8 +540,8 @@ def register_object(
             }
         elif vars(user_object) if hasattr(user_object, "__dict__") else True:
             raise UserError(
-                f"{argument_name}: an object of {target.__name__}, which the ranks cannot create; make the "
-                "class a dataclass, or give the class itself"
+                f"{argument_name}: is an object of {target.__name__}, which the ranks cannot create; make "
+                "the class a dataclass, or pass the class itself"
             )
     for name, value in arguments.items():
         if not _is_plain(value):
@@ -553,8 +557,8 @@ def register_object(
         sources[module] = text
     elif _find_imported(module, name) is not target:
         raise UserError(
-            f"{argument_name}: the ranks would find another object as {module}:{name}; define it at the top "
-            "of a module"
+            f"{argument_name}: the ranks would find another object as {module}:{name}; define the object "
+            "at the top level of a module"
         )
     full_name = str(PluginSpec(module, name, arguments))
     _objects[full_name] = (
@@ -618,10 +622,13 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
     if name in source_by_name:
         return
     if "<" in target.__qualname__:
-        raise UserError(f"{key}: {target.__qualname__} is defined within a function; define it at the top")
+        raise UserError(
+            f"{key}: {target.__qualname__} is defined within a function; define {target.__qualname__} "
+            "at the top level of a module"
+        )
     text = _get_source(target)
     if text is None:
-        raise UserError(f"{key}: the source of {name} cannot be read; define it in a module")
+        raise UserError(f"{key}: the source of {name} cannot be read; define {name} in a module")
     source_by_name[name] = ""  # a placeholder, because a function may call itself
     space = vars(sys.modules[target.__module__])
     before: dict[str, str] = {}
@@ -642,8 +649,8 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
             continue
         else:
             raise UserError(
-                f"{key}: {name} uses {used}, a {type(value).__name__} of the notebook or script, which ranks "
-                "do not have; make it an argument, or define both in a module"
+                f"{key}: {name} uses {used}, a {type(value).__name__} of the notebook or script, which "
+                f"the ranks do not have; pass {used} as an argument, or define both in a module"
             )
     placeholder = source_by_name.pop(name)
     assert not placeholder

@@ -178,7 +178,7 @@ def open_or_build_cache_folder(
     with _lock_for_writing(folder, resumes=resumes) as draft:
         if (result := open_cached(folder)) is None:
             if folder.exists():
-                print_status(f"warning: data.cache_dir: {folder}: damaged; creating it again")
+                print_status(f"warning: data.cache_dir: {folder}: is damaged; creating the folder again")
             write(draft)
             for file in draft.iterdir():
                 with file.open("rb") as written:
@@ -189,7 +189,8 @@ def open_or_build_cache_folder(
             result = open_cached(folder)
     if result is None:
         raise RunError(
-            f"data.cache_dir: {folder}: damaged right after it was written; choose a folder on another disk"
+            f"data.cache_dir: {folder}: is damaged directly after it was written; choose a folder on "
+            "another disk"
         )
     return result
 

@@ -64,7 +64,7 @@ class _RetryFilter(logging.Filter):
             if match[1] not in self._reported_hosts:
                 self._reported_hosts.add(match[1])
                 print_status(
-                    f"warning: {match[1]} does not answer; trying again, for up to half a minute a file"
+                    f"warning: {match[1]} does not respond; trying again, for up to half a minute per file"
                 )
             return False
         return not re.match(r"Retrying in [\d.]+s \[Retry", text)

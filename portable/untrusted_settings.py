@@ -145,10 +145,10 @@ def describe_download_error(name: str, error: BaseException) -> str:
     if not any(isinstance(cause, LocalEntryNotFoundError) for cause in (error, error.__cause__)):
         return to_one_line(error)
     if constants.HF_HUB_OFFLINE:
-        return f"{name}: is not cached on this machine; unset HF_HUB_OFFLINE, or give a folder"
+        return f"{name}: is not cached on this machine; unset HF_HUB_OFFLINE, or use a folder"
     return (
-        f"{name}: is not cached on this machine, and the hub cannot be reached; give a folder, or run "
-        f"hf download {name} on another machine and copy its cache"
+        f"{name}: is not cached on this machine, and the hub cannot be reached; use a folder, or run hf "
+        f"download {name} on another machine and copy its cache"
     )
 
 

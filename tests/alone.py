@@ -27,6 +27,7 @@ from portable.model.document_attention import (
     check_document_separation,
     install_document_forward,
 )
+from portable.model.document_states import install_document_states
 from portable.model.dynamic_rope import check_length_dependent_rope, install_text_length_forward
 from portable.model.labels import classifies_at_last_position
 from portable.private.transformers_internals import skip_mask_value_checks
@@ -172,7 +173,7 @@ def compute_alone(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[tor
 
 
 def _compute_batch(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    install_text_length_forward(install_document_forward(model))
+    install_text_length_forward(install_document_states(install_document_forward(model)))
     with torch.no_grad(), skip_mask_value_checks():
         logits: torch.Tensor = model(**batch).logits
     return logits

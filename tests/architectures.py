@@ -457,13 +457,31 @@ def build_plain(pair: Pair) -> Any:
 
 INTRODUCTION = """# Models
 
-`python -m tests.architectures` compares every text model of transformers {version} with transformers
-itself: {looked_at} of {known} pairs of a type and a task. Each is a tiny model that is built, trained, and
-exported. The task "composite" is causal-LM training of a checkpoint whose published class takes images or
-audio: the run is compared with that class and trains on text only (see [multimodal
-models](train.md#multimodal-models)). Images and audio are not supported as training data.
+This page lists the models that you can train. To check a single model, describe its run without training:
 
-| check | what it compares | pairs with a result |
+<!-- needs: the hub -->
+```sh
+portable-train --model.name_or_path Qwen/Qwen3-0.6B --data.source texts.jsonl --dry-run
+```
+
+If the model is not supported, the command prints an error with the reason. To look up a model here:
+
+1. If it belongs to a popular family, find it in [Popular families](#popular-families).
+2. Otherwise, find its `model_type`, either in the model's `config.json` or in [Find the type of a
+   model](#find-the-type-of-a-model).
+3. Find this type in [Results by type](#results-by-type). If a check failed, [Known
+   failures](#known-failures) has the reason.
+
+## Checks of each model
+
+`python -m tests.architectures` trains a tiny model of each type with random weights, exports it, and
+compares it with transformers {version}. It has compared {looked_at} of {known} pairs of a model type and a
+task. The task is the value of [`model.task`](train.md#classifiers-and-encoder-decoders). The additional
+task "composite" is a checkpoint whose class also takes images or audio. It is trained as a causal language
+model on text only (see [multimodal models](train.md#multimodal-models)), because images and audio are not
+supported as training data.
+
+| check | comparison | pairs with a result |
 | --- | --- | --- |
 {checks}
 
@@ -490,16 +508,17 @@ DESCRIPTIONS = {
     "merge": "the merged model with its base (names, shapes, dtypes) and with training (logits)",
 }
 TABLE = """\
-"✓" holds, "✗" does not hold, "○" is refused or a fault of peft (see below), "–" was not run.
-Types with equal results share a row.
+"✓": the check has passed. "✗": it has failed. "○": the model is not supported, or peft fails (see below).
+"–": the check was not run. Types with equal results share a row.
 
 """
 NOTES = """\
-"Refused": the type is not a model of the task, although transformers lists it, or its class does not run
-on text without other inputs. "Not tried": there is no model of the type that is small enough. In some cases,
-transformers itself fails: `deberta` and `xmod` under bf16 autocast, `git` with labels and no picture, and its
-auto class cannot open its own files of `emu3` and `mllama` (the class in `config.json` can). ProphetNet is
-trained here only on the next token, and the run prints a note."""
+"Refused" means that the run ends with an error before training, because the type is not a model of the
+task, although transformers lists it, or because its class does not run on text without other inputs. "Not
+tried" means that no model of the type is small enough for the test. In some cases, transformers itself
+fails: `deberta` and `xmod` fail under bf16 autocast, `git` fails with labels and no picture, and the auto
+class cannot open its own files of `emu3` and `mllama` (the class in `config.json` can). ProphetNet is
+trained only on the next token, and the run prints a note."""
 FAMILIES = {
     "Llama 3, SmolLM, Yi": "llama causal-lm",
     "Llama 4": "llama4 composite",
@@ -556,7 +575,7 @@ _REFUSED = re.compile(
     "does not predict the next token|does not generate text|attends in both directions"
 )
 _EXPLAINED = re.compile(
-    f"{PEFT}|.* changes, but '|UserError: adapter.target_modules: all-linear matches no|"
+    f"{PEFT}|.* changes, but contains '|UserError: adapter.target_modules: all-linear matches no|"
     ".*zero3 does not support"
 )
 """Results that are not a failure of the run: a fault of peft, or a refusal with its reason."""
@@ -584,20 +603,22 @@ def page(everything: Mapping[str, Findings]) -> str:
             )
             said = f"{word or what}: `{textwrap.shorten(plain, 90, placeholder=' ...')}`"
             notes.setdefault(said, []).append(f"`{model_type}` {task}")
-    by_name = PAGE.read_text("utf-8").partition("## By name")[2].partition("## By type")[0]
-    lines = [f"## By name{by_name}## By type", "", TABLE.rstrip(), ""]
-    lines += [f"| task | {' | '.join(COLUMNS)} | types |", f"|{' --- |' * (len(COLUMNS) + 2)}"]
-    order = [*TASKS, COMPOSITE]
-    for row in sorted(rows, key=lambda row: (order.index(row[0]), -len(rows[row]), row)):
-        lines.append(f"| {' | '.join(row)} | {', '.join(rows[row])} |")
-    lines += ["", "## What does not hold", "", NOTES, ""]
-    lines += [f"- {', '.join(names)}: {line}" for line, names in sorted(notes.items())]
-    lines += ["", "## Popular families", "", f"| family | task | {' | '.join(COLUMNS)} |"]
+    by_name = (
+        PAGE.read_text("utf-8").partition("## Find the type of a model")[2].partition("## Results by type")[0]
+    )
+    lines = ["## Popular families", "", f"| family | task | {' | '.join(COLUMNS)} |"]
     lines += [f"|{' --- |' * (len(COLUMNS) + 2)}"]
     for family, pair in FAMILIES.items():
         results = everything.get(pair, {})
         cells = " | ".join(_mark(results, required) for required in COLUMNS.values())
         lines.append(f"| {family} | {pair.split()[1]} | {cells} |")
+    lines += ["", f"## Find the type of a model{by_name}## Results by type", "", TABLE.rstrip(), ""]
+    lines += [f"| task | {' | '.join(COLUMNS)} | types |", f"|{' --- |' * (len(COLUMNS) + 2)}"]
+    order = [*TASKS, COMPOSITE]
+    for row in sorted(rows, key=lambda row: (order.index(row[0]), -len(rows[row]), row)):
+        lines.append(f"| {' | '.join(row)} | {', '.join(rows[row])} |")
+    lines += ["", "## Known failures", "", NOTES, ""]
+    lines += [f"- {', '.join(names)}: {line}" for line, names in sorted(notes.items())]
     trained = [results for results in everything.values() if _describe_refusal(results) is None]
     descriptions = []
     for column, required in COLUMNS.items():

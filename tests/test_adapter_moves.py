@@ -176,9 +176,9 @@ def test_adapter_run_continues_published_adapters(
             logits_in_training(base, corpus, folder)
     first = next(name for name in tensors if "lora_" in name)
     for value, message in (
-        (tensors[first] * float("nan"), "holds NaN or infinity"),
+        (tensors[first] * float("nan"), "contains NaN or infinity"),
         (tensors[first].to(torch.float8_e4m3fn), "has shape .* and dtype F8_E4M3, but the model"),
-        (torch.ones(5, 5), "its factors have shapes"),
+        (torch.ones(5, 5), "the shapes of lora_A and lora_B"),
     ):
         save_file({**tensors, first: value}, weights)
         with pytest.raises(UserError, match=f"^adapter.name_or_path: .* {message}"):

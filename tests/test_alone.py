@@ -40,9 +40,9 @@ DEPENDENT = [
     Pair("t5gemma", "sequence-classification"),
 ]
 REFUSALS = (
-    "was not found to keep",
+    "is not known to keep",
     "which carry a state",
-    "which were not found",
+    "which are not known",
     "attends in both directions",
     "scales attention by the position in the sample",
     "has a rope_type that depends on the length",

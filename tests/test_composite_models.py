@@ -321,7 +321,10 @@ def test_checkpoint_of_text_part_continues_by_advice_of_error(
     run = create_text_run(tmp_path / "run", source, corpus, **settings)
     assert run_rank("cpu", run.replaced({"train.stop_after": 1})) == 0
     file.write_text(json.dumps(config), "utf-8")
-    with pytest.raises(UserError, match=r"portable-convert it to OUT, and set model\.name_or_path to OUT"):
+    with pytest.raises(
+        UserError,
+        match=r"convert the checkpoint with portable-convert to OUT, and set model\.name_or_path to OUT",
+    ):
         run_rank("cpu", run)
     out = tmp_path / "out"
     assert convert([str(tmp_path / "run" / "checkpoints" / "step-000001"), str(out), "--quiet"]) == 0

@@ -99,7 +99,7 @@ def test_context_parallel_rejects_settings_that_need_full_sequences(
         ({"model_type": "mixtral", "output_router_logits": True}, "the router loss .* without padding"),
         ({"model_type": "falcon", "num_kv_heads": 4}, "attention that cannot be divided among ranks"),
         ({"model_type": "mamba"}, "runs with eager"),
-        ({"model_type": "bert", "is_decoder": False}, "attends in both directions|not found to keep"),
+        ({"model_type": "bert", "is_decoder": False}, "attends in both directions|not known to keep"),
     ],
 )
 def test_context_parallel_rejects_unsupported_attention(changed: dict[str, Any], told: str) -> None:

@@ -9,6 +9,7 @@ the commands of its page.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import os
@@ -176,7 +177,7 @@ SMALLER = {
         ("steps: 60", "steps: 4"),
         ("--train.stop_after 30", "--train.stop_after 2"),
     ],
-    "tutorial-chat": [("epochs: 12", "epochs: 1"), ("steps: 60", "steps: 4")],
+    "tutorial-chat": [("epochs: 8", "epochs: 1"), ("steps: 60", "steps: 4")],
     "tutorial-ranks": [("--nproc 8", "--nproc 4")],
 }
 """Values of pages that are large only for the reader, and their replacements, by page."""
@@ -318,6 +319,18 @@ def test_docs_name_existing_tests_and_modules() -> None:
     )
 
 
+def test_docs_tour_lines_exist() -> None:
+    """Each line that the tour quotes is in the function that it names."""
+    rows = table_after(ROOT / "docs" / "tour.md", "## Find a line")[2:]
+    assert len(rows) > 10
+    for _, quoted, place in rows:
+        function, _, link = place.partition(" in ")
+        source = (ROOT / "docs" / link[link.index("(") + 1 : -1]).read_text("utf-8")
+        names = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+        body = ast.get_source_segment(source, names[function.strip("`")]) or ""
+        assert quoted.strip("`").replace("\\|", "|") in body, f"{quoted} is not in {place}"
+
+
 @pytest.mark.slow
 def test_docs_site_builds_without_warnings(tmp_path: Path, zygote: Zygote) -> None:
     pytest.importorskip("myst_parser")
@@ -335,12 +348,12 @@ def test_docs_site_builds_without_warnings(tmp_path: Path, zygote: Zygote) -> No
 
 
 CHOICES: dict[str, dict[str, Any]] = {
-    "optimizer in host memory": {"memory.offload_optimizer": "cpu"},
-    "parameters in host memory": {"memory.offload_params": "cpu"},
-    "`adafactor`, `adamw_8bit`": {"train.optimizer": "adafactor"},
-    "`compile`": {"compile": True, "compile_backend": "eager"},
-    "activation checkpointing": {"memory.activation_checkpointing": "selective"},
-    "onto a disk": {"memory.offload_optimizer": "nvme", "memory.nvme_path": str(ROOT)},
+    "`memory.offload_optimizer: cpu`": {"memory.offload_optimizer": "cpu"},
+    "`memory.offload_params: cpu`": {"memory.offload_params": "cpu"},
+    "optimizers `adafactor`, `adamw_8bit`": {"train.optimizer": "adafactor"},
+    "`compile: true`": {"compile": True, "compile_backend": "eager"},
+    "`memory.activation_checkpointing`": {"memory.activation_checkpointing": "selective"},
+    "`memory.offload_optimizer: nvme`": {"memory.offload_optimizer": "nvme", "memory.nvme_path": str(ROOT)},
 }
 
 
@@ -352,7 +365,7 @@ def test_docs_exit_codes_match_commands() -> None:
 
 def test_docs_strategy_table_matches_backends() -> None:
     pytest.importorskip("deepspeed")
-    head, _, *rows = table_after(ROOT / "docs" / "strategies.md", "## Which to take")
+    head, _, *rows = table_after(ROOT / "docs" / "strategies.md", "### Features of each strategy")
     table = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
     for name, settings in CHOICES.items():
         for strategy, said in table[name].items():
@@ -367,7 +380,7 @@ def table_after(page: Path, mark: str) -> list[list[str]]:
     lines = page.read_text("utf-8").partition(f"{mark}\n")[2].splitlines()
     below = itertools.dropwhile(lambda line: not line.startswith("|"), lines)
     table = itertools.takewhile(lambda line: line.startswith("|"), below)
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
 
 
 def refusal(settings: dict[str, Any]) -> str | None:

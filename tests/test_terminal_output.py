@@ -49,7 +49,7 @@ SCREENS = {
     ),
     "conversion": Screen(("portable-convert", "runs/demo", "out", "--optimizer", "--verify"), "→ out"),
     "plan": Screen(("portable-plan", "--device", "h100", "--devices", "8"), "full_shard"),
-    "another run": Screen((*RUN, "--seed", "8"), "choose another", 2),
+    "another run": Screen((*RUN, "--seed", "8"), "another run (seed", 2),
 }
 
 

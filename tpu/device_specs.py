@@ -15,7 +15,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class TpuGeneration:
-    """Specifications of one TPU generation. A chip has one or two devices.
+    """Specifications of one TPU generation. The runtime presents each chip as one or two devices.
 
     Attributes:
         bf16_teraflops: Dense bf16 peak of a chip in TFLOP/s.
@@ -75,8 +75,8 @@ PCI_KINDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 def list_accelerators() -> list[Device]:
     """List the devices that the planner supports by name, one per TPU generation.
 
-    A device is a device of the runtime. Its memory, peak and link bandwidth are the chip's values divided by
-    the number of devices per chip.
+    An entry describes a device of the runtime, which may be one of two cores of a chip. Its memory, peak and
+    link bandwidth are therefore the values of the chip divided by the number of devices per chip.
     """
     devices = []
     for name, kind in TPU_GENERATIONS.items():
@@ -108,11 +108,14 @@ def find_tpu_generation(accelerator_type: str) -> TpuGeneration | None:
 
 
 def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None:
-    """Return the dense peak FLOP/s of one device of the runtime, or None if unknown.
+    """Return the dense peak FLOP/s of one device of the runtime.
 
     Args:
         accelerator_type: Accelerator type from :func:`detect_accelerator_type`. None if unknown.
         precision: ``bf16``, or ``fp32``, whose products take six bf16 passes at the highest precision.
+
+    Returns:
+        The peak in FLOP/s. None if the accelerator type is unknown, or for any other precision.
     """
     generation = None if accelerator_type is None else find_tpu_generation(accelerator_type)
     passes = {"bf16": 1, "fp32": FP32_PASSES}.get(precision)
@@ -122,10 +125,13 @@ def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None
 
 
 def detect_accelerator_type() -> str | None:
-    """Return the accelerator type of this host, such as ``v5litepod-16``, or None if it is unknown.
+    """Detect the accelerator type of this host, such as ``v5litepod-16``.
 
-    Reads ``TPU_ACCELERATOR_TYPE``, or otherwise queries the metadata server of the VM. The server is not
-    queried if no TPU is in use or ``TPU_SKIP_MDS_QUERY`` is set.
+    Reads ``TPU_ACCELERATOR_TYPE``. If the variable is not set, queries the metadata server of the VM, unless
+    ``TPU_SKIP_MDS_QUERY`` is set.
+
+    Returns:
+        The accelerator type. None if the runtime does not use a TPU, or if the type is unknown.
     """
     if not is_tpu_selected():
         return None
@@ -147,7 +153,7 @@ def detect_accelerator_type() -> str | None:
 def count_tpu_chips() -> int:
     """Count the TPU chips among the PCI devices of this host.
 
-    If ``TPU_VISIBLE_DEVICES`` names fewer devices, their number is returned.
+    If ``TPU_VISIBLE_DEVICES`` lists fewer devices, the result is the number of listed devices.
     """
     visible = os.environ.get("TPU_VISIBLE_DEVICES")
     num_chips = sum(_is_tpu_device_folder(device) for device in PCI_DEVICES.glob("*"))
@@ -157,7 +163,8 @@ def count_tpu_chips() -> int:
 def is_tpu_selected() -> bool:
     """Return whether the runtime uses a TPU on this host.
 
-    ``PJRT_DEVICE`` decides if it is set, otherwise the PCI devices.
+    If ``PJRT_DEVICE`` is set, the result is whether its value is ``TPU``. Otherwise the result is whether the
+    host has a TPU among its PCI devices.
     """
     pjrt_device = os.environ.get("PJRT_DEVICE")
     if pjrt_device:

@@ -18,11 +18,14 @@ ADDED_LIBTPU_FLAGS = ("xla_tpu_copy_elision_analysis_allowance=1000000000",)
 
 
 def add_missing_libtpu_flags(current_flags: str, flags: Iterable[str]) -> str:
-    """Return flags with additional flags appended, except for flags that are already set.
+    """Append flags to a value of ``LIBTPU_INIT_ARGS``, except for flags that the value already sets.
 
     Args:
         current_flags: Value of ``LIBTPU_INIT_ARGS``.
         flags: Flags to add, each as ``name=value``.
+
+    Returns:
+        The new value, with a space between flags.
     """
     arguments = current_flags.split()
     present = {re.sub("^-*", "", flag).partition("=")[0] for flag in arguments}

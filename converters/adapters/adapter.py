@@ -145,7 +145,7 @@ class StoredAdapter:
             CheckpointError: If the files do not contain a base model.
         """
         if not self.base_tensors:
-            raise CheckpointError(f"{self.root}: contains only the adapter; give its base model")
+            raise CheckpointError(f"{self.root}: contains only the adapter; specify the base model")
         config = self.trained_config
         companions = {} if config is None else {"config.json": config}
         # Trained biases are parameters of the base model itself. A module in modules_to_save is a copy.
@@ -225,7 +225,7 @@ class StoredAdapter:
                     tensor.dtype in CASTABLE_DTYPES
                     and not np.isfinite(block.astype(np.float32, copy=False)).all()
                 ):
-                    raise CheckpointError(f"{self.root}: {name!r} holds NaN or infinity")
+                    raise CheckpointError(f"{self.root}: {name!r} contains NaN or infinity")
                 digest.update(block.view(np.uint8).data)
         return digest.hexdigest()
 
@@ -246,18 +246,20 @@ class StoredAdapter:
             if pair is None:
                 if module.find_tensor(TOKENS) is None:
                     kind = next(iter(module.tensors))[0]
-                    raise CheckpointError(f"{self.root}: {module.path}: {kind} without lora_A and lora_B")
+                    raise CheckpointError(
+                        f"{self.root}: {module.path}: has {kind}, but neither lora_A nor lora_B"
+                    )
                 continue
             if not config.may_target_module(module.path):
                 raise CheckpointError(
-                    f"{self.root}: {module.path}: has an adapter, but target_modules in {config.path} do not "
-                    "name it; use the settings of this adapter"
+                    f"{self.root}: {module.path}: has an adapter, but does not match target_modules in "
+                    f"{config.path}; use the settings of this adapter"
                 )
             down, up, _ = pair
             if len(down.shape) < 2 or len(up.shape) < 2 or down.shape[0] != up.shape[1]:
                 raise CheckpointError(
-                    f"{self.root}: {module.path}: its factors have shapes {list(down.shape)} and "
-                    f"{list(up.shape)}, which do not fit each other"
+                    f"{self.root}: {module.path}: the shapes of lora_A and lora_B, {list(down.shape)} and "
+                    f"{list(up.shape)}, are incompatible"
                 )
             rank = config.get_rank(module.path)
             stacked = bool(config.target_parameters)
@@ -269,7 +271,7 @@ class StoredAdapter:
                     f"{self.root}: {module.path}: has rank {down.shape[0]}, but {config.path} has rank {rank}"
                 )
             if config.dora != (module.find_tensor(MAGNITUDE) is not None):
-                problem = "is missing, although" if config.dora else "is there, but"
+                problem = "is missing, although" if config.dora else "is present, but"
                 raise CheckpointError(
                     f"{self.root}: {module.path}: {MAGNITUDE} {problem} use_dora is "
                     f"{str(config.dora).lower()} in {config.path}"

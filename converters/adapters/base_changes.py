@@ -154,13 +154,13 @@ class BaseChanges:
             ):
                 # Zamba's layers share one block, but each layer has a separate adapter.
                 raise CheckpointError(
-                    f"{self.base_checkpoint.root}: holds no {live_name!r}, which {self.adapter.root} "
-                    f"changes, but {similar_name!r}; if the layers share this weight, their adapters cannot "
-                    "be merged"
+                    f"{self.base_checkpoint.root}: contains no {live_name!r}, which {self.adapter.root} "
+                    f"changes, but contains {similar_name!r}; if the layers share this weight, their "
+                    "adapters cannot be merged"
                 )
             raise CheckpointError(
-                f"{self.base_checkpoint.root}: holds no {live_name!r}, which {self.adapter.root} "
-                f"changes{hint}; give the base that the adapter was trained on"
+                f"{self.base_checkpoint.root}: contains no {live_name!r}, which {self.adapter.root} "
+                f"changes{hint}; specify the base model that the adapter was trained on"
             )
         change = self.changes.get(match.identical_tensor or "")
         if change is not None and change.source is not None and len(change.source.shape) == len(match.shape):
@@ -195,8 +195,9 @@ class BaseChanges:
         """Build (but do not raise) the error for adapter tensors that do not fit the shape of a parameter."""
         shapes = " and ".join(str(list(tensor.shape)) for tensor in adapter_tensors)
         return CheckpointError(
-            f"{self.base_checkpoint.root}: {live_name!r} has shape {list(base_shape)}, which {shapes} in "
-            f"{self.adapter.root} do not fit; give the base that the adapter was trained on"
+            f"{self.base_checkpoint.root}: {live_name!r} has shape {list(base_shape)}, which does not "
+            f"match {shapes} in {self.adapter.root}; specify the base model that the adapter was trained "
+            "on"
         )
 
     def get_or_add_change(self, name: str, num_row_dims: int) -> TensorChange:
@@ -211,7 +212,9 @@ class BaseChanges:
         """
         change = self.changes.setdefault(name, TensorChange(num_row_dims))
         if change.num_row_dims != num_row_dims:
-            raise CheckpointError(f"{self.adapter.root}: changes {name!r} in two ways; this cannot be merged")
+            raise CheckpointError(
+                f"{self.adapter.root}: changes {name!r} in two ways, which cannot be merged"
+            )
         return change
 
     def has_inputs_first(self, live_name: str) -> bool:
@@ -297,7 +300,7 @@ class BaseChanges:
         weight = self.base_names.find_parameter(f"{module}.weight")
         if weight is not None and self.base_names.find_parameter(live) is None:
             raise CheckpointError(
-                f"{self.base_checkpoint.root}: {module} has no bias, and {self.adapter.root} adds one "
+                f"{self.base_checkpoint.root}: {module} has no bias, but {self.adapter.root} adds one "
                 "(lora_bias); models of this architecture cannot store a bias there"
             )
         parameter = self.locate_parameter(live)
@@ -366,8 +369,8 @@ class BaseChanges:
             return tensor
         if tensor.dtype not in CASTABLE_DTYPES:
             raise CheckpointError(
-                f"{self.base_checkpoint.root}: {name!r} is {tensor.dtype}, quantized; give the model that it "
-                "was made from"
+                f"{self.base_checkpoint.root}: {name!r} is quantized ({tensor.dtype}); specify the model "
+                "before quantization"
             )
         source = change.source if change.source is not None else tensor
         if change.edits and source.shape != tensor.shape and len(source.shape) != len(tensor.shape):

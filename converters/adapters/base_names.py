@@ -127,7 +127,9 @@ class BaseNameLookup:
                 return self._locate_tensor(name)
         matches = self._names_by_suffix.get(live_name, ())
         if len(matches) > 1:
-            raise CheckpointError(f"{live_name!r} could be {matches[0]!r} or {matches[1]!r}")
+            raise CheckpointError(
+                f"{live_name!r} is ambiguous: the base model contains {matches[0]!r} and {matches[1]!r}"
+            )
         return self._locate_tensor(matches[0]) if matches else None
 
     @cached_property

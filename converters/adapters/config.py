@@ -217,9 +217,9 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: damaged, not readable as JSON") from None
+        raise CheckpointError(f"{path}: is not valid JSON") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: damaged, not a table of settings")
+        raise CheckpointError(f"{path}: is not a JSON object")
     reader = _ConfigReader(path, values)
     kind = values.get("peft_type")
     if path.name == VERL_CONFIG and kind is None:
@@ -228,7 +228,9 @@ def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
         reader = _ConfigReader(path, values)
     if kind not in TYPES:
         shown = to_printable(kind)[:40]
-        raise CheckpointError(f"{path}: peft_type {shown!r} is not supported ({', '.join(TYPES)} are)")
+        raise CheckpointError(
+            f"{path}: peft_type {shown!r} is not supported; supported types: {', '.join(TYPES)} are)"
+        )
     common: dict[str, Any] = {
         "path": path,
         "type": kind,
@@ -369,7 +371,7 @@ class _ConfigReader:
         ):
             raise self.build_value_error(key, value, "a list of token numbers")
         if len(set(value)) != len(value):
-            raise CheckpointError(f"{self.path}: {key} names a token twice")
+            raise CheckpointError(f"{self.path}: {key} contains a token twice")
         return tuple(value)
 
     def read_token_indices(self, key: str) -> dict[str, tuple[int, ...]]:

@@ -141,12 +141,15 @@ def check_mergeable_settings(adapter: StoredAdapter) -> None:
     """
     config = adapter.config
     if (key := config.unsupported_setting) is not None:
-        raise CheckpointError(f"{config.path}: {to_printable(key)[:60]} is set, which cannot be merged here")
+        raise CheckpointError(
+            f"{config.path}: {to_printable(key)[:60]} is set, but an adapter with this setting cannot be "
+            "merged"
+        )
     initial = config.values.get("init_lora_weights")
     if isinstance(initial, str) and BASE_CHANGING_INITS.fullmatch(initial):
         raise CheckpointError(
-            f"{config.path}: init_lora_weights is {to_printable(initial)[:40]!r}, which changes the base's "
-            "weights too; save the adapter with path_initial_model_for_weight_conversion"
+            f"{config.path}: init_lora_weights is {to_printable(initial)[:40]!r}, which also changes the "
+            "weights of the base model; save the adapter with path_initial_model_for_weight_conversion"
         )
 
 
@@ -176,17 +179,18 @@ def _check_base_model(changes: BaseChanges) -> None:
     """
     base, adapter = changes.base_checkpoint, changes.adapter
     if any(name.startswith(PEFT_PREFIX) or parse_adapter_name(name) is not None for name in base.tensors):
-        raise CommandError(f"{base.root}: contains an adapter; give only the base model")
+        raise CommandError(f"{base.root}: contains an adapter; specify only the base model")
     quantized = read_quantization_config(base)
     if quantized is not None:
         method = to_printable(quantized.get("quant_method"))[:40]
         raise CommandError(
-            f"{base.root}: is quantized ({method}); give the model before quantization, or add --dequantize"
+            f"{base.root}: is quantized ({method}); specify the model before quantization, or add "
+            "--dequantize"
         )
     recorded = adapter.base_fingerprint
     if recorded is not None and recorded != compute_fingerprint(base):
         raise CommandError(
-            f"{base.root}: is not the base of {adapter.root}, which was trained on other weights"
+            f"{base.root}: is not the base model of {adapter.root}, which was trained on other weights"
         )
 
 
@@ -267,7 +271,7 @@ def _add_token_edit_of_module(changes: BaseChanges, module: AdapterModule) -> st
         None,
     )
     if token_indices is None:
-        raise CheckpointError(f"{changes.adapter_config.path}: names no trainable tokens of {module.path}")
+        raise CheckpointError(f"{changes.adapter_config.path}: lists no trainable tokens of {module.path}")
     weight, num_base_rows = parameter.identical_tensor, parameter.shape[0]
     new_tokens = sorted(
         row for row in token_indices if row >= num_base_rows
@@ -539,8 +543,8 @@ class _LoraEditBuilder:
         leaves = self._list_target_parameters(path)
         if len(leaves) > _MAX_NESTED or len(leaves) < len(pairs):
             raise CheckpointError(
-                f"{self.changes.adapter.root}: {path}: has {len(pairs)} adapters for the target_parameters "
-                f"{leaves}"
+                f"{self.changes.adapter.root}: {path}: has {len(pairs)} adapters, which do not match the "
+                f"target_parameters {leaves}"
             )
         locations = {leaf: self.changes.locate_parameter(f"{path}.{leaf}") for leaf in leaves}
         for order in permutations(leaves, len(pairs)):
@@ -600,8 +604,8 @@ class _LoraEditBuilder:
         if version is None:
             raise CheckpointError(
                 f"{self.changes.adapter_config.path}: peft_version is not recorded, and the factors of "
-                f"{live_name} fit in two ways, because peft before 0.19 stores them the other way round; add "
-                "the peft_version that wrote the adapter"
+                f"{live_name} fit in two ways, because peft before 0.19 stores them transposed; set "
+                "peft_version to the version that wrote the adapter"
             )
         return False
 

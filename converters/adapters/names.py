@@ -179,11 +179,11 @@ def split_tensor_names(
             return SplitNames(parts | replaced, [])
     elif adapter_name is None and len(adapters) > 1:
         raise CheckpointError(
-            f"{location}: holds several adapters ({', '.join(adapters)}); choose one with --adapter-name"
+            f"{location}: contains several adapters ({', '.join(adapters)}); choose one with --adapter-name"
         )
     if adapter_name is not None and adapter_name not in adapters:
         raise CheckpointError(
-            f"{location}: holds no adapter {adapter_name!r}; it holds {', '.join(adapters) or 'one'}"
+            f"{location}: contains no adapter {adapter_name!r}; available: {', '.join(adapters) or 'one'}"
         )
     chosen = adapter_name if adapter_name is not None else next(iter(adapters), None)
     parts = {name: part for name, part in parts.items() if part.adapter_name in (None, chosen)}

@@ -77,7 +77,7 @@ class PatternMatcher:
             return getattr(self._compiled[pattern], method)(text, timeout=max(self._remaining_seconds, 0.001))
         except TimeoutError:
             raise PatternError(
-                f"{pattern[:60]!r} takes too long to match; give names, or a simpler pattern"
+                f"{pattern[:60]!r} takes too long to match; use names, or a simpler pattern"
             ) from None
         finally:
             self._remaining_seconds -= time.process_time() - began

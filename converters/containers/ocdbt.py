@@ -107,11 +107,11 @@ def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
         data = folder.get_file(node_location.name)
         node = data.get_file_identity(), node_location.offset
         if node in seen:
-            raise CheckpointError(f"{data.path}: damaged, a node has two parents")
+            raise CheckpointError(f"{data.path}: damaged: a node has two parents")
         seen.add(node)
         fields = _read_checked_body(data, node_location.offset, node_location.length, _NODE_MAGIC, cost)
         if fields.read_byte() != height:
-            raise fields.build_damage_error("a node has another height than its parent records")
+            raise fields.build_damage_error("the height of a node differs from the height in its parent")
         names = _read_data_file_names(fields, node_location.base)
         keys, shared = _read_keys(fields, interior=height > 0)
         if height:
@@ -169,7 +169,7 @@ def _add_leaf_values(
     kinds = fields.read_varints(len(keys))
     num_indirect = kinds.count(1)
     if num_indirect + kinds.count(0) != len(keys):
-        raise fields.build_damage_error("a value is of an unknown kind")
+        raise fields.build_damage_error("a value has an unknown kind")
     files, offsets = iter(fields.read_varints(num_indirect)), iter(fields.read_varints(num_indirect))
     for key, length, kind in zip(keys, lengths, kinds, strict=True):
         try:
@@ -177,7 +177,7 @@ def _add_leaf_values(
         except UnicodeDecodeError:
             raise fields.build_damage_error("a key is not valid UTF-8") from None
         if name in values:
-            raise fields.build_damage_error(f"holds {name!r} twice")
+            raise fields.build_damage_error(f"contains {name!r} twice")
         if kind:
             data = folder.get_file(fields.select_data_file(names, next(files)).name)
             values[name] = data.get_span(next(offsets), length, description=name)
@@ -207,7 +207,7 @@ def _read_keys(fields: _FieldReader, *, interior: bool) -> _NodeKeys:
     for prefix, suffix in zip(prefixes, suffixes, strict=True):
         key = last[:prefix] + fields.read_bytes(suffix)
         if prefix > len(last) or (keys and key <= last):
-            raise fields.build_damage_error("its keys are out of order")
+            raise fields.build_damage_error("the keys of a node are not sorted")
         keys.append(key)
         last = key
     if any(length > len(key) for length, key in zip(shared, keys, strict=False)):
@@ -229,7 +229,7 @@ def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName
     last = b""
     for prefix, suffix, length in zip(prefixes, suffixes, bases, strict=True):
         if prefix > len(last) or prefix + suffix > MAX_PATH_NAME or length > prefix + suffix:
-            raise fields.build_damage_error("the names of its data files do not fit")
+            raise fields.build_damage_error("the lengths of the data file names do not match")
         fields.reserve_memory(prefix + suffix)
         last = last[:prefix] + fields.read_bytes(suffix)
         try:
@@ -276,20 +276,20 @@ def _read_checked_body(
     location = str(file.path)
     kind = "node" if magic == _NODE_MAGIC else "manifest"
     if length > MAX_NODE:
-        raise CheckpointError(f"{location}: damaged, no OCDBT {kind} has {length:,} bytes")
+        raise CheckpointError(f"{location}: damaged: an OCDBT {kind} cannot have {length:,} bytes")
     raw = file.read_bytes(offset, length)
     if len(raw) < 18 or raw[:4] != magic.to_bytes(4, "big"):
-        raise CheckpointError(f"{location}: damaged, no OCDBT {kind} there")
+        raise CheckpointError(f"{location}: damaged: there is no OCDBT {kind} at the recorded position")
     if int.from_bytes(raw[4:12], "little") != len(raw):
-        raise CheckpointError(f"{location}: truncated or damaged, a length in it is wrong")
+        raise CheckpointError(f"{location}: truncated or damaged: a recorded length does not match")
     if compute_crc32c(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
-        raise CheckpointError(f"{location}: damaged, the checksum of the OCDBT tree does not match")
+        raise CheckpointError(f"{location}: damaged: the checksum of the OCDBT tree does not match")
     cost.stored_bytes += len(raw)
     fields = _FieldReader(raw[12:-4], location, cost)
     version, compression = fields.read_varint(), fields.read_varint()
     if version != 0 or compression not in (0, 1):
         raise CheckpointError(
-            f"{location}: OCDBT version {version}, compression {compression} is not supported"
+            f"{location}: OCDBT version {version} with compression {compression} is not supported"
         )
     body = fields.data[fields.position :]
     content = _FieldReader(_decompress(body, location) if compression else body, location, cost)
@@ -308,7 +308,7 @@ def _decompress(data: bytes, location: str) -> bytes:
     try:
         body: bytes = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(MAX_NODE + 1)
     except OSError:
-        raise CheckpointError(f"{location}: damaged, the OCDBT tree is not zstd data") from None
+        raise CheckpointError(f"{location}: damaged: the OCDBT tree is not zstd data") from None
     if len(body) > MAX_NODE:
         raise CheckpointError(f"{location}: a node of the OCDBT tree has more than {MAX_NODE:,} bytes")
     return body
@@ -347,7 +347,7 @@ class _FieldReader:
 
     def build_damage_error(self, reason: str) -> CheckpointError:
         """Return an error that describes damage in this file. The caller raises the error."""
-        return CheckpointError(f"{self.location}: damaged, {reason}")
+        return CheckpointError(f"{self.location}: damaged: {reason}")
 
     def reserve_memory(self, nbytes: int) -> None:
         """Add `nbytes` to the estimated memory of the tree.
@@ -370,7 +370,7 @@ class _FieldReader:
         """
         count = self.read_varint()
         if count > len(self.data):
-            raise self.build_damage_error(f"holds {count:,} {unit}")
+            raise self.build_damage_error(f"a node cannot have {count:,} {unit}")
         self.reserve_memory(_ENTRY_BYTES * count)
         return count
 
@@ -425,7 +425,7 @@ class _FieldReader:
             CheckpointError: If the index is too large.
         """
         if index >= len(names):
-            raise self.build_damage_error(f"names data file {index}, of {len(names)}")
+            raise self.build_damage_error(f"data file {index} does not exist, there are {len(names)}")
         return names[index]
 
     def check_fully_read(self) -> None:
@@ -436,5 +436,5 @@ class _FieldReader:
         """
         if self.position != len(self.data):
             raise self.build_damage_error(
-                f"a node has {len(self.data) - self.position:,} bytes more than its entries"
+                f"a node has {len(self.data) - self.position:,} extra bytes after its entries"
             )

@@ -145,7 +145,7 @@ def unpickle_without_code(
         struct.error,
         OverflowError,
     ) as error:
-        raise CheckpointError(f"{location}: not a readable pickle ({type(error).__name__})") from None
+        raise CheckpointError(f"{location}: is not a readable pickle ({type(error).__name__})") from None
 
 
 class _PickleMachine:
@@ -200,7 +200,7 @@ class _PickleMachine:
         """
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:
-            raise PickleRefusedError("a dict key or set item is too large a number")
+            raise PickleRefusedError("a dict key or set item is a number that is too large")
         if kind in _SCALARS or kind is PickledInstance or kind is PickledGlobal:
             return key
         if kind is tuple:  # Hashing nested tuples can take exponential time.
@@ -239,7 +239,7 @@ class _PickleMachine:
         if type(module) is not str or type(name) is not str:
             raise PickleRefusedError("a global has no name")
         if len(module) > MAX_NAME or len(name) > MAX_NAME:
-            raise PickleRefusedError("a global has too long a name")
+            raise PickleRefusedError("the name of a global is too long")
         key = f"{_PYTHON2.get(module, module)}.{name}"
         loaded = self.globals.get(key)
         if loaded is None:
@@ -247,10 +247,10 @@ class _PickleMachine:
                 shown = key if len(key) < 100 and key.isprintable() else "with an unprintable name"
                 if _ELEMENT.fullmatch(shown):
                     raise PickleRefusedError(
-                        f"holds a tensor of the element type {shown[6:]}, which is not supported"
+                        f"contains a tensor of the element type {shown[6:]}, which is not supported"
                     )
                 raise PickleRefusedError(
-                    f"holds the Python object {shown}, which is not on the allow-list; no code was run"
+                    f"contains the Python object {shown}, which is not on the allow-list; no code was run"
                 )
             loaded = self.globals[key] = PickledGlobal(key, self.standins.get(key))
         return loaded
@@ -484,7 +484,7 @@ def _check_value_size(root: Any, limit: int) -> None:
                         roots += [inner for inner in part.get_contained_values() if inner]
             if pending:
                 if value_id in waiting:
-                    raise PickleRefusedError("holds a container that contains itself")
+                    raise PickleRefusedError("a container contains itself")
                 waiting.add(value_id)
                 stack += pending
             else:
@@ -492,9 +492,11 @@ def _check_value_size(root: Any, limit: int) -> None:
                 stack.pop()
                 measured[value_id] = size, depth + 1
             if depth >= MAX_DEPTH or len(waiting) > MAX_DEPTH:
-                raise PickleRefusedError(f"holds containers nested more than {MAX_DEPTH} deep")
+                raise PickleRefusedError(f"containers are nested more than {MAX_DEPTH} levels deep")
             if size > limit:
-                raise PickleRefusedError("references the same objects so often that its value is too large")
+                raise PickleRefusedError(
+                    "repeats references to the same objects so often that the value is too large"
+                )
 
 
 def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:

@@ -49,21 +49,21 @@ def read_indexed_shards(
     file = folder.get_file(index_name)
     weight_map = read_json_object(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{file.path}: not a shard index (no weight_map)")
+        raise CheckpointError(f"{file.path}: is not a shard index (no weight_map)")
     files = {shard: folder.get_file(shard) for shard in sorted(set(weight_map.values()))}
     _check_distinct_files(folder, index_name, files)
     shards = dict(zip(files, map_with_prefetch(folder.path, read_shard, files.values()), strict=True))
     for key, shard in weight_map.items():
         if key not in shards[shard]:
             raise CheckpointError(
-                f"{folder.path / shard}: does not hold {key!r}, which {index_name} places there"
+                f"{folder.path / shard}: does not contain {key!r}, although {index_name} maps it to this file"
             )
     index: dict[str, V] = {}
     for shard, entries in shards.items():
         for key, value in entries.items():
             if weight_map.get(key) != shard:
                 raise CheckpointError(
-                    f"{folder.path / shard}: holds {key!r}, which {index_name} does not place there"
+                    f"{folder.path / shard}: contains {key!r}, which {index_name} does not map to this file"
                 )
             index[key] = value
     return index
@@ -89,11 +89,13 @@ def check_rank_files_complete(
         # Do not iterate over the world size, because it is untrusted and may be huge.
         first = next(rank for rank in range(len(files_by_rank) + 1) if rank not in files_by_rank)
         raise CheckpointError(
-            f"{path}: the {description} states of rank {first} are missing ({missing} of {world_size})"
+            f"{path}: the {description} states of rank {first} are missing ({missing} of {world_size} ranks)"
         )
     extra = [name for rank, name in files_by_rank.items() if rank >= world_size]
     if extra:
-        raise CheckpointError(f"{path / extra[0]}: a file of another run; this one had {world_size} ranks")
+        raise CheckpointError(
+            f"{path / extra[0]}: is a file of another run, because this run had {world_size} ranks"
+        )
 
 
 def _check_distinct_files(folder: CheckpointFolder, name: str, files: Mapping[str, CheckpointFile]) -> None:

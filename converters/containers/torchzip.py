@@ -112,7 +112,8 @@ class TorchZip:
         self.location = f"{file.path}: {description}" if description else str(file.path)
         if offset < 0 or self.length < 0 or offset + self.length > file.nbytes:
             raise CheckpointError(
-                f"{self.location}: would end at byte {offset + self.length} of {file.nbytes}"
+                f"{self.location}: would end at byte {offset + self.length}, but the file has "
+                f"{file.nbytes} bytes"
             )
         # A single read fetches the end records and, for a small archive, the complete directory.
         self._tail_offset = max(0, self.length - 4096)
@@ -120,12 +121,16 @@ class TorchZip:
         self.members, self._directory_start, self.checksum = self._read_directory()
         roots = {name.split("/", 1)[0] for name in self.members}
         if len(roots) != 1:
-            raise CheckpointError(f"{self.location}: a zip, but not written by torch.save")
+            raise CheckpointError(f"{self.location}: is a zip file, but was not written by torch.save")
         self.archive = roots.pop()
         if f"{self.archive}/data.pkl" not in self.members:
-            raise CheckpointError(f"{self.location}: a zip without data.pkl, not written by torch.save")
+            raise CheckpointError(
+                f"{self.location}: is a zip file without data.pkl, so it was not written by torch.save"
+            )
         if f"{self.archive}/byteorder" in self.members and self.read_member("byteorder") != b"little":
-            raise CheckpointError(f"{self.location}: written on a big-endian machine, which is not supported")
+            raise CheckpointError(
+                f"{self.location}: was written on a big-endian machine, which is not supported"
+            )
 
     def check_not_renamed(self) -> None:
         """Check that the file still has the name under which it was saved.
@@ -152,7 +157,7 @@ class TorchZip:
             CheckpointError: If the range extends beyond the archive.
         """
         if start < 0 or count < 0 or start + count > self.length:
-            raise self._build_error("truncated or damaged zip")
+            raise self._build_error("the zip file is truncated or damaged")
         if start >= self._tail_offset:
             return self._tail[start - self._tail_offset : start - self._tail_offset + count]
         return self.file.read_bytes(self.offset + start, count)
@@ -183,7 +188,7 @@ class TorchZip:
             )
             agree = all(short in (long, (1 << bits) - 1) for short, long, bits in narrow)
             if magic != b"PK\6\6" or stop + 12 + record_size != locator_offset or not agree:
-                raise self._build_error("damaged zip: its end records disagree")
+                raise self._build_error("damaged zip file: the end records disagree")
             num_on_disk, count, size, start = here64, count64, size64, start64
         if (
             disk
@@ -193,17 +198,17 @@ class TorchZip:
             or start + size != stop
             or count * _CENTRAL.size > size
         ):
-            raise self._build_error("damaged zip: its end record is inconsistent")
+            raise self._build_error("damaged zip file: the end record is inconsistent")
         raw, position = self._read_bytes(start, size), 0
         records: list[tuple[str, int, int, int]] = []
         for _ in range(count):
             if position + _CENTRAL.size > size:
-                raise self._build_error("damaged zip directory")
+                raise self._build_error("damaged zip file: the directory is inconsistent")
             fields = _CENTRAL.unpack_from(raw, position)
             magic, _, _, flags, method, _, _, crc, packed, nbytes, n, extra, note, disk, _, _, header = fields
             position += _CENTRAL.size
             if magic != b"PK\1\2" or position + n + extra + note > size or disk or flags & _ENCRYPTED:
-                raise self._build_error("damaged zip directory")
+                raise self._build_error("damaged zip file: the directory is inconsistent")
             name = raw[position : position + n].decode("utf-8", "replace")
             packed, nbytes, header = self._parse_zip64_sizes(
                 raw[position + n : position + n + extra], packed, nbytes, header
@@ -213,13 +218,13 @@ class TorchZip:
                 raise self._build_error(f"the record {name!r} is compressed, which torch.save never does")
             records.append((name, header, nbytes, crc))
         if position != size:
-            raise self._build_error("damaged zip directory")
+            raise self._build_error("damaged zip file: the directory is inconsistent")
         records.sort(key=lambda member: member[1])
         for (name, header, nbytes, _), limit in zip(
             records, [m[1] for m in records[1:]] + [start], strict=True
         ):
             if header + _LOCAL.size + len(name) + nbytes > limit:
-                raise self._build_error(f"the zip record {name!r} overlaps the next one")
+                raise self._build_error(f"damaged zip file: the record {name!r} overlaps the next record")
         # torch.serialization.set_crc32_options(False) stores 0 for every member, so there are no checksums.
         recorded = any(crc for _, _, _, crc in records)
         members = {
@@ -227,7 +232,7 @@ class TorchZip:
             for name, position, n, crc in records
         }
         if len(members) != len(records):
-            raise self._build_error("the zip holds two records with one name")
+            raise self._build_error("damaged zip file: two records have the same name")
         return _Directory(members, start, isal_zlib.crc32(raw))
 
     def _parse_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> _MemberSizes:
@@ -258,9 +263,11 @@ class TorchZip:
         """
         start = self.file.read_bytes(self.offset, min(16, self.length))
         if start.startswith(b"PK\3\4"):
-            return self._build_error("truncated: the end of the zip is missing")
+            return self._build_error("truncated: the end of the zip file is missing")
         if start.startswith(b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20"):
-            return self._build_error("written by torch before 1.6; load it with torch and save it again")
+            return self._build_error(
+                "was written by torch before 1.6; load the file with torch and save it again"
+            )
         return self._build_error("not written by torch.save")
 
     def get_member_span(self, name: str) -> FileSpan:
@@ -281,10 +288,10 @@ class TorchZip:
             or flags & _ENCRYPTED
             or self._read_bytes(start, n) != member.name.encode()
         ):
-            raise self._build_error(f"damaged zip: the header of {name!r} does not match the directory")
+            raise self._build_error(f"damaged zip file: the header of {name!r} does not match the directory")
         start += n + extra
         if start + member.nbytes > self._directory_start:
-            raise self._build_error(f"damaged zip: the record {name!r} runs into the directory")
+            raise self._build_error(f"damaged zip file: the record {name!r} overlaps the directory")
         return self.file.get_span(
             self.offset + start, member.nbytes, crc32=member.crc32, description=f"{self.archive}/{name}"
         )
@@ -348,7 +355,7 @@ class TorchZip:
         nbytes = numel * (get_itemsize(dtype) if dtype else 1) if type(numel) is int else -1
         if member is None or nbytes != member.nbytes:
             raise CheckpointError(
-                f"{self.location}: the storage {format_untrusted_value(key)} is missing or of another size"
+                f"{self.location}: the storage {format_untrusted_value(key)} is missing or has another size"
             )
         return ZipStorage(self, key, dtype, nbytes)
 
@@ -464,7 +471,7 @@ def _rebuild_tensor_v3(
     )
     name = FROM_TORCH.get(kind)
     if name is None:
-        raise PickleRefusedError(f"holds a tensor of the element type {kind}, which is not supported")
+        raise PickleRefusedError(f"contains a tensor of the element type {kind}, which is not supported")
     return StoredTensor(storage, offset, size, stride, name)
 
 
@@ -479,7 +486,8 @@ def _check_math_bits(bits: Any) -> None:
     """
     if bits and (not isinstance(bits, dict) or any(bits.values())):
         raise PickleRefusedError(
-            "holds a lazily conjugated or negated tensor; save it after resolve_conj() and resolve_neg()"
+            "contains a lazily conjugated or negated tensor; save the tensor after resolve_conj() "
+            "and resolve_neg()"
         )
 
 

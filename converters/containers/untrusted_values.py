@@ -83,5 +83,5 @@ def get_attributes_or_empty(value: Any) -> dict[Any, Any]:
 
 
 def _build_error(name: str, kind: str, location: str) -> CheckpointError:
-    message = f"damaged, {name} is not {kind}"
+    message = f"damaged: {name} is not {kind}"
     return CheckpointError(f"{location}: {message}" if location else message)

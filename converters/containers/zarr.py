@@ -105,7 +105,7 @@ class ChunkBudget:
         self._num_remaining -= chunks
         if self._num_remaining < 0:
             raise CheckpointError(
-                f"{location}: damaged, too many chunks are within shards, or have no values"
+                f"{location}: damaged: too many chunks are within shards, or have no values"
             )
 
 
@@ -143,7 +143,7 @@ def build_zarr_tensor(
     shape = parsed.shape
     grid = [-(-size // step) for size, step in zip(shape, parsed.chunk_shape, strict=True)]
     if prod(grid) > max_chunks:
-        raise CheckpointError(f"{location}: {name}: damaged, it would have {prod(grid):,} chunks")
+        raise CheckpointError(f"{location}: {name}: damaged: the array would have {prod(grid):,} chunks")
     boxes = []
     for position in product(*map(range, grid)):
         key = parsed.format_chunk_key(position)
@@ -238,7 +238,9 @@ def _build_chunk_view(
     if header.codec is not None:
         source = DecompressedSource(source, header.codec, nbytes, used_bytes, location)
     elif source.nbytes != nbytes:
-        raise CheckpointError(f"{location}: damaged, a chunk of {nbytes:,} bytes has {source.nbytes:,}")
+        raise CheckpointError(
+            f"{location}: damaged: a chunk has {source.nbytes:,} bytes instead of {nbytes:,}"
+        )
     return View(source, 0, compute_row_major_strides(header.inner_chunk_shape, width))
 
 
@@ -259,7 +261,7 @@ class _ShardIndex:
 
     def __init__(self, value: ByteSource, num_chunks: int, *, has_crc: bool, location: str) -> None:
         if 16 * num_chunks + 4 * has_crc > value.nbytes:
-            raise CheckpointError(f"{location}: truncated or damaged, a shard has no index")
+            raise CheckpointError(f"{location}: truncated or damaged: a shard has no index")
         self._value = value
         self._num_chunks = num_chunks
         self._has_crc = has_crc
@@ -278,7 +280,7 @@ class _ShardIndex:
         if offset == _ABSENT:
             raise CheckpointError(f"{self._location}: a chunk is missing")
         if offset + length > self._value.nbytes:
-            raise CheckpointError(f"{self._location}: damaged, the index of a shard is wrong")
+            raise CheckpointError(f"{self._location}: damaged: the index of a shard is wrong")
         return SourceSlice(self._value, offset, length)
 
     def _read_entries(self) -> list[_IndexEntry]:
@@ -291,7 +293,7 @@ class _ShardIndex:
         self._value.read_into(memoryview(raw), self._value.nbytes - len(raw), set())
         if self._has_crc and compute_crc32c(memoryview(raw)[:-4]) != struct.unpack("<I", raw[-4:])[0]:
             raise CheckpointError(
-                f"{self._location}: damaged, the checksum of a shard's index does not match"
+                f"{self._location}: damaged: the checksum of a shard's index does not match"
             )
         pairs = struct.iter_unpack("<QQ", memoryview(raw)[: 16 * self._num_chunks])
         return list(starmap(_IndexEntry, pairs))
@@ -324,7 +326,7 @@ def _parse_version2(header: Any) -> _ArrayHeader:
         raise CheckpointError(f"the zarr compressor {format_untrusted_value(codec)} is not supported")
     separator = fields.get("dimension_separator", ".")
     if separator not in (".", "/"):
-        raise CheckpointError("damaged, its separator is neither . nor /")
+        raise CheckpointError("damaged: the chunk separator is neither . nor /")
     dtype = parse_zarr_dtype(fields.get("dtype"))
 
     def format_key(position: Shape) -> str:
@@ -358,7 +360,7 @@ def _parse_version3(header: Any) -> _ArrayHeader:
     _check_chunk_shape(shape, chunk)
     separator = _get_extension_settings(fields.get("chunk_key_encoding"), "default").get("separator", "/")
     if separator not in (".", "/"):
-        raise CheckpointError("damaged, its separator is neither . nor /")
+        raise CheckpointError("damaged: the chunk separator is neither . nor /")
     if fields.get("storage_transformers"):
         raise CheckpointError("zarr storage transformers are not supported")
     codecs = _parse_codecs(fields.get("codecs"))
@@ -366,15 +368,15 @@ def _parse_version3(header: Any) -> _ArrayHeader:
     if codecs and codecs[0].name == "sharding_indexed":
         if len(codecs) > 1:
             raise CheckpointError(
-                f"the zarr codec {format_untrusted_value(codecs[1].name)} after sharding_indexed is not "
-                "supported"
+                f"the zarr codec {format_untrusted_value(codecs[1].name)} is not supported after "
+                "sharding_indexed"
             )
         sharding = codecs[0].settings
         inner = require_shape(sharding.get("chunk_shape"), "chunk_shape")
         if len(inner) != len(chunk) or any(n < 1 or size % n for size, n in zip(chunk, inner, strict=True)):
-            raise CheckpointError("damaged, its chunks do not tile a shard")
+            raise CheckpointError("damaged: the chunks do not divide a shard evenly")
         if prod(size // n for size, n in zip(chunk, inner, strict=True)) > 1 << 24:
-            raise CheckpointError("damaged, a shard has too many chunks")
+            raise CheckpointError("damaged: a shard has too many chunks")
         if sharding.get("index_location", "end") != "end":
             raise CheckpointError("a zarr index at the start of a shard is not supported")
         indexed = [codec.name for codec in _parse_codecs(sharding.get("index_codecs"))]
@@ -408,7 +410,7 @@ def _validate_header(header: Any, version: int) -> dict[str, Any]:
         CheckpointError: If the header is not an object, or has another version.
     """
     if not isinstance(header, dict) or header.get("zarr_format") != version:
-        raise CheckpointError(f"damaged, no header of zarr version {version}")
+        raise CheckpointError(f"damaged: the header of zarr version {version} is missing")
     return header
 
 
@@ -423,16 +425,14 @@ def _get_extension_settings(value: Any, name: str) -> dict[str, Any]:
         CheckpointError: If the record has a different name, because the extension is not supported.
     """
     if not isinstance(value, dict) or value.get("name") != name:
-        raise CheckpointError(
-            f"{format_untrusted_value(value)} where zarr's {name!r} is expected is not supported"
-        )
+        raise CheckpointError(f"{format_untrusted_value(value)} is not supported, only zarr's {name!r}")
     settings = value.get("configuration", {})
     return settings if isinstance(settings, dict) else {}
 
 
 def _parse_codecs(value: Any) -> list[_Codec]:
     if not isinstance(value, list) or not all(isinstance(codec, dict) for codec in value):
-        raise CheckpointError("damaged, it names no codecs")
+        raise CheckpointError("damaged: no codecs are listed")
     return [
         _Codec(str(codec.get("name")), _get_extension_settings(codec, codec["name"]))
         for codec in value
@@ -451,7 +451,9 @@ def _check_chunk_shape(shape: Shape, chunk: Shape) -> None:
     if len(chunk) != len(shape) or any(
         not 0 < n <= max(1, size) for n, size in zip(chunk, shape, strict=True)
     ):
-        raise CheckpointError(f"damaged, chunks of {list(chunk)} in an array of {list(shape)}")
+        raise CheckpointError(
+            f"damaged: chunks of shape {list(chunk)} do not match an array of shape {list(shape)}"
+        )
 
 
 def parse_zarr_dtype(name: Any) -> str:

@@ -89,11 +89,11 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
             part_offsets = offsets.get(key)
             if part_offsets is None or len(part_offsets) != len(part.shape):
                 raise CheckpointError(
-                    f"{file.path}: damaged, {DCP_INFO_KEY} does not record where {key!r} begins"
+                    f"{file.path}: damaged: {DCP_INFO_KEY} does not record where {key!r} begins"
                 )
             dtype, size = dtypes_and_shapes.setdefault(key, (part.dtype, [0] * len(part_offsets)))
             if part.dtype != dtype or len(size) != len(part_offsets):
-                raise CheckpointError(f"{file.path}: {key!r} has another type or shape than in other shards")
+                raise CheckpointError(f"{file.path}: {key!r} has a different type or shape in other shards")
             size[:] = [
                 max(n, start + count) for n, start, count in zip(size, part_offsets, part.shape, strict=True)
             ]
@@ -138,7 +138,7 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
     counts = {int(match[3]) for match in matches}
     if len(counts) > 1:
         raise CheckpointError(
-            f"{path}: holds shards of two saves, of {min(counts)} and {max(counts)} files each"
+            f"{path}: contains shards of two saves, with {min(counts)} and {max(counts)} files"
         )
     # Every rank has parts of nearly all tensors, so it has a file. A missing last rank is not detected here,
     # because its tensors would only appear shorter.
@@ -151,7 +151,7 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
             f"{path}: the file of shard {missing_pair[0]:05d}, model {missing_pair[1]:05d} is missing"
         )
     if len(numbers) != shards * models:
-        raise CheckpointError(f"{path}: holds files with other numbers than 1 to {shards} of {models}")
+        raise CheckpointError(f"{path}: contains files whose numbers are not 1 to {shards} of {models}")
 
 
 def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tuple[int, ...]]:
@@ -169,13 +169,13 @@ def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tu
     """
     table = parse_json(file.path, text.encode("utf-8", "surrogatepass")) if text is not None else None
     if not isinstance(table, dict):
-        raise CheckpointError(f"{file.path}: holds no {DCP_INFO_KEY}, so it is not a shard of DCP")
+        raise CheckpointError(f"{file.path}: contains no {DCP_INFO_KEY}, so it is not a shard of DCP")
     offsets: dict[str, tuple[int, ...]] = {}
     for key, entry in table.items():
         low = entry.get(DCP_OFFSETS_KEY) if isinstance(entry, dict) else None
         if not is_shape(low):
             raise CheckpointError(
-                f"{file.path}: damaged, {DCP_INFO_KEY} does not record where {key!r} begins"
+                f"{file.path}: damaged: {DCP_INFO_KEY} does not record where {key!r} begins"
             )
         offsets[key] = tuple(low)
     return offsets
@@ -198,7 +198,8 @@ def _check_consolidated_shapes(path: AnyPath, stored: dict[str, Tensor]) -> None
         if stored_tensor is None or stored_tensor.shape != tensor.shape:
             problem = "is missing" if stored_tensor is None else f"is {list(stored_tensor.shape)}"
             raise CheckpointError(
-                f"{path}: {name!r} {problem}, and {list(tensor.shape)} in the files above: a shard is missing"
+                f"{path}: {name!r} {problem}, but {list(tensor.shape)} in the previous files; a shard "
+                "is missing"
             )
 
 

@@ -76,7 +76,8 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
         and sum(name.endswith(".safetensors") for name in list_entry_names(source.path)) > 1
     ):
         return (
-            f"{source.path}: several .safetensors files and no {INDEX_FILE_NAME}; give one of them, or add it"
+            f"{source.path}: contains several .safetensors files, but no {INDEX_FILE_NAME}; specify "
+            f"one of the files, or add {INDEX_FILE_NAME}"
         )
     return None
 
@@ -146,14 +147,14 @@ def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Ten
     file = folder.get_file(OPTIMIZER_GROUPS_FILE_NAME)
     groups = read_json_object(file).get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise CheckpointError(f"{file.path}: holds no param_groups")
+        raise CheckpointError(f"{file.path}: contains no param_groups")
     parameter_names = [group.get("params", []) for group in groups]
     if not all(isinstance(names, list) for names in parameter_names):
-        raise CheckpointError(f"{file.path}: its param_groups do not list their parameters")
+        raise CheckpointError(f"{file.path}: param_groups does not list the parameters")
     grouped = {name for names in parameter_names for name in names if isinstance(name, str)}
     if not state.keys() <= grouped:
         raise CheckpointError(
-            f"{file.path}: does not name every parameter with state in {OPTIMIZER_FILE_NAME}"
+            f"{file.path}: does not list every parameter with state in {OPTIMIZER_FILE_NAME}"
         )
     return OptimizerState(state, groups)
 
@@ -178,11 +179,11 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
             shapes.
     """
     if file.nbytes < 8:
-        raise CheckpointError(f"{file.path}: truncated, not a safetensors file")
+        raise CheckpointError(f"{file.path}: is truncated or not a safetensors file")
     length = int.from_bytes(file.read_bytes(0, 8), "little")
     if length > MAX_HEADER or 8 + length > file.nbytes:
         raise CheckpointError(
-            f"{file.path}: truncated or not a safetensors file (a header of {length} bytes)"
+            f"{file.path}: is truncated or not a safetensors file (the header would have {length} bytes)"
         )
     header = parse_json(file.path, file.read_bytes(8, length))
     if not isinstance(header, dict):
@@ -195,10 +196,12 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
         for name, entry in header.items():
             dtype, shape, start, end = _parse_header_entry(name, entry)
             if end - start != prod(shape) * get_itemsize(dtype):
-                raise CheckpointError(f"{name!r} has {end - start} bytes for {dtype} {shape}")
+                raise CheckpointError(
+                    f"{name!r} has {end - start} bytes, which does not match {dtype} {shape}"
+                )
             if data_start + end > file.nbytes:
                 location = f"byte {data_start + end} of {file.nbytes}"
-                raise CheckpointError(f"truncated or damaged, {name!r} would end at {location}")
+                raise CheckpointError(f"truncated or damaged: {name!r} would end at {location}")
             span = file.get_span(data_start + start, end - start, description=repr(name))
             tensors[name] = Tensor.from_source(name, dtype, shape, span)
             spans.append((start, end, name))
@@ -208,7 +211,7 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
         if stop != start:
             description = f"after {previous_name!r}" if previous_name else f"before {next_name!r}"
             why = "unused bytes" if stop < start else "overlapping tensors"
-            raise CheckpointError(f"{file.path}: {why} {description}; truncated or damaged")
+            raise CheckpointError(f"{file.path}: {why} {description}; the file is truncated or damaged")
     plain = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     return SafetensorsContent(tensors, metadata if plain else {})
 
@@ -241,9 +244,9 @@ def _parse_header_entry(name: str, entry: Any) -> _HeaderEntry:
     except (TypeError, KeyError, ValueError):
         is_valid = False
     if not is_valid or not is_shape(shape) or not is_shape((low, high)):
-        raise CheckpointError(f"damaged header entry for {name!r}")
+        raise CheckpointError(f"the header entry of {name!r} is damaged")
     if dtype not in SUPPORTED_DTYPES:
-        raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, not supported")
+        raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, which is not supported")
     return _HeaderEntry(dtype, list(shape), low, high)
 
 

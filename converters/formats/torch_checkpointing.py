@@ -156,7 +156,7 @@ def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoi
         for below, leaf in _merge_rank_files(folder, name, item).items():
             key = ".".join(map(str, (name, *below)))
             if key in leaves:
-                raise CheckpointError(f"{path}: two values are called {format_untrusted_value(key)}")
+                raise CheckpointError(f"{path}: two values have the name {format_untrusted_value(key)}")
             leaves[key], paths[key] = leaf, (name, *below)
     roles = classify_state_dict_keys(
         paths, frozenset(key for key, leaf in leaves.items() if _is_merged_tensor(leaf)), location=str(path)
@@ -178,7 +178,7 @@ def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoi
             names = ", ".join(
                 format_untrusted_value(".".join(map(str, each))) for each in sorted(roles.optimizers)[:8]
             )
-            raise OptimizerStateError(f"{path}: holds several optimizers, {names}")
+            raise OptimizerStateError(f"{path}: contains several optimizers: {names}")
         return build_optimizer_state(
             roles,
             tensors,
@@ -212,7 +212,7 @@ def _read_metadata(path: AnyPath) -> _Metadata:
         raise CheckpointError(f"{file}: {error.strerror or error}") from None
     table = unpickle_without_code(data, location=str(file), standins={})
     if not isinstance(table, dict) or not isinstance(table.get("metadata"), dict):
-        raise CheckpointError(f"{file}: damaged, not a table of items")
+        raise CheckpointError(f"{file}: damaged: the file is not a dict of items")
     if table.get("version") != _VERSION:
         version = format_untrusted_value(table.get("version"))
         raise CheckpointError(
@@ -221,7 +221,7 @@ def _read_metadata(path: AnyPath) -> _Metadata:
         )
     world = table.get("world_size")
     if type(world) is not int or not 0 < world <= MAX_COUNT:
-        raise CheckpointError(f"{file}: damaged, world_size is {format_untrusted_value(world)}")
+        raise CheckpointError(f"{file}: damaged: world_size is {format_untrusted_value(world)}")
     items: dict[str, _SavedItem] = {}
     for name, entry in table["metadata"].items():
         with prefix_checkpoint_errors(file):
@@ -241,15 +241,15 @@ def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
         CheckpointError: If the entry is damaged or does not list a file for each rank.
     """
     if type(name) is not str or not isinstance(entry, dict):
-        raise CheckpointError("damaged, an item without a name")
+        raise CheckpointError("damaged: an item has no name")
     file_records, layout_records = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
     if not isinstance(file_records, dict) or not isinstance(layout_records, dict):
-        raise CheckpointError(f"damaged, the item {format_untrusted_value(name)} has no files or tensors")
+        raise CheckpointError(f"damaged: the item {format_untrusted_value(name)} has no files or tensors")
     if len(file_records) != world or not all(
         type(rank) is int and 0 <= rank < world for rank in file_records
     ):
         raise CheckpointError(
-            f"damaged, the item {format_untrusted_value(name)} does not list the files of {world} ranks"
+            f"damaged: the item {format_untrusted_value(name)} does not list the files of {world} ranks"
         )
     return _SavedItem(
         {rank: _parse_item_file(name, rank, layout) for rank, layout in file_records.items()},
@@ -269,7 +269,7 @@ def _parse_item_file(name: str, rank: int, layout: Any) -> _ItemFile:
     kind = serialization.get("type") if isinstance(serialization, dict) else None
     if type(file) is not str or kind not in (_TORCH, _SAFETENSORS, *_OTHER_FORMATS):
         raise CheckpointError(
-            f"damaged, the file of item {format_untrusted_value(name)} on rank {rank} is not recorded"
+            f"damaged: the file of item {format_untrusted_value(name)} on rank {rank} is not recorded"
         )
     return _ItemFile(file, kind)
 
@@ -285,7 +285,7 @@ def _parse_tensor_path(text: Any) -> KeyPath:
     except (ValueError, RecursionError):
         parts = None
     if not isinstance(parts, list) or not parts or not all(type(part) in (str, int) for part in parts):
-        raise CheckpointError(f"damaged, {format_untrusted_value(text)} is not the path of a tensor")
+        raise CheckpointError(f"damaged: {format_untrusted_value(text)} is not the path of a tensor")
     return tuple(parts)
 
 
@@ -301,14 +301,14 @@ def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayou
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if not is_shape(ranks) or not seen.isdisjoint(ranks) or max(ranks, default=world) >= world:
             raise CheckpointError(
-                f"damaged, the ranks of {format_untrusted_value(name)} are {format_untrusted_value(ranks)}"
+                f"damaged: the ranks of {format_untrusted_value(name)} are {format_untrusted_value(ranks)}"
             )
         seen.update(ranks)
         layouts.append(
             _GroupLayout(frozenset(ranks), _parse_tensor_layout(name, group.get("sharding_metadata")))
         )
     if not layouts:
-        raise CheckpointError(f"damaged, {format_untrusted_value(name)} is on no rank")
+        raise CheckpointError(f"damaged: {format_untrusted_value(name)} is not on any rank")
     return layouts
 
 
@@ -327,7 +327,7 @@ def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
         )
     mesh = data.get("mesh_spec") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(mesh, dict):
-        raise CheckpointError(f"damaged, the layout of {format_untrusted_value(name)} is incomplete")
+        raise CheckpointError(f"damaged: the layout of {format_untrusted_value(name)} is incomplete")
     dtype = data.get("dtype")
     converted_dtype = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
     if converted_dtype is None:
@@ -339,14 +339,14 @@ def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
     placements = data.get("placements")
     if not is_shape(shape) or not is_shape(sizes) or not is_shape(ranks):
         raise CheckpointError(
-            f"damaged, the shape or mesh of {format_untrusted_value(name)} is not a list of numbers"
+            f"damaged: the shape or mesh of {format_untrusted_value(name)} is not a list of numbers"
         )
     if prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks):
         raise CheckpointError(
-            f"damaged, the mesh of {format_untrusted_value(name)} does not list each rank once"
+            f"damaged: the mesh of {format_untrusted_value(name)} does not list each rank once"
         )
     if not isinstance(placements, list) or not all(isinstance(each, dict) for each in placements):
-        raise CheckpointError(f"damaged, {format_untrusted_value(name)} has no placements")
+        raise CheckpointError(f"damaged: {format_untrusted_value(name)} has no placements")
     return _TensorLayout(converted_dtype, tuple(shape), tuple(sizes), tuple(ranks), placements)
 
 
@@ -402,7 +402,7 @@ def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) ->
         other = files_by_identity.setdefault(folder.get_file(file).get_file_identity(), file)
         if other != file or len(set(files.values())) != len(files):
             raise CheckpointError(
-                f"{folder.path / _METADATA}: lists one file twice, {format_untrusted_value(file)}"
+                f"{folder.path / _METADATA}: lists the file {format_untrusted_value(file)} twice"
             )
 
 
@@ -424,8 +424,8 @@ def _check_recorded_layout(path: KeyPath, value: Any, item: _SavedItem, rank: in
     layout = _get_layout(item, path, rank)
     if layout is None and isinstance(value, ShardedRecord):
         raise CheckpointError(
-            f"{location}: holds {format_untrusted_value('.'.join(map(str, path)))}, which {_METADATA} does "
-            "not list"
+            f"{location}: contains {format_untrusted_value('.'.join(map(str, path)))}, which {_METADATA} "
+            "does not list"
         )
     if layout is None or (
         isinstance(value, (ShardedRecord, StoredTensor))
@@ -479,8 +479,8 @@ def _iter_safetensors_parts(
         yield path, ShardedRecord(PlacedPart.__name__, layout.dtype, layout.shape, PlacedPart(offsets, part))
     if tensors:
         raise CheckpointError(
-            f"{file.path}: holds {format_untrusted_value(next(iter(tensors)))}, which {_METADATA} does not "
-            "list"
+            f"{file.path}: contains {format_untrusted_value(next(iter(tensors)))}, which {_METADATA} does "
+            "not list"
         )
 
 
@@ -491,7 +491,7 @@ def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, 
         CheckpointError: If the content is not a dict, is nested too deeply, or has unsupported keys.
     """
     if not isinstance(content, dict):
-        raise CheckpointError(f"{location}: not a state dict but a {type(content).__name__}")
+        raise CheckpointError(f"{location}: is not a state dict but a {type(content).__name__}")
     remaining_values = MAX_VALUES
     pending: list[tuple[KeyPath, Any]] = [((), content)]
     while pending:
@@ -538,7 +538,7 @@ def _add_rank_value_to(
     elif path not in merged:
         merged[path] = value
     elif isinstance(previous, (RankParts, RankCopies)) or to_json_value(previous) != to_json_value(value):
-        raise CheckpointError(f"{location} has other values on other ranks; the files are of two checkpoints")
+        raise CheckpointError(f"{location} differs between the ranks; the files are from two checkpoints")
 
 
 def _is_merged_tensor(leaf: Any) -> bool:

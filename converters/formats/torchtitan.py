@@ -168,8 +168,8 @@ class _TorchtitanConversion:
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_COUNT:
             raise CheckpointError(
-                f"{self._root}: config.json has no usable {key}, which the conversion from the names of "
-                "torchtitan or Meta needs; give the model's own config.json with --config-from"
+                f"{self._root}: config.json has no valid {key}, which is needed to convert the names of "
+                "torchtitan or Meta; specify the model's own config.json with --config-from"
             )
         return value
 
@@ -213,7 +213,9 @@ class _TorchtitanConversion:
         if match is None or expert is None or len(shape) != 3:
             return [self.to_published_name(name)]
         if shape[0] > MAX_EXPERTS:
-            raise CheckpointError(f"{to_printable(name)}: {shape[0]} experts, but at most {MAX_EXPERTS}")
+            raise CheckpointError(
+                f"{to_printable(name)}: has {shape[0]} experts, but at most {MAX_EXPERTS} are supported"
+            )
         prefix = f"model.layers.{self._get_layer_index(match)}.mlp.experts"
         return [f"{prefix}.{i}.{_EXPERTS[expert[1]]}.weight" for i in range(shape[0])]
 
@@ -276,8 +278,8 @@ def _convert_optimizer(
                 and conversion.is_rearranged(name, shapes.get(name, ()))
             ):
                 raise OptimizerStateError(
-                    f"{to_printable(name)}: its optimizer state {to_printable(key)} does not have the shape "
-                    "of the parameter, so it cannot be converted; leave out the optimizer"
+                    f"{to_printable(name)}: the optimizer state {to_printable(key)} does not have the "
+                    "shape of the parameter, so it cannot be converted; convert without --optimizer"
                 )
             else:
                 converted = dict.fromkeys(new_names.get(name, [conversion.to_published_name(name)]), value)

@@ -60,8 +60,8 @@ def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
     """
     if any(str(name).rpartition(".")[2] == _FLAT_PARAMETER for name in names):
         raise CheckpointError(
-            f"{location}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
-            "parameters' shapes; load it with the program that saved it, and save it with "
+            f"{location}: contains flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
+            "parameters' shapes; load the checkpoint with the program that saved it, and save it with "
             "SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
 
@@ -103,7 +103,7 @@ def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str
     for short, value in zip(names, values.values(), strict=True):
         if short in plain:
             raise CheckpointError(
-                f"{location}: two tensors are called {short!r} without their wrapper prefixes"
+                f"{location}: two tensors have the name {short!r} without their wrapper prefixes"
             )
         plain[short] = value
     return plain
@@ -245,7 +245,7 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
         if (match := re.fullmatch(r"(?:(?P<container>.+?)\.)?param_groups(?:\..*)?", key))
     }
     if len(containers) > MAX_OPTIMIZERS:
-        raise CheckpointError(f"{location}: damaged, its keys name {len(containers):,} optimizers")
+        raise CheckpointError(f"{location}: damaged: the keys contain {len(containers):,} optimizers")
     paths: dict[str, StateDictPath] = {}
     rest: list[str] = []
     for key in keys:

@@ -66,9 +66,9 @@ def flatten_group_keys(groups: Sequence[Sequence[K]], state: Collection[K], loca
     """
     keys = [key for group in groups for key in group]
     if len(set(keys)) != len(keys):
-        raise CheckpointError(f"{location}: damaged, the parameters of its groups are not distinct")
+        raise CheckpointError(f"{location}: damaged: a parameter is in several optimizer groups")
     if not set(state) <= set(keys):
-        raise CheckpointError(f"{location}: damaged, it holds state for a parameter in no group")
+        raise CheckpointError(f"{location}: damaged: there is state of a parameter that is not in any group")
     return keys
 
 
@@ -94,11 +94,11 @@ def map_indices_to_names(
     )
     if isinstance(positions, int):
         why = (
-            "fits the model's parameters in several ways"
+            "matches the model's parameters in several ways"
             if positions
-            else "does not fit the model's parameters"
+            else "does not match the model's parameters"
         )
-        raise OptimizerStateError(f"{location}: its state is keyed by index and {why}")
+        raise OptimizerStateError(f"{location}: the state is keyed by index and {why}")
     return {groups[group][index]: name for name, (group, index) in positions.items()}
 
 

@@ -53,7 +53,7 @@ def parse_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int
         value = config.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_COUNT:
-            raise CheckpointError(f"{location}: its config.json has no {name}")
+            raise CheckpointError(f"{location}: config.json has no {name}")
         return value
 
     layers, heads, hidden = map(read_size, ("num_hidden_layers", "num_attention_heads", "hidden_size"))
@@ -120,5 +120,6 @@ def check_config_fits_tensors(
     for key, allowed, actual, description in mismatches:
         if not allowed & actual:
             raise CheckpointError(
-                f"{config_path}: {key} is {sizes[key]:,}, and {description}; give the model's own"
+                f"{config_path}: {key} is {sizes[key]:,}, but {description}; specify the model's own "
+                "config.json"
             )

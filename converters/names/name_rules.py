@@ -313,7 +313,7 @@ def parse_rules_record(value: Any, config: Mapping[str, Any], source: str) -> Na
         ]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise CheckpointError(
-            f"{source}: the file is damaged; remove it to write the default names of the model type"
+            f"{source}: the file is damaged; remove the file to write the default names of the model type"
         ) from None
     # Accept only the rules of the table, because matching an arbitrary regular expression may never finish.
     if not all(accepted):

@@ -314,7 +314,7 @@ def _get_single_arrangement(arrays: Arrays) -> Arrangement:
         CheckpointError: If there are several tensors.
     """
     if len(arrays) != 1 or any(len(values) != 1 for values in arrays.values()):
-        raise CheckpointError("consists of several tensors, but the rule expects one")
+        raise CheckpointError("consists of several tensors, but the rule expects only one tensor")
     return next(iter(arrays.values()))[0]
 
 
@@ -398,7 +398,7 @@ def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationCo
     shapes = [context.find_shape(context.name.replace(targets[0], target)) for target in targets]
     if shapes.count(None) > 1:
         raise CheckpointError(
-            f"cannot be split, because the sizes of its parts depend on the model; {_KEEP_NAMES}"
+            f"cannot be split, because the sizes of the parts depend on the model; {_KEEP_NAMES}"
         )
     rest = values.shape[dim] - sum(shape[dim] for shape in shapes if shape is not None)
     parts = split_arrangement(values, dim, [rest if shape is None else shape[dim] for shape in shapes])
@@ -422,7 +422,7 @@ def _transpose_weights(arrays: Arrays, operation: Operation, context: _Operation
         shape = context.find_shape(context.name)
         if shape is None:
             raise CheckpointError(
-                f"cannot be converted, because its layout depends on the model; {_KEEP_NAMES}"
+                f"cannot be converted, because the layout depends on the model; {_KEEP_NAMES}"
             )
         # Compare only these dimensions, because a base may have a different number of experts.
         if len(shape) == len(values.shape) and (shape[first], shape[second]) == (

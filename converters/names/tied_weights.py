@@ -216,7 +216,7 @@ def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[TiedPair]:
                 pairs += [TiedPair(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
             if len(pairs) > MAX_TIED_PAIRS:
                 raise CheckpointError(
-                    f"damaged, {len(by_end[suffix]):,} tensors have names like {suffix!r}, and each may be "
-                    "tied to another; no model has this many"
+                    f"damaged: {len(by_end[suffix]):,} tensors have names like {suffix!r}, which is more "
+                    "than any model has"
                 )
     return pairs

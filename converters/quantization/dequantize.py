@@ -103,7 +103,7 @@ class _QuantizedWeights:
         tensor = self.remaining.pop(name, None)
         if tensor is None:
             raise CheckpointError(
-                f"{to_printable(required_by)}: quantized, and {to_printable(name)} is missing"
+                f"{to_printable(required_by)}: is quantized, but {to_printable(name)} is missing"
             )
         return tensor
 
@@ -158,13 +158,13 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     settings = read_quantization_config(checkpoint)
     if settings is None:
         raise CheckpointError(
-            f"{checkpoint.root}: its config.json has no {CONFIG_KEY}, so there is nothing to dequantize"
+            f"{checkpoint.root}: config.json has no {CONFIG_KEY}, so there is nothing to dequantize"
         )
     method = _get_quant_method(settings)
     if method not in METHODS:
         raise CheckpointError(
             f"{checkpoint.root}: {CONFIG_KEY}: quant_method {to_printable(repr(method))} is not one of "
-            f"{', '.join(METHODS)}; dequantize it with the program that wrote it"
+            f"{', '.join(METHODS)}; dequantize the checkpoint with the program that wrote it"
         )
     dequantize, supported_keys = METHODS[method]
     location = f"{checkpoint.root}: {CONFIG_KEY} of {method}"
@@ -335,7 +335,7 @@ def _dequantize_compressed_tensors(
     for key in ("sparsity_config", "transform_config"):
         setting = settings.get(key)
         if setting and not (isinstance(setting, dict) and setting.get("format") == "dense"):
-            raise CheckpointError(f"{location}: {key} changes the weights, and cannot be undone here")
+            raise CheckpointError(f"{location}: {key} changes the weights, which cannot be undone")
     groups = settings.get("config_groups")
     bits: set[int] = set()
     block = None
@@ -379,7 +379,7 @@ def _dequantize_packed(
         return
     shape_tensor = weights.pop_required_tensor(f"{weight_name}_shape", name)
     if shape_tensor.dtype not in ("I64", "I32") or shape_tensor.shape != (2,):
-        raise CheckpointError(f"{to_printable(shape_tensor.name)}: does not hold two sizes")
+        raise CheckpointError(f"{to_printable(shape_tensor.name)}: does not contain two sizes")
     rows, columns = (int(size) for size in shape_tensor.read())
     width = packed.shape[-1] if packed.shape else 0
     # The number of bits is not stored with the weight. The shapes determine it, or leave only one number of
@@ -387,7 +387,7 @@ def _dequantize_packed(
     fitting = [n for n in range(1, 9) if n in possible_bits and -(-columns * n // 32) == width]
     if len(fitting) != 1 or rows < 1 or columns < 1:
         raise CheckpointError(
-            f"{to_printable(name)}: shape {list(packed.shape)} does not fit {rows} x {columns} codes of "
+            f"{to_printable(name)}: shape {list(packed.shape)} does not match {rows} x {columns} codes of "
             f"{' or '.join(sorted(to_printable(str(n)) for n in possible_bits))} bits"
         )
     zero = weights.pop_tensor(f"{weight_name}_zero_point")
@@ -464,7 +464,7 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
         form = weights.pop_tensor(f"{weight}_format")
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
             raise CheckpointError(
-                f"{to_printable(form.name)}: its 8-bit layout for one kind of GPU is not supported"
+                f"{to_printable(form.name)}: the 8-bit layout for one kind of GPU is not supported"
             )
         codes = weights.pop_required_tensor(weight, name)
         weights.dequantized[weight] = dequantization.dequantize_bnb_8bit(

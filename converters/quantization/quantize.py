@@ -189,8 +189,8 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
             too_small = too_small or tensor
         if len(tensor.shape) > 2 and "expert" in name:
             raise CheckpointError(
-                f"{to_printable(name)}: a stack of experts, for which {form} has no names; "
-                "use --quantize-like with a model whose experts are quantized"
+                f"{to_printable(name)}: is a stack of experts, for which {form} defines no names; use "
+                "--quantize-like with a model whose experts are quantized"
             )
         tensors[name] = tensor
         if len(tensor.shape) == 2 and name.endswith(".weight"):
@@ -198,9 +198,9 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
     if not changed and too_small is not None:
         block = f"{height} x {width}" if height > 1 else f"{width} columns"
         raise CheckpointError(
-            f"{checkpoint.root}: {form} has blocks of {block}, and they divide no linear layer, such as "
-            f"{to_printable(too_small.name)} of shape {list(too_small.shape)}; use --quantize fp8 or "
-            "int8, which have a scale for each row"
+            f"{checkpoint.root}: {form} has blocks of {block}, which do not divide any linear layer, for "
+            f"example {to_printable(too_small.name)} of shape {list(too_small.shape)}; use --quantize fp8 "
+            "or int8, which have a scale for each row"
         )
     if not changed:
         raise CheckpointError(
@@ -246,7 +246,7 @@ def quantize_like_base(
         for key, value in codes.items():
             base_tensor = unmatched.pop(key, None)
             if base_tensor is None or tuple(base_tensor.shape) != tuple(value.shape):
-                shape = "is not there" if base_tensor is None else f"has shape {list(base_tensor.shape)}"
+                shape = "is missing" if base_tensor is None else f"has shape {list(base_tensor.shape)}"
                 raise CheckpointError(f"{base.root}: {to_printable(key)} {shape}, not {list(value.shape)}")
             tensors[key] = base_tensor if name in untouched else value
     for name, tensor in unmatched.items():
@@ -264,12 +264,12 @@ def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
     """
     settings = read_quantization_config(base)
     if settings is None:
-        raise CheckpointError(f"{base.root}: is not quantized: its config.json has no {CONFIG_KEY}")
+        raise CheckpointError(f"{base.root}: is not quantized, because config.json has no {CONFIG_KEY}")
     method = settings.get("quant_method")
     if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
         raise CheckpointError(
-            f"{base.root}: {CONFIG_KEY}: {to_printable(str(method))} needs calibration data; "
-            "quantize with its own program"
+            f"{base.root}: {CONFIG_KEY}: {to_printable(str(method))} needs calibration data; quantize the "
+            "model with the program of this method"
         )
     return settings
 
@@ -296,7 +296,8 @@ def _quantize_weight_like_base(
     refused = [f"{name}_{suffix}" for suffix in ("zero_point", "g_idx", "global_scale", "scale_2")]
     if other := next((key for key in refused if key in base), None):
         raise CheckpointError(
-            f"{location}: {to_printable(other)} comes from calibration data; use its own program"
+            f"{location}: {to_printable(other)} comes from calibration data; quantize the model with "
+            "the program of this method"
         )
     if (packed := base.get(f"{name}_packed")) is not None:
         group_scale = base.get(f"{name}_scale", packed)

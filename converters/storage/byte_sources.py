@@ -150,8 +150,8 @@ class CheckpointFile:
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise CheckpointError(
-                f"{self.path}: truncated or damaged, {description or 'data'} would end at byte "
-                f"{offset + nbytes} of {self.nbytes}"
+                f"{self.path}: truncated or damaged: {description or 'data'} would end at byte "
+                f"{offset + nbytes}, but the file has {self.nbytes} bytes"
             )
         return FileSpan(self, offset, nbytes, crc32, description)
 
@@ -243,7 +243,7 @@ class FileSpan:
             if not self.is_verified and (self._read_parts[0].crc32 if self._read_parts else 0) != self.crc32:
                 description = self.description or "a record"
                 raise CheckpointError(
-                    f"{self.file.path}: damaged, the checksum of {description} does not match"
+                    f"{self.file.path}: damaged: the checksum of {description} does not match"
                 )
             self.is_verified = True
             self._read_parts = []
@@ -304,7 +304,9 @@ class SourceSlice:
 
     def __init__(self, source: ByteSource, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > source.nbytes:
-            raise CheckpointError(f"a piece would end at byte {offset + nbytes} of {source.nbytes}")
+            raise CheckpointError(
+                f"a piece would end at byte {offset + nbytes}, but the source has {source.nbytes} bytes"
+            )
         self.source = source
         self.offset = offset
         self.nbytes = nbytes
@@ -372,7 +374,7 @@ def read_json_object(file: CheckpointFile) -> dict[str, Any]:
     """
     value = parse_json(file.path, file.read_bytes(0, file.nbytes))
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file.path}: damaged, its JSON is not an object")
+        raise CheckpointError(f"{file.path}: damaged: the JSON value is not an object")
     return value
 
 
@@ -390,10 +392,10 @@ def parse_json(location: object, data: bytes) -> Any:
     def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            raise CheckpointError(f"{location}: holds a key twice")
+            raise CheckpointError(f"{location}: contains a key twice")
         return values
 
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=reject_duplicate_keys)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{location}: damaged, not readable as JSON") from None
+        raise CheckpointError(f"{location}: is not valid JSON") from None

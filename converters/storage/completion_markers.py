@@ -72,7 +72,8 @@ def mark_folder_complete(folder: RemotePath, token: str, **facts: Any) -> None:
     """
     if read_json_object_or_empty(folder / INCOMPLETE_MARKER).get("writer") != token:
         raise RemoteError(
-            f"{folder}: another process began to write this folder; give each run a separate output"
+            f"{folder}: another process has begun to write to this folder; use a separate output "
+            "folder for each run"
         )
     (folder / COMPLETE_MARKER).write_bytes(json.dumps({**facts, "completed": _format_utc_time()}).encode())
     (folder / INCOMPLETE_MARKER).unlink(missing_ok=True)

@@ -134,7 +134,7 @@ class DecompressedSource:
         except OSError as error:
             raise CheckpointError(
                 f"{tempfile.gettempdir()}: {error.strerror or error}; a chunk of {self.nbytes:,} bytes is "
-                "decompressed there; set TMPDIR to a folder with more space"
+                "decompressed in this folder; set TMPDIR to a folder with more space"
             ) from None
 
     def _read_decompressed(self, stream: pyarrow.NativeFile, num_bytes_read: int) -> bytes:
@@ -151,16 +151,16 @@ class DecompressedSource:
             part: bytes = stream.read(min(_STEP_BYTES, self.nbytes - num_bytes_read) or 1)
         except OSError as error:
             raise CheckpointError(
-                f"{self._location}: damaged, a chunk is not {self._codec} data "
+                f"{self._location}: damaged: a chunk is not {self._codec} data "
                 f"({' '.join(str(error).split())[:120]})"
             ) from None
         if num_bytes_read < self.nbytes and not part:
             raise CheckpointError(
-                f"{self._location}: damaged, a chunk ends after {num_bytes_read:,} of {self.nbytes:,} bytes"
+                f"{self._location}: damaged: a chunk ends after {num_bytes_read:,} of {self.nbytes:,} bytes"
             )
         if num_bytes_read == self.nbytes and part:
             raise CheckpointError(
-                f"{self._location}: damaged, a chunk has more than its {self.nbytes:,} bytes"
+                f"{self._location}: damaged: a chunk has more than the expected {self.nbytes:,} bytes"
             )
         return part
 

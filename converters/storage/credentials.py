@@ -123,7 +123,9 @@ def _build_gcs_options(bucket: str) -> dict[str, Any]:
         try:
             kind = json.loads(file.read_bytes())["type"]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise AccessDeniedError(f"{file}: holds no Google credentials ({type(error).__name__})") from None
+            raise AccessDeniedError(
+                f"{file}: does not contain Google credentials ({type(error).__name__})"
+            ) from None
         if kind in ("authorized_user", "service_account"):
             return {"application_credentials": str(file)}
         return {
@@ -159,7 +161,7 @@ def _build_azure_options(bucket: str) -> dict[str, Any]:
     if _is_env_enabled("AZURE_STORAGE_USE_EMULATOR"):
         return {}
     if not (account or in_url):
-        raise RemoteError("names no storage account; set AZURE_STORAGE_ACCOUNT_NAME")
+        raise RemoteError("does not contain a storage account; set AZURE_STORAGE_ACCOUNT_NAME")
     native = _get_first_env("AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_TOKEN")
     login = _get_first_env("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE")
     if not (
@@ -226,8 +228,8 @@ def _create_from_vendor_package(module: str, name: str, protocol: str, *args: An
         return getattr(import_module(module), name)(*args)
     except ImportError:
         raise RemoteError(
-            "these credentials need a package that is not installed: "
-            f"pip install 'portable-trainer[{_EXTRAS[protocol]}]'"
+            "these credentials need a package that is not installed; run: pip install "
+            f"'portable-trainer[{_EXTRAS[protocol]}]'"
         ) from None
     except Exception as error:  # Each package has its own exceptions.
         raise _build_missing_credentials_error(protocol, format_store_error(error)) from None

@@ -76,7 +76,8 @@ class CheckpointFolder:
         """
         if not is_safe_relative_path(name):
             raise CheckpointError(
-                f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
+                f"{self.path}: the file name {name!r} points outside of the checkpoint folder or is "
+                "not valid Unicode"
             )
         if is_in_store(self.path):
             from portable.converters.storage.range_reader import RemoteFile
@@ -102,7 +103,7 @@ def _get_regular_file_size(path: Path) -> int:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: not a regular file")
+        raise CheckpointError(f"{path}: is not a regular file")
     return status.st_size
 
 

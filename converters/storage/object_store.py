@@ -73,7 +73,7 @@ FIRST_RETRY_WAIT, _LONGEST_RETRY_WAIT = 0.1, 15.0  # Seconds between two attempt
 # Aliases of protocols.
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 _REFUSED = {
-    "hf": "cannot be listed; name the dataset without it (owner/name)",
+    "hf": "cannot be listed; leave out hf:// and name the dataset as owner/name",
     **dict.fromkeys(("http", "https"), "can be neither listed nor written"),
 }
 _AZURE_HOST = re.compile(r"[\w-]+@\w+\.(dfs|blob)\.(core\.windows\.net|fabric\.microsoft\.com)")
@@ -118,7 +118,8 @@ def get_retry_seconds() -> float:
     """
     if "PORTABLE_STORAGE_ATTEMPTS" in os.environ:
         raise RemoteError(
-            "PORTABLE_STORAGE_ATTEMPTS: requests are limited by time now; set PORTABLE_STORAGE_MINUTES"
+            "PORTABLE_STORAGE_ATTEMPTS: is no longer supported, because requests are limited by "
+            "time; set PORTABLE_STORAGE_MINUTES"
         )
     return max(0.0, 60 * _read_numeric_env("PORTABLE_STORAGE_MINUTES", 3))
 
@@ -140,7 +141,9 @@ def _read_numeric_env(name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= _MAX_SETTING:
-        raise RemoteError(f"{name}: {text!r} is not a number from 0 to {_MAX_SETTING:,}; correct or unset it")
+        raise RemoteError(
+            f"{name}: {text!r} is not a number from 0 to {_MAX_SETTING:,}; correct or unset {name}"
+        )
     return value
 
 
@@ -155,8 +158,8 @@ def _check_endpoints() -> None:
     for name, text in os.environ.items():
         if _ENDPOINT_VARIABLE.fullmatch(name) and text and not _ENDPOINT.fullmatch(text):
             raise RemoteError(
-                f"{name}: {to_printable(ascii(text[:100]))} is not a URL such as https://host:9000; correct "
-                "or unset it"
+                f"{name}: {to_printable(ascii(text[:100]))} is not a URL such as https://host:9000; "
+                f"correct or unset {name}"
             )
 
 
@@ -174,8 +177,8 @@ def validate_object_name(name: str, location: object) -> str:
     odd = {"", ".", ".."} & set(name.split("/")) or "\\" in name or any(c < " " or c == "\x7f" for c in name)
     if odd:
         raise RemoteError(
-            f"{redact_credentials(str(location))}: the object name {to_printable(ascii(name))} is refused: "
-            "it could lead out of a folder; rename that object or delete it"
+            f"{redact_credentials(str(location))}: the object name {to_printable(ascii(name))} is "
+            "refused, because it could lead out of a folder; rename or delete the object"
         )
     return name
 
@@ -684,7 +687,7 @@ class RemotePath:
                 if self.fetch_status().size_bytes == expected_bytes:
                     return
             raise LostUploadError(
-                f"{self}: another process aborted the upload; give each run a separate output"
+                f"{self}: another process aborted the upload; use a separate output folder for each run"
             ) from None
         finally:
             self.clear_listings()
@@ -742,12 +745,10 @@ def _parse_url(url: str) -> _ParsedUrl:
         )
     if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
         raise RemoteError(
-            f"{redact_credentials(url)}: a signed URL cannot name a folder; leave out the query"
+            f"{redact_credentials(url)}: a signed URL does not refer to a folder; leave out the query"
         )
     if name := parse_hub_page_url(url):
-        raise RemoteError(
-            f"{redact_credentials(url)}: is the web page of a repository; give its name, {name}"
-        )
+        raise RemoteError(f"{redact_credentials(url)}: is the web page of a repository; use {name}")
     if store_protocol not in OPTION_BUILDERS or store_protocol == "hf":
         why = _REFUSED.get(protocol, "is not a supported object store")
         raise RemoteError(
@@ -758,7 +759,7 @@ def _parse_url(url: str) -> _ParsedUrl:
             f"{redact_credentials(url)}: . and .. are not supported in a URL; write the full path"
         )
     if not bucket:
-        raise RemoteError(f"{redact_credentials(url)}: names no bucket; write s3://bucket/path")
+        raise RemoteError(f"{redact_credentials(url)}: contains no bucket; write s3://bucket/path")
     key = "/".join(part for part in key.split("/") if part)
     if key:
         validate_object_name(key, url)

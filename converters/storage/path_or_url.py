@@ -65,7 +65,7 @@ def parse_path_or_url(path_or_url: str | AnyPath) -> AnyPath:
     if _ALMOST_URL.match(path_or_url) and not _path_exists(path_or_url):
         scheme, _, rest = path_or_url.partition(":")
         url = redact_credentials(f"{scheme}://{rest.lstrip('/')}")
-        raise RemoteError(f"{url}: given without its two slashes; write the URL like this")
+        raise RemoteError(f"{url}: the two slashes after the colon are missing; write the URL as shown here")
     return Path(path_or_url)
 
 

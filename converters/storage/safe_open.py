@@ -46,8 +46,8 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
     real, root = os.path.realpath(path), os.path.realpath(within)
     if not (_is_below(real, root) or any(_is_below(real, blobs) for blobs in _list_blob_folders(root))):
         raise LinkError(
-            f"{path}: a link here leaves {within} and is not followed; "
-            "put the file itself there, or give the folder that holds it"
+            f"{path}: a link points outside of {within} and is not followed; put the file itself into "
+            "this folder, or specify the folder that contains the file"
         )
     return real
 
@@ -100,7 +100,7 @@ def open_regular_file(path: str | Path) -> int:
     fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return fd
 
 
@@ -132,11 +132,11 @@ def open_for_writing(path: Path, flags: int, mode: int = 0o666) -> int:
         fd = os.open(path, flags | os.O_CREAT | _OPEN_FLAGS, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "is a link, and links are not followed", str(path)) from None
+            raise OSError(errno.ELOOP, "is a link, but links are not followed", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return fd
 
 

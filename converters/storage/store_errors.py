@@ -84,21 +84,23 @@ def translate_store_error(
     if _NO_BUCKET.search(text):
         return RemoteError(f"{url}: there is no such bucket")
     if kind == "InvalidPathError":
-        return RemoteError(f"{url}: {reason}; rename that object or delete it")
+        return RemoteError(f"{url}: {reason}; rename or delete the object")
     if kind in ("AlreadyExistsError", "PreconditionError") or status in ("409", "412"):
-        return ConflictError(f"{url}: cannot {operation}: another process was first")
+        return ConflictError(f"{url}: cannot {operation}, because another process was faster")
     if kind == "NotImplementedError" or status == "501":
         return NoConditionalWritesError(f"{url}: cannot {operation}: {reason}")
     if _EXPIRED.search(text):
-        return AccessDeniedError(f"{url}: the credentials have expired; renew them ({searched_credentials})")
+        return AccessDeniedError(
+            f"{url}: the credentials have expired; renew the credentials ({searched_credentials})"
+        )
     if kind == "UnauthenticatedError" or _NO_CREDENTIALS.search(text):
         return AccessDeniedError(f"{url}: no credentials found ({searched_credentials}): {reason}")
     if kind == "PermissionDeniedError" or status in ("401", "403"):
-        return AccessDeniedError(
-            f"{url}: access denied, these credentials may not {operation} here ({reason})"
-        )
+        return AccessDeniedError(f"{url}: access denied: these credentials may not {operation} ({reason})")
     if _REDIRECTED.search(text):
-        return RemoteError(f"{url}: the bucket is in another region; set AWS_REGION to it ({reason})")
+        return RemoteError(
+            f"{url}: the bucket is in another region; set AWS_REGION to the region of the bucket ({reason})"
+        )
     if status == "404" and _UPLOAD.search(text):
         return LostUploadError(f"{url}: the store no longer has this upload")
     if isinstance(error, FileNotFoundError) or status == "404":
@@ -107,7 +109,7 @@ def translate_store_error(
         retries = _RETRY_COUNT.search(text)
         count = int(retries[1]) + 1 if retries else 1
         return RetriesExhaustedError(
-            f"{url}: cannot {operation}, {count} attempts failed; the last: {reason}"
+            f"{url}: cannot {operation}, because {count} attempts failed; the last error: {reason}"
         )
     return RemoteError(f"{url}: cannot {operation}: {reason}")
 

@@ -350,7 +350,9 @@ def build_arranged_tensor(name: str, arrangement: Arrangement, tensors: Mapping[
     dtypes = {tensors[source].dtype for source in arrangement.list_sources()}
     if len(dtypes) != 1:
         names = " and ".join(sorted(dtypes))
-        raise CheckpointError(f"{name}: consists of tensors of several dtypes ({names}); convert them to one")
+        raise CheckpointError(
+            f"{name}: consists of tensors of several dtypes ({names}); convert the tensors to one dtype"
+        )
     dtype = dtypes.pop()
     boxes: list[Box] = []
     for tile in arrangement.tiles:

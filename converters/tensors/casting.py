@@ -42,7 +42,7 @@ def parse_target_dtype(name: str, *, allow_ggml: bool = False) -> str | None:
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     if DTYPES[name] not in (None, *SUPPORTED_DTYPES) and not allow_ggml:
-        raise CommandError(f"--dtype {name}: only --to gguf writes it")
+        raise CommandError(f"--dtype {name}: is only supported with --to gguf")
     return DTYPES[name]
 
 

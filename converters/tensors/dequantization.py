@@ -59,7 +59,7 @@ def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
     Raises:
         CheckpointError: If the tensor does not contain scales, or if a scale is infinite or NaN.
     """
-    check_tensor(tensor.dtype in _SCALES, tensor, "holds no scales")
+    check_tensor(tensor.dtype in _SCALES, tensor, "contains no scales")
     if values.dtype == np.uint8:
         values = values.view(to_numpy_dtype("F8_E8M0"))
     scale = values.astype(np.float32)
@@ -235,7 +235,7 @@ class _ScaleGrid:
 
 def _build_byte_value_table(tensor: Tensor) -> Array:
     """Return the float32 value of each of the 256 possible bytes of a tensor with 8-bit codes."""
-    check_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "holds no codes of 8 bits")
+    check_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "contains no codes of 8 bits")
     return np.arange(256, dtype=np.uint8).view(to_numpy_dtype(tensor.dtype)).astype(np.float32)
 
 
@@ -315,7 +315,7 @@ def dequantize_fp4(
             divisor.
     """
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
-    check_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
+    check_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "contains no pairs of FP4 codes")
     grid = _ScaleGrid(scale, shape)
 
     def dequantize_rows(
@@ -359,7 +359,7 @@ def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) ->
     """
     *lead, columns, groups, width = blocks.shape if len(blocks.shape) >= 3 else (0, 0, 0)
     fits = blocks.dtype == "U8" and width == 16
-    check_tensor(fits, blocks, "holds no blocks of MXFP4")
+    check_tensor(fits, blocks, "contains no blocks of MXFP4")
     fits = scales.dtype in ("U8", "F8_E8M0") and tuple(scales.shape) == tuple(blocks.shape[:-1])
     check_tensor(fits, scales, f"does not belong to {blocks.name}")
 
@@ -450,7 +450,7 @@ def dequantize_packed_rows(
     offset = np.float32(1 << (bits - 1))
     count_rows, columns = shape
     fits = packed.dtype == "I32" and tuple(packed.shape) == (count_rows, -(-columns * bits // 32))
-    check_tensor(fits, packed, f"does not hold {count_rows} x {columns} codes of {bits} bits")
+    check_tensor(fits, packed, f"does not contain {count_rows} x {columns} codes of {bits} bits")
     grid = _ScaleGrid(scale, shape if column_groups is None else (count_rows, scale.shape[-1]))
     wide = grid._shape[-1]
     if zero_point is not None:
@@ -499,7 +499,7 @@ def _read_column_groups(groups: Tensor, count: int, unverified_spans: Unverified
     """
     index = read_region(groups, (0,), groups.shape, unverified_spans)
     check_tensor(
-        bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups"
+        bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "contains other groups"
     )
     return index
 
@@ -534,7 +534,7 @@ def dequantize_gptq(
     fits = bits in allowed and weight.dtype == "I32"
     fits = fits and tuple(weight.shape) == (inputs * bits // 32, outputs)
     allowed_text = " or ".join(str(count) for count in allowed)
-    check_tensor(fits, weight, f"does not hold {inputs} x {outputs} codes of {allowed_text} bits")
+    check_tensor(fits, weight, f"does not contain {inputs} x {outputs} codes of {allowed_text} bits")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs * bits // 32)
     check_tensor(fits, zeros, f"does not belong to {weight.name}")
 
@@ -656,7 +656,7 @@ def dequantize_bnb_4bit(
     """
     total = prod(shape)
     width = get_itemsize(packed.dtype)
-    check_tensor(packed.numel * width == -(-total // 2), packed, f"does not hold {list(shape)}")
+    check_tensor(packed.numel * width == -(-total // 2), packed, f"does not contain {list(shape)}")
     count_max = -(-total // block_size)
     check_tensor(
         tensors["absmax"].shape == (count_max,), tensors["absmax"], f"does not belong to {packed.name}"
@@ -682,7 +682,7 @@ def dequantize_bnb_4bit(
         quantized = read_flat(tensors["absmax"], low, high, unverified_spans)
         if nested is None:
             return _to_finite_scale(tensors["absmax"], quantized)
-        check_tensor(quantized.dtype == np.uint8, tensors["absmax"], "holds no codes of maxima")
+        check_tensor(quantized.dtype == np.uint8, tensors["absmax"], "contains no codes of maxima")
         size, offset = nested
         table = read_flat(tensors["nested_quant_map"], 0, 256, unverified_spans)
         above = read_flat(tensors["nested_absmax"], low // size, -(-high // size), unverified_spans)
@@ -721,7 +721,7 @@ def dequantize_bnb_8bit(name: str, dtype: str, weight: Tensor, maxima: Tensor) -
         weight: Codes of shape `[rows, columns]`.
         maxima: Largest magnitude of each row.
     """
-    check_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
+    check_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "contains no rows of bytes")
     grid = _ScaleGrid(maxima, weight.shape)
 
     def dequantize_rows(

@@ -222,7 +222,7 @@ class _BlockQuantizer:
             largest = np.maximum.reduceat(magnitude, np.arange(0, self.columns, self.block_width), axis=1)
         if not np.isfinite(largest).all():
             raise CheckpointError(
-                f"{self.weight.name}: contains NaN or infinite values, which no code represents"
+                f"{self.weight.name}: contains NaN or infinite values, which cannot be quantized"
             )
         return largest
 
@@ -490,7 +490,7 @@ def quantize_to_fp4(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
     check_tensor(
         quantizer.columns % scheme.block_width == 0,
         weight,
-        f"has rows that {scheme.block_width} does not divide",
+        f"has rows whose length is not divisible by {scheme.block_width}",
     )
     shape = (*quantizer.leading_shape, quantizer.rows, quantizer.columns // 2)
     packed, scale = f"{weight.name}_packed", f"{weight.name}_scale"
@@ -507,7 +507,7 @@ def quantize_to_gpt_oss(weight: Tensor, scheme: QuantizationScheme) -> dict[str,
         The codes and the scales, keyed by name.
     """
     quantizer = _BlockQuantizer(weight, scheme, transposed=True)
-    check_tensor(quantizer.columns % 32 == 0, weight, "has columns that 32 does not divide")
+    check_tensor(quantizer.columns % 32 == 0, weight, "has columns whose length is not divisible by 32")
     shape = (*quantizer.leading_shape, quantizer.rows, quantizer.columns // 2)
     blocks, scales = f"{weight.name}_blocks", f"{weight.name}_scales"
     codes_shape = (*quantizer.leading_shape, quantizer.rows, quantizer.columns // 32, 16)

@@ -36,11 +36,14 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
     live: list[Extent] = []
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            raise CheckpointError(f"{name}: a piece has {len(sizes)} dimensions, the tensor {len(shape)}")
+            raise CheckpointError(
+                f"{name}: a piece has {len(sizes)} dimensions, but the tensor has {len(shape)}"
+            )
         for offset, size, length in zip(offsets, sizes, shape, strict=True):
             if offset < 0 or size < 0 or offset + size > length:
                 raise CheckpointError(
-                    f"{name}: the piece at {list(offsets)} of {list(sizes)} is outside {list(shape)}"
+                    f"{name}: the piece at {list(offsets)} with shape {list(sizes)} is outside of the "
+                    f"tensor with shape {list(shape)}"
                 )
         if prod(sizes):
             live.append((offsets, sizes))
@@ -49,13 +52,15 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
         # All volumes are 0, so check that the boxes reach the end of each dimension.
         reach = tuple(max(low[d] + size[d] for low, size in boxes) for d in range(len(shape)))
         if reach != shape:
-            raise CheckpointError(f"{name}: empty pieces reach {list(reach)}, the tensor is {list(shape)}")
+            raise CheckpointError(
+                f"{name}: empty pieces reach {list(reach)}, but the tensor has shape {list(shape)}"
+            )
     if volume < expected:
         raise CheckpointError(
             f"{name}: {expected - volume} of {expected} elements are missing from the files"
         )
     if volume > expected:
-        raise CheckpointError(f"{name}: pieces overlap, {volume} elements are stored for {expected}")
+        raise CheckpointError(f"{name}: pieces overlap, because {volume} elements are stored for {expected}")
     if len(live) < 2:
         return
     # Compare adjacent boxes along the dimension with the most splits. If they overlap in this dimension,
@@ -82,7 +87,7 @@ def _has_gap_or_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Exten
     """
     cut = [d for d in range(len(shape)) if any(sizes[d] != shape[d] for _, sizes in boxes)]
     if len(boxes) << len(cut) > max(_CORNERS, len(boxes) << _MAX_CUT):
-        raise CheckpointError(f"{name}: cut along {len(cut)} dimensions, which is not supported")
+        raise CheckpointError(f"{name}: is sharded along {len(cut)} dimensions, which is not supported")
     corners: dict[str, int] = {}
     for sign, (offsets, sizes) in ((-1, ((0,) * len(shape), shape)), *((1, box) for box in boxes)):
         edges = [((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut]

@@ -62,18 +62,20 @@ def validate_output_path(
     for source in sources:
         origin = resolve_links(source)
         if target == origin:
-            raise CommandError(f"{out}: is the checkpoint itself; give another output folder")
+            raise CommandError(f"{out}: is the checkpoint itself; choose another output folder")
         if is_within(target, origin):
-            raise CommandError(f"{out}: is inside {source}; give an output folder outside it")
+            raise CommandError(
+                f"{out}: is inside of {source}; choose an output folder outside of the checkpoint"
+            )
         if is_within(origin, target):
-            raise CommandError(f"{out}: contains {source}; give another output folder")
+            raise CommandError(f"{out}: contains {source}; choose another output folder")
     if is_single_file:
         if not is_in_store(out) and out.is_symlink():
-            raise CommandError(f"{out}: is a link; give the file that it points to")
+            raise CommandError(f"{out}: is a link; specify the file that it points to")
         if out.exists() and not out.is_file():
             raise CommandError(f"{out}: is not a file")
         if out.exists() and not overwrite:
-            raise CommandError(f"{out}: exists already; give another file or --overwrite")
+            raise CommandError(f"{out}: already exists; choose another file, or add --overwrite")
     elif is_in_store(target):
         from portable.converters.writers.store_output import check_store_output
 
@@ -107,13 +109,13 @@ def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collecti
         return
     target = out.resolve()
     if not overwrite:
-        raise CommandError(f"{out}: exists already; give another folder or --overwrite")
+        raise CommandError(f"{out}: already exists; choose another folder, or add --overwrite")
     if out.is_symlink():
-        raise CommandError(f"{out}: is a link; give the folder that it points to")
+        raise CommandError(f"{out}: is a link; specify the folder that it points to")
     if not target.is_dir():
         raise CommandError(f"{out}: is not a folder")
     if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
-        raise CommandError(f"{out}: contains the current or the home folder and will not be replaced")
+        raise CommandError(f"{out}: contains the current folder or the home folder, so it is not replaced")
     check_folder_replaceable(
         out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()}, replaceable_names
     )
@@ -262,7 +264,9 @@ def open_atomic_output(
             needed_bytes > free
             and needed_bytes - _count_shared_bytes(iter_copied_spans(), target.parent) > free
         ):
-            raise CommandError(f"{target}: needs {needed_bytes:,} bytes, {free:,} are free on its disk")
+            raise CommandError(
+                f"{target}: needs {needed_bytes:,} bytes, but only {free:,} bytes are free on the disk"
+            )
         temporary, lock = create_locked_folder(target)
         output = FolderOutput(temporary)
         yield output
@@ -370,7 +374,9 @@ def _move_to_target(temporary: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists() or (overwrite and temporary.is_file()):
         temporary.rename(target)
     elif not overwrite:
-        raise CommandError(f"{target}: appeared while it was being written; nothing was replaced")
+        raise CommandError(
+            f"{target}: was created by another process during the conversion; nothing was replaced"
+        )
     else:
         replace_and_delete_folder(temporary, target)
     fsync_path(target.parent)

@@ -362,7 +362,7 @@ def _write_plan_in_group(
     """
     is_leader = group.number == 0
     if is_single_file or options.get("verify", False):
-        raise TypeError("group: a single file, or an output that is verified, has one writer")
+        raise TypeError("group: cannot be combined with a single output file or with verification")
     plans: list[ConversionPlan] = []
     created: list[FolderOutput | StoreOutput] = []  # empty except in process 0
     with ExitStack() as stack:

@@ -76,7 +76,7 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
     def add_entry(key_path: KeyPath, entry: OutputTensor) -> None:
         key = ".".join(map(str, key_path))
         if key in paths:
-            raise CheckpointError(f"{checkpoint.root}: two tensors would be called {key!r}")
+            raise CheckpointError(f"{checkpoint.root}: two tensors would have the name {key!r}")
         paths[key] = key_path
         entries.append(OutputTensor(key, entry.dtype, entry.tensor))
 
@@ -88,10 +88,9 @@ def plan_dcp(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
         optimizer = require_optimizer_state(checkpoint)
         for name, state_name, entry in list_optimizer_entries(optimizer, checkpoint.root):
             add_entry(("optim", "state", name, state_name), entry)
-        for shard_index, group in enumerate(convert_param_groups_to_plain(optimizer)):
+        for group_index, group in enumerate(convert_param_groups_to_plain(optimizer)):
             values |= {
-                ("optim", "param_groups", shard_index, state_name): value
-                for state_name, value in group.items()
+                ("optim", "param_groups", group_index, group_key): value for group_key, value in group.items()
             }
     files: list[PlannedFile] = []
     positions: dict[str, _Position] = {}

@@ -82,13 +82,15 @@ def plan_gguf(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan
     if unknown := [name for name in find_unknown_names(tensors, config) if not _BUFFER.fullmatch(name)]:
         raise CheckpointError(
             f"{root}: {to_printable(unknown[0])} is not a tensor name of transformers' "
-            f"{config['model_type']}, so the order of its rows is unknown; convert it with the program that "
-            "wrote it"
+            f"{config['model_type']}, so the order of its rows is unknown; convert the checkpoint with "
+            "the program that wrote it"
         )
     check_config_fits_tensors(tensors, config, f"{root}: config.json")
     settings = parse_gguf_settings(config, model, root)
     if matrix_type == "MXFP4" and "expert_count" not in settings.values:
-        raise CheckpointError(f"{root}: --dtype mxfp4 is for experts, which this model has not; use q4_0")
+        raise CheckpointError(
+            f"{root}: --dtype mxfp4 is only for experts, which this model does not have; use q4_0"
+        )
     writer, entries = gguf.GGUFWriter(None, model.arch), []
     for name, tensor in _rename_tensors_to_gguf(tensors, model, settings, root).items():
         converted_tensor = _convert_tensor_layout(name, tensor, model, settings)
@@ -153,14 +155,15 @@ def plan_gguf_adapter(
         or lora.target_parameters
     ):
         raise CheckpointError(
-            f"{root}: --to gguf takes plain LoRA of linear layers; write the merged model with --merge-into"
+            f"{root}: --to gguf supports only plain LoRA of linear layers; write the merged model "
+            "with --merge-into"
         )
     factors: dict[str, _LoraFactors] = {}
     for module in adapter.modules:
         pair = module.get_lora_pair()
         if pair is None or pair[2] or ".experts." in module.path:
             raise CheckpointError(
-                f"{root}: {module.path}: --to gguf takes LoRA of linear layers; use --merge-into"
+                f"{root}: {module.path}: --to gguf supports only LoRA of linear layers; use --merge-into"
             )
         scaling = lora.compute_scaling(module.path)
         factors[f"{module.path}.weight"] = _LoraFactors(pair[0], pair[1], scaling)
@@ -190,7 +193,7 @@ def _parse_matrix_type(choices: ContentOptions) -> str | None:
         CommandError: If the optimizer state is requested, which GGUF cannot contain.
     """
     if choices.optimizer:
-        raise CommandError("--to gguf: holds no optimizer state; leave out --optimizer")
+        raise CommandError("--to gguf: the format has no optimizer state; leave out --optimizer")
     return parse_target_dtype(choices.dtype, allow_ggml=True)
 
 
@@ -295,7 +298,7 @@ def _rename_tensors_to_gguf(
         for gguf_name, name in _map_gguf_names_to_names(stacked, model_type, settings, root).items()
     }
     if "output.weight" not in renamed and not settings.ties_embeddings:
-        raise CheckpointError(f"{root}: has no lm_head.weight, and tie_word_embeddings is not true")
+        raise CheckpointError(f"{root}: has no lm_head.weight, but tie_word_embeddings is not true")
     if model_type.writes_tied_head:
         renamed.setdefault("output.weight", renamed["token_embd.weight"])
     return renamed
@@ -335,7 +338,7 @@ def _map_gguf_names_to_names(
             or gguf_name in names_by_gguf
             or (bias and bias[1] not in settings.biased_modules)
         ):
-            raise CheckpointError(f"{root}: {name!r} has no place in llama.cpp's {model_type.arch}")
+            raise CheckpointError(f"{root}: {name!r} does not belong to llama.cpp's {model_type.arch}")
         names_by_gguf[gguf_name] = name
     return names_by_gguf
 
@@ -402,7 +405,7 @@ def _iter_stacked_experts(
     for name, stack in stacks.items():
         experts = [reshape_tensor(stack[i], (1, *stack[i].shape)) for i in sorted(stack)]
         if sorted(stack) != list(range(count)) or len({expert.shape for expert in experts}) > 1:
-            raise CheckpointError(f"{root}: {name!r} is not of {count} experts, as config.json has them")
+            raise CheckpointError(f"{root}: {name!r} does not have the {count} experts of config.json")
         yield name, concat_tensors(name, experts, 0)
 
 
@@ -431,7 +434,9 @@ def _convert_tensor_layout(
         heads = values["head_count" if layer_name.startswith("attn_q.") else "head_count_kv"]
         size, (rows, *rest) = values["key_length"], tensor.shape
         if rows != heads * size:
-            raise CheckpointError(f"{tensor.name}: has {rows} rows, and config.json {heads} heads of {size}")
+            raise CheckpointError(
+                f"{tensor.name}: has {rows} rows, but config.json has {heads} heads of size {size}"
+            )
         if model_type.interleaves_rope:
             split = (heads, 2, size // 2, *rest)
             return permute_split_dims(tensor, split, (0, 2, 1, *range(3, len(split))))
@@ -468,7 +473,7 @@ def _choose_ggml_type(gguf_name: str, dtype: str, shape: Sequence[int], matrix_t
         CheckpointError: If the dtype is not supported.
     """
     if dtype not in CASTABLE_DTYPES:
-        raise CheckpointError(f"{gguf_name}: of the type {dtype}, which --to gguf does not take")
+        raise CheckpointError(f"{gguf_name}: has dtype {dtype}, which --to gguf does not support")
     needs_f32 = (
         gguf_name.startswith("position_embd")
         or ".ffn_gate_inp." in gguf_name

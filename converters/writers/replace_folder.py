@@ -64,8 +64,8 @@ def check_folder_replaceable(
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
         raise CommandError(
-            f"{out}: holds {', '.join(others[:3])}{more}, which no conversion wrote; it will not be "
-            "replaced: give another folder"
+            f"{out}: contains {', '.join(others[:3])}{more}, which no conversion has written, so the "
+            "folder is not replaced; choose another folder"
         )
 
 

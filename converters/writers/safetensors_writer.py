@@ -229,7 +229,7 @@ def _plan_safetensors_file(
     offset = 0
     for entry in ordered:
         if entry.name in header:
-            raise CheckpointError(f"{name}: two tensors would be called {entry.name!r}")
+            raise CheckpointError(f"{name}: two tensors would have the name {entry.name!r}")
         offsets = [offset, offset + entry.nbytes]
         header[entry.name] = {
             "dtype": entry.dtype,
@@ -240,7 +240,7 @@ def _plan_safetensors_file(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     text += b" " * _compute_header_padding(8 + len(text), ordered)
     if len(text) > MAX_HEADER:
-        raise CheckpointError(f"{name}: too many tensors for one file; lower --max-shard-size")
+        raise CheckpointError(f"{name}: there are too many tensors for one file; lower --max-shard-size")
     return PlannedFile(name, (len(text).to_bytes(8, "little") + text, *ordered))
 
 
@@ -274,4 +274,4 @@ def _encode_json(value: Any) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise CheckpointError("the optimizer's groups hold a string that is not valid Unicode") from None
+        raise CheckpointError("the optimizer's groups contain a string that is not valid Unicode") from None

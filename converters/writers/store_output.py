@@ -112,9 +112,9 @@ def check_store_output(out: RemotePath, *, overwrite: bool) -> None:
         return
     if is_incomplete_folder(out):
         raise CommandError(
-            f"{out}: holds an unfinished conversion ({INCOMPLETE_MARKER}); give --overwrite to replace it"
+            f"{out}: contains an unfinished conversion ({INCOMPLETE_MARKER}); add --overwrite to replace it"
         )
-    raise CommandError(f"{out}: exists already; give another folder or --overwrite")
+    raise CommandError(f"{out}: already exists; choose another folder, or add --overwrite")
 
 
 class StoreUploads:
@@ -226,12 +226,14 @@ class StoreOutput(StoreUploads):
         self.folder.clear_listings()
         there = self._list_present_objects()
         if not self._overwrite and (there or self.folder.exists()):
-            raise CommandError(f"{self.folder}: appeared while it was being written; nothing was replaced")
+            raise CommandError(
+                f"{self.folder}: was created by another process during the conversion; nothing was replaced"
+            )
         for name, object_ in there.items():
             if self._objects_at_start.get(name) != object_:  # it changed after --overwrite was checked
                 raise CheckpointError(
-                    f"{to_printable(self._get_path(name))}: appeared while {self.folder} was being written; "
-                    "nothing was replaced"
+                    f"{to_printable(self._get_path(name))}: was created by another process during the "
+                    f"conversion of {self.folder}; nothing was replaced"
                 )
         if not self._single:
             self._undo_commit = bool if there else self._remove_written_objects

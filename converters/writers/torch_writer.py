@@ -65,7 +65,9 @@ def _build_optimizer_state_dict(optimizer: OptimizerState, root: AnyPath) -> dic
     names = [name for group in groups for name in group.get("params", [])]
     numbers = {name: number for number, name in enumerate(names)}
     if len(numbers) != len(names) or not optimizer.state.keys() <= numbers.keys():
-        raise CheckpointError(f"{root}: its optimizer's groups do not list each parameter with state once")
+        raise CheckpointError(
+            f"{root}: the optimizer groups do not list each parameter with state exactly once"
+        )
     state: dict[int, dict[str, Any]] = {}
     for name, state_name, entry in list_optimizer_entries(optimizer, root):
         value = optimizer.state[name][state_name]

@@ -146,7 +146,7 @@ def append_pickled(value: Any, out: bytearray, memo: PickleMemo) -> None:
         append_pickled(value.value, out, memo)
         out += b"Q"
     else:
-        raise TypeError(f"{type(value).__name__} cannot be pickled here")
+        raise TypeError(f"{type(value).__name__} cannot be pickled")
 
 
 def append_memo_put(key: Hashable, out: bytearray, memo: PickleMemo) -> None:

@@ -59,9 +59,11 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
             than its parameter, or if a parameter name cannot be the name of a folder.
     """
     if not choices.optimizer:
-        raise CommandError("--to deepspeed-universal: needs the optimizer, too; add --optimizer")
+        raise CommandError("--to deepspeed-universal: also needs the optimizer state; add --optimizer")
     if parse_target_dtype(choices.dtype) not in (None, "F32"):
-        raise CommandError("--to deepspeed-universal: its masters are float32; leave out --dtype")
+        raise CommandError(
+            "--to deepspeed-universal: the master weights are always float32; leave out --dtype"
+        )
     optimizer = require_optimizer_state(checkpoint)
     groups = convert_param_groups_to_plain(optimizer)
     group_names = [list(group.get("params", [])) for group in groups]
@@ -89,7 +91,7 @@ def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> Conversio
             elif not isinstance(value, Tensor) or value.shape != master.shape:
                 raise OptimizerStateError(
                     f"{checkpoint.root}: {state_name} of {name!r} has another shape than the parameter, "
-                    "which a universal checkpoint cannot hold"
+                    "which a universal checkpoint cannot contain"
                 )
             else:
                 parameter_entries[state_name] = OutputTensor(f"{name}.{state_name}", value.dtype, value)
@@ -122,10 +124,12 @@ def _check_param_groups(
     """
     location, names = checkpoint.root, [name for group in group_names for name in group]
     if not names or len(set(names)) != len(names):
-        raise OptimizerStateError(f"{location}: its optimizer's groups do not list each parameter once")
+        raise OptimizerStateError(f"{location}: the optimizer groups do not list each parameter exactly once")
     for name in names:
         if name not in model:
-            raise OptimizerStateError(f"{location}: its optimizer names {name!r}, which is not in the model")
+            raise OptimizerStateError(
+                f"{location}: the optimizer contains {name!r}, which is not in the model"
+            )
         if "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
             raise CheckpointError(f"{location}: {name!r} cannot be the name of a folder")
 

@@ -94,8 +94,8 @@ def check_equal_plan_digests(digests: Sequence[str]) -> None:
     for number, digest in enumerate(digests):
         if digest != digests[0]:
             raise CheckpointError(
-                f"process {number} of {len(digests)} reads other tensors from the checkpoint than process 0; "
-                "give all processes the same files and versions"
+                f"process {number} of {len(digests)} does not read the same tensors from the checkpoint "
+                "as process 0; use the same files and versions in all processes"
             )
 
 
@@ -113,6 +113,6 @@ def check_written_size(path: AnyPath, expected: int, actual: int | None) -> None
     if actual != expected:
         state = "is missing" if actual is None else f"has {actual:,} bytes instead of {expected:,}"
         raise CheckpointError(
-            f"{to_printable(path)}: {state}, although another process has written it; give all processes the "
-            "same file system, and write the output again"
+            f"{to_printable(path)}: {state}, although another process has written it; use a file system "
+            "that all processes share, and write the output again"
         )

@@ -69,7 +69,7 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
             yield SettingProblem(
                 (key, "strategy"),
                 f"{format_setting_with_value(config, key)} has no effect with DeepSpeed's strategy "
-                f"{strategy}; remove it, or use full_shard",
+                f"{strategy}; remove {key}, or use full_shard",
             )
 
 
@@ -86,8 +86,8 @@ def find_problems(config: RunConfig, *, late: bool, has_cuda: bool) -> Iterator[
     if not has_cuda and config.precision == "fp16":
         yield SettingProblem(
             ("precision", "backend", "strategy"),
-            f"precision fp16 does not train on backend cpu under strategy {config.strategy}, which is "
-            "DeepSpeed's; use fp32 or bf16",
+            f"precision fp16 does not work with DeepSpeed's strategy {config.strategy} on backend cpu; "
+            "use fp32 or bf16",
         )
     if optimizer not in ZERO_OPTIMIZERS and not is_plugin_name(optimizer):
         yield SettingProblem(
@@ -107,20 +107,20 @@ def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
     if _is_swapping(config) and config.train.micro_batch_size == "auto":
         yield SettingProblem(
             ("train.micro_batch_size",),
-            "train.micro_batch_size: auto would write the full state to nvme for each size that it tries; "
-            "set a number",
+            "train.micro_batch_size: auto would write the complete state to nvme for each tried size; "
+            "set train.micro_batch_size to a number",
         )
     if config.compile and config.strategy == "zero3":
         yield SettingProblem(
             ("compile", "strategy"),
-            "compile: not supported with strategy zero3, which gathers and frees parameters inside the "
-            "layers; use zero2 or full_shard",
+            "compile: is not supported with strategy zero3, which gathers and frees parameters inside "
+            "the layers; use zero2 or full_shard",
         )
     if config.train.has_frozen_patterns and config.memory.offload_params == "nvme":
         yield SettingProblem(
             ("memory.offload_params",),
-            "memory.offload_params: DeepSpeed does not save frozen parameters from nvme; use cpu, or "
-            "train all",
+            "memory.offload_params: DeepSpeed does not save frozen parameters that are offloaded to "
+            "nvme; use cpu, or train all parameters",
         )
 
 
@@ -147,7 +147,7 @@ def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
     if optimizer == "muon":
         yield SettingProblem(
             (key, offloading),
-            f"{key}: muon {reason}, which swap the parts of a matrix separately; use cpu",
+            f"{key}: muon {reason}, which swaps the parts of a matrix separately; use cpu",
         )
     if is_plugin_name(optimizer):
         yield SettingProblem(

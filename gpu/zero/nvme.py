@@ -52,7 +52,7 @@ def check_swapping(config: RunConfig, deepspeed: Any) -> None:
     """
     path = _get_nvme_folder(config)
     try:
-        require(path.exists(), f"{_KEY}: {path} does not exist; create it, or name another folder")
+        require(path.exists(), f"{_KEY}: {path} does not exist; create the folder, or use another folder")
         require(path.is_dir(), f"{_KEY}: {path} is not a folder; name a folder on a local disk")
         with tempfile.TemporaryFile(dir=path):
             pass
@@ -63,7 +63,8 @@ def check_swapping(config: RunConfig, deepspeed: Any) -> None:
     kind = find_filesystem_type(path)
     require(
         kind not in _RAM_DISKS,
-        f"{_KEY}: {path} is in memory ({kind}), where offloading saves nothing; name a folder on a disk",
+        f"{_KEY}: {path} is in memory ({kind}), so offloading to this folder saves no memory; name a "
+        "folder on a disk",
     )
     check_async_io(deepspeed)
 
@@ -71,7 +72,7 @@ def check_swapping(config: RunConfig, deepspeed: Any) -> None:
 def _get_nvme_folder(config: RunConfig) -> Path:
     path = config.memory.nvme_path
     if path is None:
-        raise UserError(f"{_KEY}: not set; name a folder on a local disk to offload to")
+        raise UserError(f"{_KEY}: is not set; set {_KEY} to a folder on a local disk")
     return Path(path)
 
 
@@ -84,8 +85,9 @@ def check_async_io(deepspeed: Any) -> None:
     builder = deepspeed.ops.op_builder.AsyncIOBuilder()
     require(
         builder.is_compatible(verbose=False),
-        "memory: offloading to nvme needs DeepSpeed's async_io, which cannot be built here; install the "
-        "system's libaio (Debian: apt install libaio-dev) and a C++ compiler, or offload to cpu",
+        "memory: offloading to nvme needs DeepSpeed's async_io, which cannot be built on this machine; "
+        "install the system's libaio (Debian: apt install libaio-dev) and a C++ compiler, or offload to "
+        "cpu",
     )
     wait_for_op_build(builder.name)
 
@@ -104,8 +106,8 @@ def check_free_space(config: RunConfig, required_bytes: int) -> None:
     free = shutil.disk_usage(disk).free
     require(
         free >= required_bytes,
-        f"{_KEY}: {disk} has {format_bytes(free)} free and this run swaps {format_bytes(required_bytes)} "
-        "there; free some space, or name another disk",
+        f"{_KEY}: {disk} has {format_bytes(free)} free, but this run swaps {format_bytes(required_bytes)} "
+        "to it; free some space, or use another disk",
     )
 
 

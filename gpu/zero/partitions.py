@@ -498,8 +498,8 @@ def _assemble_partition_state(
     for key, values in numbers.items():
         if len(values) > 1:
             raise CheckpointError(
-                f"optimizer state {key!r} differs between parameters, but ZeRO has one value for all of "
-                "them; resume with strategy full_shard or no_shard"
+                f"optimizer state {key!r} differs between parameters, but ZeRO stores one value for all "
+                "parameters; resume with strategy full_shard or no_shard"
             )
         sample = state_samples.get(key, torch.zeros((), dtype=torch.float32, device=flat.device))
         assembled[key] = cast_number(sample, values.pop())

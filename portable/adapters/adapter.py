@@ -203,8 +203,8 @@ class Adapter:
                 "make it part of a module" if not modules else f"add {modules[0]} to adapter.modules_to_save"
             )
             raise UserError(
-                f"adapter: {self._run.model.name_or_path} has no {lost_names[0]}, which would be random and "
-                f"not saved with the adapter; {remedy}, or use another base model"
+                f"adapter: {self._run.model.name_or_path} has no {lost_names[0]}, which would be "
+                f"initialized randomly and not saved with the adapter; {remedy}, or use another base model"
             )
 
     def get_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
@@ -242,7 +242,7 @@ class Adapter:
             raise UserError(f"adapter.name_or_path: {to_one_line(error)}") from error
         require(
             stored_adapter is not None,
-            f"adapter.name_or_path: {folder} holds no adapter; give another folder",
+            f"adapter.name_or_path: {folder} contains no adapter; choose a folder with an adapter",
         )
         assert stored_adapter is not None
         tensors = stored_adapter.checkpoint.tensors
@@ -263,8 +263,8 @@ class Adapter:
             require(
                 tuple(tensors[key].shape) == self._shapes[name] and tensors[key].dtype in _FLOAT_DTYPES,
                 f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)} and dtype "
-                f"{tensors[key].dtype}, but the model has {list(self._shapes[name])}; use an adapter of this "
-                "model",
+                f"{tensors[key].dtype}, but the model has shape {list(self._shapes[name])}; use an "
+                "adapter of this model",
             )
         return _SourceAdapter(folder, stored_adapter, of_base)
 
@@ -346,8 +346,8 @@ class Adapter:
             raise UserError(f"checkpoint.resume: {error}") from error
         if stored_adapter is None:
             raise UserError(
-                f"checkpoint.resume: {checkpoint.root} contains no adapter; give a checkpoint of an adapter, "
-                "or remove adapter.type"
+                f"checkpoint.resume: {checkpoint.root} contains no adapter; use a checkpoint of an "
+                "adapter, or remove adapter.type"
             )
         ours = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
         ours |= {name: name for name in ("rank_pattern", "alpha_pattern")}
@@ -440,8 +440,9 @@ class Adapter:
         )
         require(
             stored_identity.get("base") == self.identity["base"],
-            f"checkpoint.resume: {source} belongs to another base model than {self._run.model.name_or_path}, "
-            "whose weights differ; give the weights that the adapter was trained on",
+            f"checkpoint.resume: {source} belongs to another base model than "
+            f"{self._run.model.name_or_path}, whose weights differ; use the base model that the adapter "
+            "was trained on",
         )
         stored_config, run_config = stored_identity.get("config"), self.identity["config"]
         stored_config = stored_config if isinstance(stored_config, dict) else {}
@@ -452,8 +453,8 @@ class Adapter:
         remedy = "choose another output_dir"
         if base is not None and {"target_modules", "exclude_modules"}.intersection(changed):
             remedy += (
-                f"; to continue from its weights, merge them: portable-convert {source} OUT --merge-into "
-                f"{base}, and set model.name_or_path to OUT"
+                f"; to continue from these weights, merge the adapter: portable-convert {source} OUT "
+                f"--merge-into {base}, and set model.name_or_path to OUT"
             )
         require(
             not changed,
@@ -518,7 +519,9 @@ def inject_adapter(
             peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = to_one_line(error)
-        raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
+        raise UserError(
+            f"adapter: {type(model).__name__}: {reason}; change the settings of the section adapter"
+        ) from error
     _prepare_trained_tokens(model, tied, grown_from)
     transformers_internals.require_reformer_input_gradients(model)
     names = _map_base_names(model, base_names_by_id)
@@ -805,7 +808,7 @@ def _resolve_target_names(
             settings.exclude_modules = None
             require(
                 bool(settings.target_modules),
-                f"adapter.layers: the model has no linear layers in {list(layers)}; give numbers from 0",
+                f"adapter.layers: the model has no linear layers in {list(layers)}; use layer numbers from 0",
             )
     elif isinstance(targets, str):
         require(
@@ -816,7 +819,9 @@ def _resolve_target_names(
         try:
             matches = [name for name in modules if matcher.fullmatch(targets, name)]
         except PatternError as error:
-            raise UserError(f"adapter.target_modules: {to_one_line(error)}; correct it") from error
+            raise UserError(
+                f"adapter.target_modules: {to_one_line(error)}; correct adapter.target_modules"
+            ) from error
         names = [name.strip() for name in targets.split(",")]
         if targets == "all":
             remedy = "write all-linear to adapt every linear module"
@@ -824,7 +829,7 @@ def _resolve_target_names(
             remedy = f"write them as a list: [{', '.join(names)}]"
         else:
             remedy = (
-                f"give names in a list, such as [{_list_last_components(linear)[0] if linear else 'q_proj'}]"
+                f"use a list of names, such as [{_list_last_components(linear)[0] if linear else 'q_proj'}]"
             )
         require(
             bool(matches) or bool(getattr(settings, "target_parameters", None)),
@@ -920,8 +925,9 @@ def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternM
         for tied_module in tied_modules:
             if tied_module == name or f".{tied_module}.".find(f".{name}.") >= 0:
                 raise UserError(
-                    f"adapter.modules_to_save: {name} shares its weights with another module (tied), and a "
-                    "copy would not; leave it out, and train rows of both with trainable_token_indices"
+                    f"adapter.modules_to_save: {name} shares its weights with another module (tied), but "
+                    f"a copy would not; remove {name} from adapter.modules_to_save, and train rows of "
+                    "both modules with adapter.trainable_token_indices"
                 )
     targets = settings.target_modules
     head: Any = model.get_output_embeddings()
@@ -936,8 +942,8 @@ def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternM
         )
         if is_targeted:
             raise UserError(
-                f"adapter.target_modules: {name} shares its weights with the embedding (tied); leave it out, "
-                "or use a model with tie_word_embeddings: false"
+                f"adapter.target_modules: {name} shares its weights with the embedding (tied); remove "
+                f"{name}, or use a model with tie_word_embeddings: false"
             )
 
 
@@ -965,8 +971,8 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
             trained[table] = tokens = layer.token_indices[ADAPTER_NAME]
             require(
                 max(tokens) < count and len(set(tokens)) == len(tokens),
-                f"adapter.trainable_token_indices: {table} has the tokens 0 to {count - 1}, each once; "
-                f"correct {tokens}",
+                f"adapter.trainable_token_indices: the tokens of {table} are 0 to {count - 1}, and each "
+                f"may be listed only once; correct {tokens}",
             )
     if num_base_rows is None:
         return
@@ -1062,7 +1068,7 @@ def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
     require(
         dtype in (compute, torch.float32),
         f"adapter.base: {config.adapter.base} does not work with precision {config.precision}, which has "
-        "another compute type; use auto or fp32",
+        "another compute dtype; use auto or fp32",
     )
     return dtype
 

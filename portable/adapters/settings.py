@@ -133,8 +133,8 @@ def resolve_adapter_config(config: RunConfig) -> RunConfig:
     kind = str(document.get("peft_type", "")).lower()
     require(
         kind in PEFT_KEYS,
-        f"{key}: {path}: adapters of type {document.get('peft_type')} are not supported, only "
-        f"{' and '.join(name.upper() for name in PEFT_KEYS)}; use another adapter",
+        f"{key}: {path}: adapters of type {document.get('peft_type')} are not supported, only adapters of "
+        f"type {' and '.join(name.upper() for name in PEFT_KEYS)}; use another adapter",
     )
     if (init := document.get("init_lora_weights", True)) not in _SUPPORTED_INITS:
         # These initializations change the base weights or need data. An existing adapter that eva
@@ -163,7 +163,7 @@ def resolve_adapter_config(config: RunConfig) -> RunConfig:
         if config.is_set(f"adapter.{name}") and setting_value is not None:
             require(
                 _to_setting_value(name, setting_value) == value,
-                f"adapter.{name}: {format_short_value(setting_value)}, but {path} has "
+                f"adapter.{name}: is {format_short_value(setting_value)}, but {path} has "
                 f"{format_short_value(value)}; remove adapter.{name}",
             )
         else:
@@ -188,8 +188,8 @@ def replace_runs_by_exports(config: RunConfig) -> RunConfig:
         if (folder / RUN_CONFIG).is_file() and not (folder / "config.json").is_file():
             require(
                 (folder / FINAL_FOLDER).is_dir(),
-                f"{key}: {folder} is a run without {FINAL_FOLDER}/, which checkpoint.export writes; train it "
-                f"to the end, or write a folder for {key} with: portable-convert {folder} OUT",
+                f"{key}: {folder} is a run without {FINAL_FOLDER}/, which checkpoint.export writes; "
+                f"complete the run, or write a folder for {key} with: portable-convert {folder} OUT",
             )
             changes[key] = str(folder / FINAL_FOLDER)
     config = config.replaced(changes) if changes else config
@@ -198,9 +198,9 @@ def replace_runs_by_exports(config: RunConfig) -> RunConfig:
         document = _read_peft_config(folder / CONFIG_FILE, "model.name_or_path", folder)
         base = document.get("base_model_name_or_path") or "BASE"
         raise UserError(
-            f"model.name_or_path: {folder} is an adapter; to continue its training, set model.name_or_path "
-            f"to {base} and adapter.name_or_path to {folder}; to train all weights, merge them first: "
-            f"portable-convert {folder} OUT --merge-into {base}"
+            f"model.name_or_path: {folder} is an adapter; to continue its training, set "
+            f"model.name_or_path to {base} and adapter.name_or_path to {folder}; to train all weights, "
+            f"merge the adapter first: portable-convert {folder} OUT --merge-into {base}"
         )
     return config
 
@@ -276,7 +276,7 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
         with open_file(path, folder) as file:
             document = json.loads(file.read(_MAX_BYTES))
     except FileNotFoundError as error:
-        raise UserError(f"{key}: {path}: no such file; give an adapter in peft's format") from error
+        raise UserError(f"{key}: {path}: no such file; use an adapter in peft's format") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{key}: {path}: cannot be read ({to_one_line(error)}); use an intact file"
@@ -326,7 +326,7 @@ def resolve_adapter_folder(name_or_path: str) -> Path:
         return path
     require(
         not (name_or_path.startswith(("/", ".")) or name_or_path.count("/") != 1),
-        f"adapter.name_or_path: {name_or_path}: no such folder; give a folder in peft's format or the name "
+        f"adapter.name_or_path: {name_or_path}: no such folder; use a folder in peft's format or the name "
         "of an adapter on the hub (organization/name)",
     )
     from huggingface_hub import snapshot_download

@@ -54,11 +54,12 @@ def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> Store
     model_tensors = get_checkpointed_tensors(model)
     missing = model_tensors.keys() - weights.keys()
     if missing:
-        remedy = "it belongs to another model"
+        remedy = "the checkpoint belongs to another model"
         if "config.json" in checkpoint.companions and "adapter_config.json" not in checkpoint.companions:
             remedy += (
-                " or an earlier version of this program; to continue from its weights, portable-convert it "
-                "to OUT, and set model.name_or_path to OUT and output_dir to a new folder"
+                " or an earlier version of this program; to continue from its weights, convert the "
+                "checkpoint with portable-convert to OUT, and set model.name_or_path to OUT and "
+                "output_dir to a new folder"
             )
         raise CheckpointError(f"{checkpoint.root}: has no {min(missing)}; {remedy}")
     if checkpoint.optimizer is None:

@@ -71,9 +71,9 @@ class AdoptedCheckpoint:
         """
         if self.step >= end_step:
             raise UserError(
-                f"checkpoint.resume: {self.checkpoint.root} is at step {self.step}, and this run ends after "
-                f"step {end_step}; raise train.steps (or train.stop_after), or set checkpoint.resume_step to "
-                "0 to restart the schedule"
+                f"checkpoint.resume: {self.checkpoint.root} is at step {self.step}, but this run ends "
+                f"after step {end_step}; raise train.steps (or train.stop_after), or set "
+                "checkpoint.resume_step to 0 to restart the schedule"
             )
 
 
@@ -177,7 +177,7 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
         for name in tensors
         if name not in model_tensors and not any(re.search(pattern, name) for pattern in ignored)
     ]
-    remedy = "use the model that it was trained with (model.name_or_path or model.config)"
+    remedy = "use the model that the checkpoint was trained with (model.name_or_path or model.config)"
     if missing and missing[0] in aliases:
         raise _build_resume_error(
             external,
@@ -195,7 +195,8 @@ def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> M
         if tensors[name].shape != tuple(tensor.shape):
             raise _build_resume_error(
                 external,
-                f"has {name} of shape {list(tensors[name].shape)}, the model of {list(tensor.shape)}",
+                f"has {name} of shape {list(tensors[name].shape)}, but the model has shape "
+                f"{list(tensor.shape)}",
                 remedy,
             )
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -319,7 +320,7 @@ class _ResumeMatcher:
                 raise _build_resume_error(
                     self.external,
                     f"has no optimizer state for {name}, which this run trains",
-                    f"it may have been frozen; {_suggest_weights_only(self.external)}",
+                    f"the parameter may have been frozen; {_suggest_weights_only(self.external)}",
                 )
             values = dict(stored_state.get(name, {}))
             if not values:
@@ -396,8 +397,8 @@ class _ResumeMatcher:
             wanted = ", ".join(f"{key} {format_short_value(value)}" for key, value in unset)
             raise _build_resume_error(
                 self.external,
-                f"was trained with {wanted}, and this run has other defaults",
-                f"set {' and '.join(key for key, _ in unset)}, to these values to continue as before",
+                f"was trained with {wanted}, but this run has other defaults",
+                f"set {' and '.join(key for key, _ in unset)}to these values to continue as before",
             )
         self.notes += [
             f"{key}: {format_short_value(theirs)} there, {format_short_value(ours)} here"
@@ -505,17 +506,17 @@ class _ResumeMatcher:
             ]
             checkpoint_text = f"; the checkpoint has {', '.join(others)}" if others else ""
             return SourcedCount(resume_step, f"checkpoint.resume_step{checkpoint_text}")
-        remedy = "set checkpoint.resume_step to the number of steps done"
+        remedy = "set checkpoint.resume_step to the number of completed steps"
         if len({count.count for count in counts}) > 1:
             raise _build_resume_error(
-                self.external, f"has different step counts: {', '.join(map(str, counts))}", remedy
+                self.external, f"has several step counts: {', '.join(map(str, counts))}", remedy
             )
         if counts:
             done = counts[0].count
             if most_optimizer_steps > done:
                 raise _build_resume_error(
                     self.external,
-                    f"is at step {counts[0]}, but its optimizer has taken {most_optimizer_steps}",
+                    f"is at step {counts[0]}, but its optimizer has taken {most_optimizer_steps} steps",
                     remedy,
                 )
             source = " and ".join(count.source for count in counts)
@@ -525,8 +526,8 @@ class _ResumeMatcher:
         if len(parameters_by_step) == 1:
             return SourcedCount(most_optimizer_steps, "the optimizer's step count")
         reason = (
-            f"has no step count, and its optimizer has taken {min(parameters_by_step)} to "
-            f"{most_optimizer_steps} steps by parameter"
+            "has no step count, and the number of optimizer steps differs between parameters "
+            f"({min(parameters_by_step)} to {most_optimizer_steps})"
             if parameters_by_step
             else "has no step count"
         )

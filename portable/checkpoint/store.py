@@ -597,8 +597,8 @@ def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -
     if resume == "never":
         if latest is not None:
             raise UserError(
-                f"checkpoint.resume: never, but {checkpoints.path} has checkpoints; "
-                "set checkpoint.resume: auto to resume, or choose another output_dir"
+                f"checkpoint.resume: is never, but {checkpoints.path} has checkpoints; set "
+                "checkpoint.resume: auto to resume, or choose another output_dir"
             )
         return None
     path = parse_place_setting("checkpoint.resume", resume)

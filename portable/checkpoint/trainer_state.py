@@ -75,18 +75,19 @@ class TrainerState:
             version = values["format_version"]
             if version > FORMAT_VERSION:
                 raise UserError(
-                    f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})"
+                    f"{path}: has format version {version}, but this program supports versions up to "
+                    f"{FORMAT_VERSION}"
                 )
             state = cls(**values)._check_types_and_ranges()
             if (folder_step := parse_checkpoint_step(folder.name)) is not None and folder_step != state.step:
                 raise ValueError(f"step is {state.step}")
             return state
         except FileNotFoundError as error:
-            raise UserError(f"{path}: missing; give the folder of a checkpoint of this program") from error
+            raise UserError(f"{path}: is missing; use the folder of a checkpoint of this program") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = to_one_line(error)
             reason = f"{type(error).__name__}: {reason if len(reason) <= 200 else reason[:197] + '...'}"
-            raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error
+            raise DamagedError(f"{path}: is damaged ({reason}); use an older checkpoint") from error
 
     def _check_types_and_ranges(self) -> TrainerState:
         """Check the types and ranges of all fields, and return this object.
@@ -131,10 +132,10 @@ class TrainerState:
             raise DamagedError(f"{to_one_line(error)}; use an older checkpoint") from error
         if manifest is None:
             if self.format_version >= _FIRST_VERSION_WITH_MANIFEST:
-                raise DamagedError(f"{folder / MANIFEST}: missing; use an older checkpoint")
+                raise DamagedError(f"{folder / MANIFEST}: is missing; use an older checkpoint")
             return (
-                f"{folder}: written by an older version of this program, without a manifest; only its shards "
-                "are checked"
+                f"{folder}: was written by an older version of this program, without a manifest; only the "
+                "shards are checked"
             )
         if manifest.get("step") != self.step or manifest.get("run") != self.run_digest:
             raise DamagedError(f"{folder / MANIFEST}: belongs to another checkpoint; use an older checkpoint")

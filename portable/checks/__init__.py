@@ -29,7 +29,7 @@ from portable.checks.output import (
     check_resume_counters,
     check_tracker_names,
 )
-from portable.checks.ranks import check_context_parallel, check_tensor_parallel
+from portable.checks.ranks import check_context_parallel, check_expert_parallel, check_tensor_parallel
 from portable.checks.train import check_batch_sizes, check_loss_and_ema, check_run_length
 from portable.config.rules import format_problem
 from portable.errors import UserError, to_one_line
@@ -61,6 +61,7 @@ SETTING_CHECKS = (
     check_fsdp_settings,
     check_context_parallel,
     check_tensor_parallel,
+    check_expert_parallel,
     check_tracker_names,
     check_resume_counters,
     check_hub_settings,

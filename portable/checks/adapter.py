@@ -31,7 +31,7 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
             if name not in IA3_ADAPTER_SETTINGS:
                 yield SettingProblem(
                     (f"adapter.{name}", "adapter.type"),
-                    f"adapter.{name} is for lora, not for adapter.type ia3; remove it",
+                    f"adapter.{name} is for lora, not for adapter.type ia3; remove adapter.{name}",
                 )
     if changed_names and config.train.has_frozen_patterns:
         yield SettingProblem(
@@ -65,7 +65,8 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if not adapter.target_modules and not adapter.target_parameters:
         yield SettingProblem(
             ("adapter.target_modules", "adapter.target_parameters"),
-            "adapter.target_modules is empty, which only adapter.target_parameters allows; name modules",
+            "adapter.target_modules is empty, which is only allowed with adapter.target_parameters; "
+            "list modules in adapter.target_modules",
         )
     if uses_zero_strategy(config):
         yield from import_engine_module(config.strategy, "checks").check_adapter(config)

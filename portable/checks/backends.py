@@ -43,6 +43,6 @@ def check_strategy_without_zero(config: RunConfig) -> Iterator[SettingProblem]:
     if uses_zero_strategy(config):
         yield SettingProblem(
             ("strategy", "backend"),
-            f"strategy {config.strategy} is DeepSpeed's, which does not run on backend {config.backend}; "
+            f"strategy {config.strategy} needs DeepSpeed, which does not run on backend {config.backend}; "
             "use full_shard",
         )

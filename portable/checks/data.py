@@ -70,8 +70,8 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
         if task != only_task and is_not_default(config, key) and not is_text:
             yield SettingProblem(
                 (key, "model.task"),
-                f"{format_setting_with_value(config, key)} is for model.task {only_task}, not {task}; remove "
-                "it",
+                f"{format_setting_with_value(config, key)} is for model.task {only_task}, not {task}; "
+                f"remove {key}",
             )
     yield from _check_format(config)
     if data.images:
@@ -97,7 +97,7 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
                 yield SettingProblem(
                     (key, "data.source"),
                     f"{format_setting_with_value(config, key)} is for conversations, but data.source has "
-                    "texts; remove it",
+                    f"texts; remove {key}",
                 )
         if train_on in ("assistant", "completion", "last_assistant"):
             yield SettingProblem(
@@ -108,8 +108,8 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
     if data.truncation != "end" and data.packing is True and data.format != "auto":
         yield SettingProblem(
             ("data.truncation", "data.packing"),
-            f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing; "
-            "remove one of the two",
+            f"data.truncation {data.truncation} has no effect with data.packing true, which does not "
+            "truncate texts; remove one of the two",
         )
     if data.format == "preference":
         if config.train.loss is None:
@@ -128,7 +128,7 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
         if train_on not in (None, "completion"):
             yield SettingProblem(
                 ("data.train_on", "data.format"),
-                f"data.train_on {train_on} does not work with data.format preference; remove it",
+                f"data.train_on {train_on} does not work with data.format preference; remove data.train_on",
             )
     if train_on == "completion" and data.split_turns:
         yield SettingProblem(
@@ -146,10 +146,10 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
 def _check_images(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that do not work with images in conversations."""
     data = config.data
-    if data.packing:
+    if data.packing is True:
         yield SettingProblem(
             ("data.images", "data.packing"),
-            f"data.packing {format_value(data.packing)} does not work with images; set data.packing to false",
+            "data.packing true would cut images; set data.packing to documents or false",
         )
     if data.truncation == "start":
         yield SettingProblem(
@@ -185,8 +185,8 @@ def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
     if columns and packing:
         yield SettingProblem(
             ("data.columns", "data.packing"),
-            f"data.columns has a number for each record, but data.packing {format_value(packing)} joins "
-            "records; set data.packing to false",
+            f"data.columns selects a number for each record, but data.packing {format_value(packing)} "
+            "joins records; set data.packing to false",
         )
     if columns and config.train.loss is None:
         yield SettingProblem(
@@ -212,13 +212,14 @@ def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
         stream = f"{streams[0]}.stream"
         if config.model.task != "causal-lm":
             yield SettingProblem(
-                (stream, "model.task"), f"{stream} works only with model.task causal-lm; remove it"
+                (stream, "model.task"), f"{stream} works only with model.task causal-lm; remove {stream}"
             )
         for key in ("train.epochs", "train.eval_every_epochs", "checkpoint.every_epochs"):
             if config.get(key) is not None:
                 yield SettingProblem(
                     (key, stream),
-                    f"{key} needs the length of the data, which is unknown with {stream}; count in steps",
+                    f"{key} needs the length of the data, which is unknown with {stream}; use a "
+                    "setting that counts steps",
                 )
         if config.data.eval_fraction and not config.data.sources:
             yield SettingProblem(
@@ -237,5 +238,5 @@ def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
         if sources[key].max_samples is not None:
             yield SettingProblem(
                 (f"{key}.max_samples", f"{key}.stream"),
-                f"{key}.max_samples does not work with {key}.stream; name fewer files, or stop earlier",
+                f"{key}.max_samples does not work with {key}.stream; use fewer files, or lower train.steps",
             )

@@ -19,7 +19,7 @@ def check_paths_are_local(config: RunConfig) -> Iterator[SettingProblem]:
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(config.get(key)):
             name = parse_hub_page_url(config.get(key))
-            remedy = "copy the files to a local folder" if name is None else f"give the name {name}"
+            remedy = "copy the files to a local folder" if name is None else f"use the name {name}"
             yield SettingProblem((key,), f"{key} must be a hub id or a local folder, not a URL; {remedy}")
     for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path"):
         if is_url(config.get(key)):

@@ -18,7 +18,7 @@ def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
     for name, count in Counter(config.log.trackers).items():
         if count > 1:
             yield SettingProblem(
-                ("log.trackers",), f"log.trackers: {name} is named {count} times; name the tracker once"
+                ("log.trackers",), f"log.trackers: {name} is listed {count} times; list the tracker once"
             )
 
 
@@ -32,7 +32,7 @@ def check_resume_counters(config: RunConfig) -> Iterator[SettingProblem]:
             yield SettingProblem(
                 (key, "checkpoint.resume"),
                 f"{key} {config.get(key)} is for another program's checkpoint, but checkpoint.resume is "
-                f"{config.checkpoint.resume}; remove it",
+                f"{config.checkpoint.resume}; remove {key}",
             )
 
 
@@ -81,7 +81,7 @@ def check_best_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
     if checkpoint.export_best and checkpoint.keep_best is None:
         yield SettingProblem(
             ("checkpoint.export_best",),
-            "checkpoint.export_best needs a checkpoint that is kept; set checkpoint.keep_best to 1",
+            "checkpoint.export_best needs a retained checkpoint; set checkpoint.keep_best to 1",
         )
     compares_evaluations = train.early_stopping_patience or checkpoint.export_best or checkpoint.keep_best
     for key in ("checkpoint.best_metric", "checkpoint.best_mode"):

@@ -1,4 +1,4 @@
-"""Checks for context parallelism and tensor parallelism."""
+"""Checks for context, tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -57,6 +57,29 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
         if is_needed:
             value = format_value(config.get(key))
             reason = f"{key} {value} does not work with tensor-parallel ranks; set tensor_parallel_size to 1"
+            yield SettingProblem((key,), reason)
+
+
+def check_expert_parallel(config: RunConfig) -> Iterator[SettingProblem]:
+    """Yield the settings that do not work with expert parallelism, if the config uses it."""
+    if config.expert_parallel_size == 1:
+        return
+    train, adapter = config.train, config.adapter
+    is_refused = {
+        "backend": config.backend in ("xla", "tpu"),
+        "strategy": config.strategy == "no_shard" or uses_zero_strategy(config),
+        "tensor_parallel_size": config.tensor_parallel_size > 1,
+        "precision": config.precision == "fp16",
+        "model.function": config.model.function is not None,
+        "adapter.base": adapter.base in ("nf4", "int8"),
+        "adapter.target_parameters": bool(adapter.target_parameters),
+        "train.optimizer": train.optimizer not in ("adamw", "sgd", "muon"),
+        "train.micro_batch_size": train.micro_batch_size == "auto",
+    }
+    for key, refused in is_refused.items():
+        if refused:
+            value = format_value(config.get(key))
+            reason = f"{key} {value} does not work with expert-parallel ranks; set expert_parallel_size to 1"
             yield SettingProblem((key,), reason)
 
 

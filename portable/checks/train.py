@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.derived_defaults import find_largest_divisor
 from portable.config.rules import SettingProblem, format_setting_with_value
 
 if TYPE_CHECKING:
@@ -55,12 +54,16 @@ def check_loss_and_ema(config: RunConfig) -> Iterator[SettingProblem]:
         for key in ("train.eval_ema", "checkpoint.export_ema"):
             if config.get(key):
                 yield SettingProblem(
-                    (key,), f"{key} needs an average of the weights; set train.ema, such as 0.999"
+                    (key,), f"{key} needs an average of the weights; set train.ema, for example to 0.999"
                 )
 
 
 def check_batch_sizes(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of ``train.stop_after`` and of the batch sizes."""
+    """Yield the problems of ``train.stop_after`` and of the batch sizes.
+
+    The number of ranks determines which micro-batch sizes are possible.
+    :func:`portable.batch_plan.compute_batch_plan` checks them.
+    """
     train = config.train
     if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
         yield SettingProblem(
@@ -69,10 +72,9 @@ def check_batch_sizes(config: RunConfig) -> Iterator[SettingProblem]:
             "ends; lower or remove train.stop_after",
         )
     micro_batch = train.micro_batch_size
-    if micro_batch != "auto" and train.global_batch_size % micro_batch:
-        divisor = find_largest_divisor(train.global_batch_size, micro_batch)
+    if micro_batch != "auto" and micro_batch > train.global_batch_size:
         yield SettingProblem(
             ("train.micro_batch_size", "train.global_batch_size"),
-            f"train.micro_batch_size {micro_batch} does not divide train.global_batch_size "
-            f"{train.global_batch_size}; use {divisor} or another divisor",
+            f"train.micro_batch_size {micro_batch} exceeds train.global_batch_size "
+            f"{train.global_batch_size}; lower train.micro_batch_size",
         )

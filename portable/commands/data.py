@@ -92,7 +92,7 @@ def run_pretokenization(argv: Sequence[str]) -> int:
     config, options = parse_command_line(argv, DataOptions, USAGE)
     check_config(config)
     if "out" not in options:
-        raise UserError("--out: is missing; name a folder or a URL for the tokens")
+        raise UserError("--out: is missing; specify a folder or a URL for the tokens")
     part_number, num_parts = _parse_shard_part(options.get("part", "1/1"))
     out = parse_place_setting("--out", options["out"])
     with show_loading_message():
@@ -169,8 +169,8 @@ def _parse_shard_part(text: str) -> ShardPart:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(
-            f"--part: {text!r} is not a part such as 2/8; give the number of this machine and the number of "
-            "machines"
+            f"--part: {text!r} is not a part such as 2/8; specify the number of this machine and the "
+            "number of machines"
         )
     return ShardPart(int(match[1]), int(match[2]))
 

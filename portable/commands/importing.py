@@ -69,7 +69,7 @@ def print_imported_config(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(files)
     if not arguments.files and not script:
-        raise UserError("import: no file is given; name a file, or put arguments after --")
+        raise UserError("import: no file is specified; specify a file, or put arguments after --")
     for path in arguments.files:
         if path.suffix == ".py":
             raise build_script_error(str(path))
@@ -173,7 +173,7 @@ def format_imported_config(imported: ImportedRun) -> ImportedConfig:
             del imported.values[key]
     has_training_settings = "train.learning_rate" in imported.values and "train.schedule" in imported.values
     mistakes = [
-        f"{key}: {reason}; set it"
+        f"{key}: {reason}; set {key}"
         for key, reason in _REQUIRED_SETTINGS.items()
         if has_training_settings and not imported.values.keys() & {key, _ALTERNATIVE_SETTINGS[key]}
     ]

@@ -140,17 +140,21 @@ def write_starter_config(argv: Sequence[str]) -> int:
     options = _build_init_parser(templates, starters, names).parse_args(argv)
     file: Path = options.file
     if file.suffix not in (".yaml", ".yml"):
-        raise UserError(f"init: {file}: not the name of a YAML file; use a name that ends in .yaml")
+        raise UserError(f"init: {file}: is not the name of a YAML file; use a name that ends in .yaml")
     for flag in ("--output_dir", "--install", "--on-demand") if options.target is None else ():
         value = getattr(options, flag[2:].replace("-", "_"))
-        require(not value, f"{flag}: has an effect only with --for; name the program, --for sky")
+        require(
+            not value, f"{flag}: has an effect only with --for; specify the program, for example --for sky"
+        )
     if options.target is not None:
         for flag in ("task", "model", "data"):
             require(
                 getattr(options, flag) is None,
-                f"--{flag}: has no effect with --for, which takes the config as it is; remove it",
+                f"--{flag}: has no effect with --for, which uses the config unchanged; remove --{flag}",
             )
-        require(bool(options.device), "--device: missing; name the machine, such as --device h100:8")
+        require(
+            bool(options.device), "--device: is missing; specify the machine, for example --device h100:8"
+        )
         launch_file = write_launch_file(
             machines,
             options.target,
@@ -162,12 +166,13 @@ def write_starter_config(argv: Sequence[str]) -> int:
         )
         print_line(f"wrote {launch_file}; its first lines show how to start it, from its folder")
         return 0
-    require(len(options.device) < 2, "--device: given more than once; name one kind of device")
-    require(not file.exists(), f"init: {file} exists already; give another name")
+    require(len(options.device) < 2, "--device: is specified more than once; specify one kind of device")
+    require(not file.exists(), f"init: {file} already exists; use another name")
     for argument, value in (("FILE", str(file)), ("--model", options.model), ("--data", options.data)):
         require(
             value is None or (value.isprintable() and value != ""),
-            f"{argument}: {value!r} is empty or contains a line break or a control character; rename it",
+            f"{argument}: {value!r} is empty or contains a line break or a control character; use "
+            "another name",
         )
     task = names[options.task or "pretrain"]
     text = _fill_starter(starters[task], file, options.model, options.data)

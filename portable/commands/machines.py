@@ -145,8 +145,8 @@ def _check_can_launch(
     for kind in machines:
         require(
             install is not None or not kind.device.name.startswith("mi"),
-            f"--device: {kind.device.name} is an AMD GPU, and pip's torch is for NVIDIA; give --install, "
-            "with a torch for ROCm",
+            f"--device: {kind.device.name} is an AMD GPU, but the torch that pip installs is for NVIDIA "
+            "GPUs; add --install with a torch for ROCm",
         )
     require(
         is_url(output_dir) or target == "slurm",
@@ -161,7 +161,8 @@ def _check_can_launch(
         unsafe_match = unquoted.search(text)
         require(
             unsafe_match is None,
-            f"{key}: {text}: {unsafe_match and unsafe_match[0]!r} would need quotes; choose another name",
+            f"{key}: {text}: contains {unsafe_match and unsafe_match[0]!r}, which would need quotes; "
+            "choose another name",
         )
 
 
@@ -197,24 +198,30 @@ def write_launch_file(
             the machine, or if the file exists already.
     """
     template = list_launch_templates(folder)[target]
-    require(config_file.is_file(), f"init: {config_file}: does not exist; create it with portable-train init")
+    require(
+        config_file.is_file(),
+        f"init: {config_file}: does not exist; create the file with portable-train init",
+    )
     overrides = {} if output_dir is None else {"output_dir": output_dir}
     config = load_config(config_file, overrides)
     machines = [_parse_machines(text, load_rental_device_names(), config, target) for text in devices]
     run_output_dir = str(config.output_dir)
     _check_can_launch(target, config_file, machines, run_output_dir, install)
     for key, local_path in () if target == "slurm" else _list_local_file_settings(config):
-        print_status(f"note: {key}: {local_path} is on this machine; put it into a bucket, or on the hub")
+        print_status(
+            f"note: {key}: {local_path} exists only on this machine; upload the data to a bucket, or "
+            "to the hub"
+        )
     if not config.checkpoint.saves_during_training:
         print_status(
             "note: checkpoint.every_steps: no checkpoint is saved during training, and not every machine "
-            "gives notice before it stops"
+            "announces that it will stop"
         )
     values = _build_template_values(target, config, config_file, machines, install, spot=spot)
     if install is None and target != "slurm":
         print_status(
-            f"note: --install: pip has portable-trainer {_VERSION} once it is published; until then, give a "
-            "URL"
+            f"note: --install: pip can install portable-trainer {_VERSION} only after its release; until "
+            "then, specify a URL"
         )
     out = config_file.with_suffix(f".{template.name}")
     conditions = {
@@ -243,7 +250,7 @@ def write_new_file(path: Path, text: str, remedy: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UserError(f"init: {path} exists already; {remedy}") from error
+        raise UserError(f"init: {path} already exists; {remedy}") from error
     except OSError as error:
         raise UserError(f"init: {path}: cannot be written: {error.strerror or error}") from error
 
@@ -288,14 +295,15 @@ def _parse_machines(
     machines = RentedMachines(device, count, rental_table.get(key, {}))
     require(
         config.backend == "auto" or config.backend in device.backends,
-        f"--device: {text}: backend {config.backend} does not support it; set backend: auto",
+        f"--device: {text}: backend {config.backend} does not support this device; set backend: auto",
     )
     if not machines.is_tpu:
-        require(target != "cloud-tpu", f"--device: {text} is not a TPU; give a TPU, such as v5e:8")
+        require(target != "cloud-tpu", f"--device: {text} is not a TPU; specify a TPU, such as v5e:8")
         spans_nodes = machines.num_devices > device.devices_per_node
         require(
             not (spans_nodes and machines.num_devices % device.devices_per_node),
-            f"--device: {text}: a machine has {device.devices_per_node}; use a multiple of it",
+            f"--device: {text}: a machine has {device.devices_per_node} devices; use a multiple of "
+            f"{device.devices_per_node}",
         )
         require(
             target != "hf-jobs" or machines.num_devices in machines.rental_names.get("hf", {}),
@@ -305,7 +313,7 @@ def _parse_machines(
     topologies = rental_table["topologies"][3 if "cores" in machines.rental_names else 2]
     require(
         "type" in machines.rental_names and target not in _GPU_ONLY_PROGRAMS,
-        f"--device: {text}: --for {target} does not offer it; choose another device",
+        f"--device: {text}: --for {target} does not offer this device; choose another device",
     )
     require(
         machines.num_devices in topologies,
@@ -397,11 +405,11 @@ def _build_template_values(
     first = machines[0]
     require(
         len(machines) == 1 or target in _MULTI_DEVICE_PROGRAMS,
-        f"--device: --for {target} supports one kind of machine; give only one",
+        f"--device: --for {target} supports only one kind of machine; specify only one",
     )
     require(
         len({kind.num_nodes for kind in machines}) == 1,
-        "--device: all kinds need the same number of machines; change the counts",
+        "--device: all kinds of machines need the same number of machines; change the counts",
     )
     output_dir = str(config.output_dir)
     secrets = ("HF_TOKEN", *_BUCKET_SECRETS.get(output_dir.partition("://")[0], ()))

@@ -17,7 +17,7 @@ from portable.data.sources.source_kinds import build_training_settings, detect_r
 from portable.errors import UserError
 from portable.formatting import format_bytes
 from portable.model.build import get_max_positions, limit_seq_len, load_model_config
-from portable.model.document_attention import explain_document_mixing
+from portable.model.document_attention import can_separate_states, explain_document_mixing
 from portable.planner.device_lookup import list_known_devices
 from portable.planner.plan import Planner, PlanOption
 from portable.planner.preparation import build_model_and_work, choose_target
@@ -233,7 +233,7 @@ class RecipeSearch:
             common["backend"] = "cpu"
         candidates = []
         for length in lengths:
-            batch = self._choose_batch_settings(length, num_devices)
+            batch = self._choose_batch_settings(device, length, num_devices)
             for base in bases:
                 quantized = {} if base == adapter.base else {"adapter.base": base}
                 candidates.append({**common, **quantized, **batch})
@@ -294,7 +294,7 @@ class RecipeSearch:
         config = self.config
         return config.model.task == "causal-lm" and config.data.format in ("auto", "text", "messages")
 
-    def _choose_batch_settings(self, seq_len: int, num_devices: int) -> dict[str, Any]:
+    def _choose_batch_settings(self, device: Device, seq_len: int, num_devices: int) -> dict[str, Any]:
         """Choose the sequence length, packing and batch sizes for a candidate.
 
         The batch size of the starter config is a number of records. If there are enough records, they are
@@ -302,6 +302,7 @@ class RecipeSearch:
         records. Otherwise, the records are padded, and the sequence length is lowered to the longest record.
 
         Args:
+            device: Type of the devices.
             seq_len: Maximum sequence length, in tokens.
             num_devices: Number of devices. The chosen global batch size is a multiple of this number.
 
@@ -314,7 +315,10 @@ class RecipeSearch:
         if self.config.data.packing is not True and records is not None:
             records_per_sequence = max(1.0, seq_len * records.num_records / records.num_tokens)
             steps = records.num_records * (train.epochs or 1) / max(batch, records_per_sequence * num_devices)
-            mixing = explain_document_mixing(self._model_config, seq_len)
+            config = self.config.replaced({"backend": device.backends[0]})
+            mixing = explain_document_mixing(
+                self._model_config, seq_len, separates_states=can_separate_states(config)
+            )
             if self._is_packable and steps >= MIN_USEFUL_STEPS and mixing is None:
                 batch = max(1, round(batch / records_per_sequence))
                 settings["data.packing"] = "documents"
@@ -437,11 +441,7 @@ def describe_recipe(recipe: Recipe) -> list[str]:
         lines.append(f"With {reasons}, the run would need at least {format_bytes(needed)}.")
     if recipe.estimated_hours is not None and recipe.work is not None:
         low, high = device.reached.mfu_range
-        duration = (
-            f"about {recipe.estimated_hours}"
-            if recipe.estimated_hours.most * 60 > 1
-            else "less than a minute"
-        )
+        duration = recipe.estimated_hours.format_time("about ")
         lines.append(
             f"Estimated time: {duration} for {recipe.work.steps:,} steps, at {low:.0%} to {high:.0%} of the "
             f"device's peak ({device.reached.source})."

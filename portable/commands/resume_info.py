@@ -62,7 +62,9 @@ def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConf
         )
     try:
         integrity = (
-            "all as written" if state.verify_files(folder) is None else "not checked: it has no manifest"
+            "all as written"
+            if state.verify_files(folder) is None
+            else "not checked, because the checkpoint has no manifest"
         )
     except DamagedError as error:
         integrity = f"damaged: {to_one_line(error)}"
@@ -187,12 +189,13 @@ def print_checkpoint_info(path: str, backend_name: str) -> int:
     Raises:
         UserError: If there is no checkpoint, or it cannot be read.
     """
-    unknown = "cannot be determined without running it"
+    unknown = "cannot be determined without running the model"
     with convert_storage_errors("--resume-info"), plugins.refuse_custom_code(lambda _: unknown):
         checkpoint_or_run = parse_place_setting("--resume-info", path)
         if not path_exists(checkpoint_or_run):
             raise UserError(
-                f"--resume-info: {checkpoint_or_run} is missing; give the folder of a run or of a checkpoint"
+                f"--resume-info: {checkpoint_or_run} does not exist; specify the folder of a run or "
+                "of a checkpoint"
             )
         if (foreign := open_external_checkpoint(checkpoint_or_run)) is not None:
             try:

@@ -58,7 +58,9 @@ class Section(BaseModel):
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             for text in _iter_strings(value):
                 if _FORBIDDEN_CHARACTERS.search(text):
-                    raise ValueError("contains a NUL character or half a surrogate pair; remove it")
+                    raise ValueError(
+                        "contains a NUL character or half a surrogate pair; remove this character"
+                    )
         return value
 
 

@@ -181,7 +181,7 @@ class _FlagParser:
         elif setting.may_be_path and earlier_options.get(name, value) != value:
             # Otherwise the first value would be ignored without a message.
             raise UserError(
-                f"{flag} is given twice, as {earlier_options[name]} and as {value}; remove one of the two"
+                f"{flag} is specified twice, as {earlier_options[name]} and as {value}; remove one of the two"
             )
         earlier_options[name] = value
 
@@ -215,7 +215,7 @@ class _FlagParser:
             name, value = setting.key, False
         elif keys.find_open_mapping(self._schema, name):
             words = self._pop_value_words(1) if inline_words is None else inline_words
-            _check_has_value(words, flag, "anything that the mapping may hold", may_be_empty=False)
+            _check_has_value(words, flag, "anything that the mapping may contain", may_be_empty=False)
             value = parse_mapping_or_text(words[0], flag)
         else:
             raise UserError(self._describe_unknown_flag(name, flag))
@@ -283,7 +283,7 @@ def _describe_stray_word(token: str) -> str:
     if token.startswith("-") and token != "--":
         return f"unknown flag {token}; flags have two dashes, such as --train.steps; --help lists them"
     if token in ("train", "run"):
-        return f"unexpected argument {token!r}; leave it out, as in portable-train --config run.yaml"
+        return f"unexpected argument {token!r}; leave out {token!r}, as in portable-train --config run.yaml"
     return f"unexpected argument {token!r}; write settings as --train.steps 20; --help lists them"
 
 

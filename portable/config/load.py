@@ -133,7 +133,7 @@ def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
     path = FilePath(flags.expand_path("--config", source)) if isinstance(source, str) else source
     document = read_yaml_file(path)
     if document.value is None:
-        raise UserError(f"{path}: the config is empty; leave --config out for the defaults")
+        raise UserError(f"{path}: the config is empty; leave out --config to use the defaults")
     if not isinstance(document.value, dict):
         raise UserError(f"{path}: a config must be a mapping of settings, such as train: {{steps: 100}}")
     origins = {key: Origin(f"{path}:{line}", line_offset + line) for key, line in document.lines.items()}
@@ -311,4 +311,4 @@ def _describe_key_inside_value(path: KeyPath, value_depth: int, origin: Origin |
         RunConfig
     ):
         return to_one_line(start + describe_unknown_key(RunConfig, key))
-    return f"{start}{key} cannot be set: {outer} is not a mapping; set {outer} itself"
+    return f"{start}{key} cannot be set: {outer} is not a mapping; set {outer} to a mapping"

@@ -80,6 +80,10 @@ class RunConfig(Section):
     tensor_parallel_size: Ranks = 1
     """Number of consecutive ranks that divide the matrices of each layer among them, by the tensor-parallel
     plan that transformers has for the model. Needs a strategy of FSDP. A run may resume with another size."""
+    expert_parallel_size: Ranks = 1
+    """Number of consecutive ranks that divide the experts of each mixture-of-experts layer among them. Each
+    rank has its own sequences, and sends tokens to the ranks of their experts. Needs a strategy of FSDP. A
+    run may resume with another size."""
     output_dir: PathText = "runs/quickstart"
     """Folder for the resolved config, metrics, checkpoints and the final model, or a URL in an object store
     (s3://bucket/run, gs://bucket/run). Running the same command with the same folder again resumes the

@@ -296,7 +296,7 @@ def _validate_source_name(name: str) -> str:
     Raises ``ValueError`` if it does not.
     """
     if SOURCE_NAME_PATTERN.fullmatch(name) is None:
-        raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
+        raise ValueError(f"may only contain letters, digits, - and _, got {name[:60]!r}; rename the source")
     return name
 
 
@@ -397,7 +397,7 @@ class DataConfig(SourceConfig):
     """Length of a target text in tokens (seq2seq-lm). Null: data.seq_len."""
     packing: Flag | Annotated[Literal["documents"], AnyCase] = Field(default=True, json_schema_extra=IDENTITY)
     """Arrangement of texts in a sequence. true concatenates texts into full sequences (language models only).
-    documents, the default for conversations, packs complete texts that cannot attend to each other (causal-lm
+    documents, the default for conversations, packs complete texts that do not influence each other (causal-lm
     only). false, the only choice for seq2seq-lm and sequence-classification, puts one text into each sequence
     and truncates or pads it to data.seq_len."""
     eval_fraction: ProperFraction | None = Field(default=None, json_schema_extra=IDENTITY)

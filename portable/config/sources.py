@@ -138,17 +138,18 @@ def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
     if data.sources and data.source is not None:
         yield SettingProblem(
             ("data.source", "data.sources"),
-            "data.source: has no effect with data.sources; remove it, or make it one of data.sources",
+            "data.source: has no effect with data.sources; remove data.source, or add the source to "
+            "data.sources",
         )
     for source in data.sources:
         key = format_training_source_key(source.name)
         if source.name in names:
-            reason = f"data.sources: two sources are named {source.name}; rename one"
+            reason = f"data.sources: two sources have the name {source.name}; rename one of the sources"
             yield SettingProblem(("data.sources",), reason)
         names.add(source.name)
         yield from _check_names_data(key, source)
         if source.weight is not None and source.epochs is not None:
-            yield SettingProblem((key,), f"{key}: has a weight and epochs; remove one of the two")
+            yield SettingProblem((key,), f"{key}: has both a weight and epochs; remove one of the two")
         if _build_source_section(data, source, {}).stream and source.weight is None:
             yield SettingProblem(
                 (key,), f"{key}: the length of a stream is unknown, so epochs cannot be counted; set a weight"
@@ -158,11 +159,11 @@ def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
         unweighted = next(name for name in list_training_source_names(data) if name not in weighted)
         yield SettingProblem(
             ("data.sources",),
-            f"data.sources: {weighted[0]} has a weight and {unweighted} has none; give a weight to all, or "
-            "epochs",
+            f"data.sources: {weighted[0]} has a weight and {unweighted} has none; set a weight, or "
+            "epochs, for all sources",
         )
     if weighted and not any(source.weight for source in data.sources):
-        yield SettingProblem(("data.sources",), "data.sources: all weights are 0; raise one")
+        yield SettingProblem(("data.sources",), "data.sources: all weights are 0; raise one of the weights")
     for name, evaluated in _get_evaluation_settings(data).items():
         key = format_eval_source_key(name)
         yield from _check_names_data(key, evaluated)
@@ -179,7 +180,9 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
     """Yield the problems of ``data.weight_schedule``."""
     key, names = "data.weight_schedule", list_training_source_names(data)
     if data.weight_schedule and not names:
-        yield SettingProblem((key, "data.sources"), f"{key}: has no effect without data.sources; remove it")
+        yield SettingProblem(
+            (key, "data.sources"), f"{key}: has no effect without data.sources; remove {key}"
+        )
     previous = -1
     for number, phase in enumerate(data.weight_schedule, start=1):
         if phase.step <= previous:
@@ -190,7 +193,9 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
             hint = format_name_suggestion(name, names) or f"; use one of {', '.join(names)}"
             yield SettingProblem((key,), f"{key}: entry {number}: there is no source {name}{hint}")
         if not any(phase.weights.values()):
-            yield SettingProblem((key,), f"{key}: entry {number}: all weights are 0; raise one")
+            yield SettingProblem(
+                (key,), f"{key}: entry {number}: all weights are 0; raise one of the weights"
+            )
 
 
 def _check_names_data(key: str, source: SourceConfig) -> Iterator[SettingProblem]:
@@ -203,7 +208,7 @@ def _check_names_data(key: str, source: SourceConfig) -> Iterator[SettingProblem
         source: Entry of ``data.sources`` or ``data.eval``.
     """
     if not source.model_fields_set & {"source", "split", "config_name"}:
-        reason = f"{key}: names no separate data; set source, or set split for a hub dataset"
+        reason = f"{key}: does not specify separate data; set source, or set split for a hub dataset"
         yield SettingProblem((key,), reason)
 
 

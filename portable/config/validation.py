@@ -131,7 +131,9 @@ def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> Us
     if program := load_foreign_vocabulary().find_program(values):
         origin = mistakes[0].origin
         file = "" if origin is None else origin.text.rpartition(":")[0] + ": "
-        lines.insert(0, f"{file}this is a file of {program}; portable-train import makes a config of it")
+        lines.insert(
+            0, f"{file}this is a file of {program}; convert the file to a config with portable-train import"
+        )
     if len(lines) > _MAX_MESSAGE_LINES:
         lines[_MAX_MESSAGE_LINES:] = [f"and {len(lines) - _MAX_MESSAGE_LINES} more mistakes"]
     return MultipleMistakesError(lines) if len(lines) > 1 else UserError(lines[0])
@@ -167,12 +169,14 @@ def _convert_pydantic_error(
         if target.schema is model:
             return _Mistake(_describe_extra_key(model, path), origin)
         takes = tuple(keys.get_setting_fields(target.schema))
-        hint = format_word_hint(target.label, path[-1], takes) or f"; it takes {', '.join(takes)}"
+        hint = format_word_hint(target.label, path[-1], takes) or f"; use one of {', '.join(takes)}"
         return _Mistake(f"unknown key {target.label}.{_format_key(path[-1])}{hint}", origin)
     if target.setting is not None:
         if pydantic_error["type"] == "missing" and target.schema is not model:
             group, _, name = target.label.rpartition(".")
-            return _Mistake(f"{group}: has no {name}; set {name}, {target.setting.allowed_values}", origin)
+            return _Mistake(
+                f"{group}: {name} is missing; set {name} to {target.setting.allowed_values}", origin
+            )
         if isinstance(cause, ValueError):
             return _Mistake(f"{target.label} {cause}", origin, is_specific=True)
         setting = replace(target.setting, key=target.label)
@@ -296,7 +300,7 @@ def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Ori
         and not setting.accepts_type(str)
         and isinstance(parse_yaml_value(value), int | float)
     ):
-        return message + "; leave out its quotes"
+        return message + "; remove the quotes"
     return message
 
 

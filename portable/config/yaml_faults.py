@@ -151,7 +151,7 @@ def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> 
         return YamlFault(line_index, reason, "put the complete value in quotes, or remove this text")
     return YamlFault(
         line_index,
-        f"this line begins with {spaces} spaces, and line {previous_index + 1} with "
+        f"this line begins with {spaces} spaces, but line {previous_index + 1} with "
         f"{_count_leading_spaces(lines[previous_index])}",
         "begin all keys of a section with the same number of spaces",
     )

@@ -119,11 +119,13 @@ def read_config_text(path: AnyPath, key: str | None = None) -> str:
             to_one_line(f"{message_prefix}{str(path)!r}: cannot read the config: {error}")
         ) from error
     if len(content) > MAX_CONFIG_BYTES:
-        raise UserError(f"{message_prefix}{path}: not a config file: larger than a megabyte")
+        raise UserError(f"{message_prefix}{path}: is not a config file, because it is larger than a megabyte")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{message_prefix}{path}: not a config file: not UTF-8 text") from error
+        raise UserError(
+            f"{message_prefix}{path}: is not a config file, because it is not UTF-8 text"
+        ) from error
 
 
 def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> YamlDocument:
@@ -179,7 +181,7 @@ def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
         fault = find_yaml_fault(error, text)
         return to_one_line(f"{name}:{fault.line_index + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
     if isinstance(error, RecursionError):
-        return f"{name}: not a config file: nested too deeply"
+        return f"{name}: is not a config file, because it is nested too deeply"
     return to_one_line(f"{name}: not valid YAML: {to_one_line(error)}")
 
 
@@ -213,7 +215,7 @@ class _NodeConverter:
         self._num_nodes += 1
         # Count nodes, because nested aliases can expand a short file to more than fits in memory.
         if id(node) in self._open_node_ids or self._num_nodes > self.max_nodes:
-            raise self._build_error(node, "a recursive alias, or a file too large for a config")
+            raise self._build_error(node, "the file contains a recursive alias, or is too large for a config")
         self._open_node_ids.add(id(node))
         try:
             return self._convert_by_tag(node, path)

@@ -503,8 +503,8 @@ def _open_training_sources(
             ):
                 raise UserError(
                     f"{format_training_source_key(name)}: has the same data as "
-                    f"{format_training_source_key(twin)}; to repeat it, raise the weight or epochs of one of "
-                    "them"
+                    f"{format_training_source_key(twin)}; to repeat the data, raise the weight or epochs "
+                    "of one of them"
                 )
 
 
@@ -725,14 +725,14 @@ def _build_custom_sample_data(
             cast("Any", getattr(data_source, "records", None)),
         )
         if not hasattr(records, "__len__") or not hasattr(records, "__getitem__"):
-            raise UserError(f"{subject}: has no __len__ or no __getitem__; define both")
+            raise UserError(f"{subject}: lacks __len__ or __getitem__; define both methods")
         if not isinstance(getattr(records, "fingerprint", None), str):
             raise UserError(f"{subject}: has no fingerprint; define a string that identifies its content")
         samples = CustomSamples(data_source.name, records, part or SampleRange(0, len(records)), vocab_size)
         if samples.tokens_per_sequence != (length := data_source.settings.data.seq_len):
             raise UserError(
-                f"data.seq_len: {length}, but a sample has {samples.tokens_per_sequence} tokens; set "
-                "data.seq_len to this number"
+                f"data.seq_len: is {length}, but a sample has {samples.tokens_per_sequence} tokens; set "
+                "data.seq_len to the length of the samples"
             )
         return samples
 
@@ -745,8 +745,9 @@ def _build_custom_sample_data(
             eval_samples[name] = build_samples(eval_source)
             if eval_samples[name].sequences_per_sample != all_samples.sequences_per_sample:
                 raise UserError(
-                    f"data.source: its samples have {eval_samples[name].sequences_per_sample} sequences, but "
-                    f"the training samples have {all_samples.sequences_per_sample}; give samples of one kind"
+                    f"data.source: the samples have {eval_samples[name].sequences_per_sample} sequences, "
+                    f"but the training samples have {all_samples.sequences_per_sample}; use samples of "
+                    "one kind"
                 )
     sizes = replace(
         sources.compute_sizes(),

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portable.converters.storage.safe_open import LinkError, resolve_local_path_inside
 from portable.data.sources.documents import RecordError
 from portable.errors import to_one_line
+from portable.paths import open_file
 
 if TYPE_CHECKING:
     from portable.config.sections import DataConfig
@@ -128,17 +130,16 @@ class ImageReader:
                 f"data.image_root: {location}: the image {name} has a path, but the source has no local "
                 "folder; set data.image_root to the local folder of the images"
             )
-        root = self.root.resolve()
-        path = (root / reference.path).resolve()
-        if not path.is_relative_to(root):
+        path = self.root / reference.path
+        try:
+            real = resolve_local_path_inside(path, self.root)
+        except LinkError as error:
             raise RecordError(
-                f"data.image_root: {location}: the image {name} is outside of {root}; move it there, or set "
-                "data.image_root to the folder of the images"
-            )
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path}")
-        with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
+                f"data.image_root: {location}: the image {name} is outside of {self.root}; move it there, or "
+                "set data.image_root to the folder of the images"
+            ) from error
+        with open_file(Path(real)) as file:
+            return file.read(MAX_FILE_BYTES + 1) or b""
 
     def _read_url(self, url: str, location: str) -> bytes:
         """Read the file at an ``http`` or ``https`` URL."""
@@ -207,6 +208,24 @@ def decode_image(data: bytes, size: ImageSize | None = None) -> Any:
             image.load()
             decoded = ImageOps.exif_transpose(image).convert("RGB")
     return decoded if size is None or decoded.size == size else decoded.resize((size.width, size.height))
+
+
+def read_image_file(path: Path) -> ImageFile:
+    """Read an image file that the user has named, and decode it to find out whether it is damaged.
+
+    Raises:
+        ValueError: If the file cannot be read or decoded. The message is the reason.
+    """
+    try:
+        if not path.is_file():
+            raise FileNotFoundError("no such file")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
+        return ImageFile(data, ImageSize(*decode_image(data).size))
+    except Exception as error:  # a damaged file can raise any exception in Pillow
+        raise ValueError(_describe_error(error)) from error
 
 
 def build_thumbnail(data: bytes) -> str:

@@ -171,13 +171,13 @@ def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], na
                 return False
         if any(name.endswith(LAST_FILE) for name in list_files_below(output_folder / "shards")):
             raise UserError(
-                f"--out: {output_folder} was begun with other files, another tokenizer or another template "
-                f"than {name} has now; choose another place, or remove the folder"
+                f"--out: {output_folder} was begun with other files, another tokenizer or another "
+                f"template than {name} now has; choose another place, or remove the folder"
             )
     elif not is_in_store(output_folder) and any(
         path.name != _DRAFTS_FOLDER for path in output_folder.iterdir()
     ):
-        raise UserError(f"--out: {output_folder} is not empty; choose an empty or new folder")
+        raise UserError(f"--out: {output_folder} is not empty; choose an empty or a new folder")
     write_durably(output_folder / BEGUN_FILE, json.dumps(contents) + "\n")
     return True
 

@@ -301,7 +301,7 @@ class StreamSamples(Samples):
             fingerprint = tokens.fingerprint[:_FINGERPRINT_CHARS]
             entry = self._manifest.setdefault(shard, ShardEntry(length, fingerprint))
             if entry != (length, fingerprint):
-                raise _build_changed_error(self._name, self._get_shard_name(shard), "the run read it")
+                raise _build_changed_error(self._name, self._get_shard_name(shard), "the run has read it")
             self._open[shard] = samples
             self._disk.used_folders[shard] = tokens.folder
             while len(self._open) > 2 * self._window:
@@ -405,7 +405,7 @@ def _build_changed_error(source: str, file: str, since: str) -> RunError:
         file: Name of the file.
         since: Description of the previous state, which follows the word "since".
     """
-    return RunError(f"{source}: {file} has changed since {since}; restore the file, or begin another run")
+    return RunError(f"{source}: {file} has changed since {since}; restore the file, or start another run")
 
 
 def _select_consumed_shards(

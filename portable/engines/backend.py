@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from portable.batch import attach_host_copy
 from portable.engines.engine_interface import RankInfo, get_dist_backend
 from portable.errors import RunError, UserError, to_one_line
 from portable.private import torch_internals
@@ -169,7 +170,10 @@ class TorchBackend:
         """Copy a micro-batch to the device, asynchronously if its tensors are in pinned memory."""
         if self.device.type == "cpu":
             return batch
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        copied = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        if "document_lengths" in batch:  # recurrent layers run on one document at a time
+            attach_host_copy(copied["document_lengths"], batch["document_lengths"])
+        return copied
 
     @property
     def devices_per_rank(self) -> int:
@@ -304,6 +308,6 @@ def _build_rendezvous_error(error: Exception) -> UserError | RunError:
         )
     reason = to_one_line(str(error).splitlines()[0])
     return RunError(
-        f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks did not meet there ({reason}); start all of "
-        "them, with the address of the node of rank 0"
+        f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks could not connect to this address "
+        f"({reason}); start all ranks, with the address of the node of rank 0"
     )

@@ -41,7 +41,7 @@ def check_compile_settings(config: RunConfig, world_size: int, device_compiler: 
         compilers = torch.compiler.list_backends(exclude_tags=())
         require(
             config.compile_backend in compilers,
-            f"compile_backend: unknown {config.compile_backend}; use one of {', '.join(compilers)}",
+            f"compile_backend: {config.compile_backend} is unknown; use one of {', '.join(compilers)}",
         )
     sharded = config.strategy != "no_shard" and (
         world_size > 1 or config.memory.offload_params != "none" or config.strategy.startswith("zero")
@@ -49,7 +49,7 @@ def check_compile_settings(config: RunConfig, world_size: int, device_compiler: 
     require(
         not (sharded and config.compile_mode in CUDA_GRAPH_MODES),
         f"compile_mode: {config.compile_mode} captures CUDA graphs, which need parameters at fixed "
-        f"addresses; strategy {config.strategy} gathers them into new memory; use default or "
+        f"addresses, but strategy {config.strategy} gathers parameters into new memory; use default or "
         "max-autotune-no-cudagraphs, or strategy no_shard",
     )
 

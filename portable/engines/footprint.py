@@ -73,6 +73,8 @@ def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster
         zero_footprint: Footprint = zero.compute_zero_footprint(model, config, cluster)
         return zero_footprint
     one_device = cluster.devices == 1 and config.memory.offload_params != "cpu"
+    if one_device:
+        fsdp.check_expert_groups(config, 1)
     if config.strategy == "no_shard" or one_device:
         return fsdp.compute_replicated_footprint(model, config, cluster)
     return fsdp.compute_sharded_footprint(model, config, cluster)

@@ -76,5 +76,5 @@ class LossScaleSearch(ABC):
             stored = {"overflows": 0, **read_json_file(path)}  # files of older versions have no "overflows"
             state = {name: float(stored[name]) for name in (*STATE_NAMES, "overflows")}
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
-            raise UserError(f"{path}: damaged ({to_one_line(error)}); use an older checkpoint") from error
+            raise UserError(f"{path}: is damaged ({to_one_line(error)}); use an older checkpoint") from error
         self.restore_state(state)

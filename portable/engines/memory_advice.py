@@ -31,8 +31,9 @@ def _iter_host_memory_remedies(config: RunConfig) -> Iterator[str]:
         yield f"{' or '.join(in_memory)} none, if the GPUs have enough memory"
     if "nvme" in offload_targets.values():
         yield (
-            "zero_optimization.sub_group_size, offload_optimizer.buffer_count and offload_param.buffer_count "
-            "lower in deepspeed.config, since swapping uses buffers in host memory"
+            "zero_optimization.sub_group_size, offload_optimizer.buffer_count and "
+            "offload_param.buffer_count lower in deepspeed.config, because swapping uses buffers in host "
+            "memory"
         )
         yield from (
             f"{name} nvme as well"
@@ -49,7 +50,7 @@ def _iter_host_memory_remedies(config: RunConfig) -> Iterator[str]:
     if not on_gpu:
         yield "memory.activation_checkpointing full, or train.micro_batch_size lower"
     if config.checkpoint.async_ and config.checkpoint.saves_during_training:
-        yield "checkpoint.async false, since a background save copies the checkpoint to host memory"
+        yield "checkpoint.async false, because a background save copies the checkpoint to host memory"
     if not in_memory and on_gpu:
         yield "data.num_workers lower"
     yield "or use more machines"

@@ -175,8 +175,8 @@ class TorchPackage(TorchDevice, BackendPackage):
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
         """Raise UserError, because these devices have no compiler that works without the device."""
         raise UserError(
-            f"--compile: backend {self.name} has no compiler that works without its device; name a TPU with "
-            "--device"
+            f"--compile: backend {self.name} has no compiler that works without the device; specify a TPU "
+            "with --device"
         )
 
     def create_backend(self) -> Backend:

@@ -17,7 +17,9 @@ from portable.model.activation_checkpointing import enable_activation_checkpoint
 from portable.model.auxiliary_losses import needs_last_token_as_input
 from portable.model.chunked_loss import find_chunked_head, install_chunked_head
 from portable.model.document_attention import install_document_forward
+from portable.model.document_states import find_stateful_layers, install_document_states
 from portable.model.dynamic_rope import has_length_dependent_rope, install_text_length_forward
+from portable.model.expert_exchange import install_expert_exchange
 from portable.model.freezing import COMPUTE_DTYPES
 from portable.model.image_forward import install_image_forward
 from portable.model.loss import TrainingObjective, install_loss_forward
@@ -122,8 +124,17 @@ def _needs_document_attention(_: PreTrainedModel, config: RunConfig) -> bool:
     return config.data.packing == "documents" or config.context_parallel_size > 1
 
 
+def _needs_document_states(model: PreTrainedModel, config: RunConfig) -> bool:
+    return config.data.packing == "documents" and bool(find_stateful_layers(model))
+
+
 TRANSFORMS: tuple[Transform, ...] = (
     Transform("shared sequences", _needs_context_parallelism, _apply_context_parallelism),
+    Transform(
+        "exchanged tokens of experts",
+        lambda _, config: config.expert_parallel_size > 1,
+        lambda model, _: install_expert_exchange(model),
+    ),
     Transform(
         "chunked loss",
         _needs_chunked_loss,
@@ -151,6 +162,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "document attention", _needs_document_attention, lambda model, _: install_document_forward(model)
     ),
+    Transform("document states", _needs_document_states, lambda model, _: install_document_states(model)),
     Transform(
         "rotations by text",
         lambda model, _: has_length_dependent_rope(model.config),

@@ -189,7 +189,7 @@ class MetricSet:
             values = metric.values(metric_totals | common)
             if duplicate := next((value for value in values if value in results), None):
                 raise UserError(
-                    f"train.metrics: {name}: another metric has a value {duplicate!r}, too; rename one of "
+                    f"train.metrics: {name}: another metric also has a value {duplicate!r}; rename one of "
                     "the two"
                 )
             results |= values
@@ -246,7 +246,7 @@ def load_user_metric(path: str) -> Metric:
     target: Any = plugins.load_plugin("train.metrics", path)
     if not isinstance(target, Metric) and not callable(target):
         raise UserError(
-            f"{key}: is neither a function nor a class with the methods sums and values; give one of the two"
+            f"{key}: is neither a function nor a class with the methods sums and values; use one of the two"
         )
     metric = _UserMetric(key, target if isinstance(target, Metric) else RatioMetric(target))
     for name in ("needs", "higher_is_better", "names"):
@@ -255,7 +255,7 @@ def load_user_metric(path: str) -> Metric:
     needs: Any = getattr(metric, "needs", None)
     if needs not in (None, "logits", "predictions"):
         raise UserError(
-            f"{key}: its attribute needs is {needs!r}; set the attribute to 'logits' or 'predictions'"
+            f"{key}: the attribute needs is {needs!r}; set the attribute to 'logits' or 'predictions'"
         )
     return metric
 

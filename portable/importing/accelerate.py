@@ -45,7 +45,9 @@ SHARDING_WORDS = {word: name for n, name in enumerate(FSDP_STRATEGIES, 1) for wo
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
 START_ON_EVERY_HOST = "start it on every host of the slice, as described in docs/tpu.md"
 SET_BY_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
-ONLY_LAYERS_WRAPPED = "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove it"
+ONLY_LAYERS_WRAPPED = (
+    "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove the key"
+)
 
 
 def get_distributed_type(file: ForeignFile) -> str:
@@ -193,7 +195,7 @@ def store_gpu_ids(value: Any, file: ForeignFile) -> None:
     """
     ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
     file.result.gpu_ids = ids.replace(" ", "")
-    raise NoEffect(f"CUDA_VISIBLE_DEVICES is set to {file.result.gpu_ids}, unless it is set already")
+    raise NoEffect(f"CUDA_VISIBLE_DEVICES is set to {file.result.gpu_ids}, unless it is already set")
 
 
 def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
@@ -346,22 +348,22 @@ XLA_KEYS: ForeignKeys = {
         hint="set strategy to full_shard if it is true, and to shard_grad_op if not",
     ),
     "xla_fsdp_settings.fp32_reduce_scatter": RefusedKey(
-        "under SPMD gradients are reduced in the compute type; remove it, or set precision to fp32"
+        "under SPMD gradients are reduced in the compute type; remove the key, or set precision to fp32"
     ),
     "xla_fsdp_settings.disable_reshard_on_root": RefusedKey(
-        "under SPMD there are no units and no root; remove it"
+        "under SPMD there are no units and no root; remove the key"
     ),
     "xla_fsdp_settings.flatten_parameters": RefusedKey(
-        "under SPMD parameters are sharded along a dim; remove it"
+        "under SPMD parameters are sharded along a dim; remove the key"
     ),
     "xla_fsdp_settings.pin_layout_in_collective_ops": RefusedKey(
-        "under SPMD the compiler places the collectives; remove it"
+        "under SPMD the compiler places the collectives; remove the key"
     ),
     "xla_fsdp_settings.optimization_barrier_in_forward": RefusedKey(
-        "under SPMD the compiler schedules the gathers; remove it"
+        "under SPMD the compiler schedules the gathers; remove the key"
     ),
     "xla_fsdp_settings.execute_sharding_on_init": NeverFalseKey(
-        "parameters are always sharded on creation; remove it"
+        "parameters are always sharded on creation; remove the key"
     ),
     "xla_fsdp_settings.auto_wrap_policy": RefusedKey(ONLY_LAYERS_WRAPPED, unless=("transformer_based_wrap",)),
 }
@@ -402,7 +404,7 @@ FSDP_KEYS: ForeignKeys = {
     "fsdp_config.fsdp_activation_checkpointing_offload": RefusedKey(
         "stored activations stay on the device; set the key to false"
     ),
-    "fsdp_config.fsdp_ignored_modules": RefusedKey("every module is sharded; remove it"),
+    "fsdp_config.fsdp_ignored_modules": RefusedKey("every module is sharded; remove the key"),
     "fsdp_config.fsdp_version": PresetKey(
         {"1": {}, "2": {}}, hint="1 or 2, the version that decides which keys Accelerate reads"
     ),
@@ -497,7 +499,7 @@ KEYS: ForeignKeys = {
     ),
     "mixed_precision": WordSettingKey("precision", PRECISIONS),
     "fp16": SettingKey("precision", convert_old_fp16, converts_empty_values=True),
-    "downcast_bf16": TpuLauncherKey("mixed_precision sets the compute dtype; set it to no"),
+    "downcast_bf16": TpuLauncherKey("mixed_precision sets the compute dtype; set the key to no"),
     "use_cpu": SettingKey("backend", convert_use_cpu),
     "gpu_ids": MultiSettingKey((), store_gpu_ids, unless=("all",), hint="CUDA_VISIBLE_DEVICES"),
     **dict.fromkeys(
@@ -525,11 +527,11 @@ KEYS: ForeignKeys = {
     "compute_environment": RefusedKey(
         "runs are always local; set compute_environment to LOCAL_MACHINE", unless=("LOCAL_MACHINE", "TPU")
     ),
-    "tpu_use_cluster": TpuLauncherKey(f"{START_ON_EVERY_HOST}; set it to false"),
-    "tpu_use_sudo": TpuLauncherKey("no command needs sudo; set it to false"),
+    "tpu_use_cluster": TpuLauncherKey(f"{START_ON_EVERY_HOST}; set the key to false"),
+    "tpu_use_sudo": TpuLauncherKey("no command needs sudo; set the key to false"),
     **dict.fromkeys(
         ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"),
-        TpuLauncherKey(f"{START_ON_EVERY_HOST}; remove it"),
+        TpuLauncherKey(f"{START_ON_EVERY_HOST}; remove the key"),
     ),
     "debug": IgnoredKey("collectives are not checked one by one"),
     "enable_cpu_affinity": IgnoredKey("ranks are not bound to cores"),
@@ -539,7 +541,7 @@ RENAMED_SETTINGS: ForeignKeys = {
     f"xla.{name.removeprefix('xla_fsdp_settings.')}": key
     for name, key in XLA_KEYS.items()
     if name != "xla" and not any(target.startswith("xla.") for target in key.targets)
-} | {"xla.xla_fsdp_v2": IgnoredKey("sharding is always by SPMD; remove it")}
+} | {"xla.xla_fsdp_v2": IgnoredKey("sharding is always by SPMD; remove the key")}
 """Settings of previous releases that were removed or renamed. The entries explain their replacements."""
 
 
@@ -600,7 +602,7 @@ def complete_accelerate_settings(file: ForeignFile, num_devices: int) -> None:
         file.add_refusal(
             ("num_machines",),
             f"{format_short_value(machines)} machines need accelerate launch or torchrun on each of them, "
-            "which this process then joins; or set it to 1",
+            "which this process then joins; set the key to 1, or start the ranks that way",
         )
     if processes is None and file.values.get("distributed_type") in ("NO", False):
         processes = 1

@@ -70,9 +70,9 @@ ROLE_NAMES = {
     "tool": {"tool"},
 }
 """Names of roles in messages that are recognized, keyed by the name of the role in this project."""
-USE_CUSTOM_CODE = "custom code goes into train.loss, train.callbacks or model.function; leave it out"
+USE_CUSTOM_CODE = "custom code goes into train.loss, train.callbacks or model.function; remove the key"
 SET_TEMPLATE = "write a template into a .jinja file, and name it in data.chat_template"
-TURN_END = "the token that ends a trained turn is trained, and no other; leave it out"
+TURN_END = "the token that ends a trained turn is trained, and no other; remove the key"
 
 
 def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
@@ -99,8 +99,9 @@ def check_role_names(value: Any, _: ForeignFile) -> None:
     }
     if others:
         raise NoCounterpart(
-            f"{format_short_value(others)} has no counterpart: the roles in the records are user, assistant, "
-            "system and tool, or human and gpt with from and value; rename them in the records"
+            f"{format_short_value(others)} has no counterpart: the roles in the records are user, "
+            "assistant, system and tool, or human and gpt with from and value; rename the roles in the "
+            "records"
         )
 
 
@@ -227,7 +228,7 @@ def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
     if base in ("chat_template", "sharegpt"):
         return _convert_message_format(entry, is_sharegpt=base == "sharegpt")
     if kind not in FORMAT_BY_TYPE:
-        reason = "records of this kind are not read; write them as messages, alpaca or text"
+        reason = "records of this kind are not supported; write the records as messages, alpaca or text"
         raise NoCounterpart(f"{entry['path']}: type {format_short_value(kind)} has no counterpart: {reason}")
     return RecordFormat(FORMAT_BY_TYPE[kind], {})
 
@@ -284,7 +285,7 @@ ENTRY_KEYS: ForeignKeys = {
     "chat_template": SettingKey("data.chat_template", convert_chat_template),
     **dict.fromkeys(("train_on_eos", "train_on_eot"), RefusedKey(TURN_END, unless=("turn",))),
     "message_field_training": RefusedKey(
-        "the keys train, training, weight and loss of a message are read; rename it in the records",
+        "the keys train, training, weight and loss of a message are read; rename the key in the records",
         unless=("train", "training"),
     ),
     "message_field_training_detail": RefusedKey(
@@ -293,8 +294,8 @@ ENTRY_KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("field_thinking", "template_thinking_key"),
         RefusedKey(
-            "the keys reasoning_content, thinking and reasoning of a message are read; rename it in the "
-            "records",
+            "the keys reasoning_content, thinking and reasoning of a message are read; rename the key in "
+            "the records",
             unless=("reasoning_content", "thinking", "reasoning"),
         ),
     ),
@@ -329,7 +330,7 @@ ENTRY_KEYS: ForeignKeys = {
     ),
     "trust_remote_code": RefusedKey("no code of a dataset is run; name its files in data.source"),
     "ds_type": IgnoredKey(
-        "the ending of a file's name decides; rename it", unless=("json", "parquet", "csv", "text")
+        "the ending of a file's name decides; rename the file", unless=("json", "parquet", "csv", "text")
     ),
     "preprocess_shards": IgnoredKey(),
 }
@@ -371,7 +372,7 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("group_by_length", "max_packed_sequence_len"),
-        IgnoredKey("sequences have one length; set data.packing so that none is padding"),
+        IgnoredKey("sequences have one length; set data.packing so that there is no padding"),
     ),
     "train_on_inputs": WordSettingKey(
         "data.train_on",
@@ -386,7 +387,7 @@ KEYS: ForeignKeys = {
     "special_tokens": IgnoredKey(
         "the special tokens of the tokenizer are used; set data.added_tokens for more"
     ),
-    "eot_tokens": IgnoredKey("the token that ends an answer is found in the data; leave it out"),
+    "eot_tokens": IgnoredKey("the token that ends an answer is found in the data; remove the key"),
     "dataset_prepared_path": CompanionKey("data.cache_dir"),
     **dict.fromkeys(("dataset_processes", "skip_prepare_dataset"), IgnoredKey(TOKENIZED_ONCE)),
     "push_dataset_to_hub": IgnoredKey(),
@@ -394,7 +395,7 @@ KEYS: ForeignKeys = {
     "num_epochs": SettingKey("train.epochs"),
     "micro_batch_size": SettingKey("train.micro_batch_size"),
     "batch_size": SettingKey("train.global_batch_size"),
-    "eval_batch_size": IgnoredKey("evaluation takes train.micro_batch_size; leave it out"),
+    "eval_batch_size": IgnoredKey("evaluation takes train.micro_batch_size; remove the key"),
     "optimizer": SettingKey("train.optimizer", build_word_converter("train.optimizer")),
     "lr_scheduler": SettingKey("train.schedule", build_word_converter("train.schedule")),
     "cosine_min_lr_ratio": SettingKey("train.min_learning_rate_ratio"),
@@ -414,7 +415,7 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("loss_watchdog_threshold", "loss_watchdog_patience"),
-        IgnoredKey("the run stops at a loss that is not finite; leave it out"),
+        IgnoredKey("the run stops at a loss that is not finite; remove the key"),
     ),
     "plugins": MultiSettingKey((), note_or_refuse_plugins, hint=USE_CUSTOM_CODE),
     # Output and launch

@@ -52,7 +52,7 @@ SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {
     "LRRangeTest": {"lr_range_test_min_lr": 0.001},
 }
 """DeepSpeed's defaults for the params that correspond to settings, by supported scheduler."""
-UNSUPPORTED_UPDATE = "another update of the weights is not supported; remove it"
+UNSUPPORTED_UPDATE = "another update of the weights is not supported; remove the key"
 CHECKED_LATER = (
     "The keys in deepspeed.config are passed on. The installed DeepSpeed checks them when the run starts."
 )
@@ -102,7 +102,7 @@ def _build_unique_dict(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any
     """
     keys = [key for key, _ in pairs if not _is_comment(key)]
     duplicate_key = next((key for key in keys if keys.count(key) > 1), None)
-    require(duplicate_key is None, f"{name}: duplicate key {duplicate_key}; remove one")
+    require(duplicate_key is None, f"{name}: duplicate key {duplicate_key}; remove one of the two")
     return dict(pairs)
 
 
@@ -187,7 +187,7 @@ def pass_key_to_deepspeed(file: ForeignFile, value: Any) -> None:
             optimizer and scheduler itself instead of DeepSpeed.
     """
     if file.path[0] in ("optimizer", "scheduler"):
-        raise NoCounterpart(f"{format_short_value(value)} is not supported; remove it")
+        raise NoCounterpart(f"{format_short_value(value)} is not supported; remove the key")
     is_first = "deepspeed.config" not in file.result.values
     section = file.result.values.setdefault("deepspeed.config", {})
     if is_first:
@@ -345,7 +345,7 @@ def build_nvme_path_converter(
         if value in ("none", AUTO) or str(file.get_value(device_key)).lower() != "nvme":
             return
         if file.result.values.get("memory.nvme_path", str(value)) != str(value):
-            raise NoCounterpart("differs from the other nvme_path; use one folder for both")
+            raise NoCounterpart("differs from the other nvme_path; use the same folder for both")
         if stage_getter(file) in (None, 3, AUTO):
             file.set_setting(file.path, "memory.nvme_path", str(value))
             file.result.assumed_keys.add("memory.nvme_path")
@@ -422,7 +422,8 @@ def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
     """
     if value not in SCHEDULER_DEFAULTS:
         remedy = (
-            format_name_suggestion(str(value), SCHEDULER_DEFAULTS) or "; remove it and set train.schedule"
+            format_name_suggestion(str(value), SCHEDULER_DEFAULTS)
+            or "; remove the key and set train.schedule"
         )
         raise NoCounterpart(f"{format_short_value(value)} is not supported{remedy}")
     return value
@@ -516,7 +517,7 @@ def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
     if scatters and (value is True or value not in (None, AUTO, False, 1)):
         raise NoCounterpart(
             f"{format_short_value(value)} needs zero_optimization.reduce_scatter false under ZeRO; remove "
-            "it, or set reduce_scatter to false"
+            "the key, or set reduce_scatter to false"
         )
 
 
@@ -537,11 +538,11 @@ KEYS: ForeignKeys = {
     "gradient_accumulation_steps": MultiSettingKey(
         (), check_is_step_count, converts_empty_values=True, hint="train.global_batch_size"
     ),
-    "managed_gradient_accumulation": NeverFalseKey("DeepSpeed must know where a step ends; remove it"),
+    "managed_gradient_accumulation": NeverFalseKey("DeepSpeed must know when a step ends; remove the key"),
     "gradient_clipping": MultiSettingKey(
         ("train.max_grad_norm",), convert_gradient_clipping, converts_empty_values=True
     ),
-    "gradient_allreduce_op": RefusedKey("leave it out", unless=("mean",)),
+    "gradient_allreduce_op": RefusedKey("remove the key", unless=("mean",)),
     **dict.fromkeys(
         ("prescale_gradients", "gradient_predivide_factor"),
         PassThroughKey(check_gradient_scaling, "passed on, with reduce_scatter false"),
@@ -554,7 +555,7 @@ KEYS: ForeignKeys = {
         ("bf16.enabled", "fp16.enabled"),
         SettingKey("precision", convert_precision, converts_empty_values=True),
     ),
-    "bf16.check_grad_overflow": NeverFalseKey("non-finite updates would go unnoticed; remove it"),
+    "bf16.check_grad_overflow": NeverFalseKey("non-finite updates would go unnoticed; remove the key"),
     "fp16.initial_scale_power": SettingKey(
         "fp16.initial_scale_power", convert_loss_scale_param, converts_empty_values=True
     ),
@@ -572,7 +573,7 @@ KEYS: ForeignKeys = {
             "bf16.bf16_master_weights_and_grads",
             "torch_autocast.enabled",
         ),
-        RefusedKey("leave it out"),
+        RefusedKey("remove the key"),
     ),
     # ZeRO
     "zero_optimization.stage": WordSettingKey(
@@ -588,7 +589,7 @@ KEYS: ForeignKeys = {
         ("memory.nvme_path",),
         build_nvme_path_converter("zero_optimization.offload_optimizer.device", get_zero_stage),
     ),
-    "zero_optimization.offload_optimizer.ratio": RefusedKey("leave it out", unless=(1.0,)),
+    "zero_optimization.offload_optimizer.ratio": RefusedKey("remove the key", unless=(1.0,)),
     "zero_optimization.offload_param.device": SettingKey(
         "memory.offload_params", build_offload_device_converter("params", get_zero_stage)
     ),
@@ -601,7 +602,7 @@ KEYS: ForeignKeys = {
     ),
     "zero_optimization.cpu_offload_use_pin_memory": IgnoredKey("DeepSpeed has removed it"),
     "zero_optimization.compute_grad_norm": NeverFalseKey(
-        "the gradient norm is needed for clipping and metrics; remove it"
+        "the gradient norm is needed for clipping and metrics; remove the key"
     ),
     **dict.fromkeys(
         (
@@ -613,7 +614,7 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
-        RefusedKey("leave it out"),
+        RefusedKey("remove the key"),
     ),
     # The optimizer
     "optimizer.type": SettingKey("train.optimizer", convert_optimizer_type),
@@ -640,9 +641,9 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("optimizer.params.amsgrad", "optimizer.params.maximize", "optimizer.params.nesterov"),
-        RefusedKey("leave it out"),
+        RefusedKey("remove the key"),
     ),
-    "optimizer.params.dampening": RefusedKey("leave it out", unless=(0,)),
+    "optimizer.params.dampening": RefusedKey("remove the key", unless=(0,)),
     "optimizer.legacy_fusion": IgnoredKey(),
     **dict.fromkeys(
         ("optimizer.params.torch_adam", "optimizer.params.fused", "optimizer.params.foreach"), IgnoredKey()
@@ -669,7 +670,7 @@ KEYS: ForeignKeys = {
     "scheduler.params.total_num_steps": SettingKey("train.steps", convert_scheduler_param),
     "scheduler.params.cos_min_ratio": SettingKey("train.min_learning_rate_ratio", convert_scheduler_param),
     "scheduler.params.last_batch_iteration": RefusedKey(
-        "a run starts at its first step, and resumes at its checkpoint's; remove it", unless=(-1,)
+        "a run starts at its first step, and resumes at its checkpoint's; remove the key", unless=(-1,)
     ),
     "scheduler.params.*": MultiSettingKey(
         ("train.schedule_params",), convert_to_schedule_params, converts_empty_values=True
@@ -703,11 +704,11 @@ KEYS: ForeignKeys = {
     "sequence_parallel_size": RefusedKey("set context_parallel_size", unless=(1,)),
     **dict.fromkeys(
         ("tensor_parallel", "expert_parallel", "weight_quantization", "datastates_ckpt"),
-        RefusedKey("leave it out"),
+        RefusedKey("remove the key"),
     ),
     **dict.fromkeys(
         ("hybrid_engine.enabled", "compile.deepcompile", "checkpoint.writer", "data_efficiency.enabled"),
-        RefusedKey("leave it out"),
+        RefusedKey("remove the key"),
     ),
 }
 REFUSED_KEYS = {name for name, key in KEYS.items() if isinstance(key, RefusedKey)}

@@ -97,9 +97,7 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("freeze_vision_tower", "freeze_multi_modal_projector"), RefusedKey(ONLY_TEXT, unless=(True,))
     ),
-    "freeze_trainable_layers": RefusedKey(
-        "set train.trainable to a pattern of the layers that it means", unless=(2,)
-    ),
+    "freeze_trainable_layers": RefusedKey("set train.trainable to a pattern of these layers", unless=(2,)),
     "fp8_backend": RefusedKey(ONLY_16_OR_32_BITS, unless=("auto",)),
     **dict.fromkeys(("enable_liger_kernel", "use_v1_kernels"), IgnoredKey(NO_LIGER)),
     # Data
@@ -121,7 +119,7 @@ KEYS: ForeignKeys = {
     "stage": MultiSettingKey(
         ("data.format", "data.packing", "train.loss"),
         convert_stage,
-        hint="leave it out for sft and pt; set train.loss for dpo, model.task for a classifier",
+        hint="remove the key for sft and pt; set train.loss for dpo, model.task for a classifier",
     ),
     "pref_loss": CompanionKey(SET_PAIR_LOSS),
     "pref_beta": CompanionKey(BETA_OF_LOSS),
@@ -129,12 +127,12 @@ KEYS: ForeignKeys = {
     "use_muon": SwitchKey({"train.optimizer": "muon"}),
     **dict.fromkeys(
         ("use_galore", "use_apollo", "use_badam", "use_adam_mini"),
-        RefusedKey("train.optimizer takes any by its import path, package.module:name; leave it out"),
+        RefusedKey("train.optimizer takes any by its import path, package.module:name; remove the key"),
     ),
     "disable_gradient_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "none", "false": "full"}
     ),
-    "plot_loss": IgnoredKey("report.html always has it; leave it out", unless=(True,)),
+    "plot_loss": IgnoredKey("report.html always has it; remove the key", unless=(True,)),
 }
 DEFAULTS: dict[str, Any] = {
     "seed": 42,

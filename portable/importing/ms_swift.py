@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys
 
 SET_PATTERN = "set train.frozen or train.trainable to a pattern of the names that begin like this"
-CUSTOM_CODE = "custom code is named by its import path, package.module:name; leave it out"
+CUSTOM_CODE = "custom code is named by its import path, package.module:name; remove the key"
 SEQUENCES_PER_STEP = 16
 """Number of sequences in an optimizer step that ms-swift aims at if accumulation is not set."""
 _DATASET = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>[^:#]+)(?::(?P<subsets>[^#]+))?(?:#(?P<count>\d+))?")
@@ -144,7 +144,7 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(("freeze_parameters", "trainable_parameters"), RefusedKey(SET_PATTERN)),
     "freeze_parameters_regex": SettingKey("train.frozen"),
     "trainable_parameters_regex": RefusedKey("set train.trainable to the pattern, without train.frozen"),
-    "freeze_parameters_ratio": RefusedKey("set train.frozen to a pattern of the layers that it means"),
+    "freeze_parameters_ratio": RefusedKey("set train.frozen to a pattern of these layers"),
     **dict.fromkeys(("freeze_vit", "freeze_aligner"), RefusedKey(ONLY_TEXT, unless=(True,))),
     **dict.fromkeys(("freeze_llm", "vit_lr", "aligner_lr", "max_pixels"), RefusedKey(ONLY_TEXT)),
     "new_special_tokens": RefusedKey("add the tokens to the tokenizer in the folder of data.tokenizer"),
@@ -170,7 +170,7 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("dataset_shuffle", "train_dataloader_shuffle"),
-        RefusedKey("samples are always shuffled; leave it out", unless=(True,)),
+        RefusedKey("samples are always shuffled; remove the key", unless=(True,)),
     ),
     # Training
     "max_epochs": SettingKey("train.epochs"),
@@ -185,7 +185,9 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(("optimizer", "callbacks", "external_plugins"), RefusedKey(CUSTOM_CODE)),
     "custom_register_path": RefusedKey(CUSTOM_CODE),
-    **dict.fromkeys(("use_galore", "lisa_activated_layers"), RefusedKey("set train.optimizer; leave it out")),
+    **dict.fromkeys(
+        ("use_galore", "lisa_activated_layers"), RefusedKey("set train.optimizer; remove the key")
+    ),
     "early_stop_interval": SettingKey("train.early_stopping_patience"),
     "rlhf_type": MultiSettingKey(("train.loss",), convert_pair_loss, hint=SET_PAIR_LOSS),
     "beta": CompanionKey(BETA_OF_LOSS),

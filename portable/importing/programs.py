@@ -145,7 +145,10 @@ def convert_foreign_file(document: YamlDocument, file_name: str, *, num_devices:
         detect_program(document.value, is_foreign_file=True) if isinstance(document.value, dict) else None
     )
     if program is None:
-        raise UserError(f"{file_name}: not a config of {format_program_names()}; name one")
+        raise UserError(
+            f"{file_name}: is not a config of {format_program_names()}; specify a config of one of these "
+            "programs"
+        )
     file = _build_normalized_file(
         program, resolve_references(document.value), _build_origin_finder(document, file_name)
     )
@@ -163,7 +166,7 @@ def convert_accelerate_file(document: YamlDocument, file_name: str) -> ImportedR
         UserError: If a key is unknown or has no counterpart.
     """
     if not isinstance(document.value, dict):
-        raise UserError(f"{file_name}: not an Accelerate config; write a config with accelerate config")
+        raise UserError(f"{file_name}: is not an Accelerate config; create one with accelerate config")
     return _convert_file(
         _build_normalized_file(ACCELERATE, document.value, _build_origin_finder(document, file_name))
     ).raise_first_refusal()

@@ -51,7 +51,7 @@ def build_table_rows(keys: ForeignKeys) -> list[str]:
     """
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():
-        text = key.summary.removesuffix("; leave it out").removesuffix("; remove it")
+        text = key.summary.removesuffix("; remove the key")
         if text and name.rpartition(".")[2] != text.rpartition(".")[2]:
             names_by_text.setdefault(text if " " in text else f"`{text}`", []).append(name)
     return [

@@ -226,7 +226,7 @@ KEYS: ForeignKeys = {
     "enable_activation_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
-    "enable_activation_offloading": RefusedKey("stored activations stay on the device; leave it out"),
+    "enable_activation_offloading": RefusedKey("stored activations stay on the device; remove the key"),
     "run_val_every_n_steps": SettingKey("train.eval_every"),
     **dict.fromkeys(
         ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"),
@@ -234,7 +234,7 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("tasks", "prompt", "max_new_tokens", "top_k", "limit", "enable_kv_cache"),
-        RefusedKey("the file trains nothing; name another"),
+        RefusedKey("the file trains nothing; use another file"),
     ),
     **dict.fromkeys(
         ("grpo_samples", "reward_and_value_model", "ppo_epochs", "temperature", "orchestration"),
@@ -259,7 +259,7 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(("profiler", "name"), IgnoredKey()),
     "context_parallel_dim": SettingKey("context_parallel_size"),
     "tensor_parallel_dim": SettingKey("tensor_parallel_size"),
-    "tensor_parallel_plan": RefusedKey("the plan of transformers for the model is taken; leave it out"),
+    "tensor_parallel_plan": RefusedKey("the plan of transformers for the model is taken; remove the key"),
     "fsdp_sharding_strategy": SettingKey("strategy", convert_to_lower_case),
     "fsdp_reshard_after_forward": WordSettingKey(
         "strategy", {"true": "full_shard", "false": "shard_grad_op"}

@@ -22,12 +22,12 @@ SET_ADAPTER = "set adapter.type to lora; r, alpha, dropout and target_modules ar
 SET_HUB = "set hub.push to end or checkpoints, hub.repo and hub.private"
 BETA_OF_LOSS = "an argument of the loss: train.loss: dpo(beta=0.1)"
 SFT_OF_LOSS = "an argument of the loss: train.loss: dpo(sft=1.0)"
-ONLY_TEXT = "only text models are supported; leave it out"
-ONLY_16_OR_32_BITS = "weights are trained in 16 or 32 bits only; leave it out"
-NO_REWARDS = "training on rewards of generated answers is not supported; leave it out"
-IS_AUTOMATIC = "that is automatic; leave it out"
-TOKENIZED_ONCE = "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out"
-NO_LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
+ONLY_TEXT = "only text models are supported; remove the key"
+ONLY_16_OR_32_BITS = "weights are trained in 16 or 32 bits only; remove the key"
+NO_REWARDS = "training on rewards of generated answers is not supported; remove the key"
+IS_AUTOMATIC = "that is automatic; remove the key"
+TOKENIZED_ONCE = "texts are tokenized once, on all cores, and cached in data.cache_dir; remove the key"
+NO_LIGER = "Liger kernels are not used; remove the key (memory.loss_chunk_tokens saves the logits' memory)"
 
 
 def convert_module_names(value: Any, _: ForeignFile) -> Any:
@@ -67,8 +67,8 @@ def convert_chat_template(value: Any, _: ForeignFile) -> str | None:
     if value == "tokenizer_default":
         return None
     raise NoEffect(
-        "has no effect: the tokenizer's own template is used; write another into a .jinja file, and name "
-        "it in data.chat_template"
+        "has no effect: the tokenizer's own template is used; write another template to a .jinja file, "
+        "and set data.chat_template to this file"
     )
 
 

@@ -164,7 +164,7 @@ MIXTURE_ENTRY_KEYS: ForeignKeys = {
     **dict.fromkeys(("id", "path", "data_files"), CompanionKey("data.source")),
     **dict.fromkeys(("config", "name"), CompanionKey("data.config_name")),
     **dict.fromkeys(("split", "weight", "fraction"), CompanionKey("data.split")),
-    "columns": IgnoredKey("the columns of data.format are read"),
+    "columns": IgnoredKey("set data.format and data.columns"),
     "data_dir": RefusedKey("name the files in data.source"),
 }
 """Table of the keys of an entry in TRL's ``dataset_mixture``."""
@@ -192,7 +192,7 @@ _MODEL: ForeignKeys = {
         unless=("main",),
     ),
     "model_type": IgnoredKey(
-        "the model's config defines its class; leave it out, or set model.config for a new model",
+        "the model's config defines its class; remove the key, or set model.config for a new model",
         unless=("AutoModelForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
     ),
     "router_aux_loss_coef": RefusedKey("set router_aux_loss_coef and output_router_logits in model.config"),
@@ -200,7 +200,9 @@ _MODEL: ForeignKeys = {
     **dict.fromkeys(("video_max_pixels", "image_max_pixels"), RefusedKey(ONLY_TEXT)),
     **dict.fromkeys(
         ("expert_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-        RefusedKey("ranks shard by FSDP and ZeRO, and share sequences or layers; leave it out", unless=(1,)),
+        RefusedKey(
+            "ranks shard by FSDP and ZeRO, and share sequences or layers; remove the key", unless=(1,)
+        ),
     ),
     "low_cpu_mem_usage": IgnoredKey(IS_AUTOMATIC),
     **dict.fromkeys(("use_cache", "quantization_method", "gptq_groupsize", "gptq_model_v1"), IgnoredKey()),
@@ -226,7 +228,7 @@ _ADAPTER: ForeignKeys = {
     "lora_*": RefusedKey(SET_ADAPTER),
     **dict.fromkeys(
         ("task_type", "peft_type", "inference_mode"),
-        IgnoredKey("model.task and adapter.type decide it; leave it out"),
+        IgnoredKey("model.task and adapter.type decide it; remove the key"),
     ),
 }
 _DATA: ForeignKeys = {
@@ -280,7 +282,7 @@ _DATA: ForeignKeys = {
     "test_split_size": IgnoredKey(SET_EVAL),
     **dict.fromkeys(("dataset_kwargs", "dataset_num_proc", "overwrite_cache"), IgnoredKey(TOKENIZED_ONCE)),
     "remove_unused_columns": IgnoredKey(
-        "only the fields in data.text_field etc. are read; leave it out", unless=(True,)
+        "only the fields in data.text_field etc. are read; remove the key", unless=(True,)
     ),
     **dict.fromkeys(("dataloader_drop_last", "dataloader_pin_memory"), IgnoredKey(IS_AUTOMATIC)),
     **dict.fromkeys(
@@ -343,7 +345,7 @@ _TRAINING: ForeignKeys = {
     "disable_dropout": IgnoredKey(
         "dropout is off with losses of pairs; train.dropout: true switches it on", unless=(True,)
     ),
-    "do_train": IgnoredKey("training is the default; leave it out", unless=(True,)),
+    "do_train": IgnoredKey("training is the default; remove the key", unless=(True,)),
     **dict.fromkeys(
         ("cut_cross_entropy", "unsloth_cross_entropy_loss"),
         IgnoredKey("memory.loss_chunk_tokens computes the loss in parts, without all logits"),
@@ -365,7 +367,7 @@ _PAIRS: ForeignKeys = {
     ),
     "loss_weights": CompanionKey(SFT_OF_LOSS),
     "ld_alpha": RefusedKey(
-        "the losses of pairs do not have this argument; leave it out, or set train.loss to a custom class"
+        "the losses of pairs do not have this argument; remove the key, or set train.loss to a custom class"
     ),
     "ref_model": RefusedKey("an argument of the loss: train.loss: dpo(reference='folder')"),
     "precompute_ref_log_probs": IgnoredKey(IS_AUTOMATIC),
@@ -404,7 +406,7 @@ _EVALUATION: ForeignKeys = {
     "do_predict": IgnoredKey(
         "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing"
     ),
-    "per_device_eval_batch_size": IgnoredKey("evaluation takes train.micro_batch_size; leave it out"),
+    "per_device_eval_batch_size": IgnoredKey("evaluation takes train.micro_batch_size; remove the key"),
     **dict.fromkeys(("eval_accumulation_steps", "eval_do_concat_batches"), IgnoredKey()),
 }
 _OUTPUT: ForeignKeys = {
@@ -433,11 +435,11 @@ _OUTPUT: ForeignKeys = {
     **dict.fromkeys(("hub_*", "push_to_hub*"), RefusedKey(SET_HUB)),
     "logging_steps": SettingKey("log.every_steps", convert_logging_steps),
     **dict.fromkeys(("logging_first_step", "logging_strategy"), CompanionKey("log.every_steps")),
-    "logging_dir": IgnoredKey("logs are written to output_dir; leave it out"),
+    "logging_dir": IgnoredKey("logs are written to output_dir; remove the key"),
     "report_to": SettingKey("log.trackers", convert_trackers, converts_empty_values=True),
     "run_name": SettingKey("log.name"),
     "project": SettingKey("log.project"),
-    "include_num_input_tokens_seen": IgnoredKey("report.html always has it; leave it out"),
+    "include_num_input_tokens_seen": IgnoredKey("report.html always has it; remove the key"),
     "disable_tqdm": IgnoredKey(IS_AUTOMATIC),
     "log_level": IgnoredKey(IS_AUTOMATIC, unless=("info",)),
     **dict.fromkeys(("logging_nan_inf_filter", "log_on_each_node", "skip_memory_metrics"), IgnoredKey()),
@@ -449,7 +451,7 @@ _LAUNCH: ForeignKeys = {
     "fsdp_transformer_layer_cls_to_wrap": SettingKey("fsdp.transformer_layer_cls_to_wrap"),
     "deepspeed": SettingKey("deepspeed.config"),
     "num_processes": IgnoredKey("start the run with this number of ranks"),
-    "local_rank": IgnoredKey("the launcher sets each process's rank; leave it out", unless=(-1,)),
+    "local_rank": IgnoredKey("the launcher sets each process's rank; remove the key", unless=(-1,)),
     "ddp_timeout": CompanionKey("log.hang_timeout"),
     **dict.fromkeys(
         ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), IgnoredKey()

@@ -53,9 +53,9 @@ FOREIGN_WORDS: dict[str, dict[str, str | WordMeaning]] = {
         "ddp": "no_shard",
         "deepspeed": "zero1, zero2 or zero3",
         **dict.fromkeys(("fsdp", "fsdp2"), "full_shard"),
-        "full_shard auto_wrap": "full_shard, which wraps layers by itself",
-        "hybrid_shard auto_wrap": "hybrid_shard, which wraps layers by itself",
-        "shard_grad_op auto_wrap": "shard_grad_op, which wraps layers by itself",
+        "full_shard auto_wrap": "full_shard, which wraps layers automatically",
+        "hybrid_shard auto_wrap": "hybrid_shard, which wraps layers automatically",
+        "shard_grad_op auto_wrap": "shard_grad_op, which wraps layers automatically",
     },
     "train.optimizer": {
         **dict.fromkeys(

@@ -32,6 +32,7 @@ def enable_activation_checkpointing(model: nn.Module, mode: str, *, inputs_on_ho
     if mode == "selective":
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+        torch_internals.exclude_profiler_from_selective_checkpoints()
         aten = torch.ops.aten
         saved_ops = [
             aten.mm.default,

@@ -69,15 +69,18 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
     values = dict(settings.config or {})
     model_type = values.pop("model_type", None)
     if not isinstance(model_type, str):
-        raise UserError("model.config.model_type: missing; name a transformers model type such as llama")
+        raise UserError(
+            "model.config.model_type: is missing; set model.config.model_type to a transformers model "
+            "type, such as llama"
+        )
     try:
         defaults = AutoConfig.for_model(model_type)
     except ValueError as error:
         suggestion = format_name_suggestion(model_type, transformers_internals.list_model_types())
         raise UserError(
             "model.config.model_type: transformers has no model type "
-            f"{model_type!r}{suggestion or '; change it'}; for a custom type, set model.function to a "
-            "function of the module that registers it"
+            f"{model_type!r}{suggestion or '; change model.config.model_type'}; for a custom type, set "
+            "model.function to a function of the module that registers it"
         ) from error
     except Exception as error:  # some config classes have invalid defaults
         raise UserError(f"model.config: {model_type}: {to_one_line(error)}") from error
@@ -95,7 +98,7 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
             (key for key in zeros if _fixes_zero_division(key, model_type, values)), "one of its numbers"
         )
         raise UserError(
-            f"model.config: {zero} is 0, and another number is divided by it; set a positive number"
+            f"model.config: {zero} is 0, but is used as a divisor; set {zero} to a positive number"
         ) from error
     except Exception as error:
         raise UserError(f"model.config: {_extract_reason(error)}") from error
@@ -118,7 +121,7 @@ def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> Pretrai
 
     if Path(name_or_path).is_file():
         raise UserError(
-            f"model.name_or_path: {name_or_path}: is a file; give the folder of a model, with config.json "
+            f"model.name_or_path: {name_or_path}: is a file; use the folder of a model, with config.json "
             "and safetensors files"
         )
     if (name_or_path.startswith(("/", ".")) or name_or_path.count("/") > 1) and not Path(
@@ -128,7 +131,7 @@ def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> Pretrai
             f"model.name_or_path: {name_or_path}: no such folder"
             + (
                 format_path_suggestion(Path(name_or_path))
-                or "; give a model folder or a model name on the hub (organization/name)"
+                or "; use a model folder or a model name on the hub (organization/name)"
             )
         )
 
@@ -183,13 +186,13 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
         raise UserError(f"{settings.setting_key}: {to_one_line(error)}") from error
     if isinstance(text, dict):  # the config class does not support the key text_config of config.json
         raise UserError(
-            f"{settings.setting_key}: config.json has a text model inside of a {config.model_type} model, "
-            "which has no such part; remove the key text_config"
+            f"{settings.setting_key}: config.json has a text_config, but a {config.model_type} model has "
+            "no text model inside; remove the key text_config"
         )
     if settings.task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
         raise UserError(
-            f"model.task: seq2seq-lm needs an encoder-decoder model, and {config.model_type} is not one; use "
-            "causal-lm"
+            f"model.task: seq2seq-lm needs an encoder-decoder model, but {config.model_type} is not an "
+            "encoder-decoder model; use causal-lm"
         )
     check_length_dependent_rope(config, settings.task, settings.setting_key)
     pop_quantization_config(config)  # weights are loaded and saved as floats
@@ -239,8 +242,9 @@ def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> Pr
             after
         ):
             raise UserError(
-                f"model.config: {', '.join(settings.config)}: changes the shapes or ties of the weights of "
-                f"{settings.name_or_path}; leave it out, or set model.init to scratch"
+                f"model.config: {', '.join(settings.config)}: changes the shapes or ties of the weights "
+                f"of {settings.name_or_path}; remove the keys from model.config, or set model.init to "
+                "scratch"
             )
     return changed_config
 
@@ -412,7 +416,7 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
-            raise UserError(f"{key}: {name} is {size}; set at least 1")
+            raise UserError(f"{key}: {name} is {size}; set {name} to at least 1")
     try:
         model = _build_unchecked_model(config, settings, settings.attention)
     except Exception as error:  # invalid sizes and names raise exceptions of any class
@@ -435,7 +439,10 @@ def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreT
     model.tie_weights()
     if settings.experts is not None:
         stacked = any(parameter.dim() == 3 for parameter in model.parameters())
-        require(stacked, f"model.experts: {type(model).__name__} has no experts in one tensor; leave it out")
+        require(
+            stacked,
+            f"model.experts: {type(model).__name__} has no experts in one tensor; remove model.experts",
+        )
         model.set_experts_implementation(settings.experts)
     _prepare_for_training(model)
     if settings.attention in _BUILT_IN_ATTENTION:  # other kernels are not implemented on the meta device
@@ -756,8 +763,8 @@ def apply_model_function(
     scalars = [name for name, p in result.named_parameters() if p.dim() == 0 and name not in names]
     require(
         not scalars,
-        f"{context}: the parameter {next(iter(scalars), '')} is a scalar, which cannot be sharded; make it a "
-        "vector of one, as in torch.ones(1)",
+        f"{context}: the parameter {next(iter(scalars), '')} is a scalar, which cannot be sharded; use a "
+        "vector with one element, for example torch.ones(1)",
     )
     if saved_config is not None:
         for key, value in result.config.to_dict().items():
@@ -840,8 +847,8 @@ def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
-                f"{key}: its sizes are inconsistent ({to_one_line(error)}); check the numbers of heads and "
-                "the sizes that they must divide"
+                f"{key}: the sizes of the model are inconsistent ({to_one_line(error)}); check the "
+                "numbers of heads and the sizes that they must divide"
             ) from error
         return
     logits = getattr(output, "logits", None)
@@ -896,8 +903,8 @@ def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunC
         remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
         if run.model.name_or_path is not None:  # the vocabulary size of a pretrained model cannot be changed
             remedy = (
-                f"name its last {tokenizer_size - vocabulary_size} in data.added_tokens, so that they get "
-                "rows,"
+                f"list the last {tokenizer_size - vocabulary_size} tokens in data.added_tokens, so that "
+                "they get rows,"
             )
         raise UserError(
             f"data.tokenizer: the tokenizer has {tokenizer_size} tokens, but the model's vocabulary has "

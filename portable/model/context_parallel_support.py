@@ -37,7 +37,8 @@ def check_context_parallel_support(model: Any, config: RunConfig) -> None:
         heads, key_heads = count_attention_heads(model)
         require(
             heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0),
-            f"{KEY}: {heads} heads ({key_heads} of keys) cannot be divided among {size} ranks; use a divisor",
+            f"{KEY}: {heads} heads ({key_heads} of keys) cannot be divided among {size} ranks; set "
+            f"{KEY} to a divisor of these numbers",
         )
 
 
@@ -65,7 +66,7 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
         f"{KEY}: the router loss of {name} needs complete sequences; set model.config.output_router_logits "
         "to false",
     )
-    check_document_separation(model, KEY, seq_len=config.data.seq_len)
+    check_document_separation(model, KEY, seq_len=config.data.seq_len, separates_states=False)
 
 
 def _has_mixtral_signature(router_loss: Any) -> bool:

@@ -11,8 +11,9 @@ attends as if each document were a separate sequence. There are three implementa
   called once per document, which costs less than causal attention over the sample.
 * Lengths: flash attention, from a package or the Hub, receives the lengths of the documents.
 
-Some models also mix tokens by other operations than attention, such as a state space, or compute positions
-themselves. They cannot keep documents separate, and :func:`check_document_separation` rejects them.
+:mod:`portable.model.document_states` does the same for layers that carry a state along the sequence. Some
+models mix tokens in other ways, or compute positions themselves. They cannot keep documents separate, and
+:func:`check_document_separation` rejects them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.nn import functional
 from portable.batch import PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN
 from portable.config.derived_defaults import compute_derived_defaults
 from portable.errors import UserError
+from portable.model.document_states import STATE_SEPARATING_TYPES
 from portable.model.forward import ForwardWrapper
 from portable.model.layers import run_trial_forward
 from portable.private import torch_internals
@@ -103,6 +105,8 @@ DOCUMENT_SEPARATING_LAYERS = frozenset(
 """Layer types of transformers that mix tokens only by masked attention, or do not mix tokens."""
 STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layer types of transformers that carry a state along a sequence."""
+LAYERS_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe"})
+"""Layer types of transformers that do not attend to tokens, so they need no mask."""
 UNTESTED_LAYERS = frozenset(
     {
         "window_attention",
@@ -115,18 +119,50 @@ UNTESTED_LAYERS = frozenset(
 """Layer types of transformers that no test covers yet."""
 
 
-def check_document_separation(model: PreTrainedModel, key: str = "data.packing", *, seq_len: int = 0) -> None:
-    """Check that no token of a packed sample attends to another document.
+IMAGE_PACKING_TYPES = frozenset(
+    {
+        "idefics3",
+        "mistral3",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "smolvlm",
+    }
+)
+"""Model types for which a test has shown that packed conversations with images have the same loss and
+gradients as conversations in separate samples.
+"""
+
+
+def can_separate_states(config: RunConfig) -> bool:
+    """Return whether layers with states can run on one document at a time.
+
+    XLA and TPUs would compile every combination of lengths. Context-parallel ranks hold parts of documents.
+    """
+    return config.backend not in ("xla", "tpu") and config.context_parallel_size == 1
+
+
+def check_document_separation(
+    model: PreTrainedModel,
+    key: str = "data.packing",
+    *,
+    seq_len: int = 0,
+    separates_states: bool = True,
+) -> None:
+    """Check that tokens of a packed sample do not influence tokens of other documents.
 
     Args:
         model: The model, on the meta device. A trial forward pass on a copy shows whether its masks are
             causal.
         key: Setting that requires separate documents, used in error messages.
         seq_len: Number of tokens of a sample.
+        separates_states: Result of :func:`can_separate_states`.
 
     Raises:
-        UserError: If tokens may attend to other documents, because of the attention kernel, the model type,
-            or bidirectional attention.
+        UserError: If attention or a state may cross the boundaries of the documents.
     """
     config = model.config
     kernel = get_attention_kernel(config)
@@ -136,32 +172,40 @@ def check_document_separation(model: PreTrainedModel, key: str = "data.packing",
         raise UserError(
             f"{key}: attention {kernel} does not keep packed texts apart; set model.attention to sdpa"
         )
-    reason = explain_document_mixing(config, seq_len)
-    if reason is None and not _makes_only_causal_masks(model):
-        reason = "attends in both directions; set is_decoder: true in its config"
+    reason = explain_document_mixing(config, seq_len, separates_states=separates_states)
+    if reason is None and _has_attention(config) and not _makes_only_causal_masks(model):
+        reason = "attends in both directions; set is_decoder: true in the config of the model"
     if reason is None:
         return
     remedy = "set data.packing to true or false" if key == "data.packing" else f"set {key} to 1"
     raise UserError(f"{key}: {type(model).__name__} {reason}; {remedy}")
 
 
-def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str | None:
-    """Explain why the tokens of a packed sample might attend to other documents in this model type.
+def explain_document_mixing(
+    config: PretrainedConfig, seq_len: int = 0, *, separates_states: bool = True
+) -> str | None:
+    """Explain why documents of a packed sample might influence each other in a model.
 
     Args:
         config: Transformers config of the model.
         seq_len: Number of tokens of a sample.
+        separates_states: Result of :func:`can_separate_states`.
 
     Returns:
         The reason, as a verb phrase. None if a test has shown that the model type keeps documents separate.
     """
-    layers = getattr(config.get_text_config(), "layer_types", None) or ()
-    unproven_layers = [layer for layer in layers if layer not in DOCUMENT_SEPARATING_LAYERS]
-    if stateful := next((layer for layer in unproven_layers if layer in STATEFUL_LAYERS), None):
-        return f"has layers of type {stateful}, which carry a state from one text to the next"
-    if unproven_layers:
-        return f"has layers of type {unproven_layers[0]}, which were not found to keep packed texts apart"
     text: Any = config.get_text_config()
+    types = {config.model_type, text.model_type}
+    separating_types = DOCUMENT_SEPARATING_TYPES
+    if separates_states:
+        separating_types |= STATE_SEPARATING_TYPES
+    layers = getattr(text, "layer_types", None) or ()
+    unproven_layers = [layer for layer in layers if layer not in DOCUMENT_SEPARATING_LAYERS]
+    stateful = next((layer for layer in unproven_layers if layer in STATEFUL_LAYERS), None)
+    if stateful and not (separates_states and types <= STATE_SEPARATING_TYPES):
+        return f"has layers of type {stateful}, which carry a state from one text to the next"
+    if other := next((layer for layer in unproven_layers if layer not in STATEFUL_LAYERS), None):
+        return f"has layers of type {other}, which are not known to keep packed texts apart"
     if getattr(text, "attn_temperature_tuning", False) and seq_len >= text.floor_scale:
         return (
             f"scales attention by the position in the sample from {text.floor_scale} tokens on "
@@ -169,10 +213,10 @@ def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str |
         )
     text_type = text.model_type  # a composite model may have a text config of any type
     if (
-        config.model_type not in DOCUMENT_SEPARATING_TYPES
-        or text_type not in DOCUMENT_SEPARATING_TYPES | DOCUMENT_SEPARATING_TEXT_TYPES
+        config.model_type not in separating_types
+        or text_type not in separating_types | DOCUMENT_SEPARATING_TEXT_TYPES
     ):
-        return "was not found to keep packed texts apart"
+        return "is not known to keep packed texts apart"
     return None
 
 
@@ -194,10 +238,21 @@ def apply_default_packing(config: RunConfig) -> RunConfig:
     from portable.model.build import load_model_config
 
     try:
-        reason = explain_document_mixing(load_model_config(config.model), config.data.seq_len)
+        reason = _explain_mixing_in_run(load_model_config(config.model), config)
     except UserError:  # building the model reports the error
         return config
     return config if reason is None else config.replaced({"data.packing": False})
+
+
+def explain_image_mixing(model_type: str) -> str | None:
+    """Explain why packed conversations with images might differ from conversations in separate samples.
+
+    Returns:
+        The reason, as a verb phrase. None if a test has shown that they do not differ.
+    """
+    if model_type in IMAGE_PACKING_TYPES:
+        return None
+    return "is not known to keep packed texts with images apart"
 
 
 def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
@@ -213,13 +268,31 @@ def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
     default = compute_derived_defaults(config).get("data.packing")  # missing if the user has set the value
     if config.data.packing is not False or default != "documents":
         return []
-    reason = explain_document_mixing(model.config, config.data.seq_len)
+    reason = _explain_mixing_in_run(model.config, config)
     if reason is None:
         return []
+    if config.data.images:
+        return [f"data.packing is false, because {type(model).__name__} {reason}"]
     return [
         f"data.packing is false, because {type(model).__name__} {reason}; set data.packing: true to pack "
         "texts without separating them"
     ]
+
+
+def _explain_mixing_in_run(model_config: PretrainedConfig, config: RunConfig) -> str | None:
+    """Explain why the documents of packed samples might influence each other in a run, or return None."""
+    reason = explain_document_mixing(
+        model_config, config.data.seq_len, separates_states=can_separate_states(config)
+    )
+    if reason is None and config.data.images:
+        return explain_image_mixing(model_config.model_type)
+    return reason
+
+
+def _has_attention(config: PretrainedConfig) -> bool:
+    """Return whether a model has layers with attention."""
+    layers = getattr(config.get_text_config(), "layer_types", None)
+    return not layers or not LAYERS_WITHOUT_ATTENTION.issuperset(layers)
 
 
 def _find_mask_function(kernel: str) -> Any:

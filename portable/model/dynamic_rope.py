@@ -81,9 +81,9 @@ def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
     if config.data.packing is True or config.data.seq_len <= limit:
         return
     raise UserError(
-        f"data.seq_len: the code of {type(model).__name__} has a rope_type that depends on the length of the "
-        f"sequence, and padding would count; set data.seq_len to at most {limit}, or data.packing to true, "
-        "or use the class of transformers (model.trust_remote_code: false)"
+        f"data.seq_len: the code of {type(model).__name__} has a rope_type that depends on the length of "
+        f"the sequence, which would include padding; set data.seq_len to at most {limit}, or data.packing "
+        "to true, or use the class of transformers (model.trust_remote_code: false)"
     )
 
 
@@ -106,7 +106,7 @@ def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -
     if task == "seq2seq-lm":
         reason = "which padded targets do not have"
     elif config.get_text_config().model_type == "deepseek_v4":
-        reason = "and its compressed tokens have another length"
+        reason = "but its compressed tokens have another length"
     else:
         return
     raise UserError(

@@ -25,12 +25,14 @@ import torch
 from torch.nn import functional
 
 from portable import plugins
-from portable.batch import IGNORED_LABEL, PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN
+from portable.batch import BLANK_PREFIX, IGNORED_LABEL, PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN
 from portable.errors import UserError
 from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.document_attention import install_document_forward
+from portable.model.document_states import install_document_states
 from portable.model.dynamic_rope import install_text_length_forward
 from portable.model.forward import ForwardWrapper
+from portable.model.image_forward import has_image_forward, install_image_forward
 from portable.model.parameters import has_peft_adapter
 from portable.model.training_loss import LOGITS, STATISTICS, LossSums, Outputs
 
@@ -610,7 +612,11 @@ class TrainingObjective:
         not accept are removed as well.
         """
         names = batch if self._input_names is None else self._input_names
-        return {name: tensor for name, tensor in batch.items() if name != "labels" and name in names}
+        return {
+            name: tensor
+            for name, tensor in batch.items()
+            if name != "labels" and (name in names or name.startswith(BLANK_PREFIX))
+        }
 
     def add_reference_columns(self, loss: TrainingLoss | TaskLoss, batch: Batch) -> Batch:
         """Add the columns that ``before`` of a custom loss computes, such as reference log-probabilities.
@@ -681,7 +687,15 @@ class TrainingObjective:
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
         self._prepared_models.add(reference)
-        return install_loss_forward(install_text_length_forward(install_document_forward(reference)))
+        if has_image_forward(self._model):
+            install_image_forward(reference)
+        return _install_forwards(reference)
+
+
+def _install_forwards(model: Model) -> Model:
+    """Install the forward methods of a run that depend on the columns of a batch."""
+    model = install_document_states(install_document_forward(model))
+    return install_loss_forward(install_text_length_forward(model))
 
 
 def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
@@ -696,7 +710,7 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
     Returns:
         An fp32 scalar on the device.
     """
-    install_loss_forward(install_text_length_forward(install_document_forward(model)))
+    _install_forwards(model)
     loss, labels = TaskLoss(), batch["labels"]
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     result = run_model_for_loss(model, inputs, labels, loss.needs, head=head, logits_suffice=True)
@@ -797,7 +811,7 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
         UserError: If the model has no adapter.
     """
     if not has_peft_adapter(model):
-        raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
+        raise UserError("the model has no adapter to disable; set adapter.type, or use another reference")
     from portable.private.peft_internals import disable_adapters  # the module imports peft
 
     with disable_adapters(model):

@@ -47,5 +47,6 @@ def explain_padding_dependence(config: PretrainedConfig, run: RunConfig) -> str 
         return None
     return (
         f"data.seq_len: transformers computes {config.model_type} with the padding of a sample, so the "
-        "result of a text depends on data.seq_len; set data.seq_len to the length of the model's later use"
+        "result for a text depends on data.seq_len; set data.seq_len to the length with which the model "
+        "will be used"
     )

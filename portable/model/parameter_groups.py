@@ -83,7 +83,8 @@ def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     responsible_key = "train.trainable" if settings.has_frozen_patterns else "model.function"
     require(
-        bool(trained), f"{responsible_key}: nothing is left to train; let at least one parameter be trained"
+        bool(trained),
+        f"{responsible_key}: no parameter is left to train; let at least one parameter be trained",
     )
     pattern_numbers: dict[str, int] = {}
     key = "train.parameter_groups"
@@ -93,13 +94,14 @@ def assign_parameter_groups(model: nn.Module, settings: TrainConfig) -> dict[str
         reason = "an earlier pattern matches" if matches & trained else "are frozen"
         require(
             bool(new_names),
-            f"{key}: {group.pattern!r} matches only parameters that {reason}; correct or remove it",
+            f"{key}: {group.pattern!r} matches only parameters that {reason}; correct or remove this pattern",
         )
         pattern_numbers.update(dict.fromkeys(new_names, pattern_number))
     matrices = list_layer_matrix_names(model) if settings.optimizer == "muon" else set()
     require(
         settings.optimizer != "muon" or bool(matrices & trained),
-        "train.optimizer: muon is for the matrices of transformer layers, and none is trained; use adamw",
+        "train.optimizer: muon is for the matrices of transformer layers, but none of them is "
+        "trained; use adamw",
     )
     groups, unreached = {}, get_unreached_names(model)
     for name in aliases:

@@ -356,8 +356,8 @@ def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tens
     """
     if tuple(source.shape) != tuple(target.shape):
         raise UserError(
-            f"model.name_or_path: {name} has shape {list(source.shape)} in the checkpoint "
-            f"and {list(target.shape)} in the model; check the config or the task"
+            f"model.name_or_path: {name} has shape {list(source.shape)} in the checkpoint, but "
+            f"{list(target.shape)} in the model; check model.config and model.task"
         )
     if target.is_floating_point():
         _check_not_quantized(name, source)
@@ -368,8 +368,8 @@ def _check_not_quantized(name: str, source: ReadableTensor) -> None:
     dtype = getattr(source, "dtype", None)
     if isinstance(dtype, str) and dtype not in PLAIN_FLOATS:
         raise UserError(
-            f"model.name_or_path: {name} is stored as {dtype}, which is quantized, and config.json does not "
-            "describe how; use a checkpoint in float32, bfloat16 or float16"
+            f"model.name_or_path: {name} is stored as {dtype}, which is quantized, but config.json does "
+            "not describe the quantization; use a checkpoint in float32, bfloat16 or float16"
         )
 
 
@@ -387,8 +387,8 @@ def _check_tied_equal(
             index = (rows, *(slice(0, size) for size in first_tensor.shape[1:]))
         if not np.array_equal(first_tensor.read(index), other_tensor.read(index)):
             raise UserError(
-                f"model.name_or_path: {first_name} and {other_name} differ in the checkpoint, but its config "
-                "ties them; set tie_word_embeddings to false in its config.json"
+                f"model.name_or_path: {first_name} and {other_name} differ in the checkpoint, but "
+                "config.json ties them; set tie_word_embeddings to false in config.json"
             )
 
 
@@ -507,7 +507,7 @@ def _load_dequantized(
         weights = _collect_loaded_weights(loaded, info)
     except Exception as error:  # each method raises its own errors if its package or device is missing
         raise UserError(
-            f"model.name_or_path: its weights are quantized ({method}) and cannot be dequantized here "
+            f"model.name_or_path: the weights are quantized ({method}) and cannot be dequantized "
             f"({to_one_line(error)}); use a checkpoint in float32, bfloat16 or float16"
         ) from error
     return PretrainedWeights(
@@ -598,7 +598,7 @@ def fetch_model_folder(name_or_path: str, key: str = "model.name_or_path") -> Pa
             f"{key}: {name_or_path}: no such folder"
             + (
                 format_path_suggestion(Path(name_or_path))
-                or "; give a model folder or a model name on the hub (organization/name)"
+                or "; use a model folder or a model name on the hub (organization/name)"
             )
         )
     from huggingface_hub import snapshot_download

@@ -197,7 +197,7 @@ class PublishedNames:
         ):
             notes.append(
                 f"note: {self._architecture} does not have these tensors of the base model, so the export "
-                f"lacks them: {names}"
+                f"does not contain them: {names}"
             )
         return notes
 
@@ -217,8 +217,8 @@ class PublishedNames:
         )
         if lacking:
             raise UserError(
-                f"checkpoint.export: like_base: {self.base_checkpoint.root} has no {lacking[0]}, which the "
-                "model has; set checkpoint.export: true"
+                f"checkpoint.export: like_base: {self.base_checkpoint.root} has no {lacking[0]}, unlike "
+                "the model; set checkpoint.export: true"
             )
 
     def write_name_record(self, folder: Path) -> None:

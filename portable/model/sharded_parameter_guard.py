@@ -21,7 +21,7 @@ _READING_FUNCTIONS = {
     torch.Tensor.__int__,
 }
 
-_IN_FORWARD = "compute it in the forward pass (model.function), or use strategy no_shard"
+_IN_FORWARD = "compute the value in the forward pass (model.function), or use strategy no_shard"
 
 
 def is_shard(value: Any) -> bool:
@@ -59,12 +59,12 @@ class ShardReadGuard(TorchFunctionMode):
         if any(isinstance(value, nn.Parameter) and not value.numel() for value in tensors) and isinstance(
             result, torch.Tensor
         ):
-            gathered = "read it within deepspeed.zero.GatheredParameters, on all ranks"
+            gathered = "read the parameter within deepspeed.zero.GatheredParameters, on all ranks"
             raise self._build_error(_IN_FORWARD if self._in_loss else gathered)
         return result
 
     def _build_error(self, remedy: str) -> UserError:
         return UserError(
-            f"{self._key}: reads a parameter outside of the model's forward pass, when each rank has only a "
-            f"shard of it; {remedy}"
+            f"{self._key}: reads a parameter outside of the model's forward pass, when each rank has only "
+            f"a shard of the parameter; {remedy}"
         )

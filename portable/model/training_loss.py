@@ -148,13 +148,13 @@ class TrainingLoss:
         self.needs: frozenset[str] = frozenset(names)
         if not callable(loss):
             raise UserError(
-                f"{key}: is a {type(loss).__name__}, which cannot be called; give a function of outputs and "
-                "batch, or a class of such objects"
+                f"{key}: is a {type(loss).__name__}, which cannot be called; use a function of outputs "
+                "and batch, or a class of such objects"
             )
         if self.needs - {LOGITS, *STATISTICS}:
             names = ", ".join(STATISTICS)
             raise UserError(
-                f"{key}: its attribute needs is {needs!r}; set the attribute to 'logits', or to some of "
+                f"{key}: the attribute needs is {needs!r}; set the attribute to 'logits', or to some of "
                 f"{names}"
             )
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
@@ -184,7 +184,7 @@ class TrainingLoss:
         with plugins.convert_user_errors(self.key):
             weight = float(self._weight(batch))
         if not (math.isfinite(weight) and weight >= 0):
-            raise UserError(f"{self.key}: weight() gives {weight:g}; return a finite number from 0")
+            raise UserError(f"{self.key}: weight() returns {weight:g}; return a finite number of at least 0")
         return weight
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossSums:
@@ -237,7 +237,7 @@ class TrainingLoss:
         )
         problem = _find_result_problem(value, batch["labels"].device)
         if changed is not None:
-            problem = f"changes batch[{changed!r}] in place; change a copy of it"
+            problem = f"changes batch[{changed!r}] in place; change a copy instead"
         if problem is not None:
             raise UserError(f"{self.key}: {problem}")
         if torch.is_grad_enabled():
@@ -270,7 +270,7 @@ class TrainingLoss:
         remedy = (
             "define weight(batch), computed only from the batch" if self._weight is None else "correct it"
         )
-        return f"{self.key}: the weights that it returns are {weight_ratio:.6g} times {declared}; {remedy}"
+        return f"{self.key}: the returned weights are {weight_ratio:.6g} times {declared}; {remedy}"
 
     def _check_backward(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the backward pass of the loss fails, for example after an in-place change.
@@ -288,7 +288,7 @@ class TrainingLoss:
             if "out of memory" in str(error).lower():
                 raise
             reason = f"{type(error).__name__}: {to_one_line(error)}{self._find_failing_line(outputs, batch)}"
-            raise UserError(f"{self.key}: its backward pass fails ({reason}); correct it") from error
+            raise UserError(f"{self.key}: the backward pass fails ({reason}); correct the loss") from error
 
     def _find_failing_line(self, outputs: Outputs, batch: Batch) -> str:
         """Run the loss in anomaly mode, and find the operation whose backward pass fails.
@@ -390,8 +390,8 @@ def _find_result_problem(value: Any, device: torch.device) -> str | None:
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         type_description = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         return (
-            f"returns {type_description}; return the sum and the weight, as in return losses.sum(), "
-            "counted.sum()"
+            f"returns {type_description}; return the sum and the weight, for example with return "
+            "losses.sum(), counted.sum()"
         )
     total, weight, metrics = value if len(value) == 3 else (*value, {})
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
@@ -407,9 +407,11 @@ def _find_result_problem(value: Any, device: torch.device) -> str | None:
     if not isinstance(total, torch.Tensor):
         return f"the sum is a {type(total).__name__}, not a tensor"
     if total.device != device:
-        return f"the sum is on {total.device}, and the batch on {device}"
+        return f"the sum is on {total.device}, but the batch is on {device}"
     if torch.is_grad_enabled() and not total.requires_grad:
-        return "the sum has no gradient; compute it from outputs, without detach(), no_grad() or integers"
+        return (
+            "the sum has no gradient; compute the sum from outputs, without detach(), no_grad() or integers"
+        )
     return None
 
 
@@ -530,7 +532,7 @@ def build_training_loss(config: RunConfig) -> TrainingLoss | None:
         "samples",
     ):
         raise UserError(
-            f'{key}: needs pairs, and data.format is {data_format}; write records like {{"prompt": ..., '
+            f'{key}: needs pairs, but data.format is {data_format}; write records like {{"prompt": ..., '
             '"chosen": ..., "rejected": ...}, or map the fields by data.columns, such as {chosen: NAME, '
             "rejected: NAME}"
         )

@@ -109,8 +109,8 @@ class CustomOptimizer:
             )
         require(
             isinstance(self.inner, torch.optim.Optimizer),
-            f"{self.key}: is a {type(self.inner).__name__}; give a torch.optim.Optimizer, or a function that "
-            "returns one",
+            f"{self.key}: is a {type(self.inner).__name__}; use a torch.optim.Optimizer, or a function "
+            "that returns one",
         )
         supports = torch_internals.skips_non_finite_steps(self.inner)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
@@ -142,8 +142,8 @@ class CustomOptimizer:
         pairs = zip(on_shards, _run_trial_steps(settings, _build_trial_values()), strict=True)
         require(
             all(torch.allclose(result, expected, rtol=1e-4, atol=1e-6) for result, expected in pairs),
-            f"{self.key}: gives other results on shards (DTensors) than on complete tensors; use strategy "
-            "no_shard",
+            f"{self.key}: computes different results on shards (DTensors) than on complete tensors; use "
+            "strategy no_shard",
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -245,7 +245,7 @@ class CustomOptimizer:
             if not isinstance(value, torch.Tensor | Number) or not isinstance(name, str):
                 raise UserError(
                     f"{self.key}: the state {name!r} of {self._names[parameter]} is a "
-                    f"{type(value).__name__}, which a checkpoint cannot hold; make it a tensor or a number"
+                    f"{type(value).__name__}, which a checkpoint cannot contain; use a tensor or a number"
                 )
             plain_state[name] = _reduce_partial(value) if isinstance(value, DTensor) else value
         return plain_state
@@ -262,8 +262,8 @@ class CustomOptimizer:
         for parameter in self.state:
             require(
                 isinstance(parameter, torch.Tensor) and parameter in self._names,
-                f"{self.key}: has state for {parameter!r}, which is not a parameter; store it as the state "
-                "of a parameter",
+                f"{self.key}: has state for {parameter!r}, which is not a parameter; store this value as "
+                "the state of a parameter",
             )
         states = {p: self.to_plain_state(p, values) for p, values in self.state.items() if values}
         self._check_state_equal_across_ranks(states)
@@ -292,8 +292,8 @@ class CustomOptimizer:
                 require(
                     all(value == values[0] for value in values),
                     f"{self.key}: the state {name} differs between the ranks that share the parameter; "
-                    "compute it from the parameter and its gradient as they are (DTensors), or use strategy "
-                    "no_shard",
+                    "compute the state only from the parameter and its gradient (DTensors), or use "
+                    "strategy no_shard",
                 )
 
     def reset_state(self, stored: OptimizerState | None) -> None:
@@ -476,7 +476,7 @@ def check_custom_optimizer(config: RunConfig) -> None:
     for setting in ("betas", "eps"):
         require(
             not config.is_set(f"train.{setting}"),
-            f"train.{setting}: has no effect with {key}; pass the value as an argument, as in "
+            f"train.{setting}: has no effect with {key}; pass the value as an argument, for example "
             f"{name}({setting}=...)",
         )
     require(

@@ -1,12 +1,13 @@
 """Helper functions for code that works on the local shards of parameters.
 
-A sharded parameter is a ``DTensor`` that FSDP2 has sharded along dimension 0. It may also be replicated over
-a second mesh dimension. Parameters that are not DTensors are unsharded.
+A sharded parameter is a ``DTensor`` that is sharded along dimension 0, as by FSDP2. It may be replicated over
+a second mesh dimension. Stacks of experts may be sharded twice. Other parameters are unsharded.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,47 @@ from torch.distributed.tensor import DTensor
 from portable.private import torch_internals
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return the shard of this rank, or ``tensor`` itself if it is not a DTensor. Both share memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by their device mesh, because DTensor has no operations across meshes.
+
+    Returns:
+        Groups in the order of their first tensors. Tensors that are not DTensors are one group.
+    """
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Compute the 2-norm of all elements of tensors, on any meshes. A collective call for DTensors."""
+    norms = [_compute_norm_on_mesh(group) for group in group_by_mesh(tensors)]
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+
+
+def _compute_norm_on_mesh(tensors: Sequence[Tensor]) -> Tensor:
+    """Compute the 2-norm of all elements of tensors on the same mesh."""
+    first = tensors[0] if tensors else None
+    axes = _list_sharded_axes(first) if isinstance(first, DTensor) else []
+    if isinstance(first, DTensor) and len(axes) > 1 and all(_list_sharded_axes(t) == axes for t in tensors):
+        # DTensor would print a warning that it reduces over several axes.
+        square = torch.nn.utils.get_total_norm([to_local(tensor) for tensor in tensors]).square()
+        for axis in axes:
+            dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+        return square.sqrt()
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def create_sharded_zeros(
@@ -47,10 +83,37 @@ def create_sharded_zeros(
 
 
 def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """Return the process group over which ``parameter`` is sharded, or None if it is not sharded."""
+    """Return the process group over which FSDP2 shards ``parameter``, or None if it is not sharded."""
     if not isinstance(parameter, DTensor):
         return None
-    (axis,) = (i for i, placement in enumerate(parameter.placements) if placement.is_shard())
-    assert parameter.placements[axis].is_shard(dim=0)
+    axis, *_ = _list_sharded_axes(parameter)
     group: dist.ProcessGroup = parameter.device_mesh.get_group(axis)
     return group
+
+
+class FsdpSharding(NamedTuple):
+    """Part of a parameter that FSDP2 shards.
+
+    Attributes:
+        shape: Shape of the part. Expert-parallel ranks divide dimension 0 first.
+        dim: Dimension that FSDP2 shards: 0, or 1 for a stack of few experts.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+
+
+def get_fsdp_sharding(parameter: Tensor) -> FsdpSharding:
+    """Return the part of a parameter that FSDP2 shards. This is the complete parameter for a plain tensor."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return FsdpSharding(shape, 0)
+    first, *others = _list_sharded_axes(parameter)
+    rows = shape[0] // math.prod(parameter.device_mesh.size(axis) for axis in others)
+    placement: Any = parameter.placements[first]
+    return FsdpSharding((rows, *shape[1:]), placement.dim)
+
+
+def _list_sharded_axes(parameter: Any) -> list[int]:
+    """List the mesh axes over which a parameter is sharded. The first is the axis of FSDP2."""
+    return [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from portable.optim.local_shards import get_shard_group, to_local
+from portable.optim.local_shards import get_fsdp_sharding, get_shard_group, group_by_mesh, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -231,10 +231,11 @@ class Muon(torch.optim.Optimizer):
             for parameter in trained:
                 if not self.state[parameter]:
                     self.state[parameter] = self._build_state(parameter, group)
-            if trained and group["matrices"]:
-                self._step_muon(trained, group)
-            elif trained:
+            if trained and not group["matrices"]:
                 self._step_adamw(trained, group)
+                continue
+            for parameters in group_by_mesh(trained):
+                self._step_muon(parameters, group)
 
     def _step_adamw(self, trained: list[Any], group: dict[str, Any]) -> None:
         """Update the local shards of parameters with torch's fused AdamW."""
@@ -306,7 +307,7 @@ class Muon(torch.optim.Optimizer):
         """
         if self.flat_matrices is not None:
             return self.flat_matrices[parameter]
-        shape, elements = parameter.shape, parameter.numel()
+        (shape, dim), elements = get_fsdp_sharding(parameter), parameter.numel()
         if ranks.replicated:
             matrices = list_sharded_matrices(
                 shape, first_element=0, elements_per_part=elements, num_ranks=1, rank=0
@@ -315,7 +316,14 @@ class Muon(torch.optim.Optimizer):
                 ShardedMatrix(m.shape, m.elements_per_rank * ranks.num_ranks, m.local_offset)
                 for m in matrices
             ]
-        row = elements // max(1, shape[0])
+        if dim == 1:  # each rank has the same number of rows of each matrix
+            rows, columns = shape[1:]
+            size = rows * columns // ranks.num_ranks
+            return [
+                ShardedMatrix((rows, columns), (size,) * ranks.num_ranks, index * size)
+                for index in range(shape[0])
+            ]
+        row = elements // max(1, parameter.shape[0])
         # FSDP2 gives each rank the same number of rows, and fewer rows to the last ranks.
         length = -(-shape[0] // ranks.num_ranks) * row
         return list_sharded_matrices(

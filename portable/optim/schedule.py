@@ -506,8 +506,8 @@ def explain_long_warmup(settings: TrainConfig, total_steps: int) -> str | None:
         return None
     asked = "" if settings.epochs is None else f" (train.epochs {settings.epochs:g})"
     return (
-        f"train.warmup_steps {steps} exceeds train.steps {total_steps}{asked}; lower train.warmup_steps or "
-        "train longer"
+        f"train.warmup_steps {steps} exceeds train.steps {total_steps}{asked}; lower train.warmup_steps, "
+        "or raise train.steps"
     )
 
 

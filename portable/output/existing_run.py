@@ -78,8 +78,8 @@ def check_config_unchanged(folder: AnyPath, existing: ExistingRun) -> None:
     """
     if _compute_config_digest(folder / CONFIG_FILE) != existing.config_digest:
         raise UserError(
-            f"output_dir: another run changed {folder / CONFIG_FILE} while this one started; run the same "
-            "command again"
+            f"output_dir: another run has changed {folder / CONFIG_FILE} while this run started; run the "
+            "same command again"
         )
 
 
@@ -126,13 +126,13 @@ def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunCo
         return
     if fixed := [change for change in changes if not change.is_adjustable]:
         raise UserError(
-            f"output_dir: {folder} has another run ({_format_changes(fixed)}); choose another output_dir"
-            + _format_branch_hint(fixed, newest)
+            f"output_dir: {folder} contains another run ({_format_changes(fixed)}); choose another "
+            "output_dir" + _format_branch_hint(fixed, newest)
         )
     if not (config.checkpoint.allow_changes or is_same_run_extended(existing.config, config)):
         raise UserError(
-            f"output_dir: {folder} has a run with other settings ({_format_changes(changes)}); add "
-            "--allow-changes to continue it with the new settings, or choose another output_dir"
+            f"output_dir: {folder} contains a run with other settings ({_format_changes(changes)}); add "
+            "--allow-changes to continue the run with the new settings, or choose another output_dir"
             + _format_branch_hint(changes, newest)
         )
     if newest is not None:
@@ -172,8 +172,9 @@ def _check_schedule_reaches_step(newest: AnyPath, changes: list[SettingChange], 
         assert train.steps is not None  # the schema requires one of the two
         if train.steps < state.step:
             raise UserError(
-                f"train.steps: {newest} is at step {state.step}, after the last of {train.steps}; set "
-                f"train.steps to {state.step} to end the run there, or to a higher step"
+                f"train.steps: {newest} is at step {state.step}, which is after the last step, "
+                f"{train.steps}; set train.steps to {state.step} to end the run at this step, or to a "
+                "higher step"
             )
     elif any(change.key == "train.global_batch_size" for change in changes):
         raise UserError(

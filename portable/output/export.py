@@ -244,12 +244,12 @@ def _find_foreign_content(folder: Path) -> str | None:
     Examples are a file that the export marker does not list, and a file that was changed later.
     """
     if folder.is_symlink() or not folder.is_dir():
-        return "it was a link or a file, not an export"
+        return "the path was a link or a file, not an export"
     try:
         listed = json.loads((folder / EXPORT_MARKER_FILE).read_text("utf-8"))["files"]
         written = {str(name): tuple(values) for name, values in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"it had no valid {EXPORT_MARKER_FILE}, so it was not an export"
+        return f"the folder had no valid {EXPORT_MARKER_FILE}, so it was not an export"
     for name, values in _list_file_versions(folder).items():
         if (reason := _find_version_difference(name, values, written)) is not None:
             return reason

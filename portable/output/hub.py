@@ -64,13 +64,13 @@ class HubRepository:
         from huggingface_hub import HfApi, constants
 
         if constants.HF_HUB_OFFLINE:
-            raise UserError("hub.push: HF_HUB_OFFLINE is set; unset it, or set hub.push to null")
+            raise UserError("hub.push: HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE, or set hub.push to null")
         if (
             error := self._find_connection_error(partial(self._check_repository_access, HfApi()))
         ) is not None:
             print_status(
-                f"warning: hub.push: the hub does not answer ({_format_reason(error)}); the run continues, "
-                "and tries again when it uploads"
+                f"warning: hub.push: the hub does not respond ({_format_reason(error)}); the run "
+                "continues, and tries to connect again before an upload"
             )
 
     def create_repository(self) -> None:
@@ -171,8 +171,9 @@ class HubRepository:
             owner = self.name.partition("/")[0]
             if owner not in (user["name"], *(org["name"] for org in user.get("orgs") or [])):
                 raise UserError(
-                    f"hub.repo: {self.name} does not exist, and the token's user, {user['name']}, is not in "
-                    f"{owner} and cannot create it; check the name, or {_TOKEN_HINT}"
+                    f"hub.repo: {self.name} does not exist, and the user of the token, {user['name']}, "
+                    f"cannot create the repository because the user is not in {owner}; check the name, or "
+                    f"{_TOKEN_HINT}"
                 ) from None
             return
         if self._private and not info.private:

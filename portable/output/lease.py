@@ -81,8 +81,8 @@ class Lease:
             with suppress(ConflictError):
                 self._write_lease("")  # the store must reject this write, because the lease exists
                 print_status(
-                    f"note: output_dir: the store of {self._place} has no conditional writes; of two runs "
-                    "that start at the same moment, both may begin"
+                    f"note: output_dir: the store of {self._place} has no conditional writes, so two runs "
+                    "that start at the same time may both write to this place"
                 )
         self._thread.start()
         return self
@@ -106,8 +106,8 @@ class Lease:
             self._detect_takeover()
         if self._taken_by is not None:
             raise RunError(
-                f"output_dir: another run has started to write to {self._place} ({self._taken_by}); this run "
-                "writes nothing more there"
+                f"output_dir: another run has started to write to {self._place} ({self._taken_by}); this "
+                "run does not write to this place any more"
             )
 
     def _detect_takeover(self) -> Any:
@@ -142,7 +142,7 @@ class Lease:
         """
         print_status(
             f"output_dir: {self._place} was in use by {_format_holder(holder)}; checking for "
-            f"{STALE_SECONDS:.0f} s whether it still is"
+            f"{STALE_SECONDS:.0f} s whether it is still in use"
         )
         deadline = time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
@@ -152,8 +152,8 @@ class Lease:
                 return
             if now != holder:
                 raise UserError(
-                    f"output_dir: {self._place} is in use by another run ({_format_holder(now)}); "
-                    "wait for it, stop it or choose another URL"
+                    f"output_dir: {self._place} is in use by another run ({_format_holder(now)}); wait "
+                    "for that run, stop it, or choose another URL"
                 )
         print_status(
             f"warning: output_dir: {_format_holder(holder)} no longer renews its lease of {self._place}; "

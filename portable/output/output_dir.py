@@ -205,8 +205,8 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             holder = os.pread(descriptor, 4096, 0).decode("utf-8", "replace").strip()
             raise UserError(
-                f"output_dir: {folder} is in use by another run ({holder or 'unknown'}); "
-                "wait for it, stop it or choose another folder"
+                f"output_dir: {folder} is in use by another run ({holder or 'unknown'}); wait for that "
+                "run, stop it, or choose another folder"
             ) from error
         except OSError as error:
             raise _build_unwritable_error(folder, error) from error

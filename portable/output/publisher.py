@@ -244,7 +244,7 @@ class Publisher:
         try:
             self.publish()
         except RunError as error:
-            print_status(f"warning: {to_one_line(error)}; trying again later")
+            print_status(f"warning: {to_one_line(error)}; the upload is tried again later")
 
     def close(self) -> None:
         """Upload the last files, and delete the local folders. A failed upload only prints a warning."""

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from portable.data.tokens.image_processing import BLANK_PREFIX
+from portable.batch import BLANK_PREFIX
 from portable.model.activation_checkpointing import enable_activation_checkpointing
 from portable.model.chunked_loss import install_chunked_head
 from portable.model.context_parallel_support import repeat_key_heads
@@ -43,9 +43,7 @@ from portable.private import torch_internals
 from portable.private.transformers_internals import skip_mask_value_checks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    import numpy.typing as npt
+    from collections.abc import Iterable
 
     from portable.batch import Batch
     from portable.model.chunked_loss import ChunkedHead
@@ -258,9 +256,7 @@ def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Non
     replace_tensors(model, make_parameter, lambda _, buffer: torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-def measure_image_tower(
-    model: nn.Module, request: PassRequest, columns: Mapping[str, npt.NDArray[Any]]
-) -> TowerMemory:
+def measure_image_tower(model: nn.Module, request: PassRequest, columns: Batch) -> TowerMemory:
     """Measure the memory of the forward pass of an image tower by running it on fake tensors.
 
     Only tensors that depend on parameters are fake, because the control flow of a tower depends on the sizes
@@ -277,14 +273,16 @@ def measure_image_tower(
     tower: Any = copy.deepcopy(model)
     parameters = inspect.signature(tower.get_image_features).parameters
     images = {
-        argument: torch.from_numpy(values)
+        argument: values
         for name, values in columns.items()
         if (argument := name.removeprefix(BLANK_PREFIX)) in parameters
     }
     with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Warnings about fake tensors
-        _replace_by_fake_tensors(tower, TORCH_DTYPES[request.precision] if request.compute == "cast" else None)
+        _replace_by_fake_tensors(
+            tower, TORCH_DTYPES[request.precision] if request.compute == "cast" else None
+        )
         if request.recompute != "none":
             enable_activation_checkpointing(tower, request.recompute)
         tower.train()

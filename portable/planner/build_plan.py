@@ -79,7 +79,7 @@ def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] |
     price = None if target.device is None or prices is None else prices.get(target.device.name)
     require(
         price is not None or not prices,
-        "--price-per-hour: has no price of the device that is planned for; name both: --device h100 "
+        "--price-per-hour: has no price for the planned device; specify both: --device h100 "
         "--price-per-hour h100=2.50",
     )
     options = planner.build_options()

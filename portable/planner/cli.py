@@ -26,7 +26,7 @@ from portable.planner.memory_model import StrategySetting
 from portable.planner.plan import Planner
 from portable.planner.plan_tables import describe_next_reductions, format_plan, plan_to_json
 from portable.planner.preparation import build_model_and_work, resolve_data_dependent_defaults
-from portable.planner.run_time import estimate_run_hours, fetch_sky_prices, format_two_digits, parse_prices
+from portable.planner.run_time import estimate_run_hours, fetch_sky_prices, parse_prices
 from portable.registry import CompileTarget, load_backend_package
 
 if TYPE_CHECKING:
@@ -167,11 +167,11 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", options["budget"])
     require(
         match is not None,
-        f"--budget: {options['budget']!r} is not an amount of money; write a number, such as 50",
+        f"--budget: {options['budget']!r} is not an amount of money; use a number, such as 50",
     )
     assert match is not None
     budget = float(match[1])
-    require(budget > 0, f"--budget: {options['budget']!r} buys nothing; write a larger number, such as 50")
+    require(budget > 0, f"--budget: {options['budget']!r} is too small; use a larger number, such as 50")
     for name in ("devices", "device_memory", "host_memory", "compile"):
         flag = f"--{name.replace('_', '-')}"
         require(not options.get(name), f"{flag}: has no effect with --budget; remove one of the two")
@@ -180,7 +180,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
         only = devices.find_device(options["device"]).name
         prices = {name: price for name, price in prices.items() if name == only}
     require(
-        bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
+        bool(prices),
+        "--budget: there are no prices; add --price-per-hour h100=2.50,l4=0.70, or run: pip install skypilot",
     )
     config = resolve_data_dependent_defaults(config)
     models: dict[str, ModelAndWork] = {}
@@ -198,7 +199,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
             model, work = models[target.backend]
             if work is None:
                 raise UserError(
-                    "--budget: the number of tokens is unknown; set train.steps, or tokenize the data here"
+                    "--budget: the number of tokens is unknown; set train.steps, or tokenize the "
+                    "data on this machine"
                 )
             planner = Planner(device_config, model, target)
             best = planner.find_best_option(planner.build_options())
@@ -209,8 +211,8 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
                 break
     require(
         bool(rows),
-        f"--budget: none of {', '.join(prices)} has enough memory for the run on up to {_DEVICE_COUNTS[-1]} "
-        "devices; name larger devices in --price-per-hour",
+        f"--budget: none of {', '.join(prices)} has enough memory for the run on up to "
+        f"{_DEVICE_COUNTS[-1]} devices; list larger devices in --price-per-hour",
     )
     rows.sort(key=lambda row: float(row["cost"].likely))
     if options.get("json"):
@@ -218,10 +220,10 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
         return 0
     shown = []
     for row in rows:
-        costs = f"{format_two_digits(row['cost'].least)} to {format_two_digits(row['cost'].most)}"
         beyond = "" if row["within_budget"] else f"; more than {budget:g}"
+        cost, hours = row["cost"].format_cost(), row["hours"].format_time()
         shown.append(
-            (f"{row['devices']} x {row['device']}", f"{costs} for {row['hours']}, {row['strategy']}{beyond}")
+            (f"{row['devices']} x {row['device']}", f"{cost} for {hours}, {row['strategy']}{beyond}")
         )
     print_line(format_table(shown))
     return 0
@@ -232,7 +234,7 @@ def _check_compile_options(options: dict[str, Any]) -> None:
     compiles = options.get("compile")
     require(
         compiles or "topology" not in options,
-        "--topology: has an effect only with --compile; add --compile, or leave both out",
+        "--topology: has an effect only with --compile; add --compile, or leave out --topology",
     )
     require(
         compiles or not options.get("only_memory"),

@@ -80,9 +80,9 @@ def find_device(name: str, flag: str = "--device") -> Device:
             return device
     if _APPLE.fullmatch(key):
         raise UserError(f"{flag}: no backend supports Apple GPUs; use cpu to train on the CPU")
-    hint = format_name_suggestion(plain, devices_by_name) or f"; known are {', '.join(devices_by_name)}, cpu"
+    hint = format_name_suggestion(plain, devices_by_name) or f"; use one of {', '.join(devices_by_name)}, cpu"
     other = " (--device-memory 80GB is for any other)" if flag == "--device" else ""
-    raise UserError(f"{flag}: unknown device {name!r}{other}{hint}")
+    raise UserError(f"{flag}: {name!r} is not a known device{other}{hint}")
 
 
 class DeviceAndCount(NamedTuple):
@@ -105,7 +105,7 @@ def parse_devices(text: str) -> DeviceAndCount:
     name, _, digits = text.partition(":")
     if digits and not re.fullmatch(r"0*[1-9]\d{0,5}", digits):
         raise UserError(
-            f"--device: {text}: the count is not a positive number; write NAME:COUNT, such as h100:8"
+            f"--device: {text}: the count is not a positive number; use NAME:COUNT, such as h100:8"
         )
     device, count = find_device(name, f"--device: {text}"), int(digits or 1)
     # Divide the memory, because ranks on the CPU share the memory of the machine.
@@ -160,5 +160,7 @@ def parse_bytes(text: str, flag: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", text)
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise UserError(f"{flag}: {text!r} is not a memory size; write 80GB, 79.6GiB or a number of bytes")
+        raise UserError(
+            f"{flag}: {text!r} is not a memory size; use a size such as 80GB or 79.6GiB, or a number of bytes"
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from portable.errors import UserError
 from portable.terminal import print_status
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.data.sizes import DataSizes
     from portable.data.tokens.image_processing import ImageProcessor
 
 
-def build_largest_image_columns(
-    config: RunConfig, sizes: DataSizes | None
-) -> dict[str, npt.NDArray[Any]] | None:
+def build_largest_image_columns(config: RunConfig, sizes: DataSizes | None) -> Batch | None:
     """Build the columns of a batch with the images of the sample that needs the most memory.
 
     If the data is tokenized, these are the images of the conversation whose images have the most tokens.
@@ -30,7 +29,7 @@ def build_largest_image_columns(
         sizes: Sizes of the data. None if the data is not on this machine.
 
     Returns:
-        Arrays keyed by the name of the model's argument. None if the run has no images. Also None if the
+        Tensors keyed by the name of the model's argument. None if the run has no images. Also None if the
         processor is not on this machine, which is printed as a note.
     """
     if not config.data.images:
@@ -51,7 +50,9 @@ def build_largest_image_columns(
     else:
         square = processor.find_largest_square(config.data.seq_len, config.data.image_max_pixels)
         largest = [] if square is None else [square]
-    return processor.build_blank_columns(largest) if largest else None
+    if not largest:
+        return None
+    return {name: torch.from_numpy(values) for name, values in processor.build_blank_columns(largest).items()}
 
 
 def _load_local_processor(config: RunConfig) -> ImageProcessor | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from portable.adapters.assemble import check_parallel_support
 from portable.errors import UserError, to_one_line
 from portable.model.context_parallel_support import count_attention_heads
+from portable.model.expert_exchange import find_expert_modules
 from portable.model.flops import compute_flops_per_token, count_parameters
 from portable.model.layers import find_transformer_layers
 from portable.model.parameter_groups import assign_parameter_groups
@@ -19,12 +20,12 @@ from portable.planner.pass_cost import Activations, Peak, TowerMemory
 from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    import numpy.typing as npt
     from torch import nn
     from transformers import PreTrainedModel
 
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
     from portable.planner.memory_model import Cluster
@@ -61,7 +62,7 @@ class MetaModel:
         self,
         model: PreTrainedModel,
         config: RunConfig,
-        image_columns: Mapping[str, npt.NDArray[Any]] | None = None,
+        image_columns: Batch | None = None,
     ) -> None:
         sharing = config.tensor_parallel_size
         try:
@@ -83,7 +84,7 @@ class MetaModel:
         self._cached_towers: dict[tuple[str, str, str], TowerMemory] = {}
 
     def check_parallel_sizes(self, config: RunConfig) -> None:
-        """Check the tensor-parallel and context-parallel sizes of a config against the model.
+        """Check the context-, tensor- and expert-parallel sizes of a config against the model.
 
         Raises:
             UserError: If the model does not support one of the sizes.
@@ -145,9 +146,7 @@ class MetaModel:
             why = f"{type(error).__name__}: {to_one_line(error)}"
             return _estimate_activations(self.inventory, request, why)
 
-    def _measure_image_tower(
-        self, columns: Mapping[str, npt.NDArray[Any]], request: PassRequest
-    ) -> TowerMemory:
+    def _measure_image_tower(self, columns: Batch, request: PassRequest) -> TowerMemory:
         """Measure the memory of the image tower for one sample, or estimate it if the tower cannot be run.
 
         The estimate is the size of the images in the processor's output, times 10: a layer of a vision
@@ -186,6 +185,8 @@ def build_inventory(
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
     groups = assign_parameter_groups(model, train)
     cut = map_sharded_dims(model, sharing)
+    expert_modules = find_expert_modules(model).values()
+    expert_stacks = {id(stack) for module in expert_modules for stack in module.parameters(recurse=False)}
     tables = {id(parameter) for parameter in list_embedding_weights(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(
@@ -199,6 +200,7 @@ def build_inventory(
             unit_index=unit_of.get(id(parameter)),
             itemsize=parameter.itemsize,
             sharded_dim=cut.get(name),
+            is_expert_stack=id(parameter) in expert_stacks,
         )
         for name, parameter in model.named_parameters()
     )
@@ -211,6 +213,7 @@ def build_inventory(
         num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),
         num_parameters=count_parameters(model),
+        experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 1) if expert_stacks else 0,
     )
 
 

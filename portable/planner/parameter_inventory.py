@@ -42,6 +42,8 @@ class ParameterEntry:
     """Dimension along which tensor-parallel ranks split the parameter. None if each rank has the complete
     parameter.
     """
+    is_expert_stack: bool = False
+    """Whether the parameter is a stack of experts, which expert-parallel ranks divide."""
 
     @cached_property
     def num_elements(self) -> int:
@@ -77,6 +79,8 @@ class ModelInventory:
 
     It may exceed ``num_elements``, because an element of a quantized weight can store several parameters.
     """
+    experts_per_token: int = 0
+    """Number of experts that process a token in each layer of a mixture. 0 if the model has no experts."""
     unit_error: str | None = None
     """Error message that explains why FSDP cannot split the model into units. None if FSDP can split it."""
 
@@ -104,6 +108,19 @@ class ModelInventory:
             return replace(weight, shape=tuple(shape))
 
         return self if ranks == 1 else replace(self, weights=tuple(map(cut_weight, self.weights)))
+
+    def shard_for_expert_parallel(self, ranks: int) -> ModelInventory:
+        """Return the inventory of one expert-parallel rank out of ``ranks``.
+
+        Returns self if ``ranks`` is 1.
+        """
+        if ranks == 1:
+            return self
+        weights = (
+            replace(w, shape=(w.shape[0] // ranks, *w.shape[1:])) if w.is_expert_stack else w
+            for w in self.weights
+        )
+        return replace(self, weights=tuple(weights))
 
     def count_elements_by_part(
         self, part: Literal["layer", "unit"], *, only_trained: bool = False

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from portable.formatting import format_bytes, format_columns, format_count, format_table
-from portable.planner.run_time import estimate_run_hours, format_two_digits
+from portable.planner.run_time import estimate_run_hours
 from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
@@ -171,10 +171,10 @@ def build_time_rows(plan: Plan) -> list[tuple[str, str]]:
     low, high = device.reached.mfu_range
     bound = "at most " if work.is_upper_bound else ""
     share = f"{low:.0%} to {high:.0%} of the peak ({device.reached.source})"
-    rows = [("time", f"{bound}{plan.hours} for {bound}{work.tokens:,} tokens: {share}")]
+    rows = [("time", f"{plan.hours.format_time(bound)} for {bound}{work.tokens:,} tokens: {share}")]
     if plan.cost is not None:
-        least, most = format_two_digits(plan.cost.least), format_two_digits(plan.cost.most)
-        rows.append(("cost", f"{bound}{least} to {most}, at {plan.price:g} an hour for each device"))
+        cost = plan.cost.format_cost(bound)
+        rows.append(("cost", f"{cost}, at {plan.price:g} an hour for each device"))
     return rows
 
 

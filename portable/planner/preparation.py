@@ -59,8 +59,8 @@ def choose_target(
     lists_devices = config.backend != "auto" and load_backend_package(config.backend).list_devices()
     if device is not None and lists_devices and config.backend != backend:
         raise UserError(
-            f"--device: {device.name} needs backend {backend}, but backend is {config.backend}; "
-            "remove one of the two"
+            f"--device: {device.name} needs backend {backend}, but backend is {config.backend}; remove "
+            "one of the two"
         )
     backend = DEFAULT_PLANNED_BACKEND if backend == "auto" else backend
     cluster = Cluster(devices, device.devices_per_node if device is not None else 8)

@@ -60,13 +60,35 @@ class Hours:
         """
         return Hours(self.least * price_per_hour, self.most * price_per_hour)
 
-    def __str__(self) -> str:
-        size, unit = (60, "minutes") if self.most < 2 else (1, "hours")
-        least, most = format_two_digits(self.least * size), format_two_digits(self.most * size)
-        return f"{most} {unit}" if least == most else f"{least} to {most} {unit}"
+    def format_time(self, prefix: str = "") -> str:
+        """Format a range of hours, in minutes if it is below two hours.
+
+        Args:
+            prefix: Text before the numbers, such as ``about ``. It is left out if the result is ``less than a
+                minute``.
+        """
+        if self.most * 60 < 1:
+            return "less than a minute"
+        factor, unit = (60, "minutes") if self.most < 2 else (1, "hours")
+        return f"{prefix}{_format_range(self.least * factor, self.most * factor)} {unit}"
+
+    def format_cost(self, prefix: str = "") -> str:
+        """Format a range of the cost.
+
+        Args:
+            prefix: Text before the numbers, such as ``about ``. It is left out if the result is ``less than
+                0.01``.
+        """
+        return "less than 0.01" if self.most < 0.01 else prefix + _format_range(self.least, self.most)
 
 
-def format_two_digits(value: float) -> str:
+def _format_range(least: float, most: float) -> str:
+    """Format a range with two significant digits, or only one number if both ends are equal."""
+    ends = [_format_two_digits(least), _format_two_digits(most)]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+def _format_two_digits(value: float) -> str:
     """Format an estimate with two significant digits, and without decimals from 10 on."""
     return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
 
@@ -164,11 +186,13 @@ def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
         ok = re.fullmatch(r"\s*\d{1,6}(\.\d{1,6})?\s*", price) is not None and bool(name or device)
         require(
             ok and float(price) > 0,
-            f"--price-per-hour: {part!r}: write 2.50 with --device, or NAME=PRICE: h100=2.50,l4=0.70",
+            f"--price-per-hour: {part!r} is not a price; use 2.50 with --device, or NAME=PRICE: "
+            "h100=2.50,l4=0.70",
         )
         key = find_device(name or str(device), "--price-per-hour").name
         require(
-            key not in prices, f"--price-per-hour: {text!r}: {key} has two prices; give one, such as 2.50"
+            key not in prices,
+            f"--price-per-hour: {text!r}: {key} has two prices; specify one price, such as 2.50",
         )
         prices[key] = float(price)
     return prices
@@ -189,8 +213,8 @@ def fetch_sky_prices() -> dict[str, float]:
         offers: dict[str, list[Any]] = import_module("sky.catalog").list_accelerators(gpus_only=True)
     except Exception as error:  # Fetching a catalog may raise any error.
         raise UserError(
-            f"--price-per-hour: missing, and SkyPilot's catalog cannot be read ({to_one_line(error)}); "
-            "give NAME=PRICE: h100=2.50,l4=0.70"
+            f"--price-per-hour: is missing, and SkyPilot's catalog cannot be read ({to_one_line(error)}); "
+            "specify NAME=PRICE: h100=2.50,l4=0.70"
         ) from error
     prices = {}
     for key, names in load_rental_device_names().items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from portable.formatting import format_bytes
 from portable.planner import device_lookup as devices
@@ -14,12 +14,10 @@ from portable.planner.plan import Planner, PlanTarget
 from portable.planner.plan_tables import describe_option
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy.typing as npt
     from transformers import PreTrainedModel
 
     from portable.backend import Backend
+    from portable.batch import Batch
     from portable.config import RunConfig
 
 
@@ -28,7 +26,7 @@ def build_planner_for_backend(
     model: PreTrainedModel,
     backend: Backend,
     ranks: int = 1,
-    image_columns: Mapping[str, npt.NDArray[Any]] | None = None,
+    image_columns: Batch | None = None,
 ) -> Planner:
     """Build a planner for the devices of this run's backend.
 

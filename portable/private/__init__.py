@@ -67,8 +67,8 @@ class GuardedPackage:
             version = "none"
         if version == "none" or not required_versions.contains(version, prereleases=True):
             raise UserError(
-                f"{feature} needs {self._name}{required_versions}, and {version} is installed; install it "
-                f"with: pip install 'portable-trainer[{extra}]'"
+                f"{feature} needs {self._name}{required_versions}, but {version} is installed; install a "
+                f"supported version with: pip install 'portable-trainer[{extra}]'"
             )
 
     def explain_missing_names(self, feature: str) -> Callable[[Function], Function]:

@@ -35,7 +35,7 @@ def import_bitsandbytes() -> Any:
             import bitsandbytes as package
     except ImportError as error:
         reason = f"bitsandbytes cannot be imported ({to_one_line(error)})"
-        raise UserError(f"adapter.base: {reason}; pip install 'portable-trainer[qlora]'") from error
+        raise UserError(f"adapter.base: {reason}; run: pip install 'portable-trainer[qlora]'") from error
     return package
 
 

@@ -206,6 +206,20 @@ def get_private_aten_operation(name: str) -> Any:
     return getattr(torch.ops.aten, f"_{name}").default
 
 
+@_torch.explain_missing_names("memory.activation_checkpointing selective")
+def exclude_profiler_from_selective_checkpoints() -> None:
+    """Let the forward pass and the recomputation of a layer have different numbers of profiler ranges.
+
+    An FSDP unit inside of a recomputed layer opens more ranges in the recomputation.
+    """
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+    ops = torch.ops.profiler
+    SAC_IGNORED_OPS.update(
+        {ops._record_function_enter_new.default, ops._record_function_exit._RecordFunction}
+    )
+
+
 get_operation_schema = _torch.wrap_private_attribute("_schema", "portable-plan --compile")
 """Return the schema of an ATen operation: its arguments, and which of them it changes in place."""
 fused_sgd_ = _torch.wrap_private_function("torch:_fused_sgd_", "train.optimizer: sgd")

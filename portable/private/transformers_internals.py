@@ -129,6 +129,19 @@ def get_module_namespace(model: Any) -> dict[str, Any]:
     return vars(sys.modules[next(name for name in module_names if not name.startswith("torch."))])
 
 
+def is_fused_kernel(function: Callable[..., Any]) -> bool:
+    """Return whether a function of a modeling file runs a kernel of another package, such as fla.
+
+    Returns False for the reference implementation in torch, and if this version of transformers does not say.
+
+    Args:
+        function: Function that transformers defines with ``use_kernel_func_from_hub_with_fallback``.
+    """
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    values = dict(zip(getattr(code, "co_freevars", ()), cells, strict=False))
+    return "is_new_implementation" in values and bool(values["is_new_implementation"].cell_contents)
+
+
 def enable_sdpa_grouped_queries() -> None:
     """Make sdpa with a mask use grouped key heads directly, instead of expanding the key heads first.
 

@@ -76,7 +76,10 @@ class PeerFailure:
 
     def describe(self) -> str:
         """Format the failure as one line with the rank, its host and its error."""
-        message = self.message or "its process was killed or has crashed; the log of its node may show why"
+        message = (
+            self.message
+            or "the process was killed or has crashed; the log of its node may contain the reason"
+        )
         return f"rank {self.rank} on {self.host} failed first: {message}"
 
     def to_error(self) -> ReportedElsewhereError:
@@ -124,8 +127,8 @@ class PeerWatch:
         self._connection = _connect_to_rank_0(addresses if self._rank else [[_LOOPBACK, addresses[0][1]]])
         if self._connection is None:
             print_status(
-                f"warning: rank {self._rank} cannot connect to rank 0 at {addresses}; the failure of a rank "
-                "is only noticed by the ranks that communicate with it"
+                f"warning: rank {self._rank} cannot connect to rank 0 at {addresses}; only ranks that "
+                "communicate with a failed rank notice its failure"
             )
             return self
         hello = {"token": token, "rank": self._rank, "host": self._host}

@@ -97,7 +97,7 @@ def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
         there: Names of the variables that are set, followed by ``is`` or ``are``.
         missing: Names of the variables that are not set, followed by ``is`` or ``are``.
     """
-    return UserError(f"{there} set, as by a launcher of ranks, but {missing} not; {_REMEDY}")
+    return UserError(f"{there} set, as by a launcher of ranks, but {missing} not set; {_REMEDY}")
 
 
 def format_train_command(world_size: int, **options: object) -> str:
@@ -299,7 +299,7 @@ def _build_stopped_error(signals: list[int], checkpoint: object | None) -> Stopp
     if _is_second_interrupt(signals):
         message = "stopped by a second Ctrl-C without saving"
     if checkpoint is None:
-        message += "; there is no checkpoint yet, so the same command starts over"
+        message += "; there is no checkpoint yet, so the same command starts from the beginning"
     else:
         message += f"; the same command resumes from {checkpoint}"
     return StoppedError(message, signals[0])
@@ -539,6 +539,6 @@ def _describe_kill(out_of_memory: bool | None, advice: str) -> str:
     if out_of_memory is None:
         return f", most likely by the kernel because host memory ran out{advice}"
     return (
-        ", but not by the kernel's OOM killer: by a user, or by a limit on memory or time (a batch system, "
-        f"systemd-oomd). If it was for memory{advice}"
+        ", but not by the kernel's OOM killer, probably by a user, or by a limit on memory or time (a "
+        f"batch system, systemd-oomd). If the reason was memory{advice}"
     )

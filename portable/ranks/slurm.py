@@ -48,8 +48,8 @@ def read_slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         }
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(
-            f"srun: its variables do not define this task's rank ({type(error).__name__}: {error}); start "
-            "one torchrun per node instead, as in docs/machines.md"
+            f"srun: the variables of srun do not define the rank of this task ({type(error).__name__}: "
+            f"{error}); start one torchrun per node instead, as in docs/machines.md"
         ) from error
 
 
@@ -61,7 +61,7 @@ def parse_first_host(nodes: str) -> str:
     """
     match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
     if match is None:
-        raise ValueError(f"no host in {nodes!r}")
+        raise ValueError(f"there is no host in {nodes!r}")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 

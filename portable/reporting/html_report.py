@@ -192,9 +192,9 @@ class ReportedRun:
         """
         try:
             if not folder.is_dir():
-                raise UserError(f"{folder}: is not a folder; give the output_dir of a run")
+                raise UserError(f"{folder}: is not a folder; specify the output_dir of a run")
         except (OSError, ValueError) as error:  # for example, the name is too long
-            raise UserError(f"{folder}: {to_one_line(error)}; give the output_dir of a run") from error
+            raise UserError(f"{folder}: {to_one_line(error)}; specify the output_dir of a run") from error
         try:
             rows, bad_rows = read_log_rows(folder / METRICS_FILE)
             events, bad_events = _read_events(folder)
@@ -202,14 +202,14 @@ class ReportedRun:
             preview = read_data_preview(folder / DATA_SAMPLES_FILE)
             log = _read_log_end(folder / LOG_FILE)
         except FileNotFoundError:
-            raise UserError(f"{folder}: has no {METRICS_FILE}; give the output_dir of a run") from None
+            raise UserError(f"{folder}: has no {METRICS_FILE}; specify the output_dir of a run") from None
         except OSError as error:
             reason = to_one_line(error.strerror or error)
             raise UserError(f"{folder / METRICS_FILE}: cannot be read ({reason})") from error
         except LinkError as error:
             raise UserError(to_one_line(error)) from error
         if not rows:
-            raise UserError(f"{folder / METRICS_FILE}: has no logged step yet; wait for the first one")
+            raise UserError(f"{folder / METRICS_FILE}: has no logged step yet; wait for the first step")
         unreadable = [
             f"{format_count(number, 'line')} of {name}"
             for number, name in ((bad_rows, METRICS_FILE), (bad_events, EVENTS_FILE))
@@ -545,7 +545,7 @@ def write_report(folders: Sequence[AnyPath], page_path: Path, *, reloads: bool =
         write_durably(page_path, text)
     except OSError as error:
         raise UserError(
-            f"--out: {page_path} cannot be written ({error.strerror}); give another path"
+            f"--out: {page_path} cannot be written ({error.strerror}); use another path"
         ) from error
     return [f"{run.folder}: unreadable: {run.unreadable_parts}" for run in runs if run.unreadable_parts]
 

@@ -247,7 +247,7 @@ class RunReporter(Callback):
         ):
             raise UserError(
                 f"{conflicting_name}: train.loss or a callback logs a value with the name of a metric; "
-                "rename the value"
+                "rename this value"
             )
         values |= numbers
         if (mfu := self._speed_units.compute_mfu(samples_per_second)) is not None:

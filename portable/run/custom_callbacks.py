@@ -78,8 +78,8 @@ class CustomCallback(Callback):
             for parameter, version in versions_after.items()
         ):
             raise UserError(
-                f"{name}: changes parameters of the model, which other ranks and the optimizer do not "
-                "notice; use model.function, train.loss or train.optimizer"
+                f"{name}: changes parameters of the model, but other ranks and the optimizer do not "
+                "notice the changes; use model.function, train.loss or train.optimizer"
             )
 
 
@@ -99,7 +99,10 @@ def load_custom_callbacks(names: Sequence[str]) -> dict[str, CustomCallback]:
     for name in names:
         custom = plugins.load_plugin("train.callbacks", name)
         if not any(hasattr(custom, hook) for hook in HOOKS):
-            raise UserError(f"train.callbacks: {name}: has none of the methods {', '.join(HOOKS)}")
+            raise UserError(
+                f"train.callbacks: {name}: has none of the methods {', '.join(HOOKS)}; define at least "
+                "one of them"
+            )
         unknown_hooks = [hook for hook in dir(custom) if hook.startswith("on_") and hook not in HOOKS]
         if unknown_hooks:
             raise UserError(

@@ -40,7 +40,7 @@ def install_and_check_custom_code(config: RunConfig) -> None:
         schedule = plugins.load_plugin("train.schedule", config.train.schedule)
         require(
             callable(schedule),
-            f"train.schedule: {config.train.schedule}: is a {type(schedule).__name__}; give a function of "
+            f"train.schedule: {config.train.schedule}: is a {type(schedule).__name__}; use a function of "
             "step and total_steps, or a class of such objects",
         )
     if config.train.callbacks:

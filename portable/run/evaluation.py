@@ -90,7 +90,7 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
     if checkpoint.keep_best is None and patience is None:
         return None
     if not sources:
-        raise UserError("data.eval_fraction: the data is too small to hold any out; set data.eval")
+        raise UserError("data.eval_fraction: the data is too small to hold out a part; set data.eval")
     metric = checkpoint.best_metric or _format_metric_key("loss", next(iter(sources)))
     metric_name, _, source = metric.removeprefix(EVALUATION_PREFIX).partition("/")
     names = metrics.value_names
@@ -106,7 +106,10 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
         metrics.get_better_direction(metric_name) if checkpoint.best_mode == "auto" else checkpoint.best_mode
     )
     if mode is None:
-        raise UserError(f"checkpoint.best_mode: the better direction of {metric} is unknown; set min or max")
+        raise UserError(
+            f"checkpoint.best_mode: the better direction of {metric} is unknown; set checkpoint.best_mode "
+            "to min or max"
+        )
     threshold = config.train.early_stopping_threshold
     return BestTracker(metric, mode, checkpoint.keep_best or 0, patience, threshold)
 
@@ -216,5 +219,5 @@ def check_evaluation_data(data: RunData) -> None:
     """Raise UserError if the run has no evaluation data, for ``--eval-only``."""
     if not data.evals:
         raise UserError(
-            "--eval-only: data.eval_fraction is 0, so that there is nothing to evaluate on; set data.eval"
+            "--eval-only: there is no evaluation data, because data.eval_fraction is 0; set data.eval"
         )

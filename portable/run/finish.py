@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from portable.callbacks import Run
     from portable.config import RunConfig
     from portable.converters.storage.path_or_url import AnyPath
-    from portable.data.dataset import RunData
-    from portable.data.samples.base import PromptImage
+    from portable.data.samples.base import Samples
     from portable.data.tokens.cache import CachedImage
     from portable.output.output_dir import RunOutput
     from portable.ranks.node_writers import NodeWriters
@@ -197,7 +196,7 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
         prompt = build_sample_prompt(prepared)
     except Exception as error:  # templates are not part of this program, and may raise anything
         reporter.print_on_rank0(
-            f"warning: log.sample_prompt: the chat template cannot render it: {to_one_line(error)}"
+            f"warning: log.sample_prompt: the chat template cannot render the prompt: {to_one_line(error)}"
         )
         return
     max_positions = get_max_positions(prepared.model_config)
@@ -278,22 +277,23 @@ def build_sample_prompt(prepared: PreparedRun) -> SamplePrompt:
     if data.end_of_turn_token is not None:
         trained = (batch["labels"][0] != IGNORED_LABEL).int()
         tokens = batch["input_ids"][:, : int(trained.argmax()) + 1]
-        return _add_images(tokens, samples.read_prompt_images(sample.sample_index, tokens.shape[1]), data)
+        return _add_images(tokens, samples, sample.sample_index)
     valid = int((batch["labels"] != IGNORED_LABEL).sum())
     return SamplePrompt(batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))])
 
 
-def _add_images(tokens: torch.Tensor, images: list[PromptImage], data: RunData) -> SamplePrompt:
+def _add_images(tokens: torch.Tensor, samples: Samples, index: int) -> SamplePrompt:
     """Return a prompt with the images among its tokens.
 
     Args:
-        tokens: Token ids, int64 ``[1, length]``.
-        images: Images among the tokens.
-        data: Data of the run, with the image processor.
+        tokens: First tokens of a sample, int64 ``[1, length]``.
+        samples: Dataset with the sample.
+        index: Index of the sample.
     """
-    if not images or data.sizes.image_processor is None:
+    images = samples.read_prompt_images(index, tokens.shape[1])
+    if not images or samples.image_processor is None:
         return SamplePrompt(tokens)
-    columns = data.sizes.image_processor.build_columns([file for _, file in images], tokens.numpy())
+    columns = samples.image_processor.build_columns([file for _, file in images], tokens.numpy())
     return SamplePrompt(
         tokens,
         tuple(image for image, _ in images),
@@ -499,8 +499,8 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
         )
     if missing:
         notes.append(
-            f"warning: checkpoint.export: the base model is not available, so {FINAL_FOLDER} lacks tensors "
-            f"that transformers does not load: {', '.join(missing)}"
+            f"warning: checkpoint.export: the base model is not available, so {FINAL_FOLDER} does not "
+            f"contain tensors that transformers does not load: {', '.join(missing)}"
         )
     return notes
 

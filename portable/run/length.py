@@ -133,8 +133,8 @@ def build_rare_checkpoints_warning(config: RunConfig, samples: int | None) -> st
     ):
         return None
     return (
-        f"checkpoint.every_epochs: an epoch has {steps:,} steps, and a crash loses the steps since the last "
-        "checkpoint; set checkpoint.every_steps, for example to 500"
+        f"checkpoint.every_epochs: an epoch has {steps:,} steps, but a crash loses the steps since the "
+        "last checkpoint; set checkpoint.every_steps, for example to 500"
     )
 
 

@@ -214,8 +214,8 @@ def find_largest_micro_batch(search: MicroBatchSearch, *, below_size: int | None
     )
     if largest_size is None:
         raise UserError(
-            "train.micro_batch_size: not even one sequence at a time fits the memory of the device; use "
-            f"{describe_memory_remedies(config, world)}"
+            "train.micro_batch_size: not even one sequence at a time fits into the memory of the device; "
+            f"use {describe_memory_remedies(config, world)}"
         )
     return largest_size
 
@@ -269,7 +269,7 @@ def _build_planner(search: MicroBatchSearch) -> Planner:
 
     images = None
     if search.config.data.images:
-        images = search.samples.build_arrays(search.samples.list_trial_samples(1))
+        images = search.samples.build_batch(search.samples.list_trial_samples(1))
     return build_planner_for_backend(
         search.config, search.build_meta_model(), search.backend, image_columns=images
     )
@@ -313,7 +313,7 @@ def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -
             "train.micro_batch_size to this number, or"
         )
     except Exception:  # the device may be in any state, but the settings to change are known
-        fitting = "no smaller number was found to fit;"
+        fitting = "no smaller number is known to fit;"
     text = f"{fitting} use {describe_memory_remedies(search.config, search.world)}"
     try:
         from portable.planner.this_machine import describe_best_fit

@@ -65,11 +65,14 @@ def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> N
         return
     if config.train.micro_batch_size == "auto":
         raise UserError(
-            f"train.micro_batch_size: {loss.key} computes numbers of each sample before the training, which "
-            "auto cannot try; set a number"
+            f"train.micro_batch_size: {loss.key} computes values of each sample before the training, "
+            "which auto cannot try; set train.micro_batch_size to a number"
         )
     if any(source_config.stream for source_config in get_training_sources(config.data).values()):
-        raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
+        raise UserError(
+            f"{loss.key}: needs all samples before the training, but a stream does not have them; set "
+            "data.stream to false"
+        )
 
 
 def compute_reference_digest(config: RunConfig) -> str | None:
@@ -125,7 +128,8 @@ def attach_precomputed_tables(
     check_precompute_settings(config, loss)
     if backend.one_program and backend.world_size > 1:
         raise UserError(
-            f"{loss.key}: on several hosts, XLA cannot compute numbers before the training; name a reference"
+            f"{loss.key}: on several hosts, XLA cannot compute values before the training; use a loss "
+            "without a reference model"
         )
     root = Path(config.data.cache_dir) if config.data.cache_dir else get_default_cache_dir()
 
@@ -310,7 +314,7 @@ class PrecomputedTable:
                 meta = json.loads((self.folder / _META).read_text("utf-8"))
                 width = sum(int(np.prod(shape)) for shape in meta["shapes"].values())
                 if path.stat().st_size != meta["samples"] * width * _FLOAT.itemsize:
-                    raise CacheDamagedError(f"{path}: damaged")
+                    raise CacheDamagedError(f"{path}: is damaged")
                 sums = np.array(meta["sums"], dtype="<u4")
                 self._contents = TableContents(meta["shapes"], CheckedArray(path, _FLOAT, sums, width))
             except (CacheDamagedError, MemoryError):

@@ -91,7 +91,7 @@ def prepare_run(resolved: ResolvedRun, backend: Backend) -> PreparedRun:
     metrics = build_metrics(config.train.metrics, setting)
     if metrics.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(metrics.texts.names)
-        raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
+        raise UserError(f"train.metrics: on several hosts, XLA does not generate texts; remove {names}")
     best_tracker = build_best_tracker(config, data.evals, metrics)
     assembled = assemble_model(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter
@@ -250,7 +250,7 @@ def _add_classes_to_model_config(
         notes.append(f"note: problem_type is {classes.problem_type}, inferred from the labels and num_labels")
     if model_classes is not None and model_classes.would_rename_classes(data.label_names):
         notes.append(
-            f"note: {model_classes.setting_key} does not name its classes; they are taken for "
+            f"note: {model_classes.setting_key} does not name its classes, so they are assumed to be "
             f"{format_name_list(data.label_names)}, in this order"
         )
     set_config_labels(model_config, classes)
@@ -316,8 +316,8 @@ def build_start_notes(
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
     if workers > (count := count_usable_cores()):
         lines.append(
-            f"note: data.num_workers: {workers} processes on {format_count(count, 'core')}, and each takes "
-            "seconds to start; 0 is a thread"
+            f"note: data.num_workers: {workers} processes on {format_count(count, 'core')}, and each "
+            "takes seconds to start; 0 uses a thread instead"
         )
     if (
         few_steps_warning := build_few_steps_warning(resolved.config, data.train_samples, resolved.world)

@@ -302,8 +302,8 @@ def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError |
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         latest = open_checkpoints(output.place).find_latest()
         return RunError(
-            f"output_dir: {output.work_folder} cannot be written to: {error.strerror}; free some space and "
-            f"run the same command to continue; last good checkpoint: {latest or 'none'}"
+            f"output_dir: {output.work_folder} cannot be written to: {error.strerror}; free some space "
+            f"and run the same command to continue; last good checkpoint: {latest or 'none'}"
         )
     if error.errno in _DISK_ERRNOS:
         latest = open_checkpoints(output.place).find_latest()
@@ -314,7 +314,9 @@ def _explain_output_write_error(error: OSError, output: RunOutput) -> RunError |
     # The path is not a regular file but a link, a folder or a device.
     path = str(error.filename or "")
     if error.errno in _WRONG_FILE_TYPE_ERRNOS and path.startswith(f"{output.work_folder}{os.sep}"):
-        return UserError(f"output_dir: {path} cannot be written to: {error.strerror}; move that path away")
+        return UserError(
+            f"output_dir: {path} cannot be written to: {error.strerror}; move {path} to another place"
+        )
     return None
 
 

@@ -93,12 +93,10 @@ def replay_and_print_step(run: PreparedRun, step: int) -> int:
     restored = restore_run(run, source)
     engine, progress = restored.engine, restored.progress
     if progress.step >= step:
-        raise UserError(
-            f"--replay: the run begins at {source}, after step {progress.step}; give a later step"
-        )
+        raise UserError(f"--replay: the run begins at {source}, after step {progress.step}; use a later step")
     if backend.rank == 0:
         start = "the start" if source is None else str(source)
-        print_status(f"going from {start} to step {step}, which is number {step - progress.step}")
+        print_status(f"running the steps from {start} to step {step}, {step - progress.step} in total")
     batches = iter(build_train_loader(run, progress.samples))
     try:
         _take_steps_before(step, run, engine, batches, progress)
@@ -154,7 +152,7 @@ def _take_steps_before(
     if health.halted:
         assert health.first_bad_update is not None
         earlier = start + health.first_bad_update + 1
-        raise UserError(f"--replay: step {earlier} before it is not finite; use --replay {earlier}")
+        raise UserError(f"--replay: the earlier step {earlier} is not finite; use --replay {earlier}")
 
 
 class HookedStep(NamedTuple):

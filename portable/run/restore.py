@@ -304,16 +304,16 @@ def load_checkpoint(
                 if not (change.is_adjustable or (not same_folder and is_allowed_in_new_folder(change))):
                     raise UserError(
                         f"checkpoint.resume: {source} belongs to another run ({change}); set "
-                        f"{change.setting} as that run has it, or set checkpoint.resume: never"
+                        f"{change.setting} to the value of that run, or set checkpoint.resume: never"
                     )
             changed_loss = any(change.setting == "train.loss" for change in changes)
             _check_custom_code(source, state, prepared, changed_loss=changed_loss)
             same_data = state.data == prepared.data.fingerprint
             if not same_data and same_folder:
                 raise UserError(
-                    f"checkpoint.resume: {source} was trained on other tokens, or in other proportions, than "
-                    f"{prepared.data.sizes.source} here; give the same files, tokenizer, template and "
-                    "data.train_on, or choose another output_dir and start there from this run with "
+                    f"checkpoint.resume: {source} was trained on other tokens, or in other proportions, "
+                    f"than {prepared.data.sizes.source} here; use the same files, tokenizer, template and "
+                    "data.train_on, or choose another output_dir and start from this run with "
                     f"--checkpoint.resume {source}"
                 )
             if not same_data:
@@ -325,8 +325,8 @@ def load_checkpoint(
             ):
                 raise UserError(
                     f"checkpoint.resume: {source} was trained against another reference: the weights that "
-                    f"{prepared.config.train.loss} compares with have changed since; restore them, or "
-                    "choose another output_dir"
+                    f"{prepared.config.train.loss} compares with have changed since; restore these "
+                    "weights, or choose another output_dir"
                 )
             if prepared.adapter is not None:  # the checkpoint only contains the adapter
                 prepared.adapter.check_stored_identity(state.metadata.get(ADAPTER_KEY), source)
@@ -340,7 +340,7 @@ def load_checkpoint(
                 try:
                     prepared.data.train.load_state_dict(json.loads(state.metadata.get("streams", "{}")))
                 except (TypeError, ValueError, AttributeError) as error:
-                    raise DamagedError(f"{source}: its manifest is damaged ({to_one_line(error)})") from error
+                    raise DamagedError(f"{source}: the manifest is damaged ({to_one_line(error)})") from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     if same_folder:
@@ -375,9 +375,9 @@ def _compute_start_progress(
     samples = samples if settings.resume_samples is None else settings.resume_samples
     if (is_changed or step != state.step) and step >= prepared.end_step:
         raise UserError(
-            f"checkpoint.resume: {source} is at step {step}, and this run ends after step "
-            f"{prepared.end_step}; raise train.steps (or train.stop_after), or set checkpoint.resume_step to "
-            "0 to restart the schedule"
+            f"checkpoint.resume: {source} is at step {step}, but this run ends after step "
+            f"{prepared.end_step}; raise train.steps (or train.stop_after), or set checkpoint.resume_step "
+            "to 0 to restart the schedule"
         )
     return RunProgress(
         step, samples, state.skipped_steps, EvalHistory() if is_changed else state.eval_history
@@ -431,7 +431,7 @@ def _check_custom_code(
     if affecting_training:
         raise UserError(
             f"checkpoint.resume: {source} was trained with other code of {affecting_training[0]}; restore "
-            "that, or choose another output_dir"
+            "that code, or choose another output_dir"
         )
     if harmless and prepared.backend.rank == 0:
         print_status(f"note: the code of {', '.join(harmless)} has changed since {source}")

@@ -37,9 +37,8 @@ class HubUploadCallback(Callback):
     """Callback that uploads exports to the hub, one at a time.
 
     A checkpoint that is completed during an upload waits for the next upload. A newer checkpoint replaces a
-    waiting checkpoint, so that uploads do not fall behind if they are slower than saves. A failed upload
-    prints a warning if no checkpoint was missed before. :meth:`finish_uploads` reports the number of missed
-    checkpoints at the end.
+    waiting checkpoint, so that uploads do not fall behind if they are slower than saves. The first failed
+    upload prints a warning. :meth:`finish_uploads` reports how many checkpoints were not uploaded.
 
     Args:
         hub: Repository on the hub.
@@ -64,7 +63,8 @@ class HubUploadCallback(Callback):
         self._waiting_checkpoint: AnyPath | None = None
         self._checkpoint_being_read: AnyPath | None = None
         self._worker: Future[None] | None = None
-        self._num_missed = 0
+        self._num_replaced = 0
+        self._num_failed = 0
         self._last_failure = ""
         shutil.rmtree(scratch_folder, ignore_errors=True)  # left by a killed launch
 
@@ -76,11 +76,11 @@ class HubUploadCallback(Callback):
     def request_upload(self, checkpoint: AnyPath) -> None:
         """Request an upload of the export of a complete checkpoint, and return without waiting for it.
 
-        A checkpoint that is still waiting is dropped and counted as not uploaded.
+        A checkpoint that is still waiting is dropped and counted as replaced.
         """
         with self._lock:
             if self._waiting_checkpoint is not None:
-                self._num_missed, self._last_failure = self._num_missed + 1, "a newer one came"
+                self._num_replaced += 1
             self._waiting_checkpoint = checkpoint
             if self._worker is None:
                 self._worker = start_background_call(self._upload_waiting, name="hub")
@@ -114,9 +114,14 @@ class HubUploadCallback(Callback):
         while (worker := self._worker) is not None:
             worker.result()
         url, problems = None, list[str]()
-        if self._num_missed:
-            missed = format_count(self._num_missed, "checkpoint")
-            problems.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({self._last_failure})")
+        if num_missed := self._num_failed + self._num_replaced:
+            reasons = [self._last_failure] * bool(self._num_failed)
+            if self._num_replaced:
+                reasons.append(
+                    "a newer one came" + (f" for {self._num_replaced}" if self._num_failed else "")
+                )
+            missed = format_count(num_missed, "checkpoint")
+            problems.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({'; '.join(reasons)})")
         if final is not None and checkpoint is not None:
             message = f"Final model, step {parse_checkpoint_step(checkpoint.name)}"
             try:
@@ -126,7 +131,8 @@ class HubUploadCallback(Callback):
                     url = self._export_and_upload(checkpoint, message)
             except Exception as error:
                 problems.append(
-                    f"hub.push: {final} was not uploaded ({to_one_line(error)}); upload it by hand: "
+                    f"hub.push: {final} was not uploaded ({to_one_line(error)}); upload the folder "
+                    "manually: "
                     + ("" if not is_in_store(final) else "copy it to a local folder, FOLDER, and run: ")
                     + self._hub.format_upload_command("FOLDER" if is_in_store(final) else final)
                 )
@@ -164,12 +170,9 @@ class HubUploadCallback(Callback):
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _record_failure(self, error: Exception) -> None:
-        """Record a failed upload, and print a warning if no checkpoint was missed before."""
+        """Record a failed upload, and print a warning if no upload failed before."""
         with self._lock:
-            first, self._num_missed, self._last_failure = (
-                not self._num_missed,
-                self._num_missed + 1,
-                to_one_line(error),
-            )
-        if first:
+            self._num_failed, self._last_failure = self._num_failed + 1, to_one_line(error)
+            is_first = self._num_failed == 1
+        if is_first:
             print_status(f"warning: hub.push: {self._last_failure}; the run continues")

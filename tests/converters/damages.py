@@ -159,7 +159,7 @@ _ROWS: tuple[tuple[str, str, Damage, str], ...] = (
         "relative_attention_bias",
     ),
     ("cross-attention", "t5", lose("decoder.block.1.layer.1.EncDecAttention.k"), "EncDecAttention.k"),
-    ("layer of an unknown type", "custom", lose("layers.2."), "missing between others"),
+    ("layer of an unknown type", "custom", lose("layers.2."), "in the middle are missing"),
     ("projection of an unknown type", "custom", lose("layers.2.mlp.down_proj"), "layers.2.mlp.down_proj"),
     (
         "embedding of an unknown type",

@@ -142,7 +142,7 @@ def test_convert_damaged_config_error_suggests_remedy(
     shutil.copytree(step / "model", intact)
     (step / "model" / "config.json").write_text(content)
     error = error_of(capsys, step, tmp_path / "out", code=65)
-    assert "config.json: is not valid JSON; restore it, or remove it and name" in error
+    assert "config.json: is not valid JSON; restore the file, or remove the file and specify" in error
     (step / "model" / "config.json").unlink()
     assert main([str(step), str(tmp_path / "out"), "--config-from", str(intact), "--quiet"]) == 0
 
@@ -152,7 +152,7 @@ def test_convert_checks_free_disk_space_first(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     told = error_of(capsys, run, tmp_path / "out", "--dtype", "bfloat16")
-    assert "bytes, 10 are free on its disk" in told and not (tmp_path / "out").exists()
+    assert "bytes, but only 10 bytes are free on the disk" in told and not (tmp_path / "out").exists()
 
 
 def test_convert_json_describes_conversion(
@@ -206,7 +206,7 @@ def test_convert_overwrite_replaces_only_model_files(
         (out / other).write_text("dear")
         before = tree(out)
         found = other.partition("/")
-        assert f"holds {found[0]}{found[1]}, which no conversion wrote" in error_of(
+        assert f"contains {found[0]}{found[1]}, which no conversion has written" in error_of(
             capsys, run, out, "--overwrite"
         )
         assert tree(out) == before

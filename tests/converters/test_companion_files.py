@@ -78,7 +78,7 @@ def test_convert_copies_small_files(model: Path, tmp_path: Path, capsys: pytest.
     }
     tiny_model("llama").save_pretrained(tmp_path / "plain")
     assert main([str(tmp_path / "plain"), str(tmp_path / "out"), "--overwrite", "--quiet"]) == 2
-    assert "which no conversion wrote" in capsys.readouterr().err
+    assert "which no conversion has written" in capsys.readouterr().err
 
 
 def test_config_from_copies_small_files(model: Path, tmp_path: Path) -> None:

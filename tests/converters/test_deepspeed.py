@@ -150,7 +150,7 @@ def test_deepspeed_mics_checkpoint_is_read_as_one_group(deepspeed_written: Path,
     assert_optimizer(checkpoint, expected, 2)
     for path in step.glob("*model_states.pt"):
         rewrite(path, lambda content: content.update(dp_world_size=5))
-    with pytest.raises(CheckpointError, match="world size of 5, the optimizer states 2"):
+    with pytest.raises(CheckpointError, match="world size of 5, but the optimizer states have 2"):
         open_checkpoint(step)
 
 

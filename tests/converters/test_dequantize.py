@@ -346,7 +346,7 @@ BAD: list[tuple[Callable[[], Case], dict[str, Tensor | None], dict[str, Any], st
     (nested_nf4, {"a.weight.nested_absmax": torch.zeros(0)}, {}, "a.weight.nested_absmax: "),
     (nested_nf4, {"a.weight.quant_map": torch.zeros(3)}, {}, "a.weight.quant_map: "),
     (nested_nf4, {"a.weight.absmax": torch.zeros(48)}, {}, "a.weight.absmax: "),
-    (partial(gptq, 4), {}, {"bits": 8}, "I32 of shape [12, 64] does not hold 96 x 64 codes of 8 bits"),
+    (partial(gptq, 4), {}, {"bits": 8}, "I32 of shape [12, 64] does not contain 96 x 64 codes of 8 bits"),
 ]
 
 

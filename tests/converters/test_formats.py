@@ -233,8 +233,8 @@ MEGATRON, NEIGHBOR, LAST = (
 LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     "written": {
         ("fsdp3-ours", ".metadata"): [
-            (lambda m: chunk(m, WEIGHT).update(relative_path="../step/__0_0.distcp"), "leaves"),
-            (lambda m: chunk(m, WEIGHT).update(relative_path="/etc/passwd"), "leaves"),
+            (lambda m: chunk(m, WEIGHT).update(relative_path="../step/__0_0.distcp"), "points outside"),
+            (lambda m: chunk(m, WEIGHT).update(relative_path="/etc/passwd"), "points outside"),
             (lambda m: chunk(m, WEIGHT).update(length=1 << 62), "truncated"),
             (lambda m: described(m).__dict__.update(size=torch.Size((1 << 60, 1 << 60))), "impossible"),
             (lambda m: chunk(m, WEIGHT).update(chunk(m, MOMENT)), "share bytes"),
@@ -247,7 +247,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         # torch's consolidation writes zeros for a missing shard without an error
         ("safetensors/consolidated", f"sharded/{SHARDS[2]}"): [(None, "a shard is missing")],
         ("safetensors/consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
-            (f"safetensors/consolidated/sharded/{SHARDS[0]}", "holds files with other numbers")
+            (f"safetensors/consolidated/sharded/{SHARDS[0]}", "contains files whose numbers are not")
         ],
     },
     "deepspeed_written": {
@@ -264,7 +264,10 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ],
         ("zero2-fp32-3", MP0): [
             (lambda c: c.update(dp_world_size=4), "world size of 4"),
-            (lambda c: reverse(c["param_shapes"]), "not at the position|param_slice_mappings disagree"),
+            (
+                lambda c: reverse(c["param_shapes"]),
+                "the position of .* contradicts|param_slice_mappings contradicts",
+            ),
             (lambda c: c["module"]["big.bias"].add_(1), "big.bias|is not"),
         ],
         ("zero3-fp32-2", OPTIM): [(lambda c: optim(c).update(partition_count=3), "partition_count")],
@@ -274,7 +277,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: c["frozen_param_fragments"].popitem(), "frozen"),
         ],
         ("zero3-fp32-2", "*model_states.pt"): [
-            (lambda c: c.update(global_steps=9), "is at step 9, the optimizer states are at step 2")
+            (lambda c: c.update(global_steps=9), "is at step 9, but the optimizer states are at step 2")
         ],
         ("zero3-fp32-2", "*"): [
             (lambda c: c["ds_config"]["zero_optimization"].update(mics_shard_size=4), "MiCS.* not supported")
@@ -283,19 +286,19 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: optim(c).update(partition_count=1 << 60), r"rank 3 are missing")
         ],
         ("zero2-4", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"): [
-            (None, r"rank 3 are missing \(1 of 4\)")
+            (None, r"rank 3 are missing \(1 of 4 ranks\)")
         ],
         ("zero2-bf16-2", FOURTH): [(f"zero2-4/global_step2/{FOURTH}", "had 2 ranks")],
         ("zero2-fp32-3", "mp_rank_01_model_states.pt"): [(b"", "tensor parallel")],
         ("zero2-fp32-3", "layer_00-model_00-model_states.pt"): [(b"", "pipeline parallel")],
         ("zero2-fp32-3", "expert_0_mp_rank_00_model_states.pt"): [(b"", "expert parallel")],
         ("zero2-fp32-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [(b"", "two runs")],
-        ("zero2-fp32-3", "zero_pp_rank_00_mp_rank_00_optim_states.pt"): [(b"", "are both of rank")],
+        ("zero2-fp32-3", "zero_pp_rank_00_mp_rank_00_optim_states.pt"): [(b"", "both belong to rank")],
     },
     "deepspeed_parallel": {
         ("autotp-zero2-4", MP1): [
-            (lambda c: c["module"]["scale"].add_(1), "scale.*copies of it differ"),
-            (lambda c: c.update(mp_world_size=3), "parallel degrees are 2 and 1 of 3"),
+            (lambda c: c["module"]["scale"].add_(1), "scale.*copies of the ranks differ"),
+            (lambda c: c.update(mp_world_size=3), "parallel degrees, 2 and 1, do not match 3"),
         ],
         ("autotp-zero2-4", MP0): [
             (lambda c: c.pop("universal_checkpoint_info"), "only if their files record how"),
@@ -308,8 +311,8 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: c["weight"].add_(1), "words.weight' differs")
         ],
         ("pipeline-fp32-4", MP0): [
-            (lambda c: c.update(module={}), "pipeline parallel, unlike"),
-            (lambda c: c.pop("param_shapes"), "in bf16 without ZeRO are not supported"),
+            (lambda c: c.update(module={}), "is pipeline parallel, but"),
+            (lambda c: c.pop("param_shapes"), "bf16 pipelines without ZeRO are not supported"),
         ],
         ("experts-zero1-4", "layer_1_expert_2_mp_rank_00_model_states.pt"): [
             (
@@ -320,7 +323,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     },
     "written_xla": {
         ("each4", "*00000002-of*"): [
-            (lambda v: v["model"].pop(UP), "other parameters"),
+            (lambda v: v["model"].pop(UP), "the same parameters"),
             (lambda v: v.pop("shard_metadata"), "no shard_metadata"),
             (lambda v: v.pop("optimizer"), "states of rank 2 are missing"),
             (lambda v: v["optimizer"]["state"].pop(0), "another run or step"),
@@ -330,25 +333,25 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
                 "differs from rank",
             ),
             (lambda v: v["model"].update({"evil": Evil()}), r"io\.open"),
-            (lambda v: v["shard_metadata"].update(world_size=5), "is rank 2 of 5"),
+            (lambda v: v["shard_metadata"].update(world_size=5), "contains rank 2 of 5"),
             (lambda v: v["optimizer"]["state"][0]["step"].fill_(2.0), "another run or step"),
             (lambda v: v["optimizer"]["param_groups"][0].update(lr=0.5), "another run or step"),
         ],
         ("each4", "*"): [
-            (lambda v: v["model"].pop(UP), "describes other parameters"),
-            (lambda v: v["model"].update({UP: v["model"][UP][::2]}), "does not fit|contiguous"),
-            (lambda v: shard(v).update(_orig_size=[1300, 6]), "does not fit"),
+            (lambda v: v["model"].pop(UP), "shard_metadata and the model have different parameters"),
+            (lambda v: v["model"].update({UP: v["model"][UP][::2]}), "does not match|contiguous"),
+            (lambda v: shard(v).update(_orig_size=[1300, 6]), "does not match"),
             (lambda v: v["shard_metadata"]["shard_info"].pop(HEAD), "does not describe"),
-            (lambda v: v["shard_metadata"].update(world_size=1 << 60), "unlike its name"),
-            (lambda v: v["optimizer"]["state"][0].update(exp_avg=torch.ones(3)), "does not fit"),
-            (lambda v: v["optimizer"]["param_groups"][0]["params"].pop(), "in no group"),
+            (lambda v: v["shard_metadata"].update(world_size=1 << 60), "which contradicts its name"),
+            (lambda v: v["optimizer"]["state"][0].update(exp_avg=torch.ones(3)), "does not match"),
+            (lambda v: v["optimizer"]["param_groups"][0]["params"].pop(), "not in any group"),
         ],
         ("each4", "*00000001-of*"): [(lambda v: shard(v).update(_orig_size=[13, 7]), "differently")],
         ("each4", "ckpt_rank-00000001-of-00000004.pth"): [
-            ("each4/ckpt_rank-00000002-of-00000004.pth", "unlike its name"),
+            ("each4/ckpt_rank-00000002-of-00000004.pth", "which contradicts its name"),
         ],
         ("flat4", "piece.c.pt"): [(None, "states of rank 1 are missing")],
-        ("flat4", "copy.pt"): [("flat4/piece.b.pt", "as is")],
+        ("flat4", "copy.pt"): [("flat4/piece.b.pt", ", like")],
     },
     "written_ranks": {
         ("fsdp2-3", "model_world_size_3_rank_1.pt"): [
@@ -358,7 +361,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             ("fsdp2-2/model_world_size_2_rank_0.pt", "files of two runs")
         ],
         ("fsdp2-2", "model_world_size_2_rank_1.pt"): [
-            (lambda s: s["counts"].add_(1), "counts: not sharded, and rank 1 has another")
+            (lambda s: s["counts"].add_(1), "counts: is not sharded, but the value on rank 1 differs")
         ],
     },
     "written_items": {
@@ -377,8 +380,8 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda table: table.update(world_size=1 << 60), "world_size is 1152921504606846976"),
             (lambda table: table.update(world_size=4), "does not list the files of 4 ranks"),
             (lambda table: table.update(version="1.0"), "has version '1.0', not 2.0"),
-            (lambda table: name_file(table, "../other.pt"), "leaves the checkpoint folder"),
-            (lambda table: name_file(table, "model_0.pt"), "lists one file twice"),
+            (lambda table: name_file(table, "../other.pt"), "points outside of the checkpoint folder"),
+            (lambda table: name_file(table, "model_0.pt"), "lists the file .* twice"),
             (lambda table: tensors_of(table).pop('["brain.weight"]'), "metadata.pkl does not list"),
             (lambda table: table.update(evil=Evil()), r"io\.open"),
         ],
@@ -431,27 +434,30 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
             (args(position_embedding_type="none"), "neither Llama- nor GPT-2-shaped"),
             (args(num_layers=5), "layer 4 are missing"),
-            (args(num_query_groups=1), "not of 4 heads of 8 rows in 1 groups"),
+            (args(num_query_groups=1), "does not match 4 heads of 8 rows in 1 groups"),
             (args(tensor_model_parallel_size=4), "tensor rank 2, pipeline rank 0 is missing"),
             (args(vocab_size=130), "has 128 rows for 130 tokens"),
-            (lambda content: content.update(optimizer={}), "holds no names of parameters"),
+            (lambda content: content.update(optimizer={}), "has no parameter names"),
         ],
-        ("llama-2x2", MEGATRON): [(Swap(NEIGHBOR), "was written by rank 1, whose folder is another")],
+        ("llama-2x2", MEGATRON): [
+            (Swap(NEIGHBOR), "was written by rank 1, but is in the folder of another rank")
+        ],
         ("llama-2x2", LAST): [
-            (lambda content: content.update(iteration=6), "its iteration differs"),
+            (lambda content: content.update(iteration=6), "iteration differs"),
             (
                 lambda content: content["model"]["decoder.final_layernorm.weight"].mul_(2),
-                "differs between the tensor ranks",
+                "differs between the tensor parallel ranks",
             ),
         ],
-        ("core-llama-2x2", "iter_0000007/common.pt"): [
-            (args(num_layers=1 << 39), "its args have no num_layers")
-        ],
+        ("core-llama-2x2", "iter_0000007/common.pt"): [(args(num_layers=1 << 39), "args has no num_layers")],
     },
     "orbax_samples": {
         ("ocdbt", "_METADATA"): [
-            (None, "without _METADATA, which lists its tensors"),
-            (lambda content: content["tree_metadata"].pop(BOTH), r"holds 'layers\.0\.both', which _METADATA"),
+            (None, "because _METADATA, the list of its tensors, is missing"),
+            (
+                lambda content: content["tree_metadata"].pop(BOTH),
+                r"'layers\.0\.both' is not listed in _METADATA",
+            ),
         ],
     },
 }

@@ -126,13 +126,13 @@ def test_config_from_accepts_hub_id_in_cache(
     assert main([*argv, "someone/tiny"]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
     said = error_of(capsys, argv[0], tmp_path / "out2", *argv[2:], "someone/other")
-    assert said.startswith("error: --config-from someone/other: neither")
+    assert said.startswith("error: --config-from someone/other: is neither")
     # As SRC, a hub id is the complete model.
     tiny_model("llama").save_pretrained(cached / "snapshots" / revision)
     assert main(["someone/tiny", str(tmp_path / "copy"), "--quiet"]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy").dtype == torch.float32
     said = error_of(capsys, "someone/other", tmp_path / "none")
-    assert "error: someone/other: neither" in said and "hf download someone/other" in said
+    assert "error: someone/other: is neither" in said and "hf download someone/other" in said
     # A Hub ID also works as BASE of --merge-into.
     peft = pytest.importorskip("peft")
     lora = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
@@ -140,6 +140,6 @@ def test_config_from_accepts_hub_id_in_cache(
     argv = [str(tmp_path / "lora"), str(tmp_path / "merged"), "--quiet", "--merge-into"]
     assert main([*argv, "someone/tiny"]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
-    assert "error: someone/other: neither" in error_of(
+    assert "error: someone/other: is neither" in error_of(
         capsys, argv[0], tmp_path / "none", *argv[2:], "someone/other"
     )

@@ -184,13 +184,13 @@ def test_full_state_dict_errors_name_reason(tmp_path: Path) -> None:
 
     tensor = torch.randn(2)
     assert "before 1.6" in said({"a": tensor}, _use_new_zipfile_serialization=False)
-    assert "holds no tensors" in said({"a": 1})
+    assert "contains no tensors" in said({"a": 1})
     assert "DeepSpeed" in said({"module": {"a": tensor}, "ds_version": "0.19"})
     assert "torch.nn.modules.linear.Linear" in said(nn.Linear(2, 2))
     assert "_rebuild_sparse" in said({"a": torch.eye(2).to_sparse()})
     conjugate = torch.randn(2, dtype=torch.complex64).conj()  # lazily: the stored bytes are not its value
-    assert "holds a lazily conjugated or negated tensor; save it after" in said({"a": conjugate})
-    assert "'model.b' is a numpy array; save it as" in said({"model": {"a": tensor, "b": np.ones(2)}})
+    assert "contains a lazily conjugated or negated tensor; save the tensor after" in said({"a": conjugate})
+    assert "'model.b' is a numpy array; save the array as" in said({"model": {"a": tensor, "b": np.ones(2)}})
     assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
     loop: dict[str, Any] = {"a": tensor}
     loop["loop"] = loop
@@ -277,7 +277,7 @@ def test_index_keyed_optimizer_with_ambiguous_order_is_rejected(tmp_path: Path) 
     for name, run, groups, told in (
         ("frozen", pair, pair[1].parameters(), "several ways"),
         ("split", model, [{"params": rest}, {"params": biases}], "several ways"),
-        ("turned", model, reversed(list(model.parameters())), "does not fit"),
+        ("turned", model, reversed(list(model.parameters())), "does not match"),
     ):
         save_run(tmp_path / name, run, stepped(run, groups))
         with pytest.raises(CheckpointError, match=told):
@@ -293,7 +293,7 @@ def test_index_keyed_optimizer_with_ambiguous_order_is_rejected(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda s: s["param_groups"][0]["params"].pop(), "in no group"),
+        (lambda s: s["param_groups"][0]["params"].pop(), "not in any group"),
         (lambda s: s["state"][0].update(history=[1]), "neither a tensor nor a number"),
         (lambda s: s["state"][0].update(exp_avg_sq=torch.zeros(2)), "shape"),
         (lambda s: s.pop("state"), "not an optimizer"),

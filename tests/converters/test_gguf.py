@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import struct
 import subprocess
 import sys
 from functools import cache
@@ -30,7 +32,8 @@ from portable.converters.tensors.ggml import GGML_KINDS, quantize_to_ggml
 from portable.converters.tensors.tensor import Tensor
 from portable.converters.writers.gguf_models import MODEL_TYPES, parse_gguf_settings
 from portable.converters.writers.gguf_tokenizer import _LLAMA3, convert_byte_level_bpe_to_gguf
-from tests.converters.compare import error_of
+from tests.converters.compare import REFUSALS, error_of
+from tests.converters.fuzz import blind
 from tests.object_store import ObjectStore
 
 VOCAB = 320
@@ -444,7 +447,7 @@ def test_gguf_output_may_be_file_or_folder(
     assert main([str(llama), str(file), "--to", "gguf", "--dry-run", "--overwrite"]) == 0
     assert f"{file}: " in capfd.readouterr().out
     assert main([str(llama), str(file), *to]) == 2
-    assert "give another file or --overwrite" in capfd.readouterr().err
+    assert "choose another file, or add --overwrite" in capfd.readouterr().err
     assert main([str(llama), str(file), *to, "--overwrite", "--dtype", "fp16"]) == 0
     assert file.stat().st_size < (tmp_path / "out" / "model.gguf").stat().st_size
 
@@ -455,9 +458,109 @@ def test_gguf_output_may_be_object_in_store(
     scale = ["--to", "gguf", "--quiet", "--verify"]
     assert main([str(llama), s3.url("b/m.gguf"), *scale]) == 0
     assert main([str(llama), s3.url("b/m.gguf"), *scale]) == 2
-    assert "exists already" in capfd.readouterr().err
+    assert "already exists" in capfd.readouterr().err
     assert main([str(llama), s3.url("b/m.gguf"), *scale, "--overwrite"]) == 0
     assert list(RemotePath.from_url(s3.url("b")).list_objects()) == ["m.gguf"]
+
+
+def gguf_tensors(file: Path) -> dict[str, Any]:
+    """Read the tensors of a GGUF file with the package `gguf`."""
+    return {
+        tensor.name: {
+            "dtype": tensor.tensor_type.name,
+            "shape": [int(size) for size in reversed(tensor.shape)],
+            "bytes": int(tensor.n_bytes),
+            "pieces": 1,
+        }
+        for tensor in gguf.GGUFReader(file).tensors
+    }
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "q4_0"])
+def test_inspect_of_gguf_file_matches_gguf_package(
+    dtype: str, llama: Path, tmp_path: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "m.gguf"
+    assert main([str(llama), str(file), "--to", "gguf", "--quiet", "--dtype", dtype]) == 0
+    s3.put("b/m.gguf", file.read_bytes())
+    for path in (str(file), s3.url("b/m.gguf")):
+        assert main(["inspect", path, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["tensors"] == gguf_tensors(file)
+        assert document["settings"]["llama.block_count"] == SHAPE["num_hidden_layers"]
+        assert main(["inspect", path]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"{path} (gguf), version 3, architecture llama"
+        counts = ", ".join(f"{count:,} {name}" for name, count in document["elements"].items())
+        assert lines[-1] == f"{len(lines) - 2} tensors, {counts} elements, {document['bytes']:,} bytes"
+
+
+def test_inspect_of_big_endian_gguf_file_matches_gguf_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file has all types of settings and many types of tensors."""
+    file = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(file, "llama", endianess=gguf.GGUFEndian.BIG)
+    values = {"int8": -1, "uint16": 2, "int16": -3, "uint64": 4, "int64": -5, "float32": 0.5, "float64": 0.25}
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(f"some.{name}", value)
+    writer.add_bool("some.bool", True)
+    for items in ([1, 2], ["a", "b\n"], [0.5], [True]):
+        writer.add_array(f"some.array.{items[0]}", items)
+    for dtype in (np.float64, np.float16, np.int8, np.int32):
+        writer.add_tensor(np.dtype(dtype).name, np.ones((3, 2), dtype))
+    writer.add_tensor("blocks", np.zeros((4, 210), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q6_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert main(["inspect", str(file), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["tensors"] == gguf_tensors(file)
+    expected = {f"some.{name}": value for name, value in values.items()}
+    assert document["settings"] == {"general.architecture": "llama", **expected, "some.bool": True}
+
+
+def test_gguf_file_as_source_is_rejected_in_one_line(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    assert main([str(llama), str(folder), "--to", "gguf", "--quiet"]) == 0
+    file = folder / "model.gguf"
+    remedy = f"list its tensors with: portable-convert inspect {file}"
+    end = f"{file}: GGUF files are written, but not read; {remedy}"
+    for arguments in ([str(file), str(tmp_path / "b")], ["diff", str(file), str(llama)]):
+        assert error_of(capsys, *arguments).endswith(end)
+    for arguments in ([str(folder), str(tmp_path / "b")], ["inspect", str(folder)]):
+        assert error_of(capsys, *arguments).endswith(end)
+    for option in ("--stats", "--optimizer", "--tag=1"):
+        line = error_of(capsys, "inspect", str(file), option)
+        assert line.endswith(f"leave out {option.partition('=')[0]}")
+
+
+def test_damaged_gguf_file_is_rejected_in_one_line(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "m.gguf"
+    assert main([str(llama), str(file), "--to", "gguf", "--quiet"]) == 0
+    content, rng, num_rejected = file.read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        file.write_bytes(blind(rng, content))
+        code = main(["inspect", str(file), "--json"])
+        assert code in (0, *REFUSALS)
+        printed = capsys.readouterr()
+        num_rejected += code != 0
+        assert code == 0 or (printed.err.count("\n") == 1 and "Traceback" not in printed.err)
+    assert num_rejected > 50
+    for damaged, said in {
+        b"GGUF": "truncated or damaged",
+        b"GGML" + content[4:]: "is not a GGUF file",
+        content[:4] + struct.pack("<I", 1) + content[8:]: "GGUF version 1",
+        content[:8] + struct.pack("<Q", 1 << 60) + content[16:]: "truncated or damaged",
+        content[:-64]: "truncated or damaged",
+    }.items():
+        file.write_bytes(damaged)
+        assert said in error_of(capsys, "inspect", file)
 
 
 def test_gguf_omits_unsupported_tokenizer(llama: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_check_manifest_rejects_invalid_files(folder: Path, files: Any) -> None:
 def test_check_manifest_does_not_follow_link(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").rename(tmp_path / "elsewhere.json")
     (folder / "config.json").symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(CheckpointError, match="leaves"):
+    with pytest.raises(CheckpointError, match="points outside"):
         check_manifest(folder)
 
 
@@ -59,7 +59,7 @@ def test_convert_checks_companions_against_manifest(
     text = (folder / name).read_text()
     (folder / name).write_text(text.replace("l", "m").replace("1", "2"))  # of the same length
     assert main([str(folder), str(tmp_path / "other")]) == 65
-    assert f"{name}: damaged, or from another save" in capsys.readouterr().err
+    assert f"{name}: is damaged, or from another save" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
@@ -72,5 +72,7 @@ def test_check_manifest_rejects_file_of_another_format(name: str, folder: Path) 
     assert check_manifest(folder) is not None
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"{re.escape(name)}: not written by this save; move it out"):
+    with pytest.raises(
+        CheckpointError, match=f"{re.escape(name)}: was not written by this save; move the file out"
+    ):
         check_manifest(folder)

@@ -156,7 +156,7 @@ ARGS: dict[str, Any] = {
         ({}, {"sliding_window": 4}, "window_size=None, .* has sliding_window=4"),
         ({}, {"num_key_value_heads": 4}, "num_query_groups=2, .* has num_key_value_heads=4"),
         ({}, {"tie_word_embeddings": True}, "untie_embeddings_and_output_weights=True, .*=False"),
-        ({"vocab_size": 120}, {"vocab_size": 119}, "vocab_size=120 in its args, vocab_size=119"),
+        ({"vocab_size": 120}, {"vocab_size": 119}, "vocab_size=120 in args, but vocab_size=119"),
     ],
 )
 def test_megatron_config_must_match_args(

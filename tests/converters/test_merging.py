@@ -432,12 +432,12 @@ DAMAGE: list[tuple[Callable[[Tensors], Tensors] | dict[str, Any] | bytes, str]] 
         "the nearest is 'model.layers.0.self_attn.q_proj.weight'",
     ),
     (lambda t: t | {"base_model.model.lm_head.weight": torch.ones(384, 31)}, "has shape [384, 32]"),
-    (lambda t: t | {f"{QUERY}.lora_A.weight": torch.full((3, 32), torch.nan)}, "holds NaN"),
-    (lambda t: t | {"base_model.model.extra.weight": torch.ones(3)}, "holds no 'extra.weight'"),
+    (lambda t: t | {f"{QUERY}.lora_A.weight": torch.full((3, 32), torch.nan)}, "contains NaN"),
+    (lambda t: t | {"base_model.model.extra.weight": torch.ones(3)}, "contains no 'extra.weight'"),
     (lambda t: t | {f"{QUERY}.lora_magnitude_vector": torch.ones(32)}, "use_dora is false"),
     ({"peft_type": "VERA"}, "peft_type 'VERA' is not supported"),
-    ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
-    ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is set, which cannot be merged here"),
+    ({"init_lora_weights": "pissa_niter_4"}, "also changes the weights of the base"),
+    ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is set, but an adapter with this setting"),
     ({"use_something_new": True}, "use_something_new is set"),
     ({"r": 0}, "r is 0, not a positive integer"),
     ({"lora_alpha": float("nan")}, "lora_alpha is nan, not a number"),
@@ -449,8 +449,11 @@ DAMAGE: list[tuple[Callable[[Tensors], Tensors] | dict[str, Any] | bytes, str]] 
     ({"bias": "some"}, "bias 'some' is not one of none, all, lora_only"),
     ({"use_dora": True}, "lora_magnitude_vector is missing"),
     # peft would omit tensors that the settings do not name.
-    ({"target_modules": ["self_attn.q_proj", "k_proj"]}, "v_proj: has an adapter, but target_modules"),
-    (b"[" * 100_000, "not readable as JSON"),
+    (
+        {"target_modules": ["self_attn.q_proj", "k_proj"]},
+        "v_proj: has an adapter, but does not match target_modules",
+    ),
+    (b"[" * 100_000, "is not valid JSON"),
 ]
 
 
@@ -478,11 +481,11 @@ def test_merge_rejects_other_folders_as_base_or_adapter(
     assert "contains only the adapter" in refused(pair, capsys)
     pair.base = tmp_path / "other"
     shutil.copytree(pair.adapter, pair.base)
-    assert "give only the base model" in refused(pair, capsys)
+    assert "specify only the base model" in refused(pair, capsys)
     pair.base, adapter = base, pair.adapter
     pair.adapter = tmp_path / "model"
     shutil.copytree(base, pair.adapter)
-    assert "holds no adapter" in refused(pair, capsys)
+    assert "contains no adapter" in refused(pair, capsys)
     pair.adapter = adapter
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
@@ -505,8 +508,8 @@ def test_merge_reads_separate_settings_and_named_adapter(
     pair.adapter.mkdir()
     torch.save(model.state_dict(), pair.adapter / "model.pt")
     shutil.copy(config, pair.adapter / "adapter_config.json")
-    assert "holds several adapters (default, ref)" in refused(pair, capsys)
-    assert "holds no adapter 'first'" in refused(pair, capsys, "--adapter-name", "first")
+    assert "contains several adapters (default, ref)" in refused(pair, capsys)
+    assert "contains no adapter 'first'" in refused(pair, capsys, "--adapter-name", "first")
     ours = pair.merge("--adapter-name", "ref").state_dict()
     assert_same(ours, model.merge_and_unload(adapter_names=["ref"]).state_dict(), UNTIED().state_dict())
 

@@ -267,15 +267,19 @@ LAYER = ("params", "decoder", "layers", "mlp")
 @pytest.mark.parametrize(
     ("change", "shapes", "told"),
     [
-        ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not supported; export it with"),
-        ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], but config.json implies \[8, 5, 4, 6\]"),
-        ({"vocab_size": 13}, {}, "does not hold 13 tokens of 8"),
+        (
+            {"model_type": "mixtral"},
+            {},
+            "MaxText's model of type 'mixtral' is not supported; export the model with",
+        ),
+        ({"num_hidden_layers": 5}, {}, r"has shape \[8, 4, 4, 6\], but config.json requires \[8, 5, 4, 6\]"),
+        ({"vocab_size": 13}, {}, "does not match 13 tokens of size 8"),
         ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, {}, "an odd head_dim, 5"),
-        ({}, {(*LAYER, "wi", "kernel"): (8, 4, 24)}, r"mlp\.wi\.kernel' has no place in a model of type"),
+        ({}, {(*LAYER, "wi", "kernel"): (8, 4, 24)}, r"mlp\.wi\.kernel' does not belong to a model of type"),
         (
             {},
             {("params", "decoder", "logits_dense", "kernel"): None},
-            "MaxText may divide the logits of tied embeddings",
+            "whether MaxText divides their logits",
         ),
         ({}, {(*LAYER, "wi_0", "kernel"): None}, r"layers\.0\.mlp\.gate_proj\.weight is missing"),
     ],
@@ -369,12 +373,16 @@ def test_orbax_chunks_within_shard_are_read() -> None:
         ({**FLAT, "filters": [{"id": "delta"}]}, b"", "filters are not supported"),
         ({**FLAT, "compressor": {"id": "blosc"}}, b"", "compressor 'blosc' is not supported"),
         ({**FLAT, "dtype": ">f4"}, b"", "element type '>f4' is not supported"),
-        ({**FLAT, "chunks": [1 << 40]}, b"", r"chunks of \[1099511627776\] in an array of \[4\]"),
+        (
+            {**FLAT, "chunks": [1 << 40]},
+            b"",
+            r"chunks of shape \[1099511627776\] do not match an array of shape \[4\]",
+        ),
         ({**FLAT, "shape": [1 << 60], "chunks": [1]}, b"", "would have 1,152,921,504,606,846,976 chunks"),
         ({**FLAT, "fill_value": [1, 2]}, None, "the fill value a list is not supported"),
-        ({**FLAT, "shape": [120], "fill_value": 0}, None, "a/50: damaged, too many chunks .* have no values"),
+        ({**FLAT, "shape": [120], "fill_value": 0}, None, "a/50: damaged: too many chunks .* have no values"),
         ({**FLAT, **ZSTD}, zstd(15), "ends after 15 of 16"),
-        ({**FLAT, **ZSTD}, zstd(1 << 20), "has more than its 16 bytes"),
+        ({**FLAT, **ZSTD}, zstd(1 << 20), "has more than the expected 16 bytes"),
         (shards(6, 2), bytes(6) + INDEX[:16] + b"\xff" * 16 + INDEX[32:], "here: a/c/0: a chunk is missing"),
         (
             shards(6, 2),
@@ -418,14 +426,14 @@ def test_ocdbt_deep_tree_is_read(tmp_path: Path) -> None:
 
 def hostile() -> Iterator[tuple[str, bytes, dict[str, Any], str]]:
     good = craft.leaf({"a": b"1"})
-    yield "outside", craft.apart("../../etc/passwd", "a", 0, 4), {}, "leaves the checkpoint folder"
-    yield "beyond", craft.apart("d/data", "a", 1 << 40, 4), {}, "truncated or damaged, a would end at byte"
+    yield "outside", craft.apart("../../etc/passwd", "a", 0, 4), {}, "points outside of the checkpoint folder"
+    yield "beyond", craft.apart("d/data", "a", 1 << 40, 4), {}, "truncated or damaged: a would end at byte"
     yield "huge", craft.apart("d/data", "a", 0, 1 << 50), {}, "truncated or damaged"
     yield "missing", craft.apart("d/other", "a", 0, 4), {}, "d/other: No such file"
-    yield "height", good, {"height": 3}, "another height than its parent records"
-    yield "rest", good + b"!", {}, "1 bytes more than its entries"
+    yield "height", good, {"height": 3}, "height of a node differs from the height in its parent"
+    yield "rest", good + b"!", {}, "1 extra bytes after its entries"
     yield "entries", b"\0" + craft.files() + craft.varint(1 << 40), {}, "entries"
-    yield "order", craft.leaf({"b": b"1", "a": b"2"}), {}, "keys are out of order"
+    yield "order", craft.leaf({"b": b"1", "a": b"2"}), {}, "keys of a node are not sorted"
     yield "number", b"\0" + b"\xff" * 10, {}, "number is too large|ends early"
     length = len(craft.sealed(craft.NODE, craft.interior(2, "d/data", [("a", 0, 0, 64), ("b", 0, 0, 64)])))
     loop = craft.interior(2, "d/data", [("a", 0, 0, length), ("b", 0, 0, length)])
@@ -449,7 +457,7 @@ def test_ocdbt_malicious_database_is_rejected(
     [
         (
             b"\0" + craft.files() + craft.varint(1 << 22) + bytes(5 << 22),
-            "damaged, .* bytes of an OCDBT tree",
+            "damaged: .* bytes of an OCDBT tree",
         ),
         (bytes(1 << 28), "has more than 134,217,728 bytes"),
     ],
@@ -527,7 +535,7 @@ def test_orbax_chunk_may_be_missing_only_in_old_checkpoints(
     (older / "a" / "0.0").unlink()
     tensors = open_checkpoint(older).tensors
     assert not tensors["a"].read().any() and tensors["b"].read() == 1
-    assert "zeros are read for chunks that are not stored (1)" in caplog.text
+    assert "chunks that are not stored (1) are read as zeros" in caplog.text
     newer = saved(tmp_path / "newer", arrays, store_array_data_equal_to_fill_value=True)
     (newer / "a" / "0.0").unlink()
     with pytest.raises(CheckpointError, match=r"newer/a/0\.0: No such file"):
@@ -542,7 +550,9 @@ def test_orbax_items_may_have_any_name(tmp_path: Path) -> None:
     saved(step / "mine", arrays)
     assert list(open_checkpoint(tmp_path).tensors) == ["w"]
     saved(step / "other", arrays)
-    with pytest.raises(CheckpointError, match="several Orbax checkpoints, mine, other: name one"):
+    with pytest.raises(
+        CheckpointError, match="several Orbax checkpoints; specify one of these folders: mine, other"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -558,7 +568,9 @@ def test_orbax_optimizer_of_flax_nnx_is_read(tmp_path: Path) -> None:
     assert state["step"] == 5 and isinstance(state["exp_avg_sq"], Tensor)
     assert state["exp_avg_sq"].read().tolist() == [3, 3, 3]
     lion = {name: value for name, value in arrays.items() if "nu" not in name}
-    with pytest.raises(CheckpointError, match=r"one moment of model\.l\.w, Adam has two; convert without"):
+    with pytest.raises(
+        CheckpointError, match=r"only one moment of model\.l\.w, but Adam has two; convert without"
+    ):
         _ = open_checkpoint(saved(tmp_path / "lion", lion)).optimizer
     two = open_checkpoint(saved(tmp_path / "two", {**arrays, "ema.l.w": ones}))
     with pytest.raises(CheckpointError, match=r"mu\.l\.w' is not a moment of optax's Adam; convert without"):
@@ -567,5 +579,5 @@ def test_orbax_optimizer_of_flax_nnx_is_read(tmp_path: Path) -> None:
 
 def test_orbax_unfinished_checkpoint_is_rejected(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "zarr", tmp_path / "7.orbax-checkpoint-tmp")
-    with pytest.raises(CheckpointError, match="an Orbax checkpoint that was not finished"):
+    with pytest.raises(CheckpointError, match="is an unfinished Orbax checkpoint"):
         open_checkpoint(tmp_path / "7.orbax-checkpoint-tmp")

@@ -202,8 +202,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "both": (["--quantize", "fp8", "--quantize-like", "IN"], "leave out one of them"),
     "NaN": (["--quantize", "int8"], "contains NaN or infinite values"),
     "quantized": (["--quantize", "int8"], "--dequantize"),
-    "small layers": (["--quantize", "fp8-block"], "blocks of 128 x 128, and they divide no linear layer"),
-    "short rows": (["--quantize", "int4"], "blocks of 128 columns, and they divide no linear layer"),
+    "small layers": (
+        ["--quantize", "fp8-block"],
+        "blocks of 128 x 128, which do not divide any linear layer",
+    ),
+    "short rows": (["--quantize", "int4"], "blocks of 128 columns, which do not divide any linear layer"),
 }
 
 

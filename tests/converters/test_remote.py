@@ -97,7 +97,7 @@ def test_remote_read_times_out(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch)
     s3.put("run/x", b"x")
     s3.fail(delay=1.5)
     started = time.monotonic()
-    with pytest.raises(RetriesExhaustedError, match=r"cannot read, \d attempts failed"):
+    with pytest.raises(RetriesExhaustedError, match=r"cannot read, because \d attempts failed"):
         RemotePath.from_url(s3.url("run/x")).read_bytes()
     assert time.monotonic() - started < 10
 
@@ -110,7 +110,7 @@ def test_remote_read_times_out(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch)
         ("memory://run", "not a supported object store"),
         ("s3://key:hidden-password@bucket/run", "credentials do not belong"),
         ("s3://bucket/run?X-Amz-Signature=hidden-password", "leave out the query"),
-        ("s3://", "names no bucket"),
+        ("s3://", "contains no bucket"),
     ],
 )
 def test_remote_path_rejects_bad_urls(url: str, said: str) -> None:
@@ -131,7 +131,7 @@ def test_remote_path_rejects_unsafe_object_names(
         lambda: find_matching_objects(folder / "**" / "*"),
         lambda: [list(path.iterdir()) for path in (folder, folder / "a") if path.exists()],
     ):
-        with pytest.raises(RemoteError, match=r"rename that object or delete it"):
+        with pytest.raises(RemoteError, match=r"rename or delete the object"):
             act()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     if name == "a\\b":  # in addition to other objects, obstore does not list it
@@ -334,7 +334,7 @@ def test_remote_finds_google_default_credentials(monkeypatch: pytest.MonkeyPatch
 def test_remote_finds_azure_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.delenv(name, raising=False)
-    assert "names no storage account; set AZURE_STORAGE_ACCOUNT_NAME" in said("az://container/x")
+    assert "does not contain a storage account; set AZURE_STORAGE_ACCOUNT_NAME" in said("az://container/x")
     url = "abfss://container@someone.dfs.core.windows.net/x"
     assert str(RemotePath.from_url(url)) == url
     text = "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=a2V5a2V5==;EndpointSuffix=a.b"

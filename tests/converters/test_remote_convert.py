@@ -121,7 +121,7 @@ def test_remote_convert_selects_newest_complete_step(
     assert open_checkpoint(s3.url("run")).metadata["step"] == 2
     assert open_checkpoint(s3.url("run"), "1").metadata["step"] == 1
     for source in ("run/checkpoints/step-000003", "run/checkpoints/step-000003/.metadata"):
-        assert "_INCOMPLETE and no completion marker" in refused(capsys, s3.url(source), tmp_path / "out")
+        assert "_INCOMPLETE, but no completion marker" in refused(capsys, s3.url(source), tmp_path / "out")
     assert "_INCOMPLETE" in refused(capsys, s3.url("run"), tmp_path / "out", "--tag", "3")
     s3.put("run/checkpoints/step-000003/_COMPLETE", b"{}")
     assert open_checkpoint(s3.url("run")).metadata["step"] == 3
@@ -242,11 +242,11 @@ def test_remote_convert_ends_if_store_is_unavailable(
     fault.seen, fault.every = 0, 1
     started = time.monotonic()
     said = refused(capsys, s3.url("src"), s3.url("out"))
-    assert re.search(r"cannot read, \d+ attempts failed", said) and ".safetensors" in said
+    assert re.search(r"cannot read, because \d+ attempts failed", said) and ".safetensors" in said
     s3.heal()
     s3.fail(status=503, method="PUT", key="out/")
     assert re.search(
-        r"cannot (upload|write), \d+ attempts failed", refused(capsys, s3.url("src"), s3.url("out"))
+        r"cannot (upload|write), because \d+ attempts failed", refused(capsys, s3.url("src"), s3.url("out"))
     )
     assert time.monotonic() - started < 60
     s3.heal()
@@ -290,7 +290,7 @@ def test_remote_convert_overwrite_replaces_only_model_files(
     before = s3.tree("out")
     s3.fail(status=403, method="POST", query="delete", times=1)  # of a _COMPLETE, which follows _INCOMPLETE
     assert convert(s3.url("src"), s3.url("new")) == 2 and s3.names("new/") == []
-    assert "exists already" in refused(capsys, s3.url("src"), s3.url("out"))
+    assert "already exists" in refused(capsys, s3.url("src"), s3.url("out"))
     s3.fail(status=403, method="GET", key="src/model-00002")
     assert convert(s3.url("src"), s3.url("out"), "--overwrite") == 2
     s3.heal()
@@ -306,7 +306,7 @@ def test_remote_convert_overwrite_replaces_only_model_files(
     assert s3.names("out-2/") == ["stays"]
     s3.put("out/thesis.tex", b"dear")
     capsys.readouterr()
-    assert "holds thesis.tex, which no conversion wrote" in refused(
+    assert "contains thesis.tex, which no conversion has written" in refused(
         capsys, s3.url("src"), s3.url("out"), "--overwrite"
     )
     assert s3.get("out/thesis.tex") == b"dear"

@@ -56,7 +56,7 @@ def test_unpickling_rejects_many_keys_with_one_hash(shape: str) -> None:
     pairs = b"".join(numbers[i : i + 13] + b"N" for i in range(0, len(numbers), 13))
     data = {"dict": b"}(" + pairs + b"u.", "set": b"\x8f(" + numbers + b"\x90.",
             "instance": b"cm\nC\n)\x81(" + pairs + b"u."}[shape]  # fmt: skip
-    with quick(), pytest.raises(CheckpointError, match="too large a number"):
+    with quick(), pytest.raises(CheckpointError, match="a number that is too large"):
         unpickle_without_code(b"\x80\x04" + data, location="f", standins={"m.C": None})
 
 
@@ -79,7 +79,7 @@ def test_many_possibly_tied_names_are_read_fast(tmp_path: Path) -> None:
     with quick():
         assert len(open_checkpoint(tmp_path).tensors) == 2 * count
     safetensors(tmp_path / "model.safetensors", {name: [0] for name in shapes})
-    with quick(), pytest.raises(CheckpointError, match=r"/.*: damaged, 8,000 tensors have names like"):
+    with quick(), pytest.raises(CheckpointError, match=r"/.*: damaged: 8,000 tensors have names like"):
         _ = open_checkpoint(tmp_path).tensors
 
 
@@ -93,7 +93,7 @@ def test_tensor_name_length_is_limited(tmp_path: Path) -> None:
 
 def test_number_of_optimizers_is_limited() -> None:
     keys = [f"c{i}.param_groups" for i in range(20_000)] + [f"w{i}.x" for i in range(20_000)]
-    with quick(), pytest.raises(CheckpointError, match="f: damaged, its keys name 20,000 optimizers"):
+    with quick(), pytest.raises(CheckpointError, match="f: damaged: the keys contain 20,000 optimizers"):
         infer_key_paths(keys, location="f")
 
 

@@ -149,10 +149,10 @@ def test_safetensors_index_must_match_shards(tmp_path: Path) -> None:
     shards = sorted(set(good["weight_map"].values()))
     first, last = next(iter(good["weight_map"])), shards[-1]
     cases: list[tuple[Any, str]] = [
-        ({"weight_map": {**good["weight_map"], first: "../in/model.safetensors"}}, "leaves"),
+        ({"weight_map": {**good["weight_map"], first: "../in/model.safetensors"}}, "points outside"),
         ({"weight_map": {**good["weight_map"], first: "nope.safetensors"}}, "nope"),
         ({"weight_map": {**good["weight_map"], first: last}}, "does not"),
-        ({"weight_map": {k: v for k, v in good["weight_map"].items() if k != first}}, "holds"),
+        ({"weight_map": {k: v for k, v in good["weight_map"].items() if k != first}}, "contains"),
         ({"weight_map": {**good["weight_map"], "more": last}}, "'more'"),
         ({"weight_map": 1}, "weight_map"),
         ([], "not an object"),

@@ -156,7 +156,7 @@ def test_writer_group_rejects_different_sources(source: Path, tmp_path: Path) ->
     other.mkdir()
     safetensors.numpy.save_file({"layer.0": np.ones(3, np.float32)}, other / "model.safetensors")
     outcomes = write_together([source, source, other], tmp_path / "out")
-    assert all("process 2 of 3 reads other tensors" in str(outcome) for outcome in outcomes)
+    assert all("process 2 of 3 does not read the same tensors" in str(outcome) for outcome in outcomes)
     assert {path.name for path in tmp_path.iterdir()} == {"other"}
 
 

@@ -165,6 +165,10 @@ LORA: dict[str, Any] = {
     "train__parameter_groups": [{"pattern": "lora_B", "learning_rate": 1e-2}],
 }
 SHARED_LAYERS = {"tensor_parallel_size": 2, "model__config": {**MODEL, "intermediate_size": 82}}
+EXPERTS: dict[str, Any] = {
+    "expert_parallel_size": 2,
+    "model__config": {**MODEL, "model_type": "mixtral", "num_local_experts": 6, "intermediate_size": 88},
+}
 CASES = [
     (1, "full_shard", {}),
     (2, "no_shard", {}),
@@ -188,6 +192,10 @@ CASES = [
     (2, "full_shard", SHARED_LAYERS),
     (4, "full_shard", {"precision": "bf16", **SHARED_LAYERS}),
     (2, "full_shard", {**SHARED_LAYERS, **LORA}),
+    (2, "full_shard", {"precision": "bf16", **EXPERTS}),
+    (4, "full_shard", {**EXPERTS, "train__optimizer": "muon"}),
+    (4, "hybrid_shard", {**EXPERTS, "fsdp__shard_group_size": 2}),
+    (4, "full_shard", {**EXPERTS, "model__config": {**EXPERTS["model__config"], "num_local_experts": 2}}),
 ]
 
 

@@ -62,7 +62,10 @@ def test_fsdp_settings_select_units(
             "fsdp.transformer_layer_cls_to_wrap: LlamaForCausalLM has no BertLayer; use one of "
             "LlamaDecoderLayer",
         ),
-        ({"strategy": "no_shard", "fsdp__forward_prefetch": True}, "fsdp.forward_prefetch: nothing is"),
+        (
+            {"strategy": "no_shard", "fsdp__forward_prefetch": True},
+            "fsdp.forward_prefetch: has no effect with",
+        ),
     ],
 )
 def test_fsdp_rejects_invalid_settings(

@@ -196,7 +196,7 @@ def test_out_of_memory_later_names_last_checkpoint(tmp_path: Path, corpus: Path,
         "memory__activation_checkpointing": "full",
     }
     told = ranks.run(1, refusal, tmp_path, corpus, settings, [500], 1)
-    assert "out of memory in step 2 with 1 sequences at a time; no smaller number was found to fit; " in told
+    assert "out of memory in step 2 with 1 sequences at a time; no smaller number is known to fit; " in told
     assert "activation_checkpointing" not in told
     assert told.endswith("last good checkpoint: " + str(tmp_path / "checkpoints" / "step-000001"))
 

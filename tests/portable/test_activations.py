@@ -26,7 +26,12 @@ from portable.model.freezing import freeze_parameters, list_frozen_names
 from portable.model.layers import find_transformer_layers, gives_all_parameters_gradients
 from portable.model.loss import compute_summed_cross_entropy
 from portable.model.parameters import replace_tensors
-from portable.planner.activations import TORCH_DTYPES, build_fake_batch, measure_activations, measure_image_tower
+from portable.planner.activations import (
+    TORCH_DTYPES,
+    build_fake_batch,
+    measure_activations,
+    measure_image_tower,
+)
 from portable.planner.pass_cost import ComputeMode, PassRequest
 from portable.private.transformers_internals import skip_mask_value_checks
 from tests.image_models import PROCESSORS, write_image_model
@@ -163,7 +168,8 @@ def test_tower_estimate_is_within_tenth_of_allocation(
     folder = write_image_model(tmp_path, family)
     processor = load_image_processor(str(folder), offline=True)
     assert processor is not None
-    columns = processor.build_blank_columns([ImageSize(32, 32), ImageSize(24, 40)])
+    arrays = processor.build_blank_columns([ImageSize(32, 32), ImageSize(24, 40)])
+    columns = {name: torch.from_numpy(values) for name, values in arrays.items()}
     config = load_config(
         None,
         {
@@ -186,9 +192,7 @@ def test_tower_estimate_is_within_tenth_of_allocation(
     features: list[Any] = []
 
     def run() -> None:
-        inputs = {
-            name: torch.from_numpy(values).clone() for name, values in columns.items() if name in names
-        }
+        inputs = {name: values.clone() for name, values in columns.items() if name in names}
         features[:] = [inputs, model.get_image_features(**inputs)]
 
     run()

@@ -109,7 +109,7 @@ def test_adapter_patterns_time_out(
     monkeypatch.setattr(patterns, "_TIMEOUT_SECONDS", 0.2)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 5, **values}))
-    with pytest.raises(UserError, match=r"adapter.* takes too long to match; give names, or a simpler"):
+    with pytest.raises(UserError, match=r"adapter.* takes too long to match; use names, or a simpler"):
         adapted(tmp_path, adapter__type=None, adapter__config=str(path))
 
 
@@ -127,11 +127,11 @@ def test_adapter_config_file_of_peft_is_used(tmp_path: Path) -> None:
         to_peft_document(adapter.config)["lora_alpha"],
         to_peft_document(adapter.config)["use_rslora"],
     ) == (5, True)
-    with pytest.raises(UserError, match=r"adapter\.r: 4, but .* has 3; remove adapter\.r"):
+    with pytest.raises(UserError, match=r"adapter\.r: is 4, but .* has 3; remove adapter\.r"):
         adapted(tmp_path, adapter__config=str(path), adapter__r=4)
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "peft_type": "VERA"}))
-    with pytest.raises(UserError, match="VERA are not supported, only LORA and IA3"):
+    with pytest.raises(UserError, match="VERA are not supported, only adapters of type LORA and IA3"):
         adapted(tmp_path, adapter__config=str(path))
     for lacking, wanted in (
         ({"r": None, "lora_alpha": None, "rank_pattern": None}, {"r": 8, "lora_alpha": 8}),

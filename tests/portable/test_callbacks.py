@@ -100,7 +100,7 @@ class Odd:
     [
         (
             "weights",
-            "on_step: changes parameters of the model, which other ranks and the optimizer do not notice",
+            "on_step: changes parameters of the model, but other ranks and the optimizer do not notice",
         ),
         ("exit", r"on_step: fails \(SystemExit: 3; test_callbacks\.py, line"),
         (
@@ -232,5 +232,5 @@ def test_resume_requires_same_custom_code(
         UserError, match=r"step-000004 was trained with other code of train\.loss; restore that"
     ):
         trained("FACTOR = 2\n" + text, 6)
-    with pytest.raises(UserError, match=r"has another run \(train\.loss"):
+    with pytest.raises(UserError, match=r"contains another run \(train\.loss"):
         trained("FACTOR = 1\n" + text, 6, train__loss=None)

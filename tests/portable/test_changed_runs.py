@@ -116,7 +116,8 @@ def test_changed_schedule_is_followed_and_unset_settings_are_kept(
     [
         (
             {"train__learning_rate": 1e-3},
-            r"^output_dir: .*run has a run with other settings \(train\.learning_rate: 0\.003 and 0\.001\); "
+            r"^output_dir: .*run contains a run with other settings \(train\.learning_rate: 0\.003 and "
+            r"0\.001\); "
             r"add --allow-changes .*--checkpoint\.resume .*step-000008$",
         ),
         ({"train__steps": 6}, r"train\.steps: 8 and 6.*--allow-changes"),
@@ -215,7 +216,7 @@ def test_new_folder_continues_from_a_checkpoint_with_other_settings(
             r"another run \(train\.optimizer: 'adamw' and 'sgd'\); set train\.optimizer",
         ),
         ({"data__vocab_size": 300}, r"another tokenizer.*; set data\.tokenizer: .*step-000004"),
-        ({"train__learning_rate": 1e-3, "train__steps": 4}, r"is at step 4, and this run ends after step 4"),
+        ({"train__learning_rate": 1e-3, "train__steps": 4}, r"is at step 4, but this run ends after step 4"),
     ],
 )
 def test_new_folder_rejects_changed_model_and_optimizer(

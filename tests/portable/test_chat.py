@@ -103,7 +103,7 @@ def test_chat_errors_suggest_fix(trained: Path, tmp_path: Path, capsys: pytest.C
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "has no model; give the output_dir of a run" in read_error(str(tmp_path / "nothing"))
+    assert "has no model; specify the output_dir of a run" in read_error(str(tmp_path / "nothing"))
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert "portable-convert" in read_error(str(tmp_path / "run"))
     (trained / "base").rename(trained / "moved")

@@ -95,7 +95,9 @@ def test_command_line_names_several_mistakes_at_once(
         file.write_text(text)
         assert main(["--config", str(file)]) == 2
         first = capsys.readouterr().err.splitlines()[0]
-        assert f"this is a file of {program}; portable-train import makes a config of it" in first
+        assert (
+            f"this is a file of {program}; convert the file to a config with portable-train import" in first
+        )
 
 
 @pytest.mark.parametrize("task", read_starter_configs())
@@ -108,7 +110,7 @@ def test_init_writes_starter_config(
     assert "portable-train --config mine.yaml" in capsys.readouterr().out
     (tmp_path / "mine.yaml").write_text("seed: 3")
     assert main(["init", "mine.yaml"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert (tmp_path / "mine.yaml").read_text() == "seed: 3"
     name = "it's: #1" + " long" * 20  # quoted for YAML and for the shell
     assert main(["init", f"{name}.yaml", "--task", task]) == 0
@@ -188,9 +190,9 @@ def test_command_line_rejects_partial_launcher_environment(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for rank, size, told in (
-        ("", "4", "WORLD_SIZE is set, as by a launcher of ranks, but RANK is not; `unset "),
+        ("", "4", "WORLD_SIZE is set, as by a launcher of ranks, but RANK is not set; `unset "),
         ("4", "4", "but ranks go from 0 to WORLD_SIZE - 1; "),
-        ("0", "2", "but MASTER_ADDR and MASTER_PORT are not; `unset RANK WORLD_SIZE`"),
+        ("0", "2", "but MASTER_ADDR and MASTER_PORT are not set; `unset RANK WORLD_SIZE`"),
     ):
         monkeypatch.setenv("WORLD_SIZE", size)
         if rank:
@@ -220,7 +222,7 @@ def test_eval_only_and_resume_info_leave_run_unchanged(
     assert main(["--resume-info", str(tmp_path)]) == 0
     assert "2 of 2" in capsys.readouterr().out
     assert snapshot(tmp_path) == before
-    assert "missing" in refusal(capsys, ["--resume-info", str(tmp_path / "nowhere")])
+    assert "does not exist" in refusal(capsys, ["--resume-info", str(tmp_path / "nowhere")])
     assert main([*settings, "--eval-only", "--output_dir", str(tmp_path / "nowhere")]) == 0
     assert "has no checkpoint; evaluating the model that a run would start with" in capsys.readouterr().err
     assert main(settings) == 0
@@ -279,7 +281,7 @@ def test_resume_info_names_damaged_trainer_state(
 ) -> None:
     (tmp_path / "trainer_state.json").write_text(text)
     line = refusal(capsys, ["--resume-info", str(tmp_path)])
-    assert "trainer_state.json: damaged (" in line and "older checkpoint" in line
+    assert "trainer_state.json: is damaged (" in line and "older checkpoint" in line
 
 
 def test_command_line_rejects_unwritable_output_folder(

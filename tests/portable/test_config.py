@@ -166,8 +166,8 @@ def test_flags_with_errors_are_rejected(flags: str, line: str, file: Path) -> No
 LARGE: list[tuple[bytes, str]] = [
     (b"seed: " + b"9" * 5000, "run.yaml:1: cannot read '99999"),
     (b"[" * 5000, "run.yaml"),
-    (b"\xff\xfe\x00", "run.yaml: not a config file: not UTF-8 text"),
-    (b"# " + b"x" * (1 << 20), "run.yaml: not a config file: larger than a megabyte"),
+    (b"\xff\xfe\x00", "run.yaml: is not a config file, because it is not UTF-8 text"),
+    (b"# " + b"x" * (1 << 20), "run.yaml: is not a config file, because it is larger than a megabyte"),
 ]
 
 

@@ -9,6 +9,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,7 @@ from portable.converters.cli import main as convert
 from portable.data.dataset import build_data, inspect_data_sizes
 from portable.data.sources.conversations import PlainCompletion, detect_record_format, parse_conversation
 from portable.data.sources.documents import Conversation
+from portable.data.tokens import parallel_map
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel_map import map_in_order
 from portable.errors import MultipleMistakesError, RunError, UserError
@@ -101,7 +103,7 @@ def test_parse_conversation_reads_messages_calls_and_tools(case: dict[str, Any])
 def test_prompt_and_completion_strings_are_plain_text(settings: Settings) -> None:
     assert parse_conversation(
         {"prompt": "a", "completion": "b"}, "prompt_completion", "x"
-    ) == PlainCompletion("a", "b")
+    ) == PlainCompletion(prompt="a", completion="b")
     ((whole, answer),) = texts(written(settings, {"prompt": "what is it", "completion": ", and more?"}))
     assert (whole, answer) == ("what is it, and more?", ", and more?<|end_of_text|>")
 
@@ -118,7 +120,7 @@ def test_json_list_and_lines_are_read_in_pieces(
         assert texts(replace(settings, source=str(path)))[0][1] == "It is 5.<|eot_id|>"
         assert len(build_data(replace(settings, source=str(path))).train) == 6
     path.write_text(json.dumps(rows)[:-1])
-    with pytest.raises(UserError, match="its list does not end"):
+    with pytest.raises(UserError, match="the list does not end"):
         build_data(replace(settings, source=str(path)))
 
 
@@ -171,12 +173,12 @@ def test_conversation_errors_are_listed_by_kind(
     assert (
         "14 bad records (8 x the assistant has no text, or only context, 4 x messages is missing" in lines[10]
     )
-    assert lines[10].endswith("correct or remove them, or set data.on_bad_record to skip")
+    assert lines[10].endswith("correct or remove these records, or set data.on_bad_record to skip")
     skipping = replace(source_settings, on_bad_record="skip")
     data = build_data(skipping)
     assert len(data.train) == 4 and "14 records were skipped" in capsys.readouterr().err
     (line,) = data.sizes.warnings
-    assert line.startswith("data.source: 1 answers are empty: the model is trained to end its turn")
+    assert line.startswith("data.source: 1 answers are empty, so the model is trained to end its turn")
     # Records that the template cannot render.
     source_settings = written(settings, good, lost, good, lost)
     with pytest.raises(MultipleMistakesError) as error:
@@ -188,6 +190,44 @@ def test_conversation_errors_are_listed_by_kind(
         UserError, match=r"chat.jsonl:2: .*leaves out the call .*or set data.on_bad_record to skip"
     ):
         build_data(written(settings, good, lost))
+
+
+def test_skipping_remedy_is_given_if_bad_records_are_not_skipped(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each record has another mistake: in its JSON, in its fields, in a Parquet column, or in a template."""
+    lost = {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "look"}]}]}
+    path = Path(settings.source)
+    remedy = "or set data.on_bad_record to skip"
+    for row in ("{", "[]", '{"messages": 1}', json.dumps(lost)):
+        path.write_text("\n".join([json.dumps({"messages": GREETING}), row, "{}"][: 2 + (row == "{")]) + "\n")
+        with pytest.raises(UserError) as error:
+            build_data(settings)
+        lines = error.value.lines if isinstance(error.value, MultipleMistakesError) else [str(error.value)]
+        assert [remedy in line for line in lines] == [False] * (len(lines) - 1) + [True]
+        build_data(replace(settings, on_bad_record="skip"))
+        warned = capsys.readouterr().err
+        assert "warning: skipped: " in warned and remedy not in warned
+    texts = pa.array([b"good", b"\xff", b"also good"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": texts}), path.with_suffix(".parquet"))
+    given = replace(settings, source=str(path.with_suffix(".parquet")))
+    with pytest.raises(UserError, match=f"not UTF-8; correct or remove it, {remedy}"):
+        build_data(given)
+    build_data(replace(given, on_bad_record="skip"))
+    warned = capsys.readouterr().err
+    assert "not UTF-8; correct or remove it\n" in warned and remedy not in warned
+
+
+def test_first_record_that_cannot_be_read_is_skipped(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The format is then detected from the next record."""
+    rows = [{"conversations": "[broken"}, {"conversations": json.dumps(GREETING)}]
+    with pytest.raises(UserError, match=r"chat.jsonl:1: conversations is not JSON"):
+        build_data(written(settings, *rows))
+    assert len(build_data(replace(settings, on_bad_record="skip")).train) == 1
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning: skipped: " in line]
+    assert len(warnings) == 1 and "on_bad_record" not in warnings[0]
 
 
 def test_missing_text_field_is_reported_once(settings: Settings) -> None:
@@ -342,6 +382,22 @@ def test_conversation_cache_does_not_depend_on_processes(
     monkeypatch.setattr(tokenizing, "count_usable_cores", lambda: 2)
     others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
     assert others.fingerprint == alone.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["conversations", "texts"])
+def test_worker_process_tokenizes_without_other_processes(
+    kind: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shard of a stream is tokenized by a worker process, and the other cores have their own shards."""
+    messages = [{"messages": [{"role": "user", "content": f"{n} what is it"}, ANSWER]} for n in range(60)]
+    rows = messages if kind == "conversations" else [{"text": f"{n} what is it"} for n in range(60)]
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
+    for name in ("_LOCAL_CHAT_BATCHES", "_LOCAL_TEXT_BATCHES"):
+        monkeypatch.setattr(tokenizing, name, 1)
+    monkeypatch.setattr(tokenizing, "count_usable_cores", lambda: 2)
+    monkeypatch.setattr(parallel_map, "is_worker_process", True)
+    monkeypatch.setattr(parallel_map, "WorkerProcess", Mock(side_effect=AssertionError))
+    assert build_data(written(settings, *rows)).sizes.train_samples
 
 
 def test_conversation_cache_build_resumes_after_kill(

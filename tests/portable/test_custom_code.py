@@ -61,14 +61,14 @@ def no_model(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("key", "name", "told"),
     [
-        ("data.source", "nothing", "gives a NoneType, not an iterable of records"),
+        ("data.source", "nothing", "returns a NoneType, not an iterable of records"),
         ("data.source", "failing", "fails (ValueError: no more; test_custom_code.py, line"),
         (
             "data.source",
             "Rows(wrong='shape')",
             "labels of sample 30 is int64 [31], but labels of the first sample is",
         ),
-        ("data.source", "Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
+        ("data.source", "Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, but the"),
         ("data.source", "NoFingerprint", "has no fingerprint; define a string that identifies its content"),
         ("model.function", "no_model", "no_model: returns a str, not a transformers model or None"),
     ],
@@ -270,14 +270,17 @@ def trained(config: RunConfig) -> str:
     return ""
 
 
-WHERE = "reads a parameter outside of the model's forward pass, when each rank has only a shard of it; "
+WHERE = (
+    "reads a parameter outside of the model's forward pass, when each rank has only a shard of the "
+    "parameter; "
+)
 
 
 @pytest.mark.parametrize(
     ("strategy", "remedy"),
     [
         ("full_shard", "call full_tensor() first, on all ranks"),
-        ("zero3", "read it within deepspeed.zero.GatheredParameters, on all ranks"),
+        ("zero3", "read the parameter within deepspeed.zero.GatheredParameters, on all ranks"),
     ],
 )
 def test_callback_must_gather_sharded_parameters(

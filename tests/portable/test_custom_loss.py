@@ -223,11 +223,11 @@ ODD = {
     "fails": r"fails \(KeyError: 'no such.*column'; test_custom_loss.py, line \d+\)",
     "shapes": r"fails \(RuntimeError: The size of tensor.*; test_custom_loss.py, line \d+\)",
     "helper": r"fails \(ValueError: Expected input batch_size.*; test_custom_loss.py, line \d+\)",
-    "undone": r"its backward pass fails \(RuntimeError: .*inplace.*; test_custom_loss.py, line \d+\)",
+    "undone": r"the backward pass fails \(RuntimeError: .*inplace.*; test_custom_loss.py, line \d+\)",
     "detached": "the sum has no gradient",
     "in place": r"changes batch\['labels'\] in place; change a copy",
-    "of rows": "the weights that it returns are ",
-    "negative": r"weight\(\) gives -1; return a finite number from 0",
+    "of rows": "the returned weights are ",
+    "negative": r"weight\(\) returns -1; return a finite number of at least 0",
 }
 
 

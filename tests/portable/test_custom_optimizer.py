@@ -222,7 +222,7 @@ def test_custom_optimizer_state_must_agree_between_ranks(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        (f"{HERE}:CountsOnHost", r"the state 'count' of .* changes on the host, so that XLA would compile"),
+        (f"{HERE}:CountsOnHost", r"the state 'count' of .* changes on the host, so XLA would compile"),
         ("torch.optim:SGD(momentum=0.9, dampening=0.5)", r"creates state from the first gradient"),
     ],
 )

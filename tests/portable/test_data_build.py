@@ -83,7 +83,7 @@ def test_target_language_must_match_tokenizer(settings: Settings, tmp_path: Path
     NllbTokenizer(vocab=vocab, merges=[]).save_pretrained(tmp_path / "own")
     several = replace(plain, tokenizer=str(tmp_path / "own"), source_language="eng_Latn")
     for given, language, told in (
-        (several, None, "missing"),
+        (several, None, "is missing"),
         (several, "deu_LatnX", ".*did you mean de"),
         (plain, "de", "'de' is for a multilingual tokenizer"),
     ):

@@ -206,7 +206,7 @@ def test_large_source_suggests_stream(
     assert not capsys.readouterr().err
     monkeypatch.setattr(tokenizing, "_LARGE_BYTES", 1000)
     build(source(path), tokenizer, tmp_path / "large")
-    assert "before the first step; set data.stream: true to start at once" in capsys.readouterr().err
+    assert "before the first step; set data.stream: true to start immediately" in capsys.readouterr().err
     build(source(path), tokenizer, tmp_path / "large")
     assert not capsys.readouterr().err
 
@@ -289,7 +289,7 @@ def test_large_token_cache_checks_blocks_on_first_read(
     cache = TokenCache.open(whole.folder)
     assert cache.tokens["text"][:256].tolist() == tokens[:256]
     assert cache.tokens["text"][-1] == tokens[-1]
-    with pytest.raises(RunError, match=r"text\.bin: damaged at byte 512; run"):
+    with pytest.raises(RunError, match=r"text\.bin: is damaged at byte 512; run"):
         cache.tokens["text"][250:300]
     again = build(given, tokenizer, tmp_path)  # as the next leg does
     assert again.tokens["text"].tolist() == tokens
@@ -307,7 +307,7 @@ def test_large_token_cache_checks_checksums_per_block(
     _changed(cache.folder / "blocks.crc", lambda content: content.__setitem__(9, content[9] ^ 1))
     opened = TokenCache.open(cache.folder)
     assert opened.tokens["text"][:256].tolist() == cache.tokens["text"][:256].tolist()
-    with pytest.raises(RunError, match=r"text\.bin: damaged at byte 512; run"):
+    with pytest.raises(RunError, match=r"text\.bin: is damaged at byte 512; run"):
         opened.tokens["text"][256:300]
 
 

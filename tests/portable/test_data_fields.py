@@ -119,7 +119,7 @@ def test_classifier_with_two_text_fields_is_rejected(tmp_path: Path) -> None:
         {"premise": "a", "hypothesis": "c", "label": 0},
     ]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(UserError, match=r"to the one to read, and data\.text_pair_field to a second text"):
+    with pytest.raises(UserError, match=r"to the field to read, and data\.text_pair_field to a second text"):
         build_classifier_data(path, tmp_path)
 
 
@@ -165,7 +165,7 @@ CELLS: dict[str, tuple[list[str], tuple[str, ...] | str]] = {
     "fractions": (["0.5", "1.5", "2"], "regression"),
     "fractions and nan": (
         ["0.5", "1.5", "nan"],
-        "'nan' is not a number, and other labels are numbers with a",
+        "'nan' is not a number, but other labels are numbers with a",
     ),
     "one fraction": (["0", "1"] * 10 + ["1.5"], "1 of 21 labels have a fraction, such as 1.5"),
     "empty": (["0", "", "1"], "row 2: 'label' is null, not a class"),

@@ -78,7 +78,7 @@ def test_csv_source_reads_cells_as_text(opened: Callable[..., DataSource], tmp_p
     (tmp_path / "empty.csv").touch()
     assert texts(opened(tmp_path / "empty.csv")) == []
     path.write_text("text;n\na;1\n")
-    assert "its columns are separated by ';', not by commas" in refusal(opened(path))
+    assert "the columns are separated by ';', not by commas" in refusal(opened(path))
 
 
 def test_csv_source_reports_line_with_too_many_cells(
@@ -101,7 +101,7 @@ def test_text_source_rejects_utf_16(opened: Callable[..., DataSource], split: st
     path = tmp_path / "a.txt"
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
         path.write_text("\n".join(TEXTS), encoding=encoding)
-        assert "convert it (iconv -t utf-8)" in refusal(opened(path, text_split=split))
+        assert "convert the file (iconv -t utf-8)" in refusal(opened(path, text_split=split))
 
 
 def test_source_detects_format_if_first_file_is_empty(
@@ -137,7 +137,7 @@ def test_source_reads_linked_folders_once(opened: Callable[..., DataSource], tmp
     (tmp_path / "data" / "out").symlink_to(tmp_path)
     write_jsonl(tmp_path / "private.jsonl", [{"text": "private"}])
     for name in ("data", "data/*/*.jsonl"):
-        with pytest.raises(UserError, match=r"a link here leaves .* put the file itself there"):
+        with pytest.raises(UserError, match=r"a link points outside of .* put the file itself"):
             opened(tmp_path / name)
 
 
@@ -266,7 +266,7 @@ def test_object_store_source_error_names_url(s3: ObjectStore, bucket: Path, tmp_
     assert "readme.md: cannot read this kind of file" in refusal(s3.url("data/*.md"))
     assert "no such bucket" in refusal("s3://no-such-bucket-here/a.txt")
     s3.put("data/b.jsonl", b'{"text": "a"}\n{"text"\n')
-    assert f"{s3.url('data/b.jsonl')}:2: not a line of JSON" in refusal(s3.url("data/b.jsonl"))
+    assert f"{s3.url('data/b.jsonl')}:2: is not a line of JSON" in refusal(s3.url("data/b.jsonl"))
     s3.fail(status=403, method="GET", key="a.txt")
     assert "denied" in refusal(s3.url("data/a.txt"))
 
@@ -362,17 +362,21 @@ def test_token_file_source_rejects_bad_files_in_one_line(tokenizer: tuple[str, i
 
     refused("no such file")
     nanogpt(path, [[5, 60_000, end]])
-    refused("has the token 60000, beyond the 300 of the tokenizer")
+    refused("contains the token 60000, but the tokenizer has only 300 tokens")
+    for tokens in ([5, -7, end], [-7, 60_000, end]):
+        megatron(path, [tokens])
+        refused(r"^data.source: .*some.bin: contains the token -7, which is negative; write the file again")
+    path.with_suffix(".idx").unlink()
     llm_c(path, documents(end))
     path.write_bytes(path.read_bytes()[:-2])
-    refused("not the size of .* tokens of 2 bytes; copy the file again")
+    refused("does not match .* tokens of 2 bytes; copy the file again")
     path.unlink()
     megatron(path, documents(end))
     path.write_bytes(path.read_bytes()[:-4])
-    refused("some.idx: does not fit some.bin")
+    refused("some.idx: does not match some.bin")
     whole = path.with_suffix(".idx").read_bytes()
     path.with_suffix(".idx").write_bytes(whole[:60])
-    refused("some.idx: is cut off")
+    refused("some.idx: is truncated")
     path.with_suffix(".idx").write_bytes(b"x" * 100)
     refused("is not an index of Megatron")
     with pytest.raises(UserError, match=r"data.tokenizer: .* contains tokens, not text"):
@@ -429,7 +433,7 @@ def test_damaged_token_shards_are_rejected(
         (folder / file).write_bytes(content)
         first = json.loads(index)["shards"][0]["raw_data"]["hashes"]["sha1"]
         (folder / "index.json").write_text(index.replace(first, "0" * 40))
-        with pytest.raises(UserError, match=r"another sha1 than in index.json"):
+        with pytest.raises(UserError, match=r"the sha1 differs from index.json"):
             built(folder, tokenizer[0], tmp_path)
     (folder / "index.json").write_text(json.dumps({"shards": [{"format": "mds"}]}))
     with pytest.raises(UserError, match=r"index.json: cannot be read"):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -92,6 +96,41 @@ def test_text_split_by_line_or_paragraph_matches_datasets(
         pieces = source(str(path), text_split=split).iter_documents()
         joined = "".join(piece.text + "|" * piece.is_last_piece for piece in pieces)
         assert joined.replace("\r", "").replace("\n", "") == expected
+
+
+def read_in_pieces(folder: Path, texts: Sequence[str], split: str) -> list[str]:
+    """Write each text to a .txt file, and return the documents of all files, joined from their pieces."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number:05}.txt").write_text(text, "utf-8", newline="")
+    documents = [""]
+    for piece in source(str(folder), text_split=split).iter_documents():
+        documents[-1] += piece.text
+        if piece.is_last_piece:
+            documents.append("")
+    assert not documents.pop(), "the last document does not end"
+    return [document.rstrip("\r\n") if split != "file" else document for document in documents]
+
+
+@pytest.mark.parametrize("split", ["file", "line", "paragraph"])
+def test_documents_do_not_depend_on_piece_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """Blanks and line ends may be anywhere, also at the end of a piece and in the complete last piece."""
+    texts = ["".join(text) for n in range(1, 5) for text in product(("a", " ", "\n", "\r\n"), repeat=n)]
+    texts += ["ab\n" * 3 + " \n" * 9, " " * 20, " " * 20 + "a", "a" + " " * 20, "a\n" * 8, "a\r\n" * 8]
+    whole = read_in_pieces(tmp_path / "texts", texts, split)
+    for chars in (1, 2, 3, 8):
+        monkeypatch.setattr(rows, "PIECE_CHARS", chars)
+        assert read_in_pieces(tmp_path / "texts", texts, split) == whole
+
+
+def test_paragraph_of_short_lines_is_read_in_linear_time(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a line\n" * 40_000)
+    begun = time.process_time()
+    assert len(read(str(tmp_path / "a.txt"), text_split="paragraph")) == 1
+    assert time.process_time() - begun < 3
 
 
 def test_source_may_be_folder_glob_or_list(tmp_path: Path) -> None:

@@ -76,29 +76,33 @@ def packed() -> tuple[list[torch.Tensor], Batch]:
     return documents, batch
 
 
-def tiny(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
+def tiny(
+    model_type: str, attention: str = "sdpa", *, composite: bool = False, **settings: Any
+) -> PreTrainedModel:
     """Build a tiny model with windows shorter than the documents, whose weights make every token matter."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
+    config = AutoConfig.for_model(**{**tiny_config(model_type, "causal-lm"), **settings})
     for part in (config, config.get_text_config()):
         for name in ("sliding_window", "index_topk"):
             if getattr(part, name, None):
                 setattr(part, name, WINDOW)
         if hasattr(part, "is_decoder"):
             part.is_decoder = True
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not composite:
         build = AutoModelForCausalLM.from_config
     else:
         config = build_composite_config(model_type)
+        for name, value in settings.items():
+            setattr(config.get_text_config(), name, value)
         build = getattr(transformers, config.architectures[0])._from_config
     torch.manual_seed(0)
     try:
         model: Any = build(config, attn_implementation=attention)
     except ValueError:  # the type has no sdpa
         model = build(config, attn_implementation="eager")
-    model.config.use_cache = False
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) / 10)
@@ -249,9 +253,11 @@ def test_document_packing_rejects_unsupported_models(
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     for kind, more, why in (
-        ("mamba", {}, "has layers of type linear_attention"),
-        ("bart", {}, "was not found to keep packed texts apart"),
-        ("lfm2", {"layer_types": ["full_attention", "conv"]}, "has layers of type conv"),
+        ("minimax", {}, "has layers of type linear_attention"),
+        ("recurrent_gemma", {}, "has layers of type linear_attention"),
+        ("rwkv", {}, "is not known to keep packed texts apart"),
+        ("xlstm", {}, "is not known to keep packed texts apart"),
+        ("bart", {}, "is not known to keep packed texts apart"),
         ("bert", {"is_decoder": False}, "attends in both directions; set is_decoder: true"),
     ):
         given = {**tiny_config(kind, "causal-lm"), **more}

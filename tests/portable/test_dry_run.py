@@ -55,7 +55,10 @@ def larger(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"data__added_tokens": CHATML, **TARGETS, **HEADS}, None),
         ({"data__added_tokens": CHATML, **TARGETS}, "data.added_tokens: adds rows to"),
         ({}, 'set data.added_tokens to ["<|im_start|>", "<|im_end|>"]'),
-        ({"data__tokenizer": "LARGER"}, "name its last 2 in data.added_tokens, so that they get rows, or"),
+        (
+            {"data__tokenizer": "LARGER"},
+            "list the last 2 tokens in data.added_tokens, so that they get rows, or",
+        ),
         ({"data__added_tokens": CHATML, "data__eval": {"source": "BROKEN"}}, "data.eval.source: "),
         ({"data__added_tokens": CHATML, "train__loss": "no.such:loss"}, "train.loss"),
     ],

@@ -279,7 +279,7 @@ def test_prepare_path_inside_rejects_links(tmp_path: Path) -> None:
     (run / "profile" / "rank0.json.gz").symlink_to(mine / "file")
     prepare_path_inside(run, "profile", "rank0.json.gz").write_text("a trace")
     (run / "memory").symlink_to(mine)
-    with pytest.raises(UserError, match=r"memory is a link that leads out of .*; remove it"):
+    with pytest.raises(UserError, match=r"memory is a link that leads out of .*; remove the link"):
         prepare_path_inside(run, "memory/rank0.pickle")
     assert (mine / "file").read_text() == "mine" and sorted(mine.iterdir()) == [mine / "file"]
 

@@ -306,7 +306,7 @@ def test_external_checkpoint_rejects_differing_default_settings(
     given = begun(trainer, corpus, tmp_path / "run")
     del given["train.learning_rate"]
     line = refusal(capsys, flags(given))
-    assert "was trained with train.betas [0.8, 0.95], train.learning_rate 0.002, and this run has" in line
+    assert "was trained with train.betas [0.8, 0.95], train.learning_rate 0.002, but this run has" in line
 
 
 def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:

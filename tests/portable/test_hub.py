@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from portable.output.export import EXPORT_MARKER_FILE
 from portable.output.hub import HubRepository
 from portable.reporting.model_card import MODEL_CARD_FILE
 from portable.run.rank import run_rank
+from portable.run.uploads import HubUploadCallback
 from tests import hub_datasets
 from tests.composite import build_composite
 from tests.exports import write_source
@@ -214,7 +216,7 @@ def test_hub_that_is_down_at_start_is_a_warning(
     one = of(export)
     one.check_access()
     one.create_repository()
-    assert capsys.readouterr().err.count("warning: hub.push: the hub does not answer (") == 1
+    assert capsys.readouterr().err.count("warning: hub.push: the hub does not respond (") == 1
     one.push_export(export, "Step 1")
     assert hub.repositories["me/run"].commits
 
@@ -228,16 +230,53 @@ def test_hub_upload_failure_does_not_end_run(
     told = [line for line in capfd.readouterr().err.splitlines() if "warning: hub" in line]
     final = tmp_path / "run" / "final"
     assert (final / "model.safetensors").is_file() and not hub.repositories["me/run"].commits
-    by_hand = f"upload it by hand: hf upload me/run {final} . --exclude {EXPORT_MARKER_FILE} --private"
+    by_hand = (
+        f"upload the folder manually: hf upload me/run {final} . --exclude {EXPORT_MARKER_FILE} --private"
+    )
     assert told[-1].endswith(by_hand), told
     assert sum("/commit/" in one for one in hub.requests) in ((1, 2) if fault == 403 else (3, 6))
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_first_upload_failure_prints_warning_after_replaced_checkpoint(
+    num_failures: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that a newer one replaces is reported at the end, and does not hide a failed upload."""
+    begun, released = threading.Event(), threading.Event()
+    errors = [RunError(f"failure {number}") for number in range(num_failures)]
+
+    def push_export(*_: object) -> str:
+        begun.set()
+        released.wait()
+        if errors:
+            raise errors.pop(0)
+        return ""
+
+    repository = Mock(push_export=push_export)
+    repository.name = "me/run"
+    uploads = HubUploadCallback(repository, Mock(), tmp_path / "scratch")
+    uploads.request_upload(tmp_path / "step-000001")
+    begun.wait()
+    uploads.request_upload(tmp_path / "step-000002")
+    uploads.request_upload(tmp_path / "step-000003")
+    released.set()
+    (problem,) = uploads.finish_uploads(None, None).problems
+    reason = f"failure {num_failures - 1}; a newer one came for 1" if num_failures else "a newer one came"
+    missed = f"{num_failures + 1} checkpoint{'s' * bool(num_failures)}"
+    assert problem == f"hub.push: {missed} not uploaded to me/run ({reason})"
+    warning = "warning: hub.push: failure 0; the run continues\n" if num_failures else ""
+    assert capsys.readouterr().err == warning
 
 
 PUBLIC = Repository(private=False)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"faults": {"whoami": [401]}}, "the hub does not accept the token; set HF_TOKEN"),
     ({}, {"role": "read"}, "the token may only read"),
-    ({"hub__repo": "other/tiny"}, {}, "does not exist, and the token's user, me, is not in other"),
+    (
+        {"hub__repo": "other/tiny"},
+        {},
+        "does not exist, and the user of the token, me, cannot create the repository",
+    ),
     ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "may not write to lab/tiny"),  # known on creation
     (
         {"hub__repo": "other/open", "hub__private": False},

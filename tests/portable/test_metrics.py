@@ -281,7 +281,7 @@ def test_custom_metrics_are_loaded_by_import_path() -> None:
         ("f2", "'f2' is not a metric of single_label_classification; use one of "),
         (f"{__name__}:NO_METRIC", "is neither a function nor a class with the methods sums and values"),
         (f"{__name__}:failing", "failing: fails (ValueError: not so; test_metrics.py, line "),
-        (f"{__name__}:loss_again", "loss_again: another metric has a value 'loss', too"),
+        (f"{__name__}:loss_again", "loss_again: another metric also has a value 'loss'"),
     ],
 )
 def test_build_metrics_rejects_unknown_names(name: str, told: str) -> None:

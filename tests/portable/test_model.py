@@ -419,7 +419,7 @@ CANNOT_BE: list[tuple[str, Change, dict[str, Any], str]] = [
         "llama",
         dict,
         {"tie_word_embeddings": True},
-        r"lm_head\.weight differ in the checkpoint, but its config",
+        r"lm_head\.weight differ in the checkpoint, but config.json",
     ),
     ("llama", of_another_dtype, {}, r"up_proj\.weight is stored as .*use a checkpoint in float32"),
     (

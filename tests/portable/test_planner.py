@@ -18,7 +18,7 @@ from portable.planner import device_lookup as devices
 from portable.planner.cli import main
 from portable.planner.memory_model import PLACEHOLDER_DISK_PATH, StrategySetting
 from portable.planner.plan import Planner
-from portable.planner.run_time import compute_hours
+from portable.planner.run_time import Hours, compute_hours
 from tests.promises import record
 from tests.runs import SENTENCE
 
@@ -145,8 +145,11 @@ def test_plan_without_device_has_no_fits(plan: Plan, capsys: pytest.CaptureFixtu
     ("arguments", "words"),
     [
         (["--device", "h10"], ["--device", "h100"]),
-        (["--budget", "50"], ["--budget: no prices; give --price-per-hour"]),
-        (["--price-per-hour", "h101=2"], ["--price-per-hour: unknown device 'h101'; did you mean h100?"]),
+        (["--budget", "50"], ["--budget: there are no prices; add --price-per-hour"]),
+        (
+            ["--price-per-hour", "h101=2"],
+            ["--price-per-hour: 'h101' is not a known device; did you mean h100?"],
+        ),
         (["--device-memory", "much"], ["--device-memory", "much", "80GB"]),
         (["--devices", "7"], ["train.global_batch_size", "7 devices"]),
         (["--train.step", "3"], ["--train.step", "train.steps"]),
@@ -258,8 +261,32 @@ def test_plan_has_hours_and_cost(plan: Plan) -> None:
     least, most = found["hours"]
     assert 0 < least <= most and found["share_of_peak"] == [0.31, 0.39]
     assert found["cost"] == pytest.approx([least * 8 * 2.5, most * 8 * 2.5])
-    assert "minutes for 512,000,000 tokens" in " ".join(plan(*words, told=True).split())
+    assert "less than a minute for 512,000,000 tokens" in " ".join(plan(*words, told=True).split())
     assert plan("--train.steps", "9", "--device", "h100", "--strategy", "zero3")["cost"] is None
+
+
+def test_plan_of_tiny_run_has_bounds_instead_of_tiny_numbers(plan: Plan) -> None:
+    words = [*EIGHT, "--train.steps", "9", "--device", "h100", "--price-per-hour", "2.50"]
+    told = " ".join(plan(*words, told=True).split())
+    assert "time less than a minute for 4,608 tokens: " in told
+    assert "cost less than 0.01, at 2.5 an hour for each device" in told
+    prices = ["--price-per-hour", "h100=2.50", "--budget", "1"]
+    assert "less than 0.01 for less than a minute, " in plan(*words[:4], *prices, told=True)
+
+
+@pytest.mark.parametrize(
+    ("hours", "time", "cost"),
+    [
+        (Hours(1e-8, 2e-8), "less than a minute", "less than 0.01"),
+        (Hours(0.009, 0.0099), "less than a minute", "less than 0.01"),
+        (Hours(0.0151, 0.019), "about 0.91 to 1.1 minutes", "about 0.015 to 0.019"),
+        (Hours(1.0, 1.0), "about 60 minutes", "about 1"),
+        (Hours(1.5, 2.5), "about 1.5 to 2.5 hours", "about 1.5 to 2.5"),
+        (Hours(1234.0, 56789.0), "about 1,200 to 57,000 hours", "about 1,200 to 57,000"),
+    ],
+)
+def test_ranges_of_time_and_cost_are_formatted(hours: Hours, time: str, cost: str) -> None:
+    assert (hours.format_time("about "), hours.format_cost("about ")) == (time, cost)
 
 
 def test_planned_hours_are_limited_by_slow_links(plan: Plan) -> None:

@@ -394,9 +394,9 @@ class Whole(Teacher):
 @pytest.mark.parametrize(
     ("training", "evaluated", "loss", "told"),
     [
-        ("pairs", "chats", "dpo", r"^data\.eval\.source: has records of data\.format messages, and data\."),
-        ("chats", "pairs", None, r"^data\.eval\.source: has records of data\.format preference, and data\."),
-        ("chats", None, "simpo", r"train\.loss: simpo: needs pairs, and data\.format is messages"),
+        ("pairs", "chats", "dpo", r"^data\.eval\.source: has records of data\.format messages, but data\."),
+        ("chats", "pairs", None, r"^data\.eval\.source: has records of data\.format preference, but data\."),
+        ("chats", None, "simpo", r"train\.loss: simpo: needs pairs, but data\.format is messages"),
         ("chats", None, f"{__name__}:Whole", r"Whole: needs complete sequences; set data\.packing to false"),
         ("stream", None, "dpo", r"train\.loss: dpo: needs all samples before the training"),
         ("pairs", None, None, r"data\.format preference needs a loss of pairs; set train\.loss to dpo"),
@@ -523,7 +523,7 @@ def test_reference_that_sees_its_labels_is_rejected(data: Path, tmp_path: Path) 
 def test_missing_reference_is_named_by_loss(data: Path, tmp_path: Path) -> None:
     settings = {**PAIRS, "train__steps": 1, "train__loss": f"dpo(reference='{tmp_path}/nothing')"}
     with pytest.raises(
-        UserError, match=r"^train.loss: dpo.*reference: .*/nothing: no such folder; give a model"
+        UserError, match=r"^train.loss: dpo.*reference: .*/nothing: no such folder; use a model"
     ):
         losses(configured(tmp_path / "run", data, **settings))
 
@@ -562,7 +562,7 @@ def test_ranks_cast_reference_like_policy(
 
 def test_adapter_reference_requires_adapter(data: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, data, **{**PAIRS, "train__loss": "dpo(reference='adapter')"})
-    with pytest.raises(UserError, match="the model has no adapter to switch off; set adapter"):
+    with pytest.raises(UserError, match="the model has no adapter to disable; set adapter"):
         losses(config)
 
 

@@ -139,7 +139,7 @@ def test_export_without_base_uses_recorded_names(
     assert run_rank("cpu", config.replaced({"train.steps": 2})) == 0
     assert load_file(tmp_path / "run" / "final" / "model.safetensors").keys() == wanted
     assert (
-        "lacks tensors that transformers does not load: mtp.fc.weight, mtp.norm.weight"
+        "does not contain tensors that transformers does not load: mtp.fc.weight, mtp.norm.weight"
         in capsys.readouterr().err
     )
     assert (
@@ -230,7 +230,7 @@ def test_merged_export_that_would_fail_is_rejected_before_training(
     monkeypatch.setattr(
         "portable.converters.adapters.base_names.BaseNameLookup.find_parameter", lambda *_: None
     )
-    with pytest.raises(UserError, match=r"checkpoint\.export: .* give the base"):
+    with pytest.raises(UserError, match=r"checkpoint\.export: .* specify the base"):
         prepare_run(resolve_run(config, "cpu"), create_backend("cpu"))
 
 

@@ -182,7 +182,7 @@ def test_slurm_variables_are_ignored_outside_of_steps(environment: dict[str, str
 
 @pytest.mark.parametrize("damage", [{"SLURM_STEP_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "7"}])
 def test_slurm_variables_with_errors_are_rejected(damage: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="srun: its variables do not define this task's rank"):
+    with pytest.raises(UserError, match="srun: the variables of srun do not define the rank of this task"):
         read_slurm_rank_variables({**STEP, **damage})
 
 

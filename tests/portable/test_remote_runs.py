@@ -368,7 +368,9 @@ def place(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
 def test_lease_of_running_run_is_respected(remote: Remote, place: RemotePath) -> None:
     """A lease that a user deletes is written again."""
     with Lease(place) as first:
-        with pytest.raises(UserError, match=r"in use by another run .*; wait for it, stop it or choose"):
+        with pytest.raises(
+            UserError, match=r"in use by another run .*; wait for that run, stop it, or choose"
+        ):
             remote.leg()
         (place / LEASE_FILE).unlink()
         wait_for(lambda: remote.names() == [LEASE_FILE])

@@ -284,14 +284,14 @@ def _of_another_step(checkpoint: Path, *, whole: bool) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (_flip_in_samples, "trainer_state.json: damaged, or from another save"),
+        (_flip_in_samples, "trainer_state.json: is damaged, or from another save"),
         (partial(_of_another_step, whole=False), "(from another save|were written)"),
-        (partial(_of_another_step, whole=True), r"trainer_state.json: damaged \(ValueError: step is 8\)"),
-        (lambda folder: (folder / CHECKSUMS).unlink(), f"{CHECKSUMS}: missing, although"),
-        (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST}: missing"),
-        (lambda folder: (folder / MANIFEST).write_text("{}"), f"{MANIFEST}: damaged"),
+        (partial(_of_another_step, whole=True), r"trainer_state.json: is damaged \(ValueError: step is 8\)"),
+        (lambda folder: (folder / CHECKSUMS).unlink(), f"{CHECKSUMS}: is missing, although"),
+        (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST}: is missing"),
+        (lambda folder: (folder / MANIFEST).write_text("{}"), f"{MANIFEST}: is damaged"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: has 2 bytes, "),
-        (lambda folder: (folder / "config.json").unlink(), "config.json: missing, although"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: is missing, although"),
     ],
     ids=["samples", "shards", "another step", "seal", "no manifest", "manifest", "tokenizer", "config"],
 )
@@ -323,7 +323,7 @@ def test_resume_from_checkpoint_of_older_version_warns(
     assert "written by an older version of this program, without a manifest" in capsys.readouterr().err
     assert weights(folder) == weights(finished)
     (checkpoint / "trainer_state.json").write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match="newer than this program"):
+    with pytest.raises(UserError, match="this program supports versions up to"):
         TrainerState.read(checkpoint)
 
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, get_scheduler
 
 from portable.batch_plan import compute_batch_plan, compute_total_steps
+from portable.checks import check_config
 from portable.config import RunConfig, load_config
 from portable.data.samples.loader import iter_rank_positions
 from portable.errors import UserError
@@ -107,7 +108,7 @@ def test_custom_schedule_with_errors_is_rejected() -> None:
 
     with pytest.raises(UserError, match=r"train.schedule: .*:falling_below_zero: returns -1 for step 2"):
         build_schedule(config("falling_below_zero").train, 30)(2)
-    with pytest.raises(UserError, match=r"halving.*: fails \(ZeroDivisionError.*; correct it"):
+    with pytest.raises(UserError, match=r"halving.*: fails \(ZeroDivisionError.*; correct the code"):
         build_schedule(config("halving(every=0)").train, 30)(2)
 
 
@@ -165,7 +166,7 @@ def test_weight_decay_matches_trainer(name: str) -> None:
     ("patterns", "message"),
     [
         (["nrom"], "'nrom' matches no parameter; did you mean norm?"),
-        (["embed"], "'embed' matches only parameters that are frozen; correct or remove it"),
+        (["embed"], "'embed' matches only parameters that are frozen; correct or remove this pattern"),
         (["mlp", "up_proj"], "'up_proj' matches only parameters that an earlier pattern matches; correct"),
         (["("], "'(' is not a regular expression"),
     ],
@@ -200,11 +201,12 @@ def test_batch_plan_default_micro_batch_follows_world_size(
     assert plan.micro_batch_size * plan.accumulation_steps * world == total
 
 
-@pytest.mark.parametrize(("micro", "size", "accumulation"), [(None, 3, 1), (1, 1, 3), (2, 2, 2)])
+@pytest.mark.parametrize(("micro", "size", "accumulation"), [(None, 3, 1), (1, 1, 3), (2, 2, 2), (3, 3, 1)])
 def test_batch_plan_of_uneven_ranks_takes_sequences_once(
     micro: int | None, size: int, accumulation: int
 ) -> None:
     config = batches() if micro is None else batches(micro_batch_size=micro)
+    check_config(config)
     taken: list[int] = []
     for rank in range(3):
         plan = compute_batch_plan(config, world_size=3, rank=rank)

@@ -78,7 +78,7 @@ def test_tpu_losses_match_cpu(
 
 def test_tpu_backend_without_tpu_is_rejected(corpus: Path, tmp_path: Path) -> None:
     """torch_tpu itself would end the process."""
-    with pytest.raises(UserError, match="backend: tpu needs a TPU, and this machine has none"):
+    with pytest.raises(UserError, match="backend: tpu needs a TPU, but this machine has none"):
         load_backend_package("tpu").check_ranks(1)
     assert resolve_backend_name("auto") == "cpu"
 
@@ -94,7 +94,7 @@ def test_tpu_backend_without_package_suggests_install(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"strategy": "zero2"}, "zero2 is DeepSpeed's, which does not run on backend tpu; use full_shard"),
+        ({"strategy": "zero2"}, "zero2 needs DeepSpeed, which does not run on backend tpu; use full_shard"),
         ({"precision": "tf32"}, "tf32 is a mode of NVIDIA GPUs, not of backend tpu"),
         (
             {"model__attention": "flash_attention_2", "precision": "bf16"},

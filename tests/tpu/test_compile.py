@@ -81,7 +81,7 @@ def test_compile_options_match_torch_xla() -> None:
         ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; use 8 or 16"),
         ("v5p", 16, "4x", "--topology: '4x' does not name the chips of a v5p slice as AxBxC; use one of"),
         ("v5e", 16, "4x8", "--topology: 4x8 has 32 chips, but --devices is 16"),
-        ("v3", 8, None, "--compile: needs --device v4, v5e, v5p, v6e, not v3"),
+        ("v3", 8, None, "--compile: does not support device v3; use --device v4, v5e, v5p, v6e"),
     ],
 )
 def test_select_tpu_slice_rejects_unknown_slices(
@@ -282,13 +282,13 @@ Total hbm usage >= 35.13G:
 
 def test_describe_memory_shortage_is_one_line() -> None:
     assert describe_memory_shortage(OUT_OF_MEMORY) == (
-        "it takes 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
+        "needs 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
         "of aten__mm.1 at llama.py:12"
     )
     newer = (
         "E1000: Ran out of memory on HBM, HLO temporaries (37.25G) exceeds available HBM (15.75G). HLO: m."
     )
-    assert describe_memory_shortage(newer) == "it takes 37.2 GiB of 15.8 GiB"
+    assert describe_memory_shortage(newer) == "needs 37.2 GiB of 15.8 GiB"
     assert describe_compile_error("no\nmore", "") == "no"
     assert describe_compile_error("no kernel `ragged-dot-none`", "") == (
         "no kernel `ragged-dot-none`; use model.experts batched_mm"
@@ -345,9 +345,9 @@ ON_TORCHTPU = ["--backend", "tpu", "--compile", "--device", "v5e", "--devices", 
     [
         (["--only-memory"], "--only-memory: has an effect only with --compile; add --compile"),
         (["--compile", "--device", "h100"], "--compile: backend cuda has no compiler that works without"),
-        ([*ON_TORCHTPU, "--train.optimizer", "muon"], "--compile: train.optimizer muon needs all ranks"),
+        ([*ON_TORCHTPU, "--train.optimizer", "muon"], "--compile: train.optimizer muon cannot be simulated"),
         (["--compile", "--device", "v5e", "--devices", "2"], "--devices: no slice of v5e has 2 chips"),
-        (["--compile", "--device", "v5e"], "--compile: needs libtpu, the TPU's compiler; install it with"),
+        (["--compile", "--device", "v5e"], "--compile: needs libtpu, the TPU compiler; install libtpu with"),
     ],
 )
 def test_plan_compile_rejects_bad_flags_in_one_line(
@@ -376,7 +376,8 @@ def test_find_libtpu_rejects_missing_or_invalid_library(
 ) -> None:
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     with pytest.raises(
-        UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is not a file; name the file of libtpu$"
+        UserError,
+        match=r"^TPU_LIBRARY_PATH: .*libtpu.so is not a file; set TPU_LIBRARY_PATH to the file of libtpu$",
     ):
         find_libtpu()
     (tmp_path / "libtpu.so").write_text("text")
@@ -436,8 +437,8 @@ def test_compile_graph_files_reports_compile_error(
     with pytest.raises(UserError) as unknown:
         compile_graph_files(written(tmp_path, step=hlo.custom("no_such_kernel")), one, library, NEVER)
     assert str(unknown.value) == (
-        "--compile: step: libtpu refuses it: Custom emitter for no_such_kernel not found, in the operation "
-        "of aten__foo at llama.py:7"
+        "--compile: step: libtpu cannot compile this graph: Custom emitter for no_such_kernel not found, in "
+        "the operation of aten__foo at llama.py:7"
     )
     with pytest.raises(UserError, match=r"^--compile: v5e:3x3: "):
         compile_graph_files(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "3x3"), library, NEVER)
@@ -451,7 +452,7 @@ def test_compile_graph_files_reports_crash_of_compiler(
         compile_graph_files(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "1x1"), library, NEVER)
     assert "\n" not in str(died.value)
     assert str(died.value).startswith("--compile: libtpu ended with exit code 1 as it started: ")
-    assert str(died.value).endswith("'xla_no_such_flag'; remove it from LIBTPU_INIT_ARGS")
+    assert str(died.value).endswith("'xla_no_such_flag'; remove this flag from LIBTPU_INIT_ARGS")
 
 
 ASKS = """

@@ -1,6 +1,6 @@
 """Child processes that return their answer in a file.
 
-Tracing and compiling run in such processes, because libtpu and the runtimes may end the process.
+Tracing and compiling run in child processes, because libtpu and the runtimes may end their process.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ def run_in_child_process(
     format_failure: Callable[[int, str], str],
     on_output_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run Python source in a child process, and return the answer that it writes.
+    """Run Python source in a child process, and return the answer that the source writes.
 
     The child process ends when this process ends.
 
     Args:
-        source: Source that calls :func:`write_answer`. It finds ``arguments`` in ``sys.argv`` from index 2
-            on.
+        source: Source that calls :func:`write_answer`. The ``arguments`` are in ``sys.argv`` from index 2 on.
         answer_path: File for the answer, which does not exist yet.
         *arguments: Arguments of the process.
         request: Picklable value that :func:`read_request` returns in the child process.
         environment: Environment variables of the child process.
-        format_failure: Function that returns an error message if the process leaves no answer. It gets the
-            exit code, which is the negative number of a signal if one ended the process, and the output on
-            standard error.
+        format_failure: Function that returns the error message if the process leaves no answer. Its arguments
+            are the exit code, which is negative if a signal ended the process, and the output on standard
+            error.
         on_output_line: Function that is called with each line that the process prints.
 
     Returns:
@@ -87,7 +86,15 @@ def run_in_child_process(
 
 
 def describe_exit(exit_code: int, error_output: str) -> str:
-    """Return the reason why a process left no answer: the last line of its errors, or its exit code."""
+    """Return the reason why a process left no answer, for use in error messages.
+
+    Args:
+        exit_code: Exit code of the process.
+        error_output: Output of the process on standard error.
+
+    Returns:
+        The last line of the output. If there is no output, a sentence with the exit code.
+    """
     lines = error_output.strip().splitlines()
     return to_one_line(lines[-1]) if lines else f"its process ended with {exit_code}"
 
@@ -98,7 +105,10 @@ def read_request() -> Any:
 
 
 def write_answer(values: Mapping[str, Any]) -> None:
-    """Write the answer of this child process atomically, with the peak host memory of the process."""
+    """Write the answer of this child process atomically.
+
+    The entry ``host_bytes``, the peak memory of the process, is added to ``values``.
+    """
     answer = Path(sys.argv[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     partial = answer.with_name(f"{answer.name}.partial")

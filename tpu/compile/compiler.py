@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 _RESOURCE_EXHAUSTED = 8
 NO_LARGE_VALUES = 1 << 62
-"""Number of elements from which values are listed if none should be listed."""
+"""Minimum number of elements that no value has, so that no value is reported."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
 class LibtpuInstallation:
-    """A libtpu on this machine.
+    """Installation of libtpu on this machine.
 
     Attributes:
         path: Path of ``libtpu.so``.
-        version: Version of the package. None if the user specified the path.
+        version: Version of the installed package. None if unknown, as for a path in ``TPU_LIBRARY_PATH``.
     """
 
     path: Path
@@ -51,25 +51,27 @@ class LibtpuInstallation:
 
 
 def find_libtpu() -> LibtpuInstallation:
-    """Find libtpu at ``TPU_LIBRARY_PATH``, or otherwise in the installed package. Does not load it.
+    """Find libtpu at ``TPU_LIBRARY_PATH``, or otherwise in the installed package. The library is not loaded.
 
     Raises:
-        UserError: If there is no libtpu.
+        UserError: If ``TPU_LIBRARY_PATH`` is not a file, or if libtpu is not installed.
     """
     installed = _find_installed_libtpu()
     env_path = os.environ.get("TPU_LIBRARY_PATH")  # torch_xla also sets this variable
     if env_path:
         path = Path(env_path)
         if not path.is_file():
-            raise UserError(f"TPU_LIBRARY_PATH: {env_path} is not a file; name the file of libtpu")
+            raise UserError(
+                f"TPU_LIBRARY_PATH: {env_path} is not a file; set TPU_LIBRARY_PATH to the file of libtpu"
+            )
         return (
             installed if installed is not None and installed.path == path else LibtpuInstallation(path, None)
         )
     if installed is not None:
         return installed
     raise UserError(
-        "--compile: needs libtpu, the TPU's compiler; install it with: "
-        "pip install 'portable-trainer[tpu-compile]', or name the library in TPU_LIBRARY_PATH"
+        "--compile: needs libtpu, the TPU compiler; install libtpu with: pip install "
+        "'portable-trainer[tpu-compile]', or set TPU_LIBRARY_PATH to the library"
     )
 
 
@@ -86,9 +88,12 @@ def _find_installed_libtpu() -> LibtpuInstallation | None:
 
 
 def compile_xla_graphs(config: RunConfig, target: CompileTarget) -> CompiledRun:
-    """Trace and compile the graphs of a run on torch_xla.
+    """Trace and compile the graphs of a run on torch_xla, in child processes.
 
-    See :meth:`portable.registry.BackendPackage.compile_graphs`.
+    See :meth:`portable.registry.BackendPackage.compile_graphs` for the arguments.
+
+    Raises:
+        UserError: If the run would refuse the config, or if tracing or compiling fails.
     """
     tpu_slice = select_tpu_slice(target.device, target.num_devices, target.topology)
     library = find_libtpu()
@@ -117,7 +122,7 @@ def compile_graph_files(
         graph_paths: File with a serialized ``HloModuleProto`` for each name of a graph.
         tpu_slice: The slice. Each module is partitioned for all its devices.
         library: libtpu to compile with.
-        large_value_elements: Number of elements from which a value is listed.
+        large_value_elements: Minimum number of elements of a value that is reported.
         only_memory: Whether to stop before code generation. Each module then has a separate process.
 
     Raises:
@@ -142,7 +147,8 @@ def merge_compile_answers(
         answers: Answer of each process.
 
     Returns:
-        The compiled graphs. Graphs that do not fit into device memory are reported as problems.
+        The compiled graphs. A graph that does not fit into device memory is not an error, but is listed under
+        ``problems``.
 
     Raises:
         UserError: If libtpu refused a graph for a reason other than memory.
@@ -156,7 +162,7 @@ def merge_compile_answers(
             needed = max(needed, _parse_required_bytes(graph["error"]))
         else:
             raise UserError(
-                f"--compile: {graph['name']}: libtpu refuses it: "
+                f"--compile: {graph['name']}: libtpu cannot compile this graph: "
                 f"{describe_compile_error(graph['error'], graph['place'])}"
             )
     return CompiledRun(
@@ -174,6 +180,9 @@ def _run_compile_job(job: CompileJob) -> dict[str, Any]:
     """Run a job in a child process and return its answer.
 
     On a terminal, a line shows the graph that is being compiled.
+
+    Raises:
+        UserError: If libtpu does not support the slice, or if the process crashes.
     """
     started_graphs: list[str] = []
 
@@ -220,7 +229,7 @@ def describe_crash(exit_code: int, started_graphs: Sequence[str], error_output: 
     ]
     last = to_one_line((error_lines or lines or ["it left no message"])[0])
     last = re.sub(r"^[EF]\d{4,}[\d :.]*\s*\d*\s+", "", last)
-    remedy = "remove it from LIBTPU_INIT_ARGS" if "command line flag" in last else "try another libtpu"
+    remedy = "remove this flag from LIBTPU_INIT_ARGS" if "command line flag" in last else "try another libtpu"
     return f"--compile: libtpu ended {how} {moment}: {last}; {remedy}"
 
 
@@ -233,7 +242,11 @@ def is_out_of_memory(message: str, code: int) -> bool:
 
 
 def describe_memory_shortage(message: str) -> str:
-    """Summarize libtpu's error in one line: the memory that a graph would take, and its largest value."""
+    """Summarize an out-of-memory error of libtpu in one line.
+
+    The line contains the memory that the graph would take, its arguments, and its largest value, if the
+    message contains them. Otherwise it is the message itself.
+    """
     total = re.search(r"Used (\S+) of (\S+) hbm", message)
     temporary = re.search(r"HLO temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message)
     allocation = re.search(
@@ -242,7 +255,7 @@ def describe_memory_shortage(message: str) -> str:
     parts = []
     if usage := total or temporary:
         parts.append(
-            f"it takes {format_bytes(_parse_size_bytes(usage[1]))} of "
+            f"needs {format_bytes(_parse_size_bytes(usage[1]))} of "
             f"{format_bytes(_parse_size_bytes(usage[2]))}"
         )
     elif allocation:
@@ -271,11 +284,13 @@ _REMEDIES_BY_KERNEL = {
 
 
 def describe_compile_error(message: str, operation: str) -> str:
-    """Describe libtpu's refusal of a graph, with the operation of the model and a known remedy.
+    """Describe in one line why libtpu refused a graph, with the operation of the model and a known remedy.
 
     Args:
         message: Error message of libtpu.
-        operation: Operation of the model that the message names. Empty if it names none.
+        operation: Operation of the model from
+            :func:`portable.tpu.compile.worker.find_operation_in_message`, which is used if the message
+            has no metadata of an operation. Empty if unknown.
     """
     first = (message.strip().splitlines() or ["it gives no reason"])[0]
     location = _describe_operation(message) or (f" of {operation}" if operation else "")
@@ -286,7 +301,10 @@ def describe_compile_error(message: str, operation: str) -> str:
 
 
 def _describe_operation(text: str) -> str:
-    """Describe the operation that a message of libtpu names, beginning with " of". Empty if it names none."""
+    """Describe the operation in the metadata of a libtpu message: " of", its name and its source location.
+
+    Returns an empty text if the message has no such metadata.
+    """
     operation = re.search(r'op_name="([^"]+)"', text)
     file, line = re.search(r'source_file="([^"]+)"', text), re.search(r"source_line=(\d+)", text)
     parts = [

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 HOST_MEMORY = 5
-"""Memory space of a shape's layout for memory of the host. 0 is HBM, and 1 is the vector memory of a core."""
+"""Number of the memory space of the host. 0 is HBM, and 1 is the vector memory of a core."""
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
 _REPOSITORY_PREFIX = f"{Path(__file__).parents[2]}/"
 # Name and number of bits of each element type (xla_data.proto). Types without a size, such as tokens, are
@@ -45,13 +45,13 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class HloArray:
-    """Shape of an array.
+    """Type, shape and memory space of an array.
 
     Attributes:
         element_type: Name of the element type, such as ``bf16``.
         dimensions: Size of each dim.
         element_bits: Number of bits of an element.
-        memory_space: Memory space in which the array is stored.
+        memory_space: Number of the memory space in which the array is stored. 0 is HBM.
     """
 
     element_type: str
@@ -135,7 +135,7 @@ class HloInstruction:
 
 
 class HloComputation:
-    """Instructions in the order in which they run.
+    """Computation of a module, with its instructions in the order in which they run.
 
     Args:
         message: An ``HloComputationProto``.
@@ -160,7 +160,7 @@ class HloComputation:
 
 
 class HloModule:
-    """HLO module.
+    """HLO module, parsed into computations. The computation that runs first is :attr:`entry`.
 
     Args:
         data: A serialized ``HloModuleProto``.
@@ -183,17 +183,17 @@ class HloModule:
         return [self.computations[number] for number in instruction.called_computation_ids]
 
     def find_trip_count(self, loop: HloInstruction, computation: HloComputation) -> int | None:
-        """Find how often the body of a while loop runs.
+        """Find the number of iterations of a while loop.
 
-        Supports counters that start at a constant, are incremented by a constant, and are compared with a
-        constant.
+        Supports loops whose counter starts at a constant, is incremented by a constant, and is compared with
+        a constant.
 
         Args:
             loop: The while instruction.
             computation: Computation that contains the loop.
 
         Returns:
-            The number of iterations. None if the module does not determine it.
+            The number of iterations. None if the loop has another form.
         """
         body, condition = self.get_called_computations(loop)
         compare = condition.root
@@ -227,19 +227,36 @@ class HloModule:
     def _resolve_fusion_parameter(
         instruction: HloInstruction, scope: HloComputation, outer: list[HloInstruction]
     ) -> HloInstruction:
-        """Return the operand of a fusion for its parameter, and other instructions unchanged."""
+        """Return the operand of a fusion that a parameter of the fused computation refers to.
+
+        Other instructions are returned unchanged.
+
+        Args:
+            instruction: Instruction of ``scope``.
+            scope: Fused computation.
+            outer: Operands of the fusion. Empty if ``scope`` is not a fused computation.
+        """
         if instruction.opcode == "parameter" and outer:
             instruction = outer[instruction.parameter_number]
         return instruction
 
 
 def strip_package_prefix(file: str) -> str:
-    """Return the path of a source file relative to its package directory."""
+    """Return the path of a source file relative to ``site-packages``, or to the repository of this project.
+
+    A path outside of both is returned unchanged.
+    """
     return _PACKAGES.sub("", file).removeprefix(_REPOSITORY_PREFIX)
 
 
 def _find_initial_integer(scope: HloComputation, tuple_: HloInstruction, index: int) -> int | None:
-    """Return the integer that an element of a tuple has before a loop, or None if it is not a constant."""
+    """Return the value of element ``index`` of a loop's initial tuple, or None if it is not a constant.
+
+    Args:
+        scope: Computation that contains the tuple.
+        tuple_: Instruction that builds the initial tuple.
+        index: Index of the element.
+    """
     if tuple_.opcode != "tuple":
         return None
     value = scope.get_operands(tuple_)[index]
@@ -249,7 +266,10 @@ def _find_initial_integer(scope: HloComputation, tuple_: HloInstruction, index: 
 
 
 def _find_counter_step(body: HloComputation, index: int) -> int | None:
-    """Return the constant that the body of a loop adds to an element of its tuple, or None."""
+    """Return the constant that the body of a loop adds to element ``index`` of its tuple.
+
+    Returns None if the body changes the element in any other way.
+    """
     if body.root.opcode != "tuple":
         return None
     added = body.get_operands(body.root)[index]

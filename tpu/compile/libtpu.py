@@ -45,9 +45,10 @@ _FUNCTIONS = {
 }
 _STRING, _INT64, _INT64_LIST, _FLOAT, _BOOL = range(5)
 _SPARE_FIELDS = 24
-"""Number of fields after the inputs, for outputs of a function and for fields that later releases append.
+"""Number of fields that are reserved after the input fields of a struct.
 
-A struct may be longer than the library expects, but never shorter.
+They are for the outputs of the function, and for fields that later releases append. A struct may be longer
+than the library expects, but not shorter.
 """
 
 
@@ -146,7 +147,7 @@ class ResultType(NamedTuple):
 
 
 class Libtpu:
-    """Loaded libtpu.
+    """The library libtpu, loaded into this process.
 
     Args:
         path: Path of ``libtpu.so``.
@@ -170,8 +171,8 @@ class Libtpu:
         needed = ctypes.sizeof(_PjrtApi) + ctypes.sizeof(ctypes.c_void_p) * (max(_FUNCTIONS.values()) + 1)
         if version[0] != OLDEST_PJRT_VERSION[0] or version < OLDEST_PJRT_VERSION or api.struct_size < needed:
             raise LibtpuInterfaceError(
-                f"{path} speaks PJRT {version[0]}.{version[1]}; from "
-                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 is known"
+                f"{path} has PJRT version {version[0]}.{version[1]}, but only versions from "
+                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 are supported"
             )
         self._num_functions = (api.struct_size - ctypes.sizeof(_PjrtApi)) // ctypes.sizeof(ctypes.c_void_p)
         self.interface_version = f"{version[0]}.{version[1]}"
@@ -211,7 +212,12 @@ class Libtpu:
         raise LibtpuError(message, code)
 
     def _call_raw(self, function: str, *fields: int) -> tuple[list[int], int]:
-        """Call a function, and return its fields and the handle of its error, which is 0 without an error."""
+        """Call a function without raising its error.
+
+        Returns:
+            The fields of the struct after the two fields that all structs have, and the handle of the error,
+            which is 0 if the function succeeded.
+        """
         slots = (ctypes.c_uint64 * (2 + len(fields) + _SPARE_FIELDS))()
         slots[0] = ctypes.sizeof(slots)
         slots[2 : 2 + len(fields)] = [value & (1 << 64) - 1 for value in fields]
@@ -219,12 +225,15 @@ class Libtpu:
         return list(slots[2:]), error or 0
 
     def replace_functions(self, addresses_by_index: Mapping[int, int], *, extension_address: int) -> None:
-        """Replace functions in libtpu's table for another user of the library in this process.
+        """Replace functions in libtpu's table, which other users of the library in this process also call.
+
+        This object still calls the original functions.
 
         Args:
-            addresses_by_index: Address of each new function, by its position in the table.
-            extension_address: Address of the extension that replaces libtpu's extensions, whose functions
-                cannot be replaced one by one.
+            addresses_by_index: Address of each new function, keyed by its index in the table. An index that
+                this release of libtpu does not have is ignored.
+            extension_address: Address of the extension that replaces all extensions of libtpu, because their
+                functions cannot be replaced one by one.
         """
         _PjrtApi.from_address(self._table).extensions = extension_address
         for position, function in addresses_by_index.items():
@@ -262,7 +271,7 @@ class Libtpu:
 
 
 class TpuTopology:
-    """Chips of a slice. A topology is never freed.
+    """Topology of a slice, for which libtpu compiles programs. It is never freed.
 
     Args:
         library: libtpu, which created the topology.
@@ -305,7 +314,7 @@ class TpuTopology:
     def read_device_attributes(self, device_id: int) -> dict[str, OptionValue]:
         """Read the attributes of a device, keyed by name.
 
-        Examples are ``coords``, ``num_cores`` and, since 2026, the size of its memory.
+        Examples are ``coords``, ``num_cores`` and, since 2026, the size of the device's memory.
         """
         device = self.device_handles[device_id]
         _, count, array = self.library.call_function("PJRT_DeviceDescription_Attributes", device)[:3]
@@ -327,7 +336,8 @@ class TpuTopology:
         Args:
             module: Serialized ``HloModuleProto``, with its shardings and donated buffers.
             module_format: ``hlo``, or ``mlir`` for StableHLO bytecode, which torch_tpu creates.
-            options: Serialized ``CompileOptionsProto``. If None, torch_xla's options on all devices.
+            options: Serialized ``CompileOptionsProto``. If None, torch_xla's options for a graph on all
+                devices of the slice.
 
         Raises:
             LibtpuError: If the module does not compile, or takes more memory than a device has.
@@ -410,7 +420,7 @@ class LibtpuExecutable:
             return bytes(xla_messages.HloModuleWithConfig.FromString(buffer.raw).hlo_module)
         if kind == "hlo":
             return buffer.raw
-        raise LibtpuInterfaceError(f"libtpu returns its program as {kind}, not as HLO")
+        raise LibtpuInterfaceError(f"libtpu returns programs as {kind}, not as HLO")
 
     def destroy(self) -> None:
         """Free the executable."""
@@ -446,7 +456,8 @@ def _has_tuple_parameter(module: bytes) -> bool:
 def _fill_named_value(target: _PjrtNamedValue, name: str, value: OptionValue, buffers: list[Any]) -> None:
     """Fill a ``PJRT_NamedValue`` in place.
 
-    The memory that it points to is appended to ``buffers``, which keeps it alive.
+    The struct contains pointers. The memory that they point to is appended to ``buffers``, which must exist
+    as long as the struct is used.
     """
     buffer = ctypes.create_string_buffer(name.encode())
     target.struct_size = ctypes.sizeof(_PjrtNamedValue)

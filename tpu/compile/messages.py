@@ -52,11 +52,14 @@ ExecutableBuildOptions device_ordinal:1:int64 num_replicas:4:int64 num_partition
 CompileOptions parameter_is_tupled_arguments:2:bool executable_build_options:3:ExecutableBuildOptions
   env_option_overrides:7:bytes*
 """
-"""Fields of each message: name, number, and a type or a message. A star marks a repeated field."""
+"""Definition of each message: the name of the message, and its fields as ``name:number:type``.
+
+The type of a field is a scalar type or another message. A star marks a repeated field.
+"""
 
 
 class _MessageClasses:
-    """Class of each message, as an attribute with its name."""
+    """Namespace with the class of each message in ``_MESSAGE_FIELDS``, such as ``HloModuleProto``."""
 
     def __init__(self) -> None:
         file = descriptor_pb2.FileDescriptorProto(name="portable/xla.proto", package="xla", syntax="proto3")
@@ -95,7 +98,7 @@ xla_messages: Any = _MessageClasses()
 
 
 def assign_partitions_to_devices(build_options: Any, device_ids: Sequence[int]) -> None:
-    """Set ``ExecutableBuildOptions`` to one program with one partition on each device.
+    """Set ``ExecutableBuildOptions`` to one replica of a program, with one partition per device.
 
     Args:
         build_options: Message ``ExecutableBuildOptions``, which is changed.

@@ -50,13 +50,13 @@ class ModuleReport:
 
     Attributes:
         collectives: Number, bytes and overlap of the collectives of each kind.
-        large_values: Values that are at least as large as the requested size, the largest first.
+        large_values: Values with at least the requested number of elements, the largest first.
         custom_calls: Number of calls of each custom call target.
         host_transfers: Operations that exchange data with the host.
         matrix_flops: FLOPs of all matrix products, including all iterations of loops.
-        looped_flops: FLOPs of matrix products in loops after the first iteration. The compiler's cost
-            analysis counts a body once.
-        looped_bytes: Bytes that loops access after the first iteration.
+        looped_flops: FLOPs of matrix products in loops after the first iteration. They must be added to the
+            compiler's cost analysis, which counts the body of a loop only once.
+        looped_bytes: Bytes that loops access after the first iteration. They must be added as well.
         loops_of_unknown_length: Number of loops of unknown length, which are counted as one iteration.
     """
 
@@ -84,7 +84,7 @@ def analyze_module(program: bytes, num_devices: int, large_value_elements: int) 
     Args:
         program: A serialized ``HloModuleProto``.
         num_devices: Number of devices that the module is partitioned for.
-        large_value_elements: Number of elements from which a value is listed.
+        large_value_elements: Minimum number of elements of a value that is reported.
     """
     reader = _ModuleAnalyzer(HloModule(program), num_devices, large_value_elements)
     reader.analyze_computation(reader.module.entry, 1)
@@ -92,7 +92,13 @@ def analyze_module(program: bytes, num_devices: int, large_value_elements: int) 
 
 
 class _ModuleAnalyzer:
-    """Analyzes a module, computation by computation."""
+    """Analyzer of a module, which visits one computation at a time and sums the results.
+
+    Args:
+        module: Scheduled module.
+        devices: Number of devices that the module is partitioned for.
+        large: Minimum number of elements of a value that is reported.
+    """
 
     def __init__(self, module: HloModule, devices: int, large: int) -> None:
         self.module = module
@@ -129,9 +135,9 @@ class _ModuleAnalyzer:
 
         Args:
             computation: Computation that is not the body of a fusion.
-            num_runs: Number of times that it runs.
-            enclosing_collectives: Keys of collectives that are running when the computation is called. It may
-                continue them.
+            num_runs: Number of times that the computation runs.
+            enclosing_collectives: Keys of collectives that are running when the computation is called.
+                Fusions in the computation may continue these collectives.
         """
         open_collectives: dict[tuple[str, int], _MeasuredCollective] = {}
         for instruction in computation.instructions:
@@ -162,7 +168,10 @@ class _ModuleAnalyzer:
         num_runs: int,
         active_collectives: Set[tuple[str, int]],
     ) -> None:
-        """Analyze the computations that a loop, call or conditional runs."""
+        """Analyze the computations that an instruction calls, if it is a loop, a call or a conditional.
+
+        A loop adds the FLOPs and bytes of all iterations after the first to the totals.
+        """
         if instruction.opcode == "while":
             trips = self.module.find_trip_count(instruction, computation)
             if trips is None:
@@ -186,7 +195,9 @@ class _ModuleAnalyzer:
         num_runs: int,
         enclosing_collectives: Set[tuple[str, int]],
     ) -> bool:
-        """Start or finish a collective if the instruction is one, or a part of one.
+        """Record the start or the end of a collective if the instruction is a collective or a part of one.
+
+        A started collective is added to ``open_collectives``, and removed from it when it is finished.
 
         Returns:
             Whether the instruction belongs to an asynchronous operation or a collective, and does not
@@ -231,11 +242,11 @@ class _ModuleAnalyzer:
     ) -> bool:
         """Track a collective in a fusion, which is a form that only TPUs use.
 
-        One fusion starts a collective, other fusions continue it during their computation, and one fusion
-        ends it. They have the same channel.
+        One fusion starts a collective, other fusions continue the collective during their computation, and
+        one fusion ends it. All these fusions have the same channel id.
 
         Returns:
-            Whether the fusion is only a collective.
+            Whether the fusion is a collective without other computation.
         """
         (fused,) = self.module.get_called_computations(instruction)[:1] or (None,)
         inner = [] if fused is None else [i for i in fused.instructions if i.opcode in COLLECTIVE_OPCODES]
@@ -265,7 +276,7 @@ class _ModuleAnalyzer:
     def _measure_collective(
         self, computation: HloComputation, instruction: HloInstruction, kind: str, *, is_async: bool
     ) -> _MeasuredCollective:
-        """Compute the bytes that a device sends in a collective."""
+        """Return a collective with the number of bytes that each device sends."""
         group = instruction.get_group_size(self._num_devices)
         size = computation.count_operand_bytes(instruction)
         sent = {
@@ -328,9 +339,10 @@ class _ModuleAnalyzer:
 
 
 def count_convolution_flops(computation: HloComputation, instruction: HloInstruction) -> float:
-    """Count the FLOPs of a convolution. A TPU compiler turns every matrix product into a convolution.
+    """Count the FLOPs of a convolution. The TPU compiler turns every matrix product into a convolution.
 
-    Batch dims become windows with holes, whose empty positions take no work.
+    The compiler expresses a batch dim as a dilated window. Only window positions that read an element of the
+    input are counted, because positions in the padding and in the holes of the dilation take no work.
 
     Args:
         computation: Computation that contains the instruction.
@@ -351,7 +363,15 @@ def count_convolution_flops(computation: HloComputation, instruction: HloInstruc
 
 
 def _count_valid_window_positions(window: Any, input_size: int, output_size: int) -> int:
-    """Count the pairs of an output position and a window position that use an element of the input."""
+    """Count the pairs of an output position and a window position that read an element of the input.
+
+    The other pairs read the padding, or a hole that the dilation of the input inserts.
+
+    Args:
+        window: A ``WindowDimension``.
+        input_size: Size of the input along the dim of the window.
+        output_size: Size of the output along the dim of the window.
+    """
     size, stride, padding = window.size or 1, window.stride or 1, window.padding_low
     holes, gaps = window.window_dilation or 1, window.base_dilation or 1
     extent = (input_size - 1) * gaps + 1
@@ -387,7 +407,7 @@ def _count_accessed_bytes(computation: HloComputation) -> int:
 def _classify_fused_collective(fused: HloComputation, collective: HloInstruction) -> str:
     """Return the kind of a collective in a fusion.
 
-    A fusion of an all-reduce with the slice that a device keeps is a reduce-scatter.
+    If an all-reduce is fused with the operation that slices out the device's part, it is a reduce-scatter.
     """
     opcodes = {instruction.opcode for instruction in fused.instructions}
     if collective.opcode == "all-reduce" and {"dynamic-slice", "partition-id"} <= opcodes:

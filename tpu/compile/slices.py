@@ -25,8 +25,8 @@ class SliceFamily:
     Attributes:
         slice_shapes: Shapes that Google Cloud offers, ascending:
             https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm
-        usable_hbm_bytes: Bytes of memory that a program may use, from error messages of libtpu 0.0.21. A
-            newer libtpu reports it.
+        usable_hbm_bytes: Bytes of memory that a program may use, from error messages of libtpu 0.0.21. Only
+            used if libtpu does not report the limit, which newer releases do.
         topology_options: Options of libtpu's topology.
         libtpu_flags: Flags that torch_xla adds to LIBTPU_INIT_ARGS for this generation.
     """
@@ -97,12 +97,15 @@ class TpuSlice:
         return limit if isinstance(limit, int) else SLICE_FAMILIES[self.generation].usable_hbm_bytes
 
     def build_compiler_environment(self, base_environment: dict[str, str]) -> dict[str, str]:
-        """Build the environment in which libtpu compiles as in a run under torch_xla.
+        """Build environment variables with which libtpu compiles as in a run under torch_xla.
 
-        libtpu does not query a metadata server in this environment.
+        With these variables, libtpu does not query a metadata server.
 
         Args:
             base_environment: Environment variables of the caller. Flags in its LIBTPU_INIT_ARGS are kept.
+
+        Returns:
+            All environment variables of the compiler's process.
         """
         flags = (*ADDED_LIBTPU_FLAGS, *_TORCH_XLA_FLAGS, *SLICE_FAMILIES[self.generation].libtpu_flags)
         settings = {
@@ -121,18 +124,22 @@ class TpuSlice:
 
 
 def select_tpu_slice(device: str | None, num_devices: int, topology: str | None) -> TpuSlice:
-    """Select the slice with a number of chips.
+    """Select a slice by its generation and its number of chips.
 
     Args:
         device: Name of the generation, from ``--device``. None if the flag is not set.
         num_devices: Number of chips.
-        topology: Number of chips along each axis, such as ``4x4``. If None, the usual slice of this size.
+        topology: Number of chips along each axis, such as ``4x4``, from ``--topology``. If None, the shape
+            that Google Cloud offers for this number of chips.
 
     Raises:
-        UserError: If there is no such slice.
+        UserError: If the generation is missing or unknown, no slice has this number of chips, or the topology
+            does not match the generation and the number of chips.
     """
     if device is None or device not in SLICE_FAMILIES:
-        raise UserError(f"--compile: needs --device {', '.join(SLICE_FAMILIES)}, not {device or 'none'}")
+        raise UserError(
+            f"--compile: does not support device {device or 'none'}; use --device {', '.join(SLICE_FAMILIES)}"
+        )
     generation = SLICE_FAMILIES[device]
     if topology is None:
         sizes = {math.prod(_parse_chip_shape(chips)): chips for chips in generation.slice_shapes}
@@ -152,7 +159,8 @@ def select_tpu_slice(device: str | None, num_devices: int, topology: str | None)
     tpu_slice = TpuSlice(device, topology)
     if tpu_slice.num_devices != num_devices:
         raise UserError(
-            f"--topology: {topology} has {tpu_slice.num_devices} chips, but --devices is {num_devices}"
+            f"--topology: {topology} has {tpu_slice.num_devices} chips, but --devices is "
+            f"{num_devices}; make the two numbers equal"
         )
     return tpu_slice
 

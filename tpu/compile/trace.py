@@ -31,7 +31,7 @@ class TracedGraph:
         name: ``step``; ``micro-batch`` and ``update`` with several micro-batches; ``evaluation`` or
             ``generation``.
         hlo_path: File with a serialized HloModuleProto, which is one program for all devices.
-        num_devices: Number of partitions to compile it for.
+        num_devices: Number of partitions to compile the graph for.
         num_donated_parameters: Number of parameters whose buffers the results may reuse.
         trace_seconds: Time that tracing took.
     """
@@ -46,12 +46,12 @@ class TracedGraph:
 def trace_graphs(
     config: RunConfig, num_devices: int, folder: Path, *, hardware: str = "TPU"
 ) -> list[TracedGraph]:
-    """Trace every graph that a run compiles on the devices of one slice.
+    """Trace every graph that a run compiles on the devices of one slice, in a child process.
 
     Args:
         config: Config of the run. Its data and weights need not exist.
         num_devices: Number of devices of the slice.
-        folder: Folder for the files ``<name>.hlo.pb``. It is created.
+        folder: Folder for the files ``<name>.hlo.pb``. The folder is created if it is missing.
         hardware: ``TPU``, or ``CPU`` for the graphs of virtual devices. torch_xla lowers some operations
             differently for a TPU.
 

@@ -28,9 +28,11 @@ class StepInputs(NamedTuple):
     """Inputs of a training step."""
 
     config: RunConfig
+    """Config of the run, resolved with the files on this machine."""
     model: PreTrainedModel
     """The transformers model with its adapter, on the meta device."""
     plan: BatchPlan
+    """Batch sizes of this rank."""
     batch: Batch
     """Micro-batch on the CPU, with meaningless values."""
 
@@ -41,7 +43,7 @@ def build_step_inputs(config: RunConfig, backend: Backend, *, sequence_parts: in
     Args:
         config: Config of the run.
         backend: Backend of the run.
-        sequence_parts: Number of parts that a sequence is split into. The batch contains one part.
+        sequence_parts: Number of parts into which a sequence is split. The batch contains one part.
 
     Raises:
         UserError: If the run would refuse the config, or the loss cannot be traced.
@@ -66,7 +68,15 @@ def build_step_inputs(config: RunConfig, backend: Backend, *, sequence_parts: in
 
 
 def _build_precomputed_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, torch.Tensor]:
-    """Build zeros with the shapes of the values that a loss computes for each sample before a run."""
+    """Build zeros with the names and shapes of the values that a loss computes once, before the training.
+
+    Args:
+        loss: Custom loss with a function ``once``, which is run on the meta device.
+        batch: Micro-batch whose shapes are used.
+
+    Raises:
+        UserError: If ``once`` does not run on the meta device.
+    """
     shapes = {name: rows.to("meta") for name, rows in batch.items()}
     value = torch.zeros(shapes["labels"].shape, device="meta")
 
@@ -77,7 +87,7 @@ def _build_precomputed_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, t
         values = loss.once(build_outputs, shapes)  # type: ignore[misc]
     except Exception as error:  # custom code may read values or need logits
         raise UserError(
-            f"--compile: {loss.key}: the values that it computes before the training are unknown here; leave "
-            "out --compile"
+            f"--compile: {loss.key}: the values that the loss computes before the training are not "
+            "available; leave out --compile"
         ) from error
     return {name: torch.zeros(rows.shape, dtype=rows.dtype) for name, rows in values.items()}

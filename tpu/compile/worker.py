@@ -1,8 +1,8 @@
 """Process that compiles the graphs of a run.
 
 libtpu may end its process, takes gigabytes of memory, and reads its flags only once. The graphs of a run are
-therefore compiled in a child process (:mod:`portable.tpu.compile.child_process`). It prints the name of each
-graph when it starts to compile the graph.
+therefore compiled in a child process (:mod:`portable.tpu.compile.child_process`). The process prints the name
+of each graph when it starts to compile the graph.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _BUFFER_ASSIGNMENT_FILES = "*.after_optimizations_after_buffer_assignment.hlo.pb
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Graphs to compile, and how.
+    """Request to compile graphs, which the parent process sends to the child process.
 
     Attributes:
         libtpu_path: Path of ``libtpu.so``.
         tpu_slice: Slice to compile for.
         graph_paths: File with a serialized ``HloModuleProto`` for each name of a graph.
-        large_value_elements: Number of elements from which a value is listed.
+        large_value_elements: Minimum number of elements of a value that is reported.
         only_memory: Whether to stop before code generation. The job has only one graph in this case.
     """
 
@@ -56,7 +56,7 @@ class CompileJob:
 
 
 def main() -> None:
-    """Run the job that standard input contains, and write its answer."""
+    """Run the job of the request that standard input contains, and write the answer."""
     job: CompileJob = read_request()
     try:
         answer = run_compile_job(job, Path(sys.argv[1]).with_name(DUMP_FOLDER) if job.only_memory else None)
@@ -115,7 +115,7 @@ def compile_graph(
         topology: The slice.
         name: Name of the graph.
         module: A serialized ``HloModuleProto``.
-        large_value_elements: Number of elements from which a value is listed.
+        large_value_elements: Minimum number of elements of a value that is reported.
 
     Raises:
         LibtpuError: If the graph does not compile, or takes too much memory.
@@ -141,15 +141,17 @@ def build_compiled_graph(
     Args:
         executable: Compiled graph.
         name: Name of the graph.
-        num_devices: Number of devices that it is partitioned for.
-        large_value_elements: Number of elements from which a value is listed.
+        num_devices: Number of devices that the graph is partitioned for.
+        large_value_elements: Minimum number of elements of a value that is reported.
         compile_seconds: Time that compilation took.
     """
     memory, cost = executable.read_memory_usage(), executable.read_cost_estimate()
     report = analyze_module(executable.read_scheduled_module(), num_devices, large_value_elements)
     notes = []
     if report.loops_of_unknown_length:
-        notes.append(f"{report.loops_of_unknown_length} loops of unknown length count as one pass")
+        notes.append(
+            f"loops of unknown length ({report.loops_of_unknown_length}) are counted as one iteration"
+        )
     return CompiledGraph(
         name=name,
         argument_bytes=memory.argument_bytes,
@@ -173,14 +175,16 @@ def compile_graph_schedule(
 ) -> CompiledGraph:
     """Compile one graph up to its schedule and its memory assignment.
 
-    This is fast, because code generation takes most of the time of a compilation.
+    This is fast, because code generation takes most of the time of a compilation. libtpu cannot be stopped
+    there, so code generation continues in a daemon thread. End the process afterwards.
 
     Args:
         topology: The slice.
         name: Name of the graph.
         module: A serialized ``HloModuleProto``.
-        large_value_elements: Number of elements from which a value is listed.
-        dump_folder: Folder into which the compiler writes its schedule. ``XLA_FLAGS`` names it.
+        large_value_elements: Minimum number of elements of a value that is reported.
+        dump_folder: Folder into which the compiler writes its schedule. It must be the folder that
+            ``XLA_FLAGS`` contains.
 
     Raises:
         LibtpuError: If compilation fails before the schedule, or the graph takes too much memory.
@@ -228,7 +232,7 @@ def compile_graph_schedule(
         large_values=report.large_values,
         custom_calls=report.custom_calls,
         host_transfers=report.host_transfers,
-        notes=("no code was made, so its size is not counted; FLOPs count only matrix products",),
+        notes=("no code was generated, so its size is not counted; FLOPs include only matrix products",),
     )
 
 
@@ -237,7 +241,7 @@ def find_operation_in_message(message: str, module: bytes) -> str:
 
     Args:
         message: Error message of libtpu.
-        module: Serialized ``HloModuleProto`` that it refused.
+        module: Serialized ``HloModuleProto`` that libtpu refused.
 
     Returns:
         Name and source location of the operation. Empty if the message names none.

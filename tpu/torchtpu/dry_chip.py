@@ -1,10 +1,10 @@
-"""Simulated TPU chip, which compiles programs and computes nothing.
+"""Simulated TPU chip, which compiles programs but does not execute them.
 
-The chip is based on the topology of libtpu's compiler. torch_tpu opens its chips through libtpu's table of
-functions (PJRT). This module replaces the functions that need a chip. A program is passed to the real
-compiler, for the slice. A buffer has a type, a shape and a size. It has no values unless it is small, and is
-read as zeros. The engines therefore run without changes, and the memory that each program would take on a
-chip is counted.
+torch_tpu opens its chips through libtpu's table of functions (PJRT). This module replaces the functions that
+need a chip. The real compiler of libtpu compiles each program for the topology of the slice. A simulated
+buffer has a type, a shape and a size, but only small buffers have values, and all other buffers are read as
+zeros. The engines therefore run without changes, while the simulated chip counts the memory that each program
+would take.
 """
 
 from __future__ import annotations
@@ -87,7 +87,12 @@ class DryBuffer:
 
     @classmethod
     def from_sizes(cls, element_type: int, sizes: Sequence[int]) -> DryBuffer:
-        """Create a buffer of zeros."""
+        """Create a buffer of zeros.
+
+        Args:
+            element_type: A ``PJRT_Buffer_Type``.
+            sizes: Size of each dim.
+        """
         return cls(element_type, (ctypes.c_int64 * max(len(sizes), 1))(*sizes), len(sizes))
 
     @property
@@ -100,11 +105,11 @@ class DryBuffer:
 
 @dataclass
 class DryProgram:
-    """Compiled program.
+    """Program that libtpu has compiled and that the simulated chip can run.
 
     Attributes:
         graph: Memory and operations of the program.
-        outputs: Buffers that each run creates.
+        outputs: Templates of the output buffers. Each run of the program adds copies of them to the chip.
         device_assignment_fields: Fields of the device assignment that torch_tpu reads: its address, its size,
             the object that owns it, and a function that frees it.
     """
@@ -115,12 +120,15 @@ class DryProgram:
 
 
 class DryChip:
-    """Replaces the functions for chips in libtpu's table. Create it before torch_tpu reads the table.
+    """Simulated chip. Its constructor replaces the functions in libtpu's table that need a chip.
+
+    Create the object before torch_tpu reads the table.
 
     Args:
         topology: The slice. This process drives its first chip.
-        large_value_elements: Number of elements from which a value of a program is listed.
-        on_compile_error: Function that ends the process. Called if libtpu does not compile a program.
+        large_value_elements: Minimum number of elements of a value of a program that is reported.
+        on_compile_error: Function that is called if libtpu does not compile a program. It must end the
+            process.
     """
 
     def __init__(
@@ -159,10 +167,12 @@ class DryChip:
     def _make_c_function(self, handler: Callable[[Any], Sequence[int] | None]) -> int:
         """Make a C function for libtpu's table and return its address.
 
+        A function of PJRT has one argument, a struct of 64-bit fields. The first two fields are the same in
+        all structs and are not passed to the handler.
+
         Args:
-            handler: Python function that receives the fields of the struct after the two fields that all
-                structs have. It returns the new values from the second of these fields on, or changes the
-                fields itself.
+            handler: Python function of the remaining fields. Field 0 is an input. The handler returns the new
+                values of the fields from field 1 on, or sets fields in place and returns None.
         """
 
         def call_handler(address: int) -> None:
@@ -194,9 +204,10 @@ class DryChip:
         return ctypes.addressof(buffer), len(text)
 
     def _build_function_table(self) -> dict[int, Callable[[Any], Sequence[int] | None]]:
-        """Build the replaced functions, by their position in PJRT's table, which only grows at its end.
+        """Build the functions that replace libtpu's, keyed by their index in PJRT's table.
 
-        See pjrt_c_api.h for the structs.
+        An index is valid for all releases, because new functions are only appended to the table. The structs
+        are defined in pjrt_c_api.h.
         """
         topology, buffers, memory = self._topology, self._live_buffers, self._memory
         device_numbers = {chip: number for number, chip in topology.device_handles.items()}
@@ -289,7 +300,7 @@ class DryChip:
         return array, size, array, _get_function_address(_NO_OP_DELETER)
 
     def _allocate_host_memory(self, arguments: Any) -> None:
-        """Allocate memory of the host from which a chip can copy."""
+        """Allocate aligned host memory for transfers, and set its address and the function that frees it."""
         size = ctypes.c_size_t(-(-arguments[1] // _ALIGNMENT) * _ALIGNMENT)
         arguments[3:6] = (
             self._libc.aligned_alloc(_ALIGNMENT, size) or 0,
@@ -300,7 +311,7 @@ class DryChip:
     # -- programs -----------------------------------------------------------------------------------------
 
     def _compile_program(self, arguments: Any) -> None:
-        """Compile a StableHLO program for the first chips of the slice."""
+        """Compile a StableHLO program for the first chips of the slice, and add it to :attr:`programs`."""
         program = (ctypes.c_uint64 * 4).from_address(arguments[1] + 16)
         code = ctypes.string_at(program[0], program[1])
         options = xla_messages.CompileOptions.FromString(ctypes.string_at(arguments[2], arguments[3]))
@@ -321,7 +332,11 @@ class DryChip:
         arguments[4] = executable.handle
 
     def _execute_program(self, arguments: Any) -> None:
-        """Count a run of a program, and create its output buffers."""
+        """Count a run of a program, update the peak memory, and create the output buffers.
+
+        A collective with one argument copies the first bytes of the argument to its outputs, because the
+        other ranks are assumed to send zeros.
+        """
         program = self.programs[arguments[0]]
         self.run_counts[arguments[0]] += 1
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + program.graph.working_bytes)
@@ -360,7 +375,7 @@ class DryChip:
         return ctypes.addressof(buffer.shape), buffer.num_dims
 
     def _copy_buffer_to_host(self, arguments: Any) -> None:
-        """Copy the content of a buffer to host memory, or return its size if there is no host address."""
+        """Copy the content of a buffer to host memory. Without a host address, only set its size in bytes."""
         buffer = self._live_buffers[arguments[0]]
         if arguments[2]:
             ctypes.memset(arguments[2], 0, arguments[3])
@@ -371,7 +386,7 @@ class DryChip:
 
 
 def _make_constant_handler(*fields: int) -> Callable[[Any], Sequence[int]]:
-    """Make a handler that always returns the same fields."""
+    """Make a handler that returns ``fields`` for any arguments."""
     return lambda given: fields
 
 
@@ -380,5 +395,10 @@ def _get_function_address(function: Any) -> int:
 
 
 def _read_first_device_row(addresses: int, length: int) -> Any:
-    """Return the array of the first device in a C array with one array per device."""
+    """Return the first array of a C array of pointers, which has one array of handles per device.
+
+    Args:
+        addresses: Address of the array of pointers.
+        length: Number of handles in the first array.
+    """
     return (ctypes.c_uint64 * length).from_address(ctypes.c_uint64.from_address(addresses).value)

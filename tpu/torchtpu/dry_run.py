@@ -1,10 +1,10 @@
-"""Training step of backend ``tpu`` without a TPU: the engine of a run on simulated chips.
+"""Training steps of backend ``tpu`` on a machine without a TPU. The engine of the run uses a simulated chip.
 
 ``portable-plan --backend tpu --compile`` starts this module in a child process, which acts as the first rank.
 The other ranks exist only as entries of a store
-(:func:`portable.tpu.torchtpu.torch_tpu_internals.start_simulated_process_group`). libtpu's compiler compiles
-each program of a few steps, including collectives, and :mod:`portable.tpu.torchtpu.dry_chip` counts the
-memory of a chip.
+(:func:`portable.tpu.torchtpu.torch_tpu_internals.start_simulated_process_group`). The child process takes a
+few training steps. libtpu compiles each program of these steps, including collectives, and
+:mod:`portable.tpu.torchtpu.dry_chip` counts the memory that the programs and their buffers take.
 """
 
 from __future__ import annotations
@@ -47,32 +47,42 @@ if TYPE_CHECKING:
     from portable.tpu.compile.libtpu import TpuTopology
 
 _NOTE = (
-    "one graph represents the {programs} programs of a step, which libtpu compiled one by one; its memory "
-    "is the most that their buffers took"
+    "one graph represents the {programs} programs of a step, which libtpu compiled one by one; its "
+    "memory is the peak memory of their buffers"
 )
 
 
 class DryRunRequest(NamedTuple):
-    """Input of the child process."""
+    """Request that :func:`compile_torchtpu_step` sends to the child process, which runs :func:`main`."""
 
     config: RunConfig
     tpu_slice: TpuSlice
     libtpu_path: Path
     large_value_elements: int
-    """Number of elements from which a value of a program is listed."""
+    """Minimum number of elements of a value of a program that is reported."""
 
 
 def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledRun:
-    """Compile the programs of a step. See :meth:`portable.registry.BackendPackage.compile_graphs`."""
+    """Compile the programs of a training step in a child process.
+
+    See :meth:`portable.registry.BackendPackage.compile_graphs` for the arguments. The result describes all
+    programs of the step as one graph.
+
+    Raises:
+        UserError: If the run would refuse the config, if the simulation does not support it, or if the step
+            does not compile.
+    """
     # The other optimizers send parts of different sizes, which torch_tpu's ranks exchange before each
     # collective.
     require(
         config.train.optimizer in ("adamw", "adafactor", "sgd") or target.num_devices == 1,
-        f"--compile: train.optimizer {config.train.optimizer} needs all ranks to run; leave out --compile",
+        f"--compile: train.optimizer {config.train.optimizer} cannot be simulated without the other "
+        "ranks; leave out --compile",
     )
     require(
         not target.stops_after_memory_report,
-        "--only-memory: backend tpu compiles many small programs; leave out --only-memory",
+        "--only-memory: is not supported with backend tpu, which compiles many small programs; leave "
+        "out --only-memory",
     )
     check_config(config, is_resolved=True)
     tpu_slice = select_tpu_slice(target.device, target.num_devices, target.topology)
@@ -116,7 +126,7 @@ def _build_launch_environment(tpu_slice: TpuSlice) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the step in this process, and write its answer: the graph, or the reason why there is none."""
+    """Run the requested step in this child process, and write the answer: a graph, or an error message."""
     request: DryRunRequest = read_request()
     config, tpu_slice = request.config, request.tpu_slice
     os.environ["TPU_LIBRARY_PATH"] = str(request.libtpu_path)
@@ -141,12 +151,12 @@ def main() -> None:
 
 
 class DryDevice(TorchDevice):
-    """Kind of device of a TPU chip that this machine does not have."""
+    """Device type of the simulated TPU chip."""
 
     name = "tpu"
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Register torch's device ``tpu`` and return the simulated chip."""
+        """Register torch's device ``tpu``, make torch_tpu release the GIL while it waits, and return it."""
         torch_tpu_internals.register_tpu_device()
         torch_tpu_internals.wait_without_gil()
         return torch.device("tpu", 0)
@@ -154,6 +164,9 @@ class DryDevice(TorchDevice):
 
 def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> CompiledGraph:
     """Run training steps of the first rank on the simulated chip.
+
+    The numbers of runs of the programs are measured with one and with two micro-batches, and extrapolated to
+    the number of micro-batches of a step.
 
     Args:
         config: Config of the run.
@@ -208,9 +221,12 @@ def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> Com
 def _combine_programs_into_graph(chip: DryChip, run_counts: Counter[int], seconds: float) -> CompiledGraph:
     """Combine all programs of a step into one graph.
 
+    The memory of the graph is the peak memory of the chip. FLOPs, accessed bytes and collectives are summed
+    over all runs of the programs.
+
     Args:
         chip: Simulated chip that ran the programs.
-        run_counts: Number of runs of each program in a step, by its handle.
+        run_counts: Number of runs of each program in a step, keyed by the handle of the program.
         seconds: Time that tracing and compiling took.
     """
     graphs = [(program.graph, run_counts[handle]) for handle, program in chip.programs.items()]

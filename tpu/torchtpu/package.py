@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from portable.registry import CompileTarget
 
 _ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
-_NO_TPU = "backend: tpu needs a TPU, and this machine has none; use --backend cpu"
+_NO_TPU = "backend: tpu needs a TPU, but this machine has none; use --backend cpu"
 
 
 class TorchTpuPackage(TorchPackage):
@@ -44,12 +44,12 @@ class TorchTpuPackage(TorchPackage):
         torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
             ranks <= chips,
-            f"--nproc: {ranks} ranks need one TPU chip per rank, and this machine has {chips}; start at most "
-            "one rank per chip",
+            f"--nproc: {ranks} ranks need one TPU chip per rank, but this machine has {chips}; start at "
+            "most one rank per chip",
         )
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        """Return ``bf16``."""
+        """Return ``bf16``, in the launcher and in a rank."""
         return "bf16"
 
     def list_devices(self) -> tuple[Device, ...]:
@@ -57,26 +57,33 @@ class TorchTpuPackage(TorchPackage):
         return tuple(device_specs.list_accelerators())
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
-        """Replace the default of ``compile_backend`` by TorchTPU's compiler."""
+        """Return the config with TorchTPU's compiler instead of the default of ``compile_backend``.
+
+        The config is returned unchanged if ``compile`` is not set, or if ``compile_backend`` is not the
+        default.
+        """
         # torch_tpu refuses inductor, which is the default of the setting, so use the compiler of torch_tpu.
         if config.compile and config.compile_backend == "inductor":
             return config.replaced({"compile_backend": self.default_compile_backend})
         return config
 
     def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
-        """Compile every program of a run on a machine without a TPU."""
+        """Compile every program of a training step for TPUs, on a machine without a TPU."""
         from portable.tpu.torchtpu.dry_run import compile_torchtpu_step
 
         return compile_torchtpu_step(self.adopt_engine_file(config, World(target.num_devices)), target)
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
-        """Return the variables of torch_tpu that name the ports of the ranks and how the chips are connected.
+        """Return torch_tpu's environment variables with the ports of the ranks and the topology of the chips.
 
-        They are computed in a child process, because the launcher does not load torch_tpu.
+        The dict is empty for a single rank, or if the variables are already set. Otherwise a child process
+        computes them, because the launcher does not load torch_tpu.
+
+        Raises:
+            UserError: If torch_tpu cannot start this number of ranks on this machine.
         """
         if ranks == 1 or _ADDRESSES in os.environ:
             return {}
-        # Use a child process, because the launcher itself has no use for torch_tpu.
         with create_scratch_folder("portable-launch") as folder:
             answer = run_in_child_process(
                 "from portable.tpu.torchtpu.torch_tpu_internals import write_launch_environment as main; "
@@ -85,13 +92,19 @@ class TorchTpuPackage(TorchPackage):
                 request=ranks,
                 environment=os.environ,
                 format_failure=lambda *ended: (
-                    f"backend: tpu: torch_tpu cannot start {ranks} ranks here ({describe_exit(*ended)})"
+                    f"backend: tpu: torch_tpu cannot start {ranks} ranks on this machine "
+                    f"({describe_exit(*ended)})"
                 ),
             )
         return dict(answer["environment"])
 
     def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Return the chip of this rank, after registering torch's device ``tpu``."""
+        """Register torch's device ``tpu`` and return the chip of this rank, which is always device 0.
+
+        Raises:
+            UserError: If this machine has no TPU, or if there are several ranks and the launcher has not set
+                torch_tpu's environment variables.
+        """
         require(device_specs.count_tpu_chips() > 0, _NO_TPU)
         ranks = os.environ.get("WORLD_SIZE", "1")
         require(

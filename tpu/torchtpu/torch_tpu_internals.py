@@ -1,7 +1,7 @@
 """All private and experimental APIs of torch_tpu that this package uses.
 
-torch registers the device of torch_tpu when it is imported, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is 0.
-This module registers it explicitly instead, so that it happens once.
+An import of torch registers the device ``tpu``, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is 0. The package
+``portable`` sets the variable to 0, so this module registers the device explicitly.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def register_tpu_device() -> None:
 
 @PACKAGE.explain_missing_names(_FEATURE)
 def write_launch_environment() -> None:
-    """Write the variables that the ranks of this host must share as the answer of this process.
+    """Write the environment variables that the ranks of this host must share as the answer of this process.
 
-    The variables name the ports of the ranks and how the chips are connected. This function is the main
-    function of a child process. See :func:`portable.tpu.compile.child_process.run_in_child_process`, whose
-    request is the number of ranks.
+    The variables contain the ports of the ranks and the topology of the chips. This function is the main
+    function of a child process that :func:`portable.tpu.compile.child_process.run_in_child_process` starts.
+    The request is the number of ranks.
     """
     register_tpu_device()
     import torch
@@ -73,9 +73,10 @@ def wait_without_gil() -> None:
 def start_simulated_process_group(topology: TpuTopology) -> None:
     """Start the process group of a slice in rank 0, without the other ranks.
 
-    A store contains the entries that the other ranks would write. FSDP and DDP create groups of ranks, and
-    for each of them all ranks of the slice must report the group to which they belong. The ranks of a group
-    have equal distances, and the other groups of the same kind consist of shifted ranks.
+    torch_tpu's ranks exchange their locations through a store. This function writes the entries of the other
+    ranks to the store. When FSDP or DDP creates a subgroup, all ranks of the slice report the subgroup to
+    which they belong. The entries assume that the ranks of a subgroup have equal distances, and that the
+    other subgroups consist of the same ranks, shifted.
 
     Args:
         topology: The slice. Rank r has its r-th device.
@@ -88,7 +89,13 @@ def start_simulated_process_group(topology: TpuTopology) -> None:
     def write_entries_of_other_ranks(
         group_store: Any, key: str, build_answer: Callable[[int], tuple[Any, ...]]
     ) -> None:
-        """Write the entries of all other ranks to a list in the store, as if they had joined."""
+        """Write the entries of all other ranks to a list in the store, as if these ranks had joined.
+
+        Args:
+            group_store: Store of the group.
+            key: Name of the list.
+            build_answer: Function that returns the values of a rank's entry.
+        """
         for rank in range(1, ranks):
             name, answer_text = f"{key}:{rank}", ",".join(map(str, build_answer(rank)))
             entry = f"{len(name)}:{name}{answer_text}"

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def enable_layer_recompute(layer: nn.Module) -> None:
-    """Make a layer save only its inputs for the backward pass. Its arguments and its result may be nested.
+    """Make a layer save only its inputs for the backward pass, which runs the layer again.
+
+    The arguments and the result of the layer may be nested containers of tensors.
 
     Args:
         layer: The layer. Its ``forward`` is replaced.
@@ -62,13 +64,13 @@ _TENSOR_PLACEHOLDER = object()
 
 
 def _split_tensors_from_leaves(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
-    """Return the leaves with placeholders instead of tensors, and the tensors."""
+    """Return the leaves with each tensor replaced by a placeholder, and the list of the tensors."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [_TENSOR_PLACEHOLDER if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
 
 
 def _merge_tensors_into_leaves(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """Replace the placeholders by tensors, in order."""
+    """Replace the placeholders by tensors, in order. Inverse of :func:`_split_tensors_from_leaves`."""
     remaining_tensors = iter(tensors)
     return [next(remaining_tensors) if leaf is _TENSOR_PLACEHOLDER else leaf for leaf in others]
 

@@ -1,7 +1,7 @@
 """Keep activations and logits sharded along batch and tokens.
 
-If the sharding was propagated from the parameters instead, each device would hold the logits of all tokens
-with a tied embedding table.
+Without these annotations, the compiler would propagate the sharding of the parameters to the activations.
+With a tied embedding table, each device would then have the logits of all tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def shard_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[L
 
 
 def shard_batch_and_tokens(layout: MeshLayout, tensor: Any) -> Any:
-    """Shard a tensor and its gradient along batch and tokens.
+    """Return a copy of a tensor that is sharded along batch and tokens, as is its gradient.
 
     Values that are not tensors, and tensors with less than two dims, are returned unchanged.
     """
@@ -73,9 +73,10 @@ def _shard_first_output(layout: MeshLayout, _: nn.Module, __: Any, output: Any) 
 
 
 def _prevent_loss_fusion(_: nn.Module, __: Any, logits: Any) -> None:
-    """Prevent the compiler from fusing the product that computes the logits with the loss. A forward hook.
+    """Prevent the compiler from fusing the product that computes the logits with the loss.
 
-    Logits that are the result of such a fusion are not overwritten by their gradients, so both would exist.
+    This is a forward hook. The compiler lets the gradients of the logits overwrite the logits, unless the
+    logits are the result of such a fusion. Both would then exist at the same time.
     """
     if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
         xla.barrier_([logits])

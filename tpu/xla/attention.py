@@ -46,7 +46,17 @@ if TYPE_CHECKING:
 
 
 class _AttentionState:
-    """Attention settings of this process, which the replaced functions read. Set by the latest engine."""
+    """Attention settings of this process, which the replacement functions read.
+
+    :func:`configure_attention` sets them for the latest engine.
+
+    Attributes:
+        query_rows: Number of queries to process at a time. None to process all queries at once.
+        uses_spans: Whether mask functions return spans instead of masks.
+        pads_last: Whether padding follows a sequence.
+        layout: Placement of tensors on the devices. None before the first engine.
+        scans_by_options: Loops over queries, keyed by the options of the attention.
+    """
 
     query_rows: int | None = None
     uses_spans = False
@@ -58,13 +68,14 @@ class _AttentionState:
 def configure_attention(
     model: Any, query_rows: int | None, layout: MeshLayout, *, pads_last: bool = False
 ) -> None:
-    """Set how the attention of a model is computed, and replace torch's attention.
+    """Set how attention is computed in this process, and replace torch's attention function.
 
     Args:
         model: The transformers model.
         query_rows: Number of queries to process at a time. If None, all queries at once.
         layout: Placement of tensors on the devices.
-        pads_last: Whether padding follows a sequence. Causal attention does not see it in this case.
+        pads_last: Whether padding follows a sequence. If so, causal attention needs no mask for the padding,
+            because no token attends to later positions.
 
     Raises:
         UserError: If ``query_rows`` is set, and the model does not use ``scaled_dot_product_attention``.
@@ -72,7 +83,8 @@ def configure_attention(
     used = get_attention_kernel(model.config)
     require(
         query_rows is None or used == "sdpa",
-        f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
+        f"xla.attention_rows: {model.config.model_type} uses another attention implementation "
+        f"({used}); remove xla.attention_rows",
     )
     _AttentionState.query_rows, _AttentionState.layout, _AttentionState.scans_by_options = (
         query_rows,
@@ -90,7 +102,7 @@ def configure_attention(
 
 @cache  # once per process
 def _replace_attention_functions() -> None:
-    """Replace torch's attention and transformers' mask function. Done once per process."""
+    """Replace torch's attention and transformers' mask function in this process."""
     torch_internals.wrap_attention(lambda whole: _wrap_with_head_exchange(_wrap_with_query_chunks(whole)))
     enable_sdpa_grouped_queries()
     functions = get_mask_functions()
@@ -100,7 +112,9 @@ def _replace_attention_functions() -> None:
 def _wrap_mask_builder(make_mask: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function of transformers to return causal masks as spans.
 
-    Spans are an int32 tensor ``[batch or 1, 1, tokens, 2]`` with the first and the last key of each query.
+    Spans are an int32 tensor ``[batch or 1, 1, tokens, 2]`` with the first and the last key that each query
+    sees. The wrapped function returns an ordinary mask if the mask may have another form, and None if the
+    mask is plain causal.
     """
 
     def build_mask(
@@ -132,7 +146,9 @@ def _wrap_mask_builder(make_mask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _find_first_visible_key(mask_function: Callable[..., Any], query_positions: Tensor) -> Tensor:
-    """Find the first key that each query sees. The query must see all keys from there to its own position.
+    """Find the first key that each query sees, by binary search.
+
+    A query must see all keys between its first key and its own position.
 
     Args:
         mask_function: Function of transformers that returns whether a query sees a key.
@@ -152,13 +168,18 @@ def _find_first_visible_key(mask_function: Callable[..., Any], query_positions: 
 
 
 def _expand_spans_to_mask(spans: Tensor, num_keys: int) -> Tensor:
-    """Expand spans to a bool mask ``[batch or 1, 1, rows, tokens]``."""
+    """Expand spans ``[batch or 1, 1, rows, 2]`` to a bool mask ``[batch or 1, 1, rows, num_keys]``."""
     keys = torch.arange(num_keys, device=spans.device, dtype=torch.int32)
     return (spans[..., :1] <= keys) & (keys <= spans[..., 1:])
 
 
 def _wrap_with_head_exchange(inner: Any) -> Any:
-    """Wrap attention to exchange tokens for heads around it, if devices share sequences."""
+    """Wrap an attention function for context parallelism.
+
+    Before the attention, each device exchanges its tokens of all heads for all tokens of some heads. After
+    the attention, the exchange is reversed. The wrapped function is called directly if devices do not share
+    sequences.
+    """
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
@@ -255,8 +276,8 @@ def _attend_with_trainable_bias(
 ) -> Tensor:
     """Compute attention by its formula, with a bias that needs a gradient.
 
-    For the gradient, the compiler would add the bias again, and keep the scores from before the addition in
-    addition to the scores after it. A barrier prevents this.
+    Without a barrier, the compiler would recompute the sum of scores and bias for the gradient, and would
+    keep the scores without the bias as well as the sum.
     """
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query * root) @ (key * root).transpose(-2, -1) + bias
@@ -266,7 +287,11 @@ def _attend_with_trainable_bias(
 
 
 def _split_into_query_chunks(tensor: Tensor, rows_per_chunk: int) -> Tensor:
-    """Split ``[batch, heads, tokens, ...]`` into chunks of queries: ``[chunks, batch, heads, rows, ...]``."""
+    """Split ``[batch, heads, tokens, ...]`` into chunks of queries, and pad the last chunk.
+
+    Returns:
+        A tensor ``[chunks, batch, heads, rows, ...]``. Padding is 0, or True in a bool mask.
+    """
     missing = -tensor.shape[2] % rows_per_chunk
     # Let padded rows attend to all keys, because the result and the gradient of a row without keys would be
     # NaN.

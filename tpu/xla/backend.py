@@ -72,7 +72,10 @@ class XlaBackend:
         return int(xr.addressable_runtime_device_count())
 
     def start(self) -> None:
-        """Start the process group of the hosts, if there are several, and print a note without a TPU."""
+        """Start the process group of the hosts if there are several hosts.
+
+        Without a TPU, rank 0 prints a note that the run uses virtual CPU devices.
+        """
         if self.world_size > 1:
             # For host-side collectives: flags, counts, checkpoint paths.
             import torch_xla.distributed.xla_backend  # noqa: F401  (registers xla://)
@@ -81,7 +84,8 @@ class XlaBackend:
         if self.rank == 0 and not runtime.is_on_tpu():
             devices = format_count(self.devices_per_rank, "virtual CPU device")
             print_status(
-                f"xla: no TPU found; running on {devices}, for tests only (CPU_NUM_DEVICES sets their number)"
+                f"xla: no TPU found; running on {devices}, which is only for tests (CPU_NUM_DEVICES "
+                "sets the number)"
             )
 
     def stop(self) -> None:
@@ -90,7 +94,11 @@ class XlaBackend:
             dist.destroy_process_group()
 
     def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
-        """Place a model on the mesh of devices, and build its optimizer."""
+        """Place a model on the device mesh, and build its optimizer.
+
+        Also enables the graph cache of ``xla.compilation_cache``, and replaces mixtures of experts in the
+        model by an implementation with fixed shapes.
+        """
         # By default a TPU multiplies fp32 tensors in one bf16 pass, even if a bf16 model casts to fp32
         # explicitly.
         xla.set_matmul_precision("highest")
@@ -119,7 +127,7 @@ class XlaBackend:
         config: RunConfig,
         take_steps: Callable[[Engine], None],
     ) -> bool | None:
-        """Return None, because XLA does not recover from out-of-memory errors. Nothing is run."""
+        """Return None without running anything, because XLA does not recover from out-of-memory errors."""
         return None
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -134,11 +142,20 @@ class XlaBackend:
         xla.set_rng_seed(value, str(self.device))
 
     def copy_to_device(self, batch: Batch) -> Batch:
-        """Send this host's part of a micro-batch to its devices. The result is the global micro-batch."""
+        """Send this host's part of a micro-batch to its devices, and return the global micro-batch.
+
+        Each returned tensor is one logical tensor over the devices of all hosts.
+        """
         return {name: self._layout.place_batch_tensor(tensor) for name, tensor in batch.items()}
 
     def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
-        """Sum a number over the hosts, and replicate it to the devices."""
+        """Sum a number over the hosts, and replicate the sum to the devices.
+
+        Args:
+            count: Number of this host, such as the number of its tokens. Hosts that share sequences have the
+                same number, which counts once.
+            stop: Whether this host requests a stop. :meth:`is_stop_requested` returns whether any host does.
+        """
         if self.world_size > 1:
             # Sum over the hosts, because a sum on the devices could be read only after they have completed
             # the step.
@@ -154,7 +171,7 @@ class XlaBackend:
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
         """Return ``value`` unchanged, because SPMD has already summed it over all devices."""
-        return value  # SPMD sums over all devices already
+        return value
 
     def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
         """Execute pending operations, and return the values of device tensors as one flat list."""
@@ -185,10 +202,10 @@ class XlaBackend:
 
     def get_shape_multiple(self, precision: str) -> int | None:
         """Return None, because the compiler pads shapes by undocumented rules."""
-        return None  # the compiler pads by undocumented rules
+        return None
 
     def get_peak_flops(self, precision: str) -> float | None:
-        """Return the peak FLOP/s of a device. None if the devices are virtual."""
+        """Return the peak FLOP/s of a device. None if the devices are virtual, or if the peak is unknown."""
         if not runtime.is_on_tpu():
             return None
         return devices.get_peak_flops(devices.detect_accelerator_type(), precision)

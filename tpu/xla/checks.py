@@ -53,11 +53,14 @@ def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
         from portable.optim import custom_optimizer  # which imports torch
 
         if not custom_optimizer.has_neutral_initial_state(config.train):
-            reason = "creates state from the first gradient; on XLA, initialize it with zeros"
+            reason = (
+                "creates state from the first gradient, which XLA does not support; initialize the state "
+                "with zeros"
+            )
             yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
         if config.xla.scan_layers and not custom_optimizer.is_elementwise(config.train):
             reason = (
-                "is not elementwise, and xla.scan_layers stacks the parameters of layers; set "
+                "is not elementwise, but xla.scan_layers stacks the parameters of layers; set "
                 "xla.scan_layers to false"
             )
             yield SettingProblem((key, "xla.scan_layers"), f"{key}: {optimizer}: {reason}")
@@ -80,13 +83,13 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     if config.train.micro_batch_size == "auto":
         yield SettingProblem(
             ("train.micro_batch_size",),
-            "train.micro_batch_size: auto would compile a graph for each size that it tries on xla; set a "
-            "number",
+            "train.micro_batch_size: auto would compile a graph for each tried size on xla; set "
+            "train.micro_batch_size to a number",
         )
     if config.memory.activation_checkpointing == "selective":
         yield SettingProblem(
             ("memory.activation_checkpointing",),
-            "memory.activation_checkpointing: selective works on operations of eager torch, and xla "
+            "memory.activation_checkpointing: selective works on operations of eager torch, but xla "
             "compiles complete layers; use full, or none to leave the choice to the compiler",
         )
     for key in ("memory.offload_optimizer", "memory.offload_params"):
@@ -95,16 +98,18 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_sharding(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings of sections ``fsdp`` and ``xla`` that have no effect."""
+    """Yield the settings of the sections ``fsdp`` and ``xla`` that have no effect on XLA."""
     for name, value in config.fsdp:
         if value is not None and name != "shard_group_size":
             key = f"fsdp.{name}"
-            reason = f"{key}: under SPMD the compiler schedules the gathers; remove it"
+            reason = (
+                f"{key}: has no effect, because the compiler schedules the gathers under SPMD; remove {key}"
+            )
             yield SettingProblem((key,), reason)
     xla = config.xla
     if config.strategy == "no_shard" and (xla.sharding, xla.shard_param_on_dim_0) != (None, None):
         yield SettingProblem(
             ("xla.sharding", "xla.shard_param_on_dim_0", "strategy"),
-            "xla.sharding, xla.shard_param_on_dim_0: strategy no_shard does not shard parameters; remove "
-            "them",
+            "xla.sharding, xla.shard_param_on_dim_0: have no effect with strategy no_shard; remove these "
+            "settings",
         )

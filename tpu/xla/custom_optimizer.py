@@ -67,8 +67,8 @@ class XlaCustomOptimizer:
                     }
                 )
                 == 1,
-                f"train.parameter_groups: treat {first} of one layer differently from the same parameter of "
-                "the next layer, but xla.scan_layers runs both in one loop; set xla.scan_layers to false",
+                f"train.parameter_groups: {first} is in a different group than the same parameter of the "
+                "next layer, but xla.scan_layers runs both in one loop; set xla.scan_layers to false",
             )
         groups = build_parameter_groups(self._parameters, named_groups, settings.learning_rate)
         self._optimizer = CustomOptimizer(settings, self._parameters, groups, capturable=True)
@@ -84,7 +84,7 @@ class XlaCustomOptimizer:
         return {name: state[p] for name, p in self._parameters.items() if p in state}
 
     def initialize_state(self) -> None:
-        """Create the initial state on the devices, with a trial step on copies of the parameters."""
+        """Create the initial state on the devices. The state comes from a trial step on copied parameters."""
         state, initial_states = self._optimizer.state, {}
         for name, parameter in self._parameters.items():
             saved_data, parameter.data = parameter.data, parameter.data.clone()
@@ -158,7 +158,7 @@ class XlaCustomOptimizer:
             require(
                 key in previous_state,
                 f"{self._key}: creates the state {key!r} of {name} after its first step, but XLA compiles "
-                "the first step; create it in the first step",
+                "the first step; create this state in the first step",
             )
             return
         first_value = self._host_state[name].get(key, value)
@@ -167,12 +167,15 @@ class XlaCustomOptimizer:
         )
         require(
             is_unchanged,
-            f"{self._key}: the state {key!r} of {name} changes on the host, so that XLA would compile every "
-            "step again; make it a tensor on parameter.device",
+            f"{self._key}: the state {key!r} of {name} changes on the host, so XLA would compile every "
+            "step again; use a tensor on parameter.device",
         )
 
     def get_state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state tensors of every parameter, keyed by parameter name, without scalars."""
+        """Return the state tensors of every parameter or stack, keyed by its name and by state name.
+
+        Scalars are not included. See :meth:`read_state_scalars`.
+        """
         return {
             name: {key: v for key, v in values.items() if _is_on_device(v) and v.dim()}
             for name, values in self._state_by_name.items()
@@ -222,10 +225,12 @@ class XlaCustomOptimizer:
         stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
         stored_groups: OptimizerState | None,
     ) -> None:
-        """Restore the state of a checkpoint. Parameters that it does not contain keep their initial state.
+        """Restore the optimizer state of a checkpoint.
+
+        If the checkpoint has no state of a parameter, the parameter keeps its initial state.
 
         Args:
-            stored: State by parameter name.
+            stored: State of each parameter, keyed by parameter name and by state name.
             stored_groups: Optimizer state with parameter groups, whose values are restored as well.
         """
         restore_custom_group_values(self._optimizer.param_groups, stored_groups)
@@ -263,7 +268,7 @@ def build_xla_optimizer(
     device_parameters: DeviceParameters,
     compute: torch.dtype,
 ) -> XlaOptimizer | XlaCustomOptimizer:
-    """Build the optimizer of a run: built-in or custom.
+    """Build the optimizer of a run: a built-in one, or a custom one if ``train.optimizer`` names code.
 
     Args:
         settings: Section ``train`` of the config.

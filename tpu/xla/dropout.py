@@ -1,8 +1,9 @@
-"""Dropout whose random numbers are sharded like the tensor that they are for.
+"""Dropout whose mask is sharded like the tensor.
 
-The compiler does not partition its random bit generator: under SPMD each device draws the numbers of all
-devices and stores them. Here, a number is a hash of its position and of a key that is drawn for each call.
-Each device computes its own part when it reads it, and the mask does not depend on the number of devices.
+The compiler does not partition its random bit generator. Under SPMD, each device would draw the numbers of
+all devices and store them. Here, a random number is a hash of its position and of a key that is drawn for
+each call. Each device therefore computes only its own part of the mask, and the mask does not depend on the
+number of devices.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def draw_dropout_mask(shape: torch.Size, key_words: tuple[Tensor, Tensor], keep_
 
 
 def _compute_positions(size: int, trailing_dims: int, device: torch.device) -> Tensor:
-    """Return the index along a dim of ``size`` elements, with ``trailing_dims`` dims of size 1 after it."""
+    """Return the indices of a dim, as int32 ``[size, 1, ...]`` with ``trailing_dims`` dims of size 1."""
     return torch.arange(size, dtype=torch.int32, device=device).view(-1, *[1] * trailing_dims)
 
 
 def _hash_words(value: Tensor, other: Tensor) -> Tensor:
-    """Return a hash of two words."""
+    """Return an int32 hash of two tensors of 32-bit words, elementwise. The order of the words matters."""
     value = _xor_shifted_bits(value, 16) * _FIRST
     value = _xor_shifted_bits(value ^ other, 15) * _SECOND
     return _xor_shifted_bits(value, 16)

@@ -67,9 +67,9 @@ DTYPES_BY_NAME = {
 class XlaEngine:
     """Engine on torch_xla. Implements :class:`portable.backend.Engine`.
 
-    With one micro-batch per step, the complete step is one graph. With several, one graph runs a micro-batch
-    and accumulates gradients on the devices, and another graph updates the parameters. The compile time
-    therefore does not depend on the number of micro-batches.
+    With one micro-batch per step, the complete step is one graph. With several micro-batches, one graph runs
+    the passes of a micro-batch and accumulates gradients on the devices, and another graph updates the
+    parameters. The compile time therefore does not depend on the number of micro-batches.
 
     Args:
         model: Model on the meta device.
@@ -127,10 +127,13 @@ class XlaEngine:
     # -- setting up --------------------------------------------------------------------------------------
 
     def _find_head_to_gather(self, head: nn.Module | None) -> Tensor | None:
-        """Return the matrix of the head if it must be gathered for each pass like with ``shard_grad_op``.
+        """Replace the forward of the head, or return its weight if this is not possible.
 
-        Returns None if there is no head, if nothing is sharded, or if :func:`shard_head_gradient` handles the
-        head.
+        The caller must gather a returned weight for each step, as with the strategy ``shard_grad_op``.
+
+        Returns:
+            The weight of the head. None if :func:`shard_head_gradient` has replaced the forward, if there is
+            no head, or if nothing is sharded.
         """
         weight = getattr(head, "weight", None)
         if weight is None:
@@ -140,7 +143,7 @@ class XlaEngine:
         return None if shard_head_gradient(head, self.layout, spec) or not self.layout.is_sharded else weight
 
     def _build_layer_loop(self, model: nn.Module, segment: LayerSegment, *, recompute: bool) -> None:
-        """Make the layers of a segment one loop over the stacks of their parameters."""
+        """Replace the forward of the layers of a segment by one loop over the stacks of their parameters."""
         layout, stacks = self.layout, []
         for names in segment.list_parameter_names(model):
             stack = self._parameters[names[0]]
@@ -164,7 +167,9 @@ class XlaEngine:
     ) -> StepSums:
         """Trace the forward and backward pass of a micro-batch.
 
-        Token metrics are always computed, so that there is only one graph.
+        With several micro-batches per step, the graph of the micro-batch is also started, and the gradients
+        are added to the accumulated gradients. Token metrics are always computed, so that there is only one
+        graph.
         """
 
         def run_passes() -> StepSums:
@@ -211,7 +216,10 @@ class XlaEngine:
                 self._accumulated_gradients[name].add_(gradient)
 
     def _detach_gradients(self) -> dict[str, Tensor]:
-        """Remove the gradients from the parameters and return them. Each is sharded like its parameter."""
+        """Remove the gradients from the parameters, and return them keyed by parameter name.
+
+        Each gradient is sharded like its parameter.
+        """
         gradients = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
@@ -231,7 +239,10 @@ class XlaEngine:
         return self.layout.get_replicated_spec(tensor.dim())
 
     def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
-        """Trace the update, and start executing it. With one micro-batch, this executes the complete step."""
+        """Trace the update of the parameters, start executing it, and return the gradient norm.
+
+        With one micro-batch per step, the started graph is the complete step.
+        """
         self._learning_rate = learning_rate
         norm = self._trace_update_and_clear_gradients(
             self.layout.replicate(torch.tensor(learning_rate)), max_grad_norm, loss
@@ -270,10 +281,10 @@ class XlaEngine:
         return norm
 
     def _call_with_compute_copies(self, function: Callable[[], Any]) -> Any:
-        """Call a function with tensors cast to the compute dtype. Gradients reach the master weights.
+        """Call a function with copies of the model's tensors in the compute dtype.
 
-        If the strategy gathers parameters once for the forward and the backward pass, the copies are
-        unsharded.
+        The copies are differentiable, so the gradients accumulate in the master weights. If the strategy
+        gathers parameters once for the forward and the backward pass, the copies are unsharded.
         """
         copies = dict(self._iter_compute_copies())
         # With value checks, every mask function would search for packed sequences, and build one mask per
@@ -284,7 +295,11 @@ class XlaEngine:
             return torch.func.functional_call(self._caller, copies, (function,))
 
     def _iter_compute_copies(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the copy of each tensor that is replaced during the passes."""
+        """Yield each tensor that must be replaced by a copy during the passes.
+
+        Yields:
+            The name of the tensor for ``functional_call``, and the copy.
+        """
         for name, parameter in self._parameters.items():
             copy: Tensor = parameter
             if parameter.is_floating_point() and parameter.dtype != self._compute_dtype:
@@ -317,7 +332,10 @@ class XlaEngine:
         )
 
     def find_nonfinite_gradients(self) -> list[str]:
-        """Return the names of the parameters whose accumulated gradient is not finite."""
+        """Return the names of the parameters whose current or accumulated gradient is not finite.
+
+        Reads the result from the devices, which executes pending operations.
+        """
         present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         gradients = present if self._accumulated_gradients is None else self._accumulated_gradients
         names = [self.device_parameters.get_parameter_names(name) for name in gradients]
@@ -335,7 +353,10 @@ class XlaEngine:
 
     @torch.no_grad()
     def find_nonfinite_state(self) -> list[str]:
-        """Return the names of the trained parameters with a non-finite local weight or optimizer value."""
+        """Return the names of the trained parameters with non-finite weights or optimizer state on this host.
+
+        A stack of layers is reported by the name of its first parameter.
+        """
         # Check the shards on the host, because a reduction on the devices would be another graph to compile,
         # and a save copies them to the host anyway. The state of a custom optimizer may start from infinity.
         nonfinite: list[str] = []
@@ -350,7 +371,11 @@ class XlaEngine:
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the forward pass of an evaluation micro-batch, and return ``totals`` plus its metrics."""
+        """Start the forward pass of an evaluation micro-batch.
+
+        Returns:
+            ``totals`` plus the metrics of the micro-batch, as tensors on the devices.
+        """
         self.model.eval()
         sums: dict[str, Tensor] = self._call_with_compute_copies(
             partial(self.objective.measure_micro_batch, self.model, batch, metric_accumulator)
@@ -371,9 +396,19 @@ class XlaEngine:
     def generate(
         self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_columns: Batch | None = None
     ) -> Tensor:
-        """Sample a continuation. The graph covers the full length for every token, so it is compiled once.
+        """Sample a continuation of a prompt.
 
-        ``image_columns`` is always None, because this backend does not support images.
+        Every token is computed from the full length of prompt and continuation, so that there is only one
+        graph to compile.
+
+        Args:
+            prompt: Token ids ``[1, length]``.
+            max_new_tokens: Number of tokens to sample.
+            seed: Random seed of the sampling.
+            image_columns: Always None, because this backend does not support images.
+
+        Returns:
+            Token ids ``[1, length + max_new_tokens]`` on the CPU.
         """
         self.model.eval()
 
@@ -391,7 +426,7 @@ class XlaEngine:
     # -- weights and checkpoints -------------------------------------------------------------------------
 
     def swap_ema_weights(self) -> None:
-        """Swap the weights with their exponential moving average. Call it again to swap them back."""
+        """Swap the weights with their exponential moving averages. A second call swaps them back."""
         state = self._optimizer.get_state_tensors()
         swap_weights_and_averages((self._parameters[name], values) for name, values in state.items())
         self.layout.cut_graph(wait=True)
@@ -409,7 +444,17 @@ class XlaEngine:
         self._optimizer.load_state(stored.optimizer, checkpoint.optimizer)
 
     def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write this host's shards in torch.distributed.checkpoint (DCP) format."""
+        """Write this host's shards of weights and optimizer state in torch.distributed.checkpoint format.
+
+        The shards are copied to the CPU before the method returns, so training may continue afterwards.
+
+        Args:
+            folder: Folder of the checkpoint.
+            background: Whether to write in the background.
+
+        Returns:
+            Handle to wait for the end of the save.
+        """
         state = stage_checkpoint_state(
             self.layout, self.device_parameters, self._optimizer, self._learning_rate
         )
@@ -417,9 +462,9 @@ class XlaEngine:
 
 
 class _EngineCaller(FunctionalCaller):
-    """Module around a model and the stacks of its looped layers.
+    """Module around a model and the stacks of its looped layers, for ``torch.func.functional_call``.
 
-    The tensors of both can be replaced during a call.
+    The tensors of the model and the stacks can be replaced during a call.
     """
 
     def __init__(self, model: nn.Module, device_parameters: DeviceParameters) -> None:
@@ -435,17 +480,23 @@ class _EngineCaller(FunctionalCaller):
         return self._stack_attributes.get(name, f"module.{name}")
 
     def get_stack(self, name: str) -> Tensor:
-        """Return the current value of a stack. It may be a replacement."""
+        """Return the current value of a stack: during a call its replacement, if it has one."""
         value: Tensor = getattr(self, self._stack_attributes[name])
         return value
 
 
 def _check_router_loss_support(segments: list[LayerSegment], *, recomputed: bool) -> None:
-    """Raise UserError for settings through which a router loss has no gradient."""
+    """Raise UserError for settings with which a router loss would have no gradient.
+
+    Args:
+        segments: Segments of layers that run in a loop.
+        recomputed: Whether layers are recomputed in the backward pass.
+    """
     require(
         not recomputed,
         "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
-        "layers; use none, or set model.config.output_router_logits to false",
+        "layers; set memory.activation_checkpointing to none, or model.config.output_router_logits to "
+        "false",
     )
     require(
         not segments,

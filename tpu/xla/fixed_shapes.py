@@ -1,4 +1,7 @@
-"""Operations of transformers and torch with fixed shapes, which do not read values during tracing."""
+"""Replacements for operations of transformers and torch whose result shapes depend on values.
+
+The replacements have fixed shapes, so that tracing does not read values.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +38,18 @@ EVERY_EXPERT = "every_expert"
 def compute_every_expert(
     experts: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute all experts for all tokens, and sum them with their weights. Unchosen experts have weight 0.
+    """Compute all experts for all tokens, and sum the outputs with their weights, which are 0 if not chosen.
 
-    The other implementations of transformers either sort tokens by expert into groups of data-dependent
-    sizes, or gather a copy of the chosen experts' matrices for each token. The first has no fixed shapes. The
-    second takes ``hidden size x experts per token / experts`` times the memory of this implementation, and a
-    TPU would wait for this memory longer than it multiplies here.
+    transformers has two other implementations. One sorts tokens by expert into groups, whose sizes depend on
+    the data, so its shapes are not fixed. The other gathers a copy of the chosen experts' matrices for each
+    token. It takes ``hidden size x experts per token / experts`` times the memory of this implementation, and
+    a TPU would need more time to read this memory than it needs for the products here.
 
     Args:
         experts: Module of the experts of a layer.
         hidden: Hidden states ``[tokens, hidden size]``.
-        expert_ids: Chosen experts of each token, int64 ``[tokens, experts per token]``. Numbers that are not
-            the number of an expert are ignored.
+        expert_ids: Chosen experts of each token, int64 ``[tokens, experts per token]``. Ids outside of the
+            range of the experts are ignored.
         weights: Weights of the chosen experts, with the shape of ``expert_ids``.
 
     Returns:
@@ -73,7 +76,16 @@ def compute_every_expert(
 
 
 def _multiply_by_expert_weights(experts: Any, weight_name: str, inputs: torch.Tensor) -> torch.Tensor:
-    """Multiply ``[experts or 1, tokens, in]`` by the experts' matrices to ``[experts, tokens, out]``."""
+    """Multiply inputs by a matrix of each expert, and add the experts' biases if they have any.
+
+    Args:
+        experts: Module of the experts of a layer.
+        weight_name: Name of the parameter with the matrices.
+        inputs: Inputs ``[experts, tokens, in]``, or ``[1, tokens, in]`` if all experts get the same inputs.
+
+    Returns:
+        Products ``[experts, tokens, out]``.
+    """
     weight = getattr(experts, weight_name)
     products = torch.matmul(inputs, weight if experts.is_transposed else weight.transpose(1, 2))
     return products + getattr(experts, f"{weight_name}_bias").unsqueeze(1) if experts.has_bias else products
@@ -81,9 +93,10 @@ def _multiply_by_expert_weights(experts: Any, weight_name: str, inputs: torch.Te
 
 @cache  # once per process
 def run_histc_on_device() -> None:
-    """Make ``torch.histc`` count integers on the device, which models use to count the tokens of each expert.
+    """Make ``torch.histc`` count integers on the device. Models count the tokens of each expert with it.
 
-    torch_xla runs the operation on the CPU, and torch's CPU kernel does not support integers.
+    This replaces torch_xla's implementation, which runs on the CPU, because torch's CPU kernel does not
+    support integers.
     """
     library.impl("aten::histc", "XLA", _compute_histogram)
 

@@ -43,7 +43,10 @@ def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetti
 
 
 def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """Return no units. See :class:`portable.planner.memory_model.FootprintModule`."""
+    """Return no units, because the compiler decides what is gathered at a time.
+
+    See :class:`portable.planner.memory_model.FootprintModule`.
+    """
     return []
 
 
@@ -115,7 +118,7 @@ def compute_every_expert_in(model: Any) -> None:
 
 
 class _WeightTotals(NamedTuple):
-    """Totals over all weights: bytes on a device, and elements that are sent.
+    """Totals over all weights: bytes on one device, and elements that a device sends or receives.
 
     Attributes:
         parameter_bytes: Bytes of the shards of the parameters.
@@ -139,7 +142,15 @@ class _WeightTotals(NamedTuple):
 def _sum_weights(
     model: ModelInventory, config: RunConfig, rules: ShardingRules, group: int, *, keeps_gathered: bool
 ) -> _WeightTotals:
-    """Sum memory and traffic over all weights."""
+    """Sum memory and traffic over all weights.
+
+    Args:
+        model: Weights of the model.
+        config: Config of the run.
+        rules: Rules that choose the sharded dim of each weight.
+        group: Number of devices that one copy of the parameters is sharded over.
+        keeps_gathered: Whether gathered parameters are kept from the forward to the backward pass.
+    """
     compute = COMPUTE_BYTES.get(config.precision, FP32_BYTES)
     parameters = gradients = moments = learning = gathers = scattered = copied = 0
     for weight in model.weights:

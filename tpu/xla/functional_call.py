@@ -1,4 +1,4 @@
-"""Calls of functions that read the tensors of a module, with other tensors substituted for them."""
+"""Calls of functions that read the parameters of a module, with other tensors in place of the parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 
 class FunctionalCaller(nn.Module):
-    """Module around another module for ``torch.func.functional_call``, whose forward calls any function.
+    """Wrapper of a module for ``torch.func.functional_call``. Its forward calls any function.
 
-    No hooks of the inner module are called.
+    The function may call parts of the wrapped module. The hooks of the wrapped module itself are not called,
+    unless the function calls the module.
 
     Args:
         module: Module whose tensors can be replaced during the call, with the names ``module.<name>``.

@@ -60,7 +60,15 @@ def _sample_token_at(
     compute_logits: Callable[[Tensor], Tensor],
     layout: MeshLayout,
 ) -> Tensor:
-    """Return ``tokens`` with a sampled token at ``position``, with temperature 0.8 and top-k 50."""
+    """Return ``tokens`` with a sampled token at ``position``, with temperature 0.8 and top-k 50.
+
+    Args:
+        tokens: Token ids ``[rows, length]``.
+        position: Position to sample, an integer tensor ``[1]`` on the device.
+        noise: Gumbel noise ``[1, 50]``, which replaces the random draw.
+        compute_logits: Function that computes logits from token ids.
+        layout: Placement of tensors on the devices.
+    """
     logits = compute_logits(tokens).index_select(1, position - 1).squeeze(1).float()
     top = torch.topk(logits, min(noise.shape[1], logits.shape[1]))
     sampled_rank = (top.values / 0.8 + layout.replicate(noise)[:, : top.values.shape[1]]).argmax(

@@ -20,7 +20,7 @@ MAX_COMPARED_CHARS = 16 << 20  # longer texts of graphs are cut to this number o
 
 
 class GraphRunner:
-    """Runs traced operations as graphs, and reports when a second graph with the same name is compiled.
+    """Runner of traced operations, which reports when a second graph with the same name is compiled.
 
     Args:
         report: Function that is called with a line about an unexpected graph.
@@ -43,12 +43,14 @@ class GraphRunner:
         if read_xla_counters() != counters_before and not self._reported:
             self._reported = True
             self._report(
-                "xla: the model reads tensor values in its forward or backward pass, which executes part "
-                "of the step early and syncs, in every step; set PT_XLA_DEBUG=1 to see where"
+                "xla: the model reads tensor values in its forward or backward pass, which executes a "
+                "part of each step early and waits for the device; set PT_XLA_DEBUG=1 to see where"
             )
 
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
-        """Start executing the traced operations. Does not wait for them, except for a new graph.
+        """Start executing the traced operations as one graph.
+
+        Waits for the results only when the graph runs for the first time.
 
         Args:
             kind: Name of the graph, such as ``step``.
@@ -77,12 +79,12 @@ class GraphRunner:
     def _report_extra_graph(self, graph_name: str, cause: str) -> None:
         number = self.graph_counts[graph_name]
         self._report(
-            f"xla: compiling graph {number} of the {graph_name}, although one should be enough: {cause}"
+            f"xla: compiling graph {number} of the {graph_name}, although one graph should be enough: {cause}"
         )
 
     @property
     def graph_counts(self) -> dict[str, int]:
-        """Number of different graphs that were compiled, keyed by graph name."""
+        """Number of different graphs that were compiled for each name of a graph."""
         return {kind: len(texts) + self._extra_graphs[kind] for kind, texts in self._texts_by_hash.items()}
 
 
@@ -98,7 +100,10 @@ def _find_most_similar_text(text: str, texts: Iterable[str]) -> str:
 
 
 def describe_graph_difference(old_text: str, new_text: str) -> str:
-    """Describe the first line in which the texts of two graphs differ: a shape, a value, or an operation."""
+    """Describe the first line in which the texts of two graphs differ, such as ``f32[2] became f32[3]``.
+
+    Value numbers are ignored, because an additional operation changes the numbers of all later values.
+    """
     old, new = ([_strip_value_numbers(line) for line in text.splitlines()] for text in (old_text, new_text))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False) if len(old) < 4000 else None
     if matcher is None:

@@ -36,7 +36,7 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True)
 class LocalShard:
-    """Shard that this host holds.
+    """Shard of a tensor on a device of this host, copied to the CPU.
 
     Attributes:
         offsets: Offset of the shard in each dim.
@@ -57,7 +57,7 @@ class MeshLayout:
 
     Attributes:
         sequence: Number of consecutive devices that share each sequence.
-        num_batch_shards: Number of these groups of devices. Batches are sharded over them.
+        num_batch_shards: Number of groups of devices that share sequences. Batches are sharded over them.
         shard_axes: Mesh axes over which a dim of a parameter is sharded.
         shard_group_size: Number of devices that one copy of the parameters is sharded over.
 
@@ -76,8 +76,9 @@ class MeshLayout:
         self.sequence = config.context_parallel_size
         require(
             self.shard_group_size % self.sequence == 0,
-            f"context_parallel_size: a copy of the state is sharded over {self.shard_group_size}, which "
-            f"cannot be divided into groups of {self.sequence}; use a divisor of {self.shard_group_size}",
+            f"context_parallel_size: a copy of the state is sharded over {self.shard_group_size} devices, "
+            f"which cannot be divided into groups of {self.sequence}; use a divisor of "
+            f"{self.shard_group_size}",
         )
         self.num_batch_shards = num_devices // self.sequence
         sizes = {
@@ -94,9 +95,9 @@ class MeshLayout:
     # -- specs -------------------------------------------------------------------------------------------
 
     def get_parameter_spec(self, name: str, shape: Sequence[int]) -> Spec:
-        """Return the spec of a parameter. It is sharded along one dim or replicated.
+        """Return the spec of a parameter, which is sharded along one dim or replicated.
 
-        The dim is sharded over the axes :attr:`shard_axes`.
+        The sharded dim is sharded over the mesh axes in :attr:`shard_axes`.
 
         Args:
             name: Name of the parameter.
@@ -123,7 +124,9 @@ class MeshLayout:
         return self.shard_group_size > 32
 
     def get_batch_spec(self, num_dims: int) -> Spec:
-        """Return the spec of a batch: dim 0 is sharded over the groups of devices that share sequences.
+        """Return the spec of a batch tensor, whose dim 0 is sharded over groups of devices.
+
+        The devices of a group share sequences. Without context parallelism, a group is a single device.
 
         Args:
             num_dims: Number of dims of the batch tensor.
@@ -143,11 +146,11 @@ class MeshLayout:
         return (self._batch_axes, self._token_axis, *(None,) * (num_dims - 2))
 
     def get_heads_spec(self, *, whole_sequences: bool) -> Spec:
-        """Return the spec of ``[batch, heads, tokens, width]``.
+        """Return the spec of the queries, keys and values of attention, ``[batch, heads, tokens, width]``.
 
         Args:
-            whole_sequences: Whether a device has complete sequences and a share of the heads. Otherwise it
-                has a part of each sequence and all heads.
+            whole_sequences: Whether a device has complete sequences and a share of the heads. Otherwise a
+                device has a part of each sequence and all heads.
         """
         last = (self._token_axis, None) if whole_sequences else (None, self._token_axis)
         return (self._batch_axes, *last, None)
@@ -172,7 +175,7 @@ class MeshLayout:
     def place_batch_tensor(self, tensor: Tensor) -> Tensor:
         """Send this host's part of a batch tensor to its devices.
 
-        Hosts that share sequences all have the same part.
+        Hosts that share sequences must all pass the same part.
 
         Args:
             tensor: Part of this host, on the CPU.
@@ -234,13 +237,16 @@ class MeshLayout:
         tensor.data = self._assemble_from_shards(shards, spec, tensor.shape)
 
     def copy_local_shards(self, tensors: Sequence[Tensor]) -> list[list[LocalShard]]:
-        """Copy the shards of each tensor that this host saves to the CPU. One device saves each shard."""
+        """Copy to the CPU the shards that this host saves, for each tensor.
+
+        If several devices have copies of a shard, only the first of these devices saves the shard.
+        """
         _wait_for_device_ops()
         # Copy one tensor at a time, because replicas are copied as well.
         return [self._copy_tensor_shards(tensor) for tensor in tensors]
 
     def _copy_tensor_shards(self, tensor: Tensor) -> list[LocalShard]:
-        """Copy the shards of a tensor that this host saves to the CPU."""
+        """Copy to the CPU the shards of a tensor that this host saves. See :meth:`copy_local_shards`."""
         (replicas_and_indices,) = xla.shard_places([tensor])
         (copies,) = xla.local_shards([tensor])
         shards = []
@@ -251,7 +257,7 @@ class MeshLayout:
         return shards
 
     def read_to_cpu(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy full tensors to the CPU. Executes their pending operations, and waits for them."""
+        """Copy complete tensors to the CPU, after executing their pending operations."""
         copies: list[Tensor] = xla.cpu_tensors(list(tensors))
         return copies
 
@@ -275,17 +281,18 @@ class MeshLayout:
 def constrain_with_gradient(
     tensor: Tensor, sharding: Any, gradient_sharding: Any, *, isolate_gradient: bool = False
 ) -> Tensor:
-    """Annotate a tensor with a sharding, and its gradient with another sharding.
+    """Copy a tensor, and annotate the copy with a sharding and its gradient with another sharding.
 
     Args:
         tensor: Tensor to annotate.
         sharding: Sharding of the result.
         gradient_sharding: Sharding of the gradient.
-        isolate_gradient: Whether to put an optimization barrier behind the gradient. Otherwise the compiler
-            might delay the operation that shards the gradient, and keep it unsharded.
+        isolate_gradient: Whether to add an optimization barrier after the gradient is sharded. Without the
+            barrier, the compiler might delay the operation that shards the gradient, and keep the unsharded
+            gradient until then.
 
     Returns:
-        A copy of the tensor with the annotation.
+        The annotated copy.
     """
     constrained: Tensor = _ConstrainFunction.apply(tensor, sharding, gradient_sharding, isolate_gradient)  # type: ignore[no-untyped-call, unused-ignore]
     return constrained
@@ -324,7 +331,7 @@ def copy_without_sharding(tensor: Tensor) -> Tensor:
 
 
 def _wait_for_device_ops() -> None:
-    """Wait for started computations. Shards can be copied only after that."""
+    """Wait for started computations on the devices. Shards can be copied only when they are complete."""
     xla.wait([])
 
 
@@ -335,7 +342,7 @@ def _convert_index_to_slices(index: Any, shape: Sequence[int]) -> tuple[slice, .
 
 
 def _compute_device_order(num_devices: int) -> Any:
-    """Return device ids ordered by slice, so that neighbors in the mesh share a fast interconnect."""
+    """Return an array of device ids, ordered by slice, so that mesh neighbors share a fast interconnect."""
     slices = _read_slice_indices() or [0] * num_devices
     return np.array(sorted(range(num_devices), key=lambda d: (slices[d], d)))
 
@@ -348,14 +355,19 @@ def _read_slice_indices() -> list[int]:
 
 
 def _compute_shard_group_size(config: RunConfig, num_devices: int) -> int:
-    """Return the number of devices that one copy of the parameters is sharded over."""
+    """Return the number of devices that one copy of the parameters is sharded over.
+
+    Raises:
+        UserError: If a hybrid strategy needs ``fsdp.shard_group_size``, or the devices cannot be divided into
+            groups of this size.
+    """
     if config.strategy not in HYBRID_STRATEGIES:
         return num_devices
     slices = len(set(_read_slice_indices())) or 1
     size = config.fsdp.shard_group_size or num_devices // slices
     if slices == 1 and config.fsdp.shard_group_size is None:
         raise UserError(
-            f"strategy: {config.strategy} shards within a slice, and there is only one slice; set "
+            f"strategy: {config.strategy} shards within a slice, but there is only one slice; set "
             "fsdp.shard_group_size, or use full_shard"
         )
     if size > num_devices or num_devices % size:

@@ -1,9 +1,9 @@
-"""Product that computes the logits, whose gradient does not need the logits of other devices.
+"""LM head under SPMD: the product that computes the logits, and the gradient of its weight.
 
-The matrix of the head is gathered, because a shard of it would need the activations of all tokens. Its
-gradient is a sum over the tokens of all devices, and a device keeps its rows of the sum. The compiler
-overlaps the product with the reduction only if no operation is between the product and its sharding
-annotation.
+The weight of the head is gathered, because with a shard of the weight a device would need the activations of
+all tokens. Each device multiplies the gradients of its own logits. The gradient of the weight is the sum of
+these products over all devices, and each device keeps its shard of the sum. The compiler overlaps the product
+with this reduction only if no operation is between the product and its sharding annotation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec: Spec) -> bool:
-    """Give the head of a model a forward whose gradient is reduced to shards.
+    """Replace the forward of the LM head, so that the gradient of its weight is reduced to shards.
 
     Args:
         head: Output embeddings of a model, or None.
         layout: Placement of tensors on the devices.
-        weight_spec: Spec of the matrix of the head, ``[vocabulary, hidden size]``.
+        weight_spec: Spec of the weight of the head, ``[vocabulary, hidden size]``.
 
     Returns:
         Whether the forward was replaced. This requires a plain linear layer and several devices.
@@ -60,9 +60,10 @@ def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec:
 
 
 class _HeadFunction(torch.autograd.Function):
-    """Autograd function that multiplies hidden states by the gathered matrix of the head.
+    """Autograd function that multiplies hidden states by the gathered weight of the head.
 
-    The gradient of the matrix is annotated with its sharding, and transposed if ``transposes`` is set.
+    The gradient of the weight is annotated with ``gradient_sharding``. If ``transposes`` is set, the gradient
+    is computed transposed, and the sharding is the sharding of the transposed gradient.
     """
 
     @staticmethod

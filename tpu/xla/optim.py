@@ -49,7 +49,7 @@ class UpdateInputs:
         step: Step count from 1, as a scalar on the device.
         learning_rate: Learning rate, a scalar on the device. If ``is_stacked`` is set, it may be a tensor
             ``[parameters, 1, ...]``.
-        weight_decay: Weight decay: a number, or a tensor like the learning rate.
+        weight_decay: Weight decay, a number or a tensor ``[parameters, 1, ...]``.
         is_stacked: Whether the tensors contain several parameters of the same shape along the first dim,
             which are updated independently.
     """
@@ -71,7 +71,7 @@ class UpdateResult(NamedTuple):
 
 
 class UpdateRule(Protocol):
-    """Update of one parameter, or of a stack of parameters.
+    """Protocol of an optimizer's formulas, which update one parameter or a stack of parameters.
 
     Attributes:
         counts_steps: Whether the state contains a step count.
@@ -89,7 +89,7 @@ class UpdateRule(Protocol):
         """
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
-        """Compute the new parameter and the new state. The inputs are not changed."""
+        """Compute the new parameter and the new state tensors. The inputs are not modified."""
 
 
 class XlaAdamW:
@@ -140,7 +140,7 @@ class XlaSgd:
         self._momentum = momentum
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
-        """Return the layout of the momentum buffer. Empty without momentum."""
+        """Return the layout of the momentum buffer. The dict is empty if the momentum is 0."""
         return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
@@ -167,7 +167,7 @@ class XlaAdafactor:
         self._rule = rule
 
     def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
-        """Return the layouts of the factored or full second moments."""
+        """Return the layouts of the second moments, which are factored for parameters with several dims."""
         shapes = adafactor.get_moment_shapes(parameter.shape, is_stacked)
         specs = {"variance": spec, "row_var": (*spec[:-1], None), "col_var": (*spec[:-2], None, *spec[-1:])}
         return {name: (shape, specs[name]) for name, shape in shapes.items()}
@@ -198,9 +198,10 @@ class XlaAdafactor:
 
 
 def _compute_rms(tensor: Tensor, is_stacked: bool) -> Tensor:
-    """Compute the root mean square of a parameter, a scalar.
+    """Compute the root mean square of a tensor with the shape of a parameter.
 
-    For stacked parameters, compute the root mean square of each parameter, of shape ``[parameters, 1, ...]``.
+    Returns:
+        A scalar. For stacked parameters, one value per parameter, with shape ``[parameters, 1, ...]``.
     """
     if not is_stacked:
         return tensor.square().mean().sqrt()
@@ -234,9 +235,10 @@ class XlaMuon:
         return {"momentum_buffer": (tuple(parameter.shape), spec)}
 
     def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
-        """Apply the orthogonalized update, which the caller passes as ``inputs.gradient``.
+        """Apply an update that :meth:`orthogonalize_updates` has computed.
 
-        :meth:`orthogonalize_updates` has already updated the state.
+        The caller passes the orthogonalized update as ``inputs.gradient``, and the new state as
+        ``inputs.state``, which is returned unchanged.
         """
         adjusted = inputs.learning_rate * compute_learning_rate_factor(
             self._rate_rule, inputs.parameter.shape
@@ -250,7 +252,7 @@ class XlaMuon:
         """Compute the orthogonalized updates and the new momentum buffers.
 
         Matrices with the same shape and spec are concatenated and distributed over the devices, so that each
-        device has some complete matrices.
+        device orthogonalizes some complete matrices.
 
         Args:
             gradients: Gradients, keyed by parameter name.
@@ -310,7 +312,11 @@ def build_update_rule(settings: TrainConfig) -> UpdateRule:
 
 
 class _GroupFactors(NamedTuple):
-    """Settings of a parameter's group: numbers, or for a stack of layers tensors with one value per layer."""
+    """Hyperparameters of a tensor, from the parameter groups of its parameters.
+
+    Each value is a number. It is a tensor ``[layers, 1, ...]`` if the tensor is a stack whose layers are in
+    groups with different values.
+    """
 
     rate_share: Tensor | float
     """Learning rate of the group divided by ``train.learning_rate``."""
@@ -318,8 +324,9 @@ class _GroupFactors(NamedTuple):
 
 
 class XlaOptimizer:
-    """Built-in optimizer, which applies the update rules to all parameters. The state is sharded like them.
+    """Built-in optimizer, which applies an update rule to each parameter.
 
+    The state of a parameter is sharded like the parameter.
     The step counts of all parameters are one fp32 vector ``[parameters]``, so that the compiled step has one
     argument for them instead of hundreds.
 
@@ -370,7 +377,12 @@ class XlaOptimizer:
             }
 
     def _compute_group_factors(self, name: str, groups: Mapping[str, OptimizerGroup]) -> _GroupFactors:
-        """Compute the learning rate factor and the weight decay of a tensor."""
+        """Compute the learning rate factor and the weight decay of a parameter or a stack.
+
+        Args:
+            name: Name of the tensor.
+            groups: Parameter group of each parameter, keyed by parameter name.
+        """
         member_groups = [groups[member] for member in self._device_parameters.get_parameter_names(name)]
         highest = self._settings.learning_rate
         pairs = [(group.learning_rate / highest, group.weight_decay) for group in member_groups]
@@ -426,11 +438,14 @@ class XlaOptimizer:
             self._step_counts.copy_(torch.where(is_allowed, new_step_counts, self._step_counts))
 
     def get_state_tensors(self) -> dict[str, State]:
-        """Return the state tensors of every parameter, keyed by parameter name, without the step counts."""
+        """Return the state tensors of every parameter or stack, keyed by its name and by state name.
+
+        The step counts are not included.
+        """
         return self._state
 
     def initialize_state(self) -> None:
-        """Set weight averages to the weights. Call it after the weights are loaded."""
+        """Set the weight averages of ``train.ema`` to the weights. Call it after the weights are loaded."""
         for name, state in self._state.items():
             if AVERAGE_KEY in state:
                 state[AVERAGE_KEY].copy_(self._parameters[name].detach())
@@ -467,10 +482,12 @@ class XlaOptimizer:
         stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
         stored_groups: OptimizerState | None,
     ) -> None:
-        """Restore the state of a checkpoint. The state of parameters that it does not contain stays zero.
+        """Restore the optimizer state of a checkpoint.
+
+        If the checkpoint has no state of a parameter, the state of the parameter stays zero.
 
         Args:
-            stored: State by parameter name.
+            stored: State of each parameter, keyed by parameter name and by state name.
             stored_groups: Optimizer state with parameter groups. Ignored here, because only custom optimizers
                 have state in their groups.
         """
@@ -502,7 +519,10 @@ class XlaOptimizer:
 def _build_torch_groups(
     settings: TrainConfig, trained: Mapping[str, nn.Parameter], named_groups: Mapping[str, OptimizerGroup]
 ) -> list[dict[str, Any]]:
-    """Build the parameter groups that torch's class of the optimizer would have."""
+    """Build the ``param_groups`` of torch's class of the optimizer, so that checkpoints have torch's format.
+
+    The parameters in the groups are replaced by their names.
+    """
     names = {id(parameter): name for name, parameter in trained.items()}
     groups = build_parameter_groups(trained, named_groups, settings.learning_rate)
     beta1, beta2 = settings.betas

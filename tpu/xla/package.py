@@ -55,18 +55,21 @@ class XlaPackage(BackendPackage):
             )
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
-        """Return no variables: there is only one rank per host."""
+        """Return no variables, because there is only one rank per host."""
         return {}
 
     def get_world(self, ranks: int) -> World:
-        """Return the hosts of the slice as ranks, and the devices of each host. Starts the runtime."""
+        """Return the number of hosts of the slice, which are the ranks, and of devices per host.
+
+        Starts the runtime of torch_xla.
+        """
         from portable.tpu.xla import runtime
 
         runtime.start_xla_runtime()  # only the runtime can count the hosts of a slice
         return World(runtime.count_hosts(), runtime.count_local_devices())
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        """Return ``bf16`` on a TPU, and ``fp32`` on virtual CPU devices."""
+        """Return ``bf16`` on a TPU, and ``fp32`` on virtual CPU devices. Imports torch_xla."""
         from portable.tpu.xla import runtime
 
         return "bf16" if runtime.is_on_tpu() else "fp32"
@@ -78,11 +81,19 @@ class XlaPackage(BackendPackage):
         return checks.find_problems(config, late=late)
 
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
-        """Return the config unchanged. A DeepSpeed JSON is ignored on this backend."""
-        return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends
+        """Return the config unchanged.
+
+        A DeepSpeed JSON is ignored, so that one config works with all backends.
+        """
+        return config
 
     def check_config(self, config: RunConfig, world: World) -> None:
-        """Check the graph cache, and the sharding over the devices."""
+        """Check the graph cache, and the sharding over the devices.
+
+        Raises:
+            UserError: If a graph cache is set on virtual devices, or the parameters cannot be sharded over
+                the devices.
+        """
         from portable.tpu.xla import runtime
         from portable.tpu.xla.layout import MeshLayout
 

@@ -1,9 +1,9 @@
 """Gather the parameters of a layer once per pass, before the layer computes.
 
-If a product has a sharded operand, the compiler gathers the operand. In the forward and backward passes it
-sees other shapes of the same matrix, such as ``[heads, width, hidden size]``, and gathers each of them. A
-copy that is annotated as replicated is gathered once, in the shape of the parameter, and all products of a
-pass use it.
+If a product has a sharded operand, the compiler gathers the operand. The products of the forward and backward
+passes use a matrix in different shapes, such as ``[heads, width, hidden size]``, and the compiler would
+gather each shape. This module therefore makes a copy of the parameter that is annotated as replicated. The
+copy is gathered once, in the shape of the parameter, and all products of a pass use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 def gather_layer_parameters(
     layer: nn.Module, layer_name: str, get_spec: Callable[[str, Tensor], Spec], layout: MeshLayout
 ) -> None:
-    """Make a layer compute with gathered copies of its sharded parameters. They are gathered once per pass.
+    """Make a layer compute with copies of its sharded parameters that are gathered once per pass.
+
+    Embedding tables are not gathered. Nothing is changed if the layer has no other sharded parameters.
 
     Args:
         layer: The layer. Its ``forward`` is replaced.

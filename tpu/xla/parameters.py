@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 
 class DeviceParameters:
-    """Parameters of a model on the mesh. Each tensor has the name of the first parameter that it contains.
+    """Parameters of a model on the device mesh.
 
-    The parameters of layers that run in a loop are stored as one tensor ``[layers, ...]``, so that neither
-    the loop nor the update has to stack them. In the model they stay on the meta device. A checkpoint
-    contains them separately, with their original names.
+    If layers run in a loop, the same parameter of all these layers is stored as one tensor ``[layers, ...]``,
+    a stack, so that neither the loop nor the update has to stack the parameters. A stack has the name of its
+    first parameter. The stacked parameters of the model itself stay on the meta device. A checkpoint contains
+    them separately, with their original names.
 
     Args:
         model: Model on the meta device. Its parameters and buffers are replaced by device tensors, except for
@@ -51,8 +52,8 @@ class DeviceParameters:
             require(
                 len(specs) == 1,
                 f"xla.scan_layers: xla.sharding shards {first} of one layer differently from the same "
-                "parameter of the next layer; use a pattern that matches it in every layer, or set "
-                "xla.scan_layers: false",
+                "parameter of the next layer; use a pattern that matches the parameter in every layer, "
+                "or set xla.scan_layers: false",
             )
 
         def place_parameter(name: str, meta: nn.Parameter) -> nn.Parameter:
@@ -73,11 +74,11 @@ class DeviceParameters:
             self.by_name[first] = nn.Parameter(placed, requires_grad=meta.requires_grad)
 
     def get_parameter_names(self, tensor_name: str) -> list[str]:
-        """Return the names of the parameters that a tensor contains."""
+        """Return the names of the parameters that a tensor contains: of a stack all, otherwise one."""
         return list(self.stacks.get(tensor_name, [tensor_name]))
 
     def get_tensor_spec(self, name: str, shape: Sequence[int]) -> Spec:
-        """Return the spec of a tensor of this object, or of its gradient.
+        """Return the spec of a parameter or stack. Gradients and state of the same shape have the same spec.
 
         Args:
             name: Name of the tensor.
@@ -101,7 +102,7 @@ class DeviceParameters:
     def fill_tensor(
         self, name: str, tensor: Tensor, spec: Spec, sources: Mapping[str, ReadableTensor]
     ) -> None:
-        """Fill a parameter or stack, or a state tensor with the same shape.
+        """Fill a parameter or stack, or a state tensor of the same shape, with stored values.
 
         Args:
             name: Name of the parameter or stack.

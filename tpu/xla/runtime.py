@@ -22,7 +22,7 @@ INSTALL_COMMAND = "pip install 'portable-trainer[xla]' (on a TPU VM: 'portable-t
 
 
 def _import_torch_xla() -> Any:
-    """Set the variables for torch_xla and import it.
+    """Set the environment variables that torch_xla reads, and import torch_xla.
 
     Raises:
         UserError: If torch_xla is missing, or built for another torch.
@@ -31,12 +31,12 @@ def _import_torch_xla() -> Any:
         torch_version, torch_xla_version = metadata.version("torch"), metadata.version("torch_xla")
     except metadata.PackageNotFoundError:
         raise UserError(
-            f"backend: xla needs the package torch_xla; install it with: {INSTALL_COMMAND}"
+            f"backend: xla needs the package torch_xla; install the package with: {INSTALL_COMMAND}"
         ) from None
     if _get_minor_release(torch_version) != _get_minor_release(torch_xla_version):
         raise UserError(
-            f"backend: xla needs torch and torch_xla of one release, not torch {torch_version} and torch_xla "
-            f"{torch_xla_version}; install a pair with: {INSTALL_COMMAND}"
+            f"backend: xla needs torch and torch_xla of the same release, not torch {torch_version} and "
+            f"torch_xla {torch_xla_version}; install a pair with: {INSTALL_COMMAND}"
         )
     os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.is_tpu_selected() else "CPU")
     if os.environ["PJRT_DEVICE"] == "TPU":
@@ -67,7 +67,7 @@ xla_metrics: Any = torch_xla.debug.metrics
 
 
 def start_xla_runtime() -> None:
-    """Start the runtime in SPMD mode. A no-op if it runs already.
+    """Start the runtime in SPMD mode. Does nothing if the runtime is already running.
 
     Raises:
         UserError: If the runtime cannot use the devices of ``PJRT_DEVICE``.
@@ -95,12 +95,15 @@ def count_local_devices() -> int:
 
 
 def enable_graph_cache(folder: Path) -> None:
-    """Cache compiled graphs in ``folder``. Call it before the first compilation."""
+    """Cache compiled graphs in ``folder``. Call this function before the first compilation.
+
+    Does nothing if a cache is already enabled in this process.
+    """
     if not xla.caches_graphs():
         folder.mkdir(parents=True, exist_ok=True)
         xr.initialize_cache(str(folder))
 
 
 def is_on_tpu() -> bool:
-    """Return whether the runtime uses TPUs and not virtual CPU devices."""
+    """Return whether the runtime uses TPUs. Otherwise it uses virtual CPU devices."""
     return str(xr.device_type()) == "TPU"

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """Logical tensor with CPU copies of the shards that this host saves, which may be none."""
+    """Logical tensor with CPU copies of the shards that this host saves.
+
+    The list of shards is empty if other hosts save all of them.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -92,7 +95,10 @@ def copy_local_shards_to_host(layout: MeshLayout, tensors: Mapping[str, Tensor])
 def _split_staged_stack(
     device_parameters: DeviceParameters, name: str, staged: StagedTensor
 ) -> dict[str, StagedTensor]:
-    """Split the copy of a stack into the copies of its parameters. Returns other tensors unchanged."""
+    """Split the copy of a stack into the copies of its parameters, keyed by parameter name.
+
+    A tensor that is not a stack is returned unchanged, under its name.
+    """
     shape = staged.shape[1:] if name in device_parameters.stacks else staged.shape
     return {
         parameter_name: StagedTensor(shape, staged.dtype, shards)
@@ -101,9 +107,9 @@ def _split_staged_stack(
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Planner of DCP that also supports :class:`StagedTensor`.
+    """Save planner of DCP that also supports :class:`StagedTensor`.
 
-    Replicas have been filtered out, so each chunk is written once and DCP has nothing to deduplicate.
+    Staging has dropped replicas, so each chunk is in the plan of one host and DCP has nothing to deduplicate.
     """
 
     def create_local_plan(self) -> SavePlan:
@@ -118,7 +124,7 @@ class StagedPlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor of a plan item."""
+        """Return the tensor to write for an item of the plan."""
         value = self.state_dict[index.fqn]
         if not isinstance(value, StagedTensor):
             return super().lookup_object(index)

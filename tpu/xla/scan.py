@@ -1,10 +1,10 @@
 """Loop over the leading dim of tensors, compiled as one XLA ``While``, and its gradient.
 
-torch_xla has a scan, which cannot be used here: its backward pass imports JAX under SPMD, and it stacks the
-values that AOTAutograd saves of the weights. In this module autograd itself records the body, once, on
-placeholders. The tensors that autograd saves are stacked over the iterations, each storage once. Views, and
-the inputs of the loop, are recomputed from existing tensors. The gradient is a second loop, which runs
-backwards.
+torch_xla's own scan cannot be used here, because its backward pass imports JAX under SPMD, and because it
+stacks values that AOTAutograd derives from the weights. In this module, autograd itself records the body,
+once, on placeholders. The tensors that autograd saves are stacked over the iterations, each storage once.
+Saved views, and saved inputs of the loop, are not stacked but taken from existing tensors. The gradient is a
+second loop, which runs backwards.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ Shardings = tuple[Any, Any] | None
 
 _DEVICE = "xla:0"
 _TRACING_SEED = 12345
-"""Seed during the recording of a body. Each iteration later gets its own. 0 and 1 would be constants of the
-graph."""
+"""Seed while a body is recorded. It is not 0 or 1, because these would become constants of the graph.
+
+When the loop runs, each iteration gets a seed of its own.
+"""
 _recorded_seeds: list[list[torch.Tensor]] = []
 """Seeds of the random numbers of each body that is being recorded. The innermost body is last."""
 
@@ -55,7 +57,7 @@ class _InputCounts(NamedTuple):
 
 
 class Scan:
-    """Loop over a body, which is traced once for each signature of its inputs.
+    """Loop over a body. The body is traced once for each combination of input shapes, dtypes and keys.
 
     Args:
         body: Function of the carry, one slice of each stacked tensor, and the shared tensors. It returns the
@@ -79,11 +81,13 @@ class Scan:
         shardings: Sequence[Shardings] = (),
         key: Hashable = (),
     ) -> ScanResult:
-        """Run the loop. The result is differentiable with respect to ``carry``, ``stacked`` and ``shared``.
+        """Run the loop once for each slice of the stacked tensors.
+
+        The result is differentiable with respect to ``carry``, ``stacked`` and ``shared``.
 
         Args:
             carry: Carry of the first iteration.
-            stacked: Tensors ``[iterations, ...]``. Each iteration gets one slice of each tensor.
+            stacked: One or more tensors ``[iterations, ...]``. Each iteration gets one slice of each tensor.
             shared: Tensors that every iteration gets unchanged.
             shardings: Shardings of the slices of ``stacked``, in its order.
             key: Other values that the body depends on, such as its training mode.
@@ -158,14 +162,14 @@ class _ScanFunction(torch.autograd.Function):
 
 @dataclass
 class _TracedLoops:
-    """Forward and backward loops of one signature.
+    """Forward and backward loops for one combination of input shapes, dtypes and keys.
 
     Attributes:
         forward: Loop that computes the carry, the results and the saved tensors from carry, stacked and
             shared tensors.
-        backward: Loop that computes gradients. Its carry is the gradient of the carry, and the gradients of
-            the shared tensors that are summed so far. Its stacked tensors are the gradients of the results,
-            the stacked tensors and the saved tensors. None if nothing needs a gradient.
+        backward: Loop that computes gradients. Its carry consists of the gradient of the carry, and of the
+            sums of the gradients of the shared tensors so far. Its stacked tensors are the gradients of the
+            results, the stacked tensors and the saved tensors. None if no input needs a gradient.
         num_saved: Number of tensors that are saved for the backward loop.
         output_types: Shape and dtype of the carry and of the stacked results.
         trained_stacked_indices: Indices of the stacked tensors that get a gradient.
@@ -183,7 +187,7 @@ class _TracedLoops:
 
 
 class _BodyTracer:
-    """Records a body on placeholders, and builds its loops.
+    """Recorder of a body, which calls the body on placeholders and builds the loops.
 
     Args:
         body: Body of the loop.
@@ -218,9 +222,10 @@ class _BodyTracer:
         ]
 
     def _constrain_placeholders(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs of the body: copies of the placeholders with their shardings.
+        """Return copies of the placeholders with their shardings, to be used as inputs of the body.
 
-        Annotating a placeholder itself would replace it by a tensor that is not an input of the computation.
+        Placeholders are copied, because annotating a placeholder itself would replace it by a tensor that is
+        not an input of the computation.
         """
         carry, stacked, shared = _split_by_lengths(placeholders, *self._counts[:2])
         slices = [
@@ -239,7 +244,7 @@ class _BodyTracer:
             on_inputs: Function that is called with the copies before the body runs.
 
         Returns:
-            The outputs of the body, and the copies that it got as inputs.
+            The outputs of the body, and the copies of the placeholders that the body was called with.
         """
         _recorded_seeds.append([])
         try:
@@ -267,7 +272,7 @@ class _BodyTracer:
         )
 
     def _trace_with_saving(self) -> _TracedLoops:
-        """Build a forward loop that saves the tensors that autograd saves, and the backward loop."""
+        """Build a forward loop that stacks the tensors that autograd saves, and the backward loop."""
         placeholders = self._create_placeholders()
         input_indices: dict[int, int] = {}
         roots: dict[int, tuple[Tensor, int]] = {}
@@ -390,7 +395,9 @@ class _BodyTracer:
 
 
 class _CompiledLoop:
-    """XLA ``While`` that is built once: ``body(carry, slices, shared) -> carry, results``.
+    """XLA ``While`` loop around a recorded body ``(carry, slices, shared) -> (carry, results)``.
+
+    The computation is built by the constructor, and each call of the object runs it.
 
     Args:
         carry: Placeholders of the carry.
@@ -521,7 +528,8 @@ class _CompiledLoop:
 def _set_seed_and_record(seed: int) -> None:
     """Set the seed of the random number generator.
 
-    If a body is being recorded, it has one more seed from now on.
+    If a body is being recorded, the seed is added to the seeds of the innermost body. Each of these seeds
+    becomes an input of the loop's body.
     """
     xla.set_rng_seed(seed, _DEVICE)
     if _recorded_seeds:

@@ -1,8 +1,8 @@
 """Equal layers that are compiled once and run in a loop (``xla.scan_layers``).
 
-The code of the model still calls its layers one after the other. All layers of a segment except the last only
-record their arguments and return their input. The last layer runs the loop. This works without any
-information about the model.
+The code of the model still calls its layers one after the other. All layers of a segment except the last
+layer only record their arguments and return their input. The last layer runs the loop. The code of the model
+therefore does not have to be changed.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class LayerOutputForm:
 
 
 def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
-    """Find the segments of a model on the meta device. Layers between the segments run separately.
+    """Find the segments of a model, which can run as loops. All other layers run separately.
 
     Args:
-        model: The transformers model. It is not modified.
+        model: The transformers model, on the meta device. It is not modified.
 
     Raises:
         UserError: If there are no segments, or the config of the model does not allow a loop.
@@ -98,7 +98,7 @@ def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
             not skips and not shows,
             f"xla.scan_layers: {key} of the model's config "
             + ("skips layers at random" if skips else "requests the outputs of each layer")
-            + f", and a loop runs them all as one; {DISABLE_REMEDY}",
+            + f", but a loop runs all layers as one; {DISABLE_REMEDY}",
         )
     layers = find_transformer_layers(model)
     layers_by_parent: dict[str, list[tuple[str, nn.Module]]] = {}
@@ -132,7 +132,7 @@ def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
 
 
 class _Repetition(NamedTuple):
-    """Layers at the start of a sequence that repeat with a period. Both numbers are 0 if none repeat."""
+    """Repetition of layers at the start of a sequence. Both numbers are 0 if no layers repeat."""
 
     period: int
     num_layers: int
@@ -140,9 +140,10 @@ class _Repetition(NamedTuple):
 
 
 def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
-    """Find the longest repetition at the start of a sequence of keys.
+    """Find the longest repetition at the start of a sequence of layers.
 
-    A layer with the key None never repeats.
+    Args:
+        likes: Key of each layer, which is equal for equal layers. None for a layer that must not repeat.
     """
     best = _Repetition(0, 0)
     for period in range(1, min(MAX_PERIOD, len(likes) // 2) + 1):
@@ -225,7 +226,7 @@ def _flatten_arguments(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
 
 
 class LoopedLayers:
-    """Runs the layers of a segment in a loop when the last layer of the segment is called.
+    """Loop over the layers of a segment, which runs when the last layer of the segment is called.
 
     Args:
         model: Model with the layers. Their ``forward`` is replaced.
@@ -264,7 +265,7 @@ class LoopedLayers:
             layer.forward = self._build_layer_forward(number)
 
     def _build_layer_forward(self, layer_index: int) -> Callable[..., Any]:
-        """Build a forward that records the call of a layer. The last layer's forward runs the loop."""
+        """Build the forward of a layer, which records its arguments. In the last layer, it runs the loop."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = _LayerCall(args, kwargs)
@@ -289,14 +290,17 @@ class LoopedLayers:
         return forward
 
     def _check_same_arguments(self, layer_index: int, call: _LayerCall, first_call: _LayerCall) -> None:
-        """Raise UserError if a layer is called with other arguments than in the first repetition."""
+        """Raise UserError if a layer's arguments differ from the arguments in the first repetition.
+
+        Tensors must be the same objects. The hidden states are not compared.
+        """
         has_same_arguments = call.structure == first_call.structure and all(
             leaf is other or (not isinstance(leaf, torch.Tensor) and bool(leaf == other))
             for index, (leaf, other) in enumerate(zip(call.leaves, first_call.leaves, strict=True))
             if index != call.hidden_index
         )
         if not has_same_arguments:
-            self._raise_unsupported(layer_index, "is called with other arguments than the layers before it")
+            self._raise_unsupported(layer_index, "is called with other arguments than the previous layers")
 
     def _raise_unsupported(self, layer_index: int, reason: str) -> None:
         raise UserError(
@@ -332,7 +336,16 @@ class LoopedLayers:
     def _run_period(
         self, carry: Sequence[Tensor], slices: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> tuple[tuple[Tensor], tuple[()]]:
-        """Run the layers of one repetition. The body of the scan."""
+        """Run the layers of one repetition. This is the body of the scan.
+
+        Args:
+            carry: Hidden states before the repetition.
+            slices: Parameters of the layers of the repetition.
+            shared: Other tensor arguments of the layers, and their buffers.
+
+        Returns:
+            The hidden states after the repetition, and no results to stack.
+        """
         arguments, buffers = self._shared_order
         shared_values = dict(zip(arguments, shared, strict=False))
         values = dict(zip(self._names, slices, strict=True))
@@ -355,7 +368,10 @@ class LoopedLayers:
 
 
 class _LayerCall:
-    """Arguments of one layer. The hidden states are the first argument, or the argument ``hidden_states``."""
+    """Arguments of one call of a layer.
+
+    The hidden states are the first positional argument, or else the keyword argument ``hidden_states``.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.leaves_by_path = _flatten_arguments(args, kwargs)

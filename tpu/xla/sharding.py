@@ -29,14 +29,14 @@ LANES = 128
 
 
 def is_head_gradient_transposed(shard_width: int, shard_group_size: int) -> bool:
-    """Return whether the gradient of the head is computed transposed, as ``[hidden size, vocabulary]``.
+    """Return whether the gradient of the LM head is computed transposed, as ``[hidden size, vocabulary]``.
 
-    The compiler can scatter a result along a major dim, but not along every minor dim. On the other hand, a
-    transposed gradient may cost memory: the update uses its layout, and then copies the state of all matrices
-    of this shape.
+    The compiler can reduce-scatter a result along a major dim, but not always along a minor dim. The hidden
+    dim is the major dim of the transposed gradient. However, transposition may cost memory: the update then
+    uses the layout of the gradient, and copies the optimizer state of all matrices of this shape to it.
 
     Args:
-        shard_width: Width of a shard if the head is sharded along the hidden dim.
+        shard_width: Number of columns of a shard if the head is sharded along the hidden dim.
         shard_group_size: Number of devices that the head is sharded over.
     """
     return shard_group_size >= 8 or shard_width <= LANES
@@ -64,7 +64,10 @@ class ShardingRules:
         self._table_dims: dict[tuple[int, ...], int] = {}
 
     def choose_shard_dim(self, name: str, shape: Sequence[int]) -> int | None:
-        """Return the dim along which a parameter is sharded, or None if it is replicated.
+        """Return the dim along which a parameter is sharded, or None if the parameter is replicated.
+
+        The first matching pattern of ``xla.sharding`` decides, and otherwise the default rule. A matching
+        pattern counts as used in :meth:`check_unused_patterns`.
 
         Args:
             name: Name of the parameter.
@@ -80,8 +83,9 @@ class ShardingRules:
                 self._unused_patterns.discard(text)
                 if dim is not None and (dim >= len(shape) or shape[dim] % self._shard_group_size):
                     raise UserError(
-                        f"xla.sharding: {text!r} cannot shard dim {dim} of {name}, of shape {list(shape)}, "
-                        f"over {self._shard_group_size} devices; choose another dim, or null to replicate it"
+                        f"xla.sharding: {text!r} cannot shard dim {dim} of {name}, of shape "
+                        f"{list(shape)}, over {self._shard_group_size} devices; choose another dim, or "
+                        "null to replicate the parameter"
                     )
                 return dim
         divisible = [d for d, size in enumerate(shape) if size and size % self._shard_group_size == 0]
@@ -106,6 +110,6 @@ class ShardingRules:
         """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""
         if self._unused_patterns:
             raise UserError(
-                f"xla.sharding: {min(self._unused_patterns)!r} matches no parameter, or only parameters that "
-                "an earlier pattern matches; correct or remove it"
+                f"xla.sharding: {min(self._unused_patterns)!r} matches no parameter, or only parameters "
+                "that an earlier pattern matches; correct or remove this pattern"
             )

@@ -58,4 +58,4 @@ xla = _XlaBindings()
 lowering_context = _torch_xla.wrap_private_function(
     "torch_xla:_XLAC.lowering.LoweringContext", "backend: xla"
 )
-"""Context with a name that builds an HLO graph from tensors."""
+"""Class that lowers tensors with pending operations to an HLO graph. The argument is the graph's name."""

@@ -1,8 +1,9 @@
-"""Process that records the graphs of a run and executes none. :mod:`portable.tpu.compile.trace` starts it.
+"""Process that records the graphs of a run without executing them.
 
-The process uses the same backend, engine, loss and optimizer as a run, with two differences. The state has
-shapes, dtypes and shardings, but no values, so a model takes no memory. And at the points where a run would
-compile and execute a graph, this process writes the graph to a file.
+:mod:`portable.tpu.compile.trace` starts the process. It uses the same backend, engine, loss and optimizer as
+a run, with two differences. First, the state has shapes, dtypes and shardings, but no values, so a model
+takes no memory. Second, when a run would compile and execute a graph, this process writes the graph to a
+file.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ PROMPT_TOKENS = 32
 
 
 class ValuelessLayout(MeshLayout):
-    """Layout whose tensors have no values, except for the smallest tensors.
+    """Layout whose tensors have no values, except for tensors of at most ``MAX_REAL_ELEMENTS`` elements.
 
-    A tensor without values is created by an operation. :func:`turn_pending_into_inputs` makes it an input of
-    graphs.
+    A tensor without values begins as the result of a pending operation, which is never executed.
+    :func:`turn_pending_into_inputs` then makes the tensor an input of graphs.
     """
 
     def create_zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
@@ -65,13 +66,13 @@ class ValuelessLayout(MeshLayout):
         return tensor
 
     def replicate(self, tensor: Tensor) -> Tensor:
-        """Replicate a small tensor. A larger tensor loses its values."""
+        """Replicate a small tensor with its values, and a larger tensor without them."""
         if tensor.numel() <= MAX_REAL_ELEMENTS:
             return super().replicate(tensor)
         return self.create_zeros(tensor.shape, tensor.dtype, self.get_replicated_spec(tensor.dim()))
 
     def fill_local_shards(self, tensor: Tensor, spec: Spec, source: Any) -> None:
-        """Replace the tensor by a tensor without values. ``source`` is not read."""
+        """Replace the data of ``tensor`` by data without values. ``source`` is not read."""
         tensor.data = self.create_zeros(tensor.shape, tensor.dtype, spec)
 
     def cut_graph(self, *, wait: bool = False) -> None:
@@ -90,7 +91,7 @@ class ValuelessLayout(MeshLayout):
 
 
 class GraphRecorder(GraphRunner):
-    """Writes each graph to a file. A run would compile and execute it.
+    """Graph runner that writes each graph to a file instead of compiling and executing it.
 
     Args:
         folder: Existing folder for the files.
@@ -103,16 +104,20 @@ class GraphRecorder(GraphRunner):
         self.skipped_graphs: set[str] = set()
         """Names of graphs that are not written."""
         self.written_graphs: dict[str, dict[str, Any]] = {}
+        """Name, file, numbers of results and donated parameters, and seconds of each graph, keyed by name."""
 
     def run(self, kind: str, results: Sequence[Tensor]) -> None:
-        """Write the graph of the pending tensors if it is the first with its name, and make them inputs."""
+        """Write the graph of the pending tensors, and make these tensors inputs of later graphs.
+
+        The graph is not written if its name is in :attr:`written_graphs` or :attr:`skipped_graphs`.
+        """
         name = GRAPH_FILE_NAMES.get(kind, kind)
         if name not in self.written_graphs and name not in self.skipped_graphs:
             self._write_graph(name)
         turn_pending_into_inputs()
 
     def _write_graph(self, name: str) -> None:
-        """Write the graph of the pending tensors, with the buffers that it may reuse, to a file."""
+        """Write the graph of the pending tensors to a file, with the parameters that it may overwrite."""
         pending = list_pending_tensors()
         context = lowering_context("SyncTensorsGraph")
         context.build(pending)
@@ -142,7 +147,7 @@ class TracingBackend(XlaBackend):
         self.graphs = GraphRecorder(folder)
 
     def build_engine(self, model: nn.Module, config: RunConfig) -> XlaEngine:
-        """Build the engine, and fill its tensors in the same order as a run."""
+        """Build the engine, and load its weights in the same order as a run, but without values."""
         engine: Any = super().build_engine(model, config)
         # Load weights as a run does, because the order in which tensors are created is the order of the
         # parameters and results of a graph. One layer of a stack is enough, because all layers are written
@@ -160,7 +165,7 @@ class TracingBackend(XlaBackend):
 
 
 def turn_pending_into_inputs() -> None:
-    """Make each tensor with a pending operation an input of later graphs, without a value."""
+    """Make each tensor with a pending operation an input of later graphs. The tensor gets no values."""
     tensors = list_pending_tensors()
     xla.clear_pending(XLA_DEVICE)
     # An input gets the sharding of its tensor if the tensor first gets an operation, and its sharding is
@@ -174,7 +179,7 @@ XLA_DEVICE = "xla:0"
 
 
 def list_live_tensors() -> list[Tensor]:
-    """List the tensors on the device, in the order in which they were created."""
+    """List all XLA tensors that exist in this process, in the order in which they were created."""
     tensors: dict[int, Tensor] = {}
     for candidate in gc.get_objects():
         # Check the type, because isinstance reads __class__, which makes lazy modules import themselves.
@@ -184,7 +189,7 @@ def list_live_tensors() -> list[Tensor]:
 
 
 def list_pending_tensors() -> list[Tensor]:
-    """List the tensors that ``torch_xla.sync`` would compute, in its order."""
+    """List the tensors that ``torch_xla.sync`` would compute, in the order of the graph's results."""
     tensors = list_live_tensors()
     needed = xla.are_pending(tensors)
     return [tensor for tensor, pending in zip(tensors, needed, strict=True) if pending]
@@ -193,7 +198,7 @@ def list_pending_tensors() -> list[Tensor]:
 def find_donated_parameters(context: Any, pending: Sequence[Tensor]) -> list[int]:
     """Find the parameters of a lowered graph whose buffers the graph may overwrite.
 
-    These are the buffers of tensors that the graph replaces.
+    A buffer may be overwritten if the graph computes a new value of the tensor that owns the buffer.
 
     Args:
         context: Lowering context that has built the graph.
@@ -212,7 +217,7 @@ def find_donated_parameters(context: Any, pending: Sequence[Tensor]) -> list[int
 
 
 def _read_alias_id(tensor: Tensor) -> int:
-    """Return the number that identifies the tensor of a buffer. An in-place update does not change it."""
+    """Return the alias id of a tensor, a number that stays the same when the tensor is updated in place."""
     match = re.search(r"^AliasID: (\d+)$", xla.debug_info(tensor), re.MULTILINE)
     assert match is not None
     return int(match[1])
@@ -227,7 +232,7 @@ def record_graphs(config: RunConfig, folder: Path, target_hardware: str) -> list
         target_hardware: ``TPU``, or ``CPU`` for virtual devices. Operations are lowered for this hardware.
 
     Returns:
-        Name, file and sizes of each graph.
+        One dict per graph, as in :attr:`GraphRecorder.written_graphs`.
     """
     backend = TracingBackend(folder)
     # The client has started, so from now on torch_xla reads this variable only to choose the hardware to
@@ -250,7 +255,7 @@ def record_graphs(config: RunConfig, folder: Path, target_hardware: str) -> list
 
 
 def _build_metric_settings(config: RunConfig, model_config: Any) -> MetricSettings:
-    """Build the settings of the metrics. The classes are read from the model, because there is no data."""
+    """Build the settings of the metrics. The classes are read from the model's config, not from the data."""
     if config.model.task != CLASSIFICATION:
         return MetricSettings(config.model.task)
     return MetricSettings(
@@ -261,7 +266,7 @@ def _build_metric_settings(config: RunConfig, model_config: Any) -> MetricSettin
 def _record_step_graphs(
     backend: TracingBackend, engine: XlaEngine, batch: Batch, plan: BatchPlan, config: RunConfig
 ) -> None:
-    """Record the graphs of a training step."""
+    """Record the graph of a training step. With several micro-batches, record two: micro-batch and update."""
     if plan.accumulation_steps > 1:
         # Trace one micro-batch without writing it, because the accumulated gradients do not exist before
         # that.
@@ -302,12 +307,12 @@ class _FirstMicroBatchEngine:
         return self._first
 
     def take_optimizer_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the update."""
+        """Record the graph of the update, or of the complete step if there is one micro-batch."""
         return self._engine.take_optimizer_step(*args, **kwargs)
 
 
 def main() -> None:
-    """Record the graphs in this process, and write the answer."""
+    """Record the graphs of the requested config in this child process, and write the answer."""
     config: RunConfig = read_request()
     gc.freeze()  # imported modules reference no device tensors, so searches can skip their objects
     answer: dict[str, Any]

@@ -95,7 +95,9 @@ class ShardChecksums:
             CheckpointError: If the CRC32 differs or is not recorded.
         """
         if self.metadata_checksums.get(name) != isal_zlib.crc32(data):
-            raise CheckpointError(f"{self.path.parent / name}: damaged, or from another save ({CHECKSUMS})")
+            raise CheckpointError(
+                f"{self.path.parent / name}: is damaged, or from another save ({CHECKSUMS})"
+            )
 
     def get_item_checksum(self, file: str, offset: int, recorded: Any) -> int:
         """Return the CRC32 of an item's zip directory.
@@ -111,7 +113,7 @@ class ShardChecksums:
         crc = recorded if self.items is None else self.items.get(file, {}).get(str(offset))
         if type(crc) is not int:
             raise CheckpointError(
-                f"{self.path}: damaged, or from another save: no item at byte {offset} of {file}"
+                f"{self.path}: is damaged, or from another save: there is no item at byte {offset} of {file}"
             )
         return crc
 
@@ -127,14 +129,14 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
     """
     if not (folder.path / CHECKSUMS).is_file():
         if is_listed_in_manifest(folder.path, CHECKSUMS):
-            raise CheckpointError(f"{folder.path / CHECKSUMS}: missing, although {MANIFEST} names it")
+            raise CheckpointError(f"{folder.path / CHECKSUMS}: is missing, although {MANIFEST} names it")
         return None
     file = folder.get_file(CHECKSUMS)
     table = read_json_object(file)
     if table.get("version") == TABLES_VERSION:
         return _parse_tables_index(file.path, table)
     if table.get("version") != _VERSION:
-        raise CheckpointError(f"{file.path}: damaged, or written by a newer version of this program")
+        raise CheckpointError(f"{file.path}: is damaged, or was written by a newer version of this program")
     metadata, items = table.get("metadata"), table.get("items")
     tables = (metadata, items, *(items.values() if isinstance(items, dict) else ()))
     if (
@@ -142,7 +144,7 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
         or not isinstance(items, dict)
         or not all(isinstance(table, dict) for table in tables)
     ):
-        raise CheckpointError(f"{file.path}: damaged, its tables are missing")
+        raise CheckpointError(f"{file.path}: damaged: the tables are missing")
     return ShardChecksums(file.path, metadata, items)
 
 
@@ -166,7 +168,7 @@ def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksum
         or not metadata.keys() == sizes.keys() == {".metadata", *boxes}
         or not all(is_metadata_name(name) and isinstance(table, dict) for name, table in boxes.items())
     ):
-        raise CheckpointError(f"{path}: damaged, its tables are missing")
+        raise CheckpointError(f"{path}: damaged: the tables are missing")
     regions = {
         name: {shape: _parse_region(path, box) for shape, box in table.items()}
         for name, table in boxes.items()
@@ -182,7 +184,7 @@ def _parse_region(path: AnyPath, box: Any) -> Region:
     """
     offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
     if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
-        raise CheckpointError(f"{path}: damaged, an entry is not a pair of offsets and sizes")
+        raise CheckpointError(f"{path}: damaged: an entry is not a pair of offsets and sizes")
     return Region(tuple(offsets), tuple(sizes))
 
 
@@ -222,7 +224,7 @@ def write_shard_checksums(folder: str | AnyPath, items: Mapping[str, Mapping[str
     folder = parse_path_or_url(folder)
     metadata = {name: isal_zlib.crc32((folder / name).read_bytes()) for name in list_metadata_files(folder)}
     if not metadata:
-        raise CheckpointError(f"{folder}: holds no DCP metadata to checksum")
+        raise CheckpointError(f"{folder}: contains no DCP metadata")
     document = {"version": _VERSION, "metadata": metadata, "items": items}
     write_new_file(folder / CHECKSUMS, (json.dumps(document) + "\n").encode())
 

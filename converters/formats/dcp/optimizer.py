@@ -53,7 +53,7 @@ def build_optimizer_state(
     for parameter, entries in roles.optimizer_state.items():
         name = find_plain_name(parameter, tensors)
         if name in state:
-            raise CheckpointError(f"{location}: two optimizer states are called {name!r}")
+            raise CheckpointError(f"{location}: two optimizer states have the name {name!r}")
         read_values = {
             state_name: read_state(key, f"{name}.{state_name}") for state_name, key in entries.items()
         }
@@ -99,7 +99,7 @@ def _build_param_groups(
             index = int(path[0])
             if index > len(groups):  # the values are sorted by group, so a group without values is missing
                 raise CheckpointError(
-                    f"{location}: damaged, param_groups {len(groups)} of the optimizer is missing"
+                    f"{location}: damaged: param_groups {len(groups)} of the optimizer is missing"
                 )
             while len(groups) <= index:
                 groups.append({})

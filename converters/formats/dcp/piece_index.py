@@ -141,7 +141,7 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
             return -1, 0, 0, -1
         checksum = -1 if item.checksum is None else item.checksum
         if item.checksum is not None and not 0 <= checksum < 1 << 32:
-            raise CheckpointError(f"{entry.folder.path / CHECKSUMS}: damaged, {checksum} is not a CRC32")
+            raise CheckpointError(f"{entry.folder.path / CHECKSUMS}: damaged: {checksum} is not a CRC32")
         return files.setdefault(item.file, len(files)), item.offset, item.length, checksum
 
     for key, entry in entries.items():
@@ -153,7 +153,7 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
             ]
             if len(rows) < len(entry.chunks):
                 raise CheckpointError(
-                    f"{entry.folder.path}: damaged, a piece of {key!r} has another number of dimensions"
+                    f"{entry.folder.path}: damaged: a piece of {key!r} has a wrong number of dimensions"
                 )
             keys.append((key, entry.path, entry.dtype, entry.shape, position, len(rows)))
         else:

@@ -86,10 +86,13 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
     """
     path = source.path
     if path.is_file() and (path.name.endswith(".distcp") or has_metadata_name(path)):
-        return f"{path}: one file of a DCP checkpoint; give its folder"
+        return f"{path}: is one file of a DCP checkpoint; specify the folder"
     for folder in (path, path / f"{_MODEL_FOLDER}0"):
         if folder.is_dir() and any(entry.name.endswith(".distcp") for entry in folder.iterdir()):
-            return f"{folder}: holds .distcp files but no .metadata: an unfinished save; choose another step"
+            return (
+                f"{folder}: contains .distcp files, but no .metadata, because the save did not "
+                "finish; choose another step"
+            )
     return None
 
 
@@ -101,7 +104,9 @@ def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> 
     """
     location = str(source.path)
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
-        raise CheckpointError(f"{location}: holds several models; give one of its {_MODEL_FOLDER}* folders")
+        raise CheckpointError(
+            f"{location}: contains several models; specify one of the {_MODEL_FOLDER}* folders"
+        )
     entries: dict[str, Entry] = {}
     builders: dict[str, Callable[[TensorEntry, str], Tensor]] = {}
     for path in folders:
@@ -132,7 +137,8 @@ def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> 
         if len(roles.optimizers) > 1:
             names = sorted(".".join(map(str, path)) for path in roles.optimizers)
             raise OptimizerStateError(
-                f"{location}: holds several optimizers, {', '.join(map(format_untrusted_value, names[:8]))}"
+                f"{location}: contains several optimizers: "
+                f"{', '.join(map(format_untrusted_value, names[:8]))}"
             )
         return build_optimizer_state(
             roles,
@@ -283,7 +289,7 @@ def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
     archive = open_item_archive(entry, item)
     stored = archive.load_object()
     if not isinstance(stored, StoredTensor):
-        raise CheckpointError(f"{archive.location}: not a plain tensor")
+        raise CheckpointError(f"{archive.location}: is not a plain tensor")
     if stored.dtype != entry.dtype or stored.shape != sizes:
         raise CheckpointError(
             f"{archive.location}: is {stored.dtype} {list(stored.shape)}, but .metadata has {entry.dtype} "
@@ -301,7 +307,7 @@ def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
     file = entry.folder.get_file(item.file)
     archive = TorchZip(file, item.offset, item.length, description=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
-        raise CheckpointError(f"{archive.location}: damaged, or from another save ({CHECKSUMS})")
+        raise CheckpointError(f"{archive.location}: is damaged, or from another save ({CHECKSUMS})")
     return archive
 
 

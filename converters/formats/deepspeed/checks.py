@@ -56,7 +56,7 @@ def check_equal_copies(
     for other in others:
         has_same_type = (other.shape, other.dtype) == (first.shape, first.dtype)
         if not has_same_type or [part.tobytes() for part in _read_sample_rows(other)] != sample:
-            raise CheckpointError(f"{location}: the ranks' copies of it differ; {cause}")
+            raise CheckpointError(f"{location}: the copies of the ranks differ; {cause}")
 
 
 def has_equal_rounded_sample(master: Tensor, copy: Tensor) -> bool:
@@ -118,7 +118,7 @@ def compare_with_module_weights(
             continue
         if not isinstance(value, StoredTensor) or value.shape != shape:
             raise CheckpointError(
-                f"{location}: {complete_name!r} is missing or not of the recorded shape {list(shape)}"
+                f"{location}: {complete_name!r} is missing or does not have the recorded shape {list(shape)}"
             )
         stored[name] = value
     _check_buffer_positions(layout, stored, location)
@@ -136,7 +136,7 @@ def compare_with_module_weights(
             if not same:
                 raise CheckpointError(
                     f"{location}: {share.complete_names[name]!r} differs from rank {share.ranks[rank]}'s "
-                    "optimizer states; the files are from different steps or runs, or damaged"
+                    "optimizer states; the files are damaged, or from different runs or steps"
                 )
             compared += 1
     return compared
@@ -193,7 +193,7 @@ def _check_buffer_positions(
     for name, tensor in stored.items():
         if tensor.offset - tensors[0].offset != layout.starts[name] - next(iter(layout.starts.values())):
             raise CheckpointError(
-                f"{location}: {name!r} is not at the position in the flat buffer that param_shapes gives"
+                f"{location}: the position of {name!r} in the flat buffer contradicts param_shapes"
             )
 
 

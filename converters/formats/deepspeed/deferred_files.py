@@ -74,7 +74,8 @@ class _DeferredSource:
         if (tensor.dtype, tensor.shape) != self._type or not tensor.is_contiguous:
             dtype, shape = self._type
             raise CheckpointError(
-                f"a rank has {tensor.dtype} {list(tensor.shape)}, but another rank has {dtype} {list(shape)}"
+                f"is {tensor.dtype} {list(tensor.shape)} on one rank, but {dtype} {list(shape)} on "
+                "another rank"
             )
         view = tensor.to_byte_view()
         view.source.read_into(buffer, view.offset + offset, unverified_spans)
@@ -115,11 +116,11 @@ class _LazyRankFile(Generic[F]):
                 value = value[key]
             except (LookupError, TypeError):
                 raise CheckpointError(
-                    f"{self._template.location}: another rank's file lacks {key!r}"
+                    f"{self._template.location}: the file of another rank does not contain {key!r}"
                 ) from None
         if not isinstance(value, StoredTensor):
             raise CheckpointError(
-                f"{self._template.location}: {path[-1]!r} is not a tensor in another rank's file"
+                f"{self._template.location}: {path[-1]!r} is not a tensor in the file of another rank"
             )
         return value
 

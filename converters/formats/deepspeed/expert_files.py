@@ -57,7 +57,7 @@ def iter_layer_tensors(
             raise CheckpointError(f"{location}: {name_error}")
         for key, value in load_rank_file(folder, name).items():
             if not isinstance(key, str) or not isinstance(value, StoredTensor):
-                raise CheckpointError(f"{location}: not the weights of a layer")
+                raise CheckpointError(f"{location}: does not contain the weights of a layer")
             yield LayerTensor(location, int(match[1]), key, value)
 
 
@@ -85,9 +85,11 @@ class ExpertFiles:
         for location, number, key, value in iter_layer_tensors(folder, files, _EXPERT_FILE, name_error):
             match = _EXPERT.fullmatch(key)
             if match is None or int(match[2]) != number:
-                raise CheckpointError(f"{location}: not the expert parallel weights of its expert")
+                raise CheckpointError(
+                    f"{location}: does not contain the expert parallel weights of the expert in its name"
+                )
             if self.tensors.setdefault(key, value) is not value:
-                raise CheckpointError(f"{location}: {key!r} is in another file too")
+                raise CheckpointError(f"{location}: {key!r} is also in another file")
 
     def has_only_expert_parameters(self, names: Iterable[str]) -> bool:
         """Return whether the parameters of a group belong to experts.
@@ -97,7 +99,9 @@ class ExpertFiles:
         """
         kinds = {_EXPERT.fullmatch(name) is not None for name in names}
         if len(kinds) > 1:
-            raise CheckpointError(f"{self.location}: damaged, a group holds parameters of experts and others")
+            raise CheckpointError(
+                f"{self.location}: damaged: a group contains parameters of experts and others"
+            )
         return True in kinds
 
     def map_to_complete_names(self, local_names: Iterable[str], rank_set_index: int) -> dict[str, str]:

@@ -76,7 +76,7 @@ def require_equal_dtypes(pieces: Flat, location: str) -> Flat:
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
         raise CheckpointError(
-            f"{location}: ranks hold different element types, {' and '.join(sorted(dtypes))}"
+            f"{location}: the ranks have different element types: {' and '.join(sorted(dtypes))}"
         )
     return pieces
 
@@ -142,7 +142,7 @@ class Stage3GroupLayout:
         for piece in flat:
             if piece.numel != self.rank_numel:
                 raise CheckpointError(
-                    f"{self.location}: a flat group holds {piece.numel} elements, not {self.rank_numel}"
+                    f"{self.location}: a flat group contains {piece.numel} elements, not {self.rank_numel}"
                 )
         dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
         parts = [piece.source for piece in flat]
@@ -226,8 +226,8 @@ class Stage12GroupLayout:
         self.used_numel = start
         if start > slice_numel * world_size:
             raise CheckpointError(
-                f"{location}: the ranks hold {slice_numel * world_size} elements of a group whose parameters "
-                f"take {start}"
+                f"{location}: the ranks have {slice_numel * world_size} elements of a group whose "
+                f"parameters have {start}"
             )
 
     def count_unpadded_elements(self, rank: int) -> int:
@@ -300,7 +300,7 @@ def check_disjoint_bytes(pieces: Sequence[StoredTensor], location: str) -> None:
         byte_spans.sort()
         for (_, stop), (start, _) in pairwise(byte_spans):
             if start < stop:
-                raise CheckpointError(f"{location}: damaged, two flat groups share bytes")
+                raise CheckpointError(f"{location}: damaged: two flat groups share bytes")
 
 
 class SwapFiles:
@@ -334,9 +334,11 @@ class SwapFiles:
         state_prefix = f"{state_name}-" if state_name else ""
         name = f"{_SWAPPED}/rank{rank:02d}/{state_prefix}{first_and_last[0]}_{first_and_last[1]}.tensor.swp"
         if None in first_and_last or not (self.folder.path / name).is_file():
-            raise CheckpointError(f"{self.folder.path / name}: missing; it holds values offloaded to NVMe")
+            raise CheckpointError(
+                f"{self.folder.path / name}: is missing, but contains values that are offloaded to NVMe"
+            )
         file = self.folder.get_file(name)
         nbytes = layout.rank_numel * get_itemsize(dtype)
         if not nbytes <= file.nbytes < nbytes + MAX_COUNT:
-            raise CheckpointError(f"{file.path}: has {file.nbytes} bytes, its sub-group takes {nbytes}")
+            raise CheckpointError(f"{file.path}: has {file.nbytes} bytes, but the sub-group has {nbytes}")
         return FlatPiece(dtype, layout.rank_numel, file.get_span(0, nbytes, description="the swap file"))

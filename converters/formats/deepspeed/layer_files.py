@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.folder import CheckpointFolder
 
 _LAYER_FILE = re.compile(r"layer_(\d{2,9})-(?:model_00-)?model_states\.pt")
-_UNTIED_CAUSE = "it is not among the tied_weight_attr of its layer, or the files are of two runs or steps"
+_UNTIED_CAUSE = "the weight is not in tied_weight_attr of its layer, or the files are from two runs or steps"
 _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
@@ -58,7 +58,7 @@ class LayerFiles:
         name_error = "pipeline parallel checkpoints with tensor parallel ranks are not supported"
         for location, number, key, value in iter_layer_tensors(folder, files, _LAYER_FILE, name_error):
             if self.tensors.setdefault(f"{number}.{key}", value) is not value:
-                raise CheckpointError(f"{location}: its layer is in another file too")
+                raise CheckpointError(f"{location}: the layer is also in another file")
 
     def build_stage_module(self, model: ModelFile) -> dict[str, Any]:
         """Build the state dict of one pipeline stage from the files of its layers.
@@ -134,8 +134,8 @@ class LayerFiles:
             ]
             if copies and not fitting:
                 raise CheckpointError(
-                    f"{self.location}: {name!r} differs from the files of its layers; files of two runs or "
-                    "steps"
+                    f"{self.location}: {name!r} differs from the files of the layers; the files are from "
+                    "two runs or steps"
                 )
             for key in fitting:
                 del unassigned[key]

@@ -117,13 +117,15 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
         return None
     if len({match["prefix"] for match, _ in optim}) > 1:
         raise CheckpointError(
-            f"{path}: holds optimizer files with and without the prefix bf16_, from two runs"
+            f"{path}: contains optimizer files with and without the prefix bf16_, so they are from two runs"
         )
     if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both kinds
         rank_independent = [(match, name) for match, name in model if match["rank"] is None]
         model = rank_independent or model
     if len({match["rank"] is None for match, _ in model}) > 1:
-        raise CheckpointError(f"{path}: holds model files of stage 3 and of other stages, from two runs")
+        raise CheckpointError(
+            f"{path}: contains model files of stage 3 and of other stages, so they are from two runs"
+        )
     has_model_per_rank = any(match["rank"] is not None for match, _ in model)
     return RankFileNames(
         _group_names_by_rank(path, optim),
@@ -170,7 +172,7 @@ def _group_names_by_rank(path: AnyPath, files: list[tuple[re.Match[str], str]]) 
     for match, name in files:
         rank, ranks = int(match["rank"] or 0), names_by_rank.setdefault(int(match["mp"]), {})
         if rank in ranks:
-            raise CheckpointError(f"{path}: {ranks[rank]} and {name} are both of rank {rank}")
+            raise CheckpointError(f"{path}: {ranks[rank]} and {name} both belong to rank {rank}")
         ranks[rank] = name
     return {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(names_by_rank.items())}
 
@@ -187,7 +189,7 @@ def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
     archive.check_not_renamed()
     content = archive.load_object(STANDINS, PREFIXES)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file.path}: not a DeepSpeed file")
+        raise CheckpointError(f"{file.path}: is not a DeepSpeed file")
     return content
 
 
@@ -246,8 +248,9 @@ class ModelFile:
         degrees = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
         if any(type(n) is not int or not 0 < n < MAX_COUNT for n in degrees) or prod(degrees) != total:
             raise CheckpointError(
-                f"{self.location}: damaged, its tensor and pipeline parallel degrees are "
-                f"{format_untrusted_value(degrees[0])} and {format_untrusted_value(degrees[1])} of {total}"
+                f"{self.location}: damaged: the tensor and pipeline parallel degrees, "
+                f"{format_untrusted_value(degrees[0])} and {format_untrusted_value(degrees[1])}, do not "
+                f"match {total} ranks"
             )
         return ParallelDegrees(*degrees)
 
@@ -285,7 +288,7 @@ def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
     location = str(folder.path / name)
     module = content.get("module")
     if not isinstance(module, (dict, type(None))) or not {"module", "buffer_names"} <= content.keys():
-        raise CheckpointError(f"{location}: not a DeepSpeed model states file")
+        raise CheckpointError(f"{location}: is not a DeepSpeed model states file")
     if any(content.get(key) is not None for key in ("autoep_layers", "ds_autoep_layers")):
         raise CheckpointError(f"{location}: expert parallel checkpoints of AutoEP are not supported")
     groups = content.get("param_shapes")
@@ -371,7 +374,7 @@ class OptimFile:
             or any(type(n) is not int or n < 0 for n in group_gaps)
         ):
             raise CheckpointError(
-                f"{self.location}: damaged, its param_alignment_paddings do not match the groups"
+                f"{self.location}: damaged: param_alignment_paddings does not match the groups"
             )
         return group_gaps
 
@@ -383,7 +386,7 @@ class OptimFile:
         """
         paddings = self.state.get("group_paddings")
         if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
-            raise CheckpointError(f"{self.location}: damaged, no group_paddings")
+            raise CheckpointError(f"{self.location}: damaged: group_paddings is missing")
         return int(paddings[group])
 
     def get_rank_independent_records(self) -> dict[str, Any]:
@@ -408,7 +411,7 @@ def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
     if not counts or any(type(count) is not int or count < 1 for count in counts):
-        raise CheckpointError(f"{location}: damaged, no partition_count")
+        raise CheckpointError(f"{location}: damaged: partition_count is missing")
     return counts
 
 
@@ -422,7 +425,7 @@ def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
     location = str(folder.path / name)
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict):
-        raise CheckpointError(f"{location}: not a DeepSpeed optimizer states file")
+        raise CheckpointError(f"{location}: is not a DeepSpeed optimizer states file")
     if "ds_zero_partition_groups" in state:
         raise CheckpointError(f"{location}: expert parallel checkpoints are not supported")
     config = content.get("ds_config")
@@ -473,12 +476,10 @@ def combine_with_model_states(
         if owner not in tensors or not tensors[owner].numel:
             continue
         if alias in tensors:
-            raise CheckpointError(f"{model.location}: {alias!r} is tied to {owner!r} and also stored")
+            raise CheckpointError(f"{model.location}: {alias!r} is tied to {owner!r}, but is also stored")
         stored = model.module.get(alias)
         if stage < 3 and isinstance(stored, StoredTensor) and stored.shape != tensors[owner].shape:
-            raise CheckpointError(
-                f"{model.location}: {alias!r} is tied to {owner!r}, which has another shape"
-            )
+            raise CheckpointError(f"{model.location}: {alias!r} is tied to {owner!r}, but the shapes differ")
         aliases[alias] = owner
     for name, value in module.items():
         if name in tensors or name in aliases or not isinstance(value, StoredTensor):
@@ -486,11 +487,11 @@ def combine_with_model_states(
         if stage == 3 and name not in model.buffers and not prod(value.shape):
             if name in excluded and model.frozen_shapes is None:
                 continue
-            raise CheckpointError(f"{model.location}: names {name!r}, whose values were not saved")
+            raise CheckpointError(f"{model.location}: lists {name!r}, whose values were not saved")
         tensors[name] = to_lazy_tensor(value, name)
     missing = next((name for name in model.buffers if name not in tensors and name not in aliases), None)
     if missing is not None:
-        raise CheckpointError(f"{model.location}: the buffer {missing!r} is named but missing")
+        raise CheckpointError(f"{model.location}: the buffer {missing!r} is listed, but missing")
     return NamedWeights(tensors, aliases)
 
 
@@ -529,7 +530,9 @@ def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int)
         elif (stored := model.frozen_fragments[name]).shape == shape:
             tensors[name] = to_lazy_tensor(stored, name)
         else:
-            raise CheckpointError(f"{location}: is {list(stored.shape)}, recorded as {list(shape)}")
+            raise CheckpointError(
+                f"{location}: has shape {list(stored.shape)}, but the recorded shape is {list(shape)}"
+            )
     return tensors
 
 
@@ -601,7 +604,7 @@ def check_equal_records(location: str, description: str, ours: Any, first: Any) 
     """
     if ours != first:
         raise CheckpointError(
-            f"{location}: its {description} differs from the first rank; files of two runs or steps"
+            f"{location}: {description} differs from the first rank; the files are from two runs or steps"
         )
 
 
@@ -617,11 +620,11 @@ def require_contiguous(value: Any, location: str, *, any_shape: bool = False) ->
         CheckpointError: If the value is not such a tensor.
     """
     if not isinstance(value, StoredTensor):
-        raise CheckpointError(f"{location}: not a tensor")
+        raise CheckpointError(f"{location}: is not a tensor")
     if not value.is_contiguous:
         raise CheckpointError(f"{location}: the tensor is not contiguous")
     if not any_shape and len(value.shape) != 1:
-        raise CheckpointError(f"{location}: a flat tensor of {len(value.shape)} dimensions")
+        raise CheckpointError(f"{location}: a flat tensor has {len(value.shape)} dimensions")
     return value
 
 
@@ -635,10 +638,10 @@ def parse_fragment_address(value: Any, location: str) -> Fragment:
     if isinstance(value, PickledInstance) and len(value.args) == 2 and state is None:
         state = {"numel": value.args[0], "start": value.args[1]}
     if not isinstance(state, dict):
-        raise CheckpointError(f"{location}: damaged param_slice_mappings")
+        raise CheckpointError(f"{location}: damaged: param_slice_mappings is invalid")
     start, numel = state.get("start"), state.get("numel")
     if type(start) is not int or type(numel) is not int:
-        raise CheckpointError(f"{location}: damaged param_slice_mappings")
+        raise CheckpointError(f"{location}: damaged: param_slice_mappings is invalid")
     return Fragment(start, numel)
 
 

@@ -70,8 +70,8 @@ def _find_rank_file_folder(source: CheckpointPath) -> AnyPath | None:
     if folder is None and tags:
         # Do not choose another tag, because it is another step.
         raise CheckpointError(
-            f"{path / LATEST}: names {format_untrusted_value(tag)}, which holds no DeepSpeed files; choose "
-            "with --tag: " + ", ".join(map(format_untrusted_value, tags[:8]))
+            f"{path / LATEST}: refers to {format_untrusted_value(tag)}, which contains no DeepSpeed "
+            "files; choose one with --tag: " + ", ".join(map(format_untrusted_value, tags[:8]))
         )
     return folder
 
@@ -94,7 +94,10 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
     """Explain that `latest` names a folder without DeepSpeed files. Returns None if there is no `latest`."""
     tag = read_tag_file(source.path / LATEST)
     if tag is not None:
-        return f"{source.path / LATEST}: names {format_untrusted_value(tag)}, which holds no DeepSpeed files"
+        return (
+            f"{source.path / LATEST}: refers to {format_untrusted_value(tag)}, which contains no "
+            "DeepSpeed files"
+        )
     return None
 
 
@@ -113,7 +116,9 @@ def _check_one_accelerate_model(path: AnyPath, tag_folder: AnyPath) -> None:
     if path == tag_folder or not tag_folder.name.startswith(_ACCELERATE_MODEL):
         return
     if sum(name.startswith(_ACCELERATE_MODEL) for name in _list_tag_folders(path)) > 1:
-        raise CheckpointError(f"{path}: holds several models; give one of its {_ACCELERATE_MODEL}* folders")
+        raise CheckpointError(
+            f"{path}: contains several models; specify one of the {_ACCELERATE_MODEL}* folders"
+        )
 
 
 def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
@@ -126,7 +131,7 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
     assert names is not None
     _check_one_accelerate_model(source.path, path)
     if not names.model.get(0):
-        raise CheckpointError(f"{path}: the model states are missing, only optimizer states were found")
+        raise CheckpointError(f"{path}: the model states are missing, and there are only optimizer states")
     folder = CheckpointFolder(path)
     own_rank = _find_own_rank(source, names)
     model = _read_own_model(folder, names.model[0], own_rank or 0)
@@ -212,24 +217,26 @@ def _read_parallel_degree(path: AnyPath, names: RankFileNames, model: ModelFile)
     """
     tensor_ranks, stages = model.parallel_degrees
     if names.experts and not model.content.get("num_experts"):
-        raise CheckpointError(f"{path / names.experts[0]}: expert parallel, unlike {model.location}")
+        raise CheckpointError(f"{path / names.experts[0]}: is expert parallel, but {model.location} is not")
     if names.layers and not model.is_pipeline:
-        raise CheckpointError(f"{path / names.layers[0]}: pipeline parallel, unlike {model.location}")
+        raise CheckpointError(f"{path / names.layers[0]}: is pipeline parallel, but {model.location} is not")
     if bool(names.experts) + (tensor_ranks > 1) + model.is_pipeline > 1:
         raise CheckpointError(
-            f"{path}: checkpoints with two of tensor, pipeline and expert parallel ranks are not supported"
+            f"{path}: checkpoints that combine tensor, pipeline or expert parallel ranks are not supported"
         )
     kind, degree = ("pipeline", stages) if model.is_pipeline else ("tensor", tensor_ranks)
     for files in (names.model, names.optim) if names.optim else (names.model,):
         missing = next((rank for rank in range(degree) if rank not in files), None)
         if missing is not None:
             raise CheckpointError(
-                f"{path}: the files of {kind} parallel rank {missing} are missing, of {degree} ranks"
+                f"{path}: the files of {kind} parallel rank {missing} of {degree} are missing"
             )
         for rank, rank_files in files.items():
             if rank >= degree:
                 name = next(iter(rank_files.values()))
-                raise CheckpointError(f"{path / name}: of {kind} parallel rank {rank}, the run had {degree}")
+                raise CheckpointError(
+                    f"{path / name}: belongs to {kind} parallel rank {rank}, but the run had {degree} ranks"
+                )
     return degree
 
 

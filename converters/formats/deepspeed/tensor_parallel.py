@@ -81,10 +81,10 @@ class AutoTpLayout:
         """
         location = f"{self.location}: {name!r}"
         if any(part.dtype != parts[0].dtype for part in parts):
-            raise CheckpointError(f"{location}: the tensor parallel ranks hold different element types")
+            raise CheckpointError(f"{location}: the tensor parallel ranks have different element types")
         key = f"^{re.escape(name)}$"
         if key in get_mapping_or_empty(self.info.get(_UNSUPPORTED)):
-            raise CheckpointError(f"{location}: is sharded in a way that DeepSpeed itself cannot merge")
+            raise CheckpointError(f"{location}: is sharded in a way that DeepSpeed cannot merge")
         if self.affine_maps is not None:
             if key not in self.affine_maps:
                 raise CheckpointError(
@@ -103,7 +103,7 @@ class AutoTpLayout:
         dim = int(key in get_list_or_empty(self.info.get(_ROWS)))
         sizes = [[size for d, size in enumerate(part.shape) if d != dim] for part in parts]
         if any(len(part.shape) <= dim for part in parts) or any(size != sizes[0] for size in sizes):
-            raise CheckpointError(f"{location}: the shards of the tensor parallel ranks do not fit together")
+            raise CheckpointError(f"{location}: the shapes of the tensor parallel shards are inconsistent")
         return concat_tensors(name, parts, dim)
 
     def _merge_by_affine_map(self, name: str, entry: Any, parts: Sequence[Tensor], location: str) -> Tensor:
@@ -113,7 +113,7 @@ class AutoTpLayout:
             CheckpointError: If the map is damaged, contradicts the parts, or scales values.
         """
         damaged_error = CheckpointError(
-            f"{location}: its tensor parallel affine map is damaged, or not supported"
+            f"{location}: the tensor parallel affine map is damaged, or not supported"
         )
         ranks = {
             str(rank): value
@@ -132,8 +132,8 @@ class AutoTpLayout:
                 part.shape
             ) != len(shape):
                 raise CheckpointError(
-                    f"{location}: tensor parallel rank {rank} holds {list(part.shape)}, which contradicts "
-                    "its affine map"
+                    f"{location}: the shape {list(part.shape)} on tensor parallel rank {rank} contradicts "
+                    "the affine map"
                 )
             for piece in map(get_mapping_or_empty, get_list_or_empty(rank_map.get("pieces"))):
                 sizes = _require_sizes(piece.get("shape"), damaged_error)
@@ -226,7 +226,7 @@ def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Opt
                 merged: Tensor | Scalar = layout.merge_rank_parts(name, tensor_parts)
             elif tensor_parts:
                 raise CheckpointError(
-                    f"{layout.location}: {state_name} of {name!r} is a number on some ranks only"
+                    f"{layout.location}: {state_name} of {name!r} is a number only on some ranks"
                 )
             else:
                 numbers = [part.read().item() if isinstance(part, Tensor) else part for part in parts]

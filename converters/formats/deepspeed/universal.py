@@ -90,10 +90,12 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
         The reason as one line. None if the path does not look like a universal checkpoint.
     """
     if (source.path / ZERO).is_dir():
-        return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
+        return (
+            f"{source.path / COMMON}: is missing: ds_to_universal did not finish; run ds_to_universal again"
+        )
     if tag := read_tag_file(source.path / LATEST):
         return (
-            f"{source.path / LATEST}: names {format_untrusted_value(tag)}, which is not a universal "
+            f"{source.path / LATEST}: refers to {format_untrusted_value(tag)}, which is not a universal "
             "checkpoint"
         )
     return None
@@ -146,7 +148,7 @@ class _UniversalFiles:
         self.common_state = self._read_common_state()
         stage = self.common_state.get("zero_stage", 1)
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise CheckpointError(f"{folder.path / COMMON}: unknown ZeRO stage")
+            raise CheckpointError(f"{folder.path / COMMON}: the ZeRO stage is unknown")
         self.stage: int = stage
         names = find_rank_files(folder.path)
         if names is None or not names.model:
@@ -169,7 +171,7 @@ class _UniversalFiles:
             )
         ranks = names.model[0]
         if names.optim or names.has_model_per_rank != (self.stage == 3):
-            raise CheckpointError(f"{self.location}: holds files from a run with another ZeRO stage")
+            raise CheckpointError(f"{self.location}: contains files from a run with another ZeRO stage")
         self.world_size = self._get_world_size()
         check_rank_files_complete(folder.path, ranks, self.world_size if self.stage == 3 else 1, "model")
         first, *others = ranks.values()
@@ -195,7 +197,7 @@ class _UniversalFiles:
         common = load_zero_file(self.folder, COMMON)
         if not isinstance(common, dict):
             raise CheckpointError(
-                f"{self.folder.path / COMMON}: not the optimizer state of a universal checkpoint"
+                f"{self.folder.path / COMMON}: is not the optimizer state of a universal checkpoint"
             )
         if "ds_zero_partition_groups" in common:
             raise CheckpointError(
@@ -211,7 +213,7 @@ class _UniversalFiles:
         """
         counts = get_partition_counts(self.common_state, str(self.folder.path / COMMON))
         if counts[0] >= MAX_COUNT or any(count != counts[0] for count in counts):
-            raise CheckpointError(f"{self.folder.path / COMMON}: damaged, no partition_count")
+            raise CheckpointError(f"{self.folder.path / COMMON}: damaged: partition_count is missing")
         return counts[0]
 
     def _list_state_names_by_parameter(self) -> dict[str, list[str]]:
@@ -235,7 +237,7 @@ class _UniversalFiles:
                 files_by_name[path.name] = [name.removesuffix(_SUFFIX) for name in files]
         for name in self.shapes:
             if MASTER not in files_by_name.get(name, ()):
-                raise CheckpointError(f"{root / name / (MASTER + _SUFFIX)}: missing")
+                raise CheckpointError(f"{root / name / (MASTER + _SUFFIX)}: is missing")
         return files_by_name
 
     def _locate_rank0_copies(self) -> dict[str, dict[str, _FlatCopy]]:
@@ -266,7 +268,7 @@ class _UniversalFiles:
                     continue
                 if require_contiguous(value, f"{location}: {state_name}").shape != (layout.rank_numel,):
                     raise CheckpointError(
-                        f"{location}: damaged, the size of a flat group does not match param_shapes"
+                        f"{location}: damaged: the size of a flat group does not match param_shapes"
                     )
                 for name, shape in shapes.items():
                     count = min(layout.count_elements_per_rank(shape), prod(shape))
@@ -294,15 +296,17 @@ class _UniversalFiles:
         extra = [key for key in content if key not in allowed_keys] if isinstance(content, dict) else []
         if extra:
             raise CheckpointError(
-                f"{location}: merged from tensor parallel ranks ({extra[0]}), which is not supported"
+                f"{location}: was merged from tensor parallel ranks ({extra[0]}), which is not supported"
             )
         stored = require_contiguous(value, location, any_shape=True)
         if stored.shape != (shape if isinstance(content, dict) else (prod(shape),)):
             raise CheckpointError(
-                f"{location}: is {list(stored.shape)}, the model states record {list(shape)}"
+                f"{location}: has shape {list(stored.shape)}, but the model states record {list(shape)}"
             )
         if isinstance(content, dict) == (self.stage == 3):
-            raise CheckpointError(f"{location}: damaged, not in the form written for ZeRO stage {self.stage}")
+            raise CheckpointError(
+                f"{location}: damaged: the file does not have the form of ZeRO stage {self.stage}"
+            )
         if recorded_name is None or name in self.model.module:
             self._check_against_second_copy(name, state_name, stored, location)
         suffix = "" if state_name == MASTER else f".{state_name}"
@@ -328,7 +332,7 @@ class _UniversalFiles:
             weight = self.model.module.get(name)
             if not isinstance(weight, StoredTensor) or weight.shape != self.shapes[name]:
                 raise CheckpointError(
-                    f"{self.model.location}: {name!r} is missing or not of its recorded shape"
+                    f"{self.model.location}: {name!r} is missing or does not have the recorded shape"
                 )
             pairs = [(stored, sample, weight, sample) for sample in _choose_sample_starts(count)]
             copy_description = "the model states"
@@ -340,8 +344,8 @@ class _UniversalFiles:
                 is False
             ):
                 raise CheckpointError(
-                    f"{location}: its values differ from {copy_description}; a file of another parameter or "
-                    "step"
+                    f"{location}: the values differ from {copy_description}; the file is from another "
+                    "parameter or step"
                 )
 
     def build_checkpoint(self, root: AnyPath) -> Checkpoint:
@@ -377,7 +381,7 @@ class _UniversalFiles:
             if kind and kind != all_state_names:
                 missing_state = sorted(all_state_names - kind)[0]
                 raise CheckpointError(
-                    f"{self.folder.path / ZERO / name / (missing_state + _SUFFIX)}: missing"
+                    f"{self.folder.path / ZERO / name / (missing_state + _SUFFIX)}: is missing"
                 )
             if kind:
                 state[name] = {}
@@ -396,7 +400,7 @@ class _UniversalFiles:
         self._check_step_counts(state)
         groups = self.common_state.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise CheckpointError(f"{location}: damaged, it has no param_groups")
+            raise CheckpointError(f"{location}: damaged: param_groups is missing")
         return OptimizerState(
             state, [build_named_group(group, self.group_shapes, location) for group in groups]
         )
@@ -439,8 +443,8 @@ class _UniversalFiles:
         for name, count in steps.items():
             if count != first or (total is not None and count > total - skipped):
                 raise CheckpointError(
-                    f"{self.folder.path / ZERO / name}: is at step {count:g}, the first parameter at "
-                    f"{first:g}; the engine counted {total}"
+                    f"{self.folder.path / ZERO / name}: is at step {count:g}, but the first parameter is "
+                    f"at step {first:g}, and the engine has counted {total} steps"
                 )
 
 
@@ -460,7 +464,7 @@ def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
     base = common.get("optimizer_state_dict")
     state = base.get("state") if isinstance(base, dict) else None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{location}: damaged, the optimizer has no state")
+        raise CheckpointError(f"{location}: damaged: the optimizer has no state")
     return state
 
 

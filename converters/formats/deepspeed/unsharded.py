@@ -78,7 +78,7 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
     stored = strip_common_prefixes(stored, location=model.location)
     missing = [buffer for buffer in model.buffers if buffer not in model.module]
     if missing:
-        raise CheckpointError(f"{model.location}: the buffer {missing[0]!r} is named but missing")
+        raise CheckpointError(f"{model.location}: the buffer {missing[0]!r} is listed, but missing")
     weights_by_name = {key: to_lazy_tensor(value, key) for key, value in stored.items()}
     aliases = find_tied_aliases(stored, weights_by_name)
     buffers = set(strip_common_prefixes(dict.fromkeys(model.buffers), location=model.location))
@@ -134,7 +134,7 @@ def _read_masters(
     if isinstance(flat, list):
         return _split_flat_masters(flat, stored, parameter_names, model.location)
     if not is_optimizer_state_dict(saved):
-        raise OptimizerStateError(f"{model.location}: its optimizer is not supported")
+        raise OptimizerStateError(f"{model.location}: the optimizer is not supported")
     return _Fp32Masters({}, [])
 
 
@@ -160,8 +160,8 @@ def _name_shaped_masters(
     if isinstance(positions, int):
         count = "several ways" if positions else "no way"
         raise CheckpointError(
-            f"{location}: its fp32 masters have no names, and fit the weights in their order in {count}; "
-            "Muon's have another, which is not supported without ZeRO"
+            f"{location}: the fp32 masters have no names, and can be matched to the weights in {count}; "
+            "masters of Muon have another order, which is not supported without ZeRO"
         )
     names_by_group = [[""] * len(group) for group in masters_by_group]
     tensors = {}
@@ -201,7 +201,9 @@ def _split_flat_masters(
             and sample_rounds_to_weight(flat_master, positions[group], stored[name], count)
         ]
         if len(fitting) > 1:
-            raise CheckpointError(f"{location}: the weight {name!r} fits several of its fp32_groups_flat")
+            raise CheckpointError(
+                f"{location}: the weight {name!r} matches several entries of fp32_groups_flat"
+            )
         for group in fitting:
             shapes[group][name] = stored[name].shape
             positions[group] += count
@@ -210,7 +212,7 @@ def _split_flat_masters(
     if positions != [flat_master.numel for flat_master in flat_masters] or any(
         stored[name].shape in trained_shapes for name in frozen
     ):
-        raise CheckpointError(f"{location}: its fp32_groups_flat do not fit the weights unambiguously")
+        raise CheckpointError(f"{location}: fp32_groups_flat does not match the weights unambiguously")
     layouts = [
         Stage12GroupLayout(group, [0] * len(group), 1, flat_master.numel, location)
         for group, flat_master in zip(shapes, flat_masters, strict=True)
@@ -231,7 +233,9 @@ def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], locatio
     if not isinstance(listed, list) or [len(group.get("params", ())) for group in listed] != list(
         map(len, groups)
     ):
-        raise CheckpointError(f"{location}: the optimizer's groups do not match its fp32 masters")
+        raise CheckpointError(
+            f"{location}: the parameter groups of the optimizer do not match the fp32 masters"
+        )
     named_groups = [{**group, "param_names": names} for group, names in zip(listed, groups, strict=True)]
     return {**state, "param_groups": named_groups}
 

@@ -117,7 +117,7 @@ class SavedRun:
         self._read_zero_options(first)
         if per_rank_model != (self.stage == 3):
             raise CheckpointError(
-                f"{location}: its model states are not of ZeRO stage {self.stage}; the files are from two "
+                f"{location}: the model states are not of ZeRO stage {self.stage}; the files are from two "
                 "runs"
             )
         check_rank_files_complete(
@@ -135,9 +135,7 @@ class SavedRun:
             ]
         if self.first_model_file.group_shapes is None:
             why = (
-                "; pipelines in bf16 without ZeRO are not supported"
-                if self.first_model_file.is_pipeline
-                else ""
+                "; bf16 pipelines without ZeRO are not supported" if self.first_model_file.is_pipeline else ""
             )
             raise CheckpointError(f"{self.first_model_file.location}: has no param_shapes{why}")
         self.group_shapes = self.first_model_file.group_shapes
@@ -217,7 +215,7 @@ class SavedRun:
         masters = optim_file.state.get(MASTERS)
         for group, shapes in enumerate(self.first_model_file.group_shapes or ()):
             if not isinstance(masters, list) or group >= len(masters):
-                raise CheckpointError(f"{optim_file.location}: damaged, it lacks a parameter group")
+                raise CheckpointError(f"{optim_file.location}: damaged: a parameter group is missing")
             size = prod(
                 require_contiguous(masters[group], f"{optim_file.location}: {MASTERS}").shape
             ) + optim_file.get_slice_padding(group)
@@ -242,19 +240,21 @@ class SavedRun:
         """
         location, shapes = self.optim_files[0].location, self.group_shapes[group]
         if len(self.partition_counts) not in (1, len(self.group_shapes)):
-            raise CheckpointError(f"{location}: damaged, its partition_count does not match the groups")
+            raise CheckpointError(f"{location}: damaged: partition_count does not match the groups")
         count = self.partition_counts[group if len(self.partition_counts) > 1 else 0]
         has_experts = self.expert_files is not None and self.expert_files.has_only_expert_parameters(shapes)
         if not has_experts and count != self.world_size:
             raise CheckpointError(
-                f"{location}: a group is partitioned over {count} of {self.world_size} ranks, and the files "
-                "of its expert parallel parameters are missing"
+                f"{location}: a group is partitioned over {count} of {self.world_size} ranks, but the "
+                "files of expert parallel parameters are missing"
             )
         if not has_experts:
             return [GroupOnRanks(group, tuple(range(self.world_size)), {name: name for name in shapes})]
         assert self.expert_files is not None
         if self.world_size % count:
-            raise CheckpointError(f"{location}: damaged, a group on {count} of {self.world_size} ranks")
+            raise CheckpointError(
+                f"{location}: damaged: a group is partitioned over {count} of {self.world_size} ranks"
+            )
         num_sets = self.world_size // count
         # In one of DeepSpeed's topologies, neighboring ranks have the same experts. In the other topology,
         # they have different experts.
@@ -307,7 +307,8 @@ class SavedRun:
         count = model.get_counter("dp_world_size")
         if count is not None and (count % self.world_size if self.uses_mics else count != self.world_size):
             raise CheckpointError(
-                f"{model.location}: has a world size of {count}, the optimizer states {self.world_size}"
+                f"{model.location}: has a world size of {count}, but the optimizer states have "
+                f"{self.world_size}"
             )
 
     def _collect_masters(self) -> list[Flat]:
@@ -326,7 +327,7 @@ class SavedRun:
             if not isinstance(groups, (list, tuple)) or len(groups) != len(self.group_shapes):
                 count = len(groups) if isinstance(groups, (list, tuple)) else 0
                 raise CheckpointError(
-                    f"{rank.location}: holds {count} parameter groups, the model states "
+                    f"{rank.location}: contains {count} parameter groups, but the model states have "
                     f"{len(self.group_shapes)}"
                 )
             stored = [require_contiguous(group, f"{rank.location}: {key}") for group in groups]
@@ -378,7 +379,7 @@ class SavedRun:
         ]
         if len(set(slice_sizes)) != 1:
             raise CheckpointError(
-                f"{self.location}: damaged, the ranks' slices of group {group} differ in size"
+                f"{self.location}: damaged: the ranks' slices of group {group} differ in size"
             )
         gaps = self.optim_files[0].get_alignment_gaps(group, len(self.group_shapes[group]))
         layout = Stage12GroupLayout(self.group_shapes[group], gaps, len(ranks), slice_sizes[0], self.location)
@@ -411,7 +412,7 @@ class SavedRun:
                 continue
             table = mappings[group] if isinstance(mappings, list) and group < len(mappings) else None
             if not isinstance(table, dict):
-                raise CheckpointError(f"{rank.location}: damaged, its param_slice_mappings lack a group")
+                raise CheckpointError(f"{rank.location}: damaged: param_slice_mappings lacks a group")
             recorded = {name: parse_fragment_address(value, rank.location) for name, value in table.items()}
             expected = layout.compute_fragments(number)
             if recorded != expected:
@@ -420,7 +421,7 @@ class SavedRun:
                     "",
                 )
                 raise CheckpointError(
-                    f"{rank.location}: damaged, its param_slice_mappings disagree with param_shapes about "
+                    f"{rank.location}: damaged: param_slice_mappings contradicts param_shapes about "
                     f"{name!r} on rank {number} of {layout.world_size}"
                 )
 
@@ -503,8 +504,8 @@ class SavedRun:
             return
         if steps != total - skipped:
             raise CheckpointError(
-                f"{self.first_model_file.location}: is at step {total - skipped}, the optimizer states are "
-                f"at step {steps}"
+                f"{self.first_model_file.location}: is at step {total - skipped}, but the optimizer "
+                f"states are at step {steps}"
             )
 
 

@@ -61,7 +61,7 @@ class RankCopies:
             CheckpointError: If the value is not an unsharded tensor.
         """
         if not isinstance(value, StoredTensor):
-            raise CheckpointError(f"{self.location}: sharded on some ranks only")
+            raise CheckpointError(f"{self.location}: is sharded only on some ranks")
         self.copies[rank] = value
 
     def to_tensor(self) -> Tensor:
@@ -75,7 +75,7 @@ class RankCopies:
         for rank, other in zip(self.copies, tensors, strict=True):
             if other is not first and not are_tensors_equal(first, other):
                 raise CheckpointError(
-                    f"{self.location}: not sharded, and rank {rank} has another value of it"
+                    f"{self.location}: is not sharded, but the value on rank {rank} differs"
                 )
         return first
 
@@ -119,7 +119,7 @@ def build_flat_optimizer(
     """
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        raise CheckpointError(f"{location}: damaged, its groups list no parameters")
+        raise CheckpointError(f"{location}: damaged: the parameter groups list no parameters")
     keys = flatten_group_keys(
         [group["params"] for group in groups if all(map(is_safe_index, group["params"]))], state, location
     )
@@ -142,7 +142,7 @@ def build_flat_optimizer(
         if not isinstance(parameter_units, list):
             why = "several choices of" if parameter_units else "no choice of"
             raise OptimizerStateError(
-                f"{location} has FSDP1's flat parameters, which fit {why} wrapped modules"
+                f"{location} has flat parameters of FSDP1, which match {why} wrapped modules"
             )
         names_by_key = dict(zip(sorted(keys), parameter_units, strict=True))
     state_by_name: dict[str, dict[str, Tensor | Scalar]] = {}

@@ -91,7 +91,7 @@ def _open_fsdp_ranks_checkpoint(source: CheckpointPath, folders: list[AnyPath]) 
     path = folders[0]
     if len(folders) > 1:
         names = ", ".join(format_untrusted_value(folder.name) for folder in folders[:8])
-        raise CheckpointError(f"{source.path}: holds several models; give one of {names}")
+        raise CheckpointError(f"{source.path}: contains several models; specify one of {names}")
     if path.parent == source.path:
         path = get_child_inside(source.path, path.name)
     return _FsdpRankFiles(CheckpointFolder(path)).build_checkpoint(source.path)
@@ -124,7 +124,7 @@ class RankParts:
                 rank.
         """
         if not isinstance(value, ShardedRecord) or (value.dtype, value.shape) != (self.dtype, self.shape):
-            raise CheckpointError(f"{self.location}: the ranks disagree about its type or shape")
+            raise CheckpointError(f"{self.location}: the type or the shape differs between the ranks")
         for offsets, stored in locate_rank_parts(value, rank, self.location):
             if prod(stored.shape):
                 self.num_parts += 1
@@ -166,14 +166,14 @@ class _FsdpRankFiles:
                 self.names_by_kind.setdefault(match["kind"], {})[int(match["rank"])] = name
         if len(names_by_world_size) > 1:
             first, other = sorted(names_by_world_size.values())[:2]
-            raise CheckpointError(f"{self.location}: holds files of two runs, {first} and {other}")
+            raise CheckpointError(f"{self.location}: contains files of two runs: {first} and {other}")
         (self.world_size,) = names_by_world_size
         for kind, ranks in self.names_by_kind.items():
             if kind != "extra_state":  # extra states are optional
                 check_rank_files_complete(folder.path, ranks, self.world_size, kind)
         if "model" not in self.names_by_kind:
             raise CheckpointError(
-                f"{self.location}: the model files are missing, only optimizer files were found"
+                f"{self.location}: the model files are missing, and there are only optimizer files"
             )
 
     def _iter_rank_contents(self, kind: str) -> Iterator[tuple[int, Any]]:
@@ -189,7 +189,7 @@ class _FsdpRankFiles:
         for (rank, name), content in zip(files.items(), contents, strict=True):
             if not isinstance(content, dict):
                 location = str(self.folder.path / name)
-                raise CheckpointError(f"{location}: not a state dict but a {type(content).__name__}")
+                raise CheckpointError(f"{location}: is not a state dict but a {type(content).__name__}")
             yield rank, content
 
     def merge_rank_contents(self, kind: str) -> dict[Any, Any]:
@@ -291,15 +291,15 @@ def _merge_rank_into(
                 previous = RankParts(value, about) if isinstance(value, ShardedRecord) else RankCopies(about)
                 merged[key] = previous
             if not isinstance(previous, (RankParts, RankCopies)):
-                raise CheckpointError(f"{location}: {name} is a tensor on some ranks only")
+                raise CheckpointError(f"{location}: {name} is a tensor only on some ranks")
             previous.add_rank(value, rank)
         elif isinstance(value, dict) or isinstance(previous, (dict, RankParts, RankCopies)):
-            raise CheckpointError(f"{location}: {name} is not of one kind on all ranks")
+            raise CheckpointError(f"{location}: the type of {name} differs between the ranks")
         elif key not in merged:
             merged[key] = value
         elif to_json_value(previous) != to_json_value(value):
             raise CheckpointError(
-                f"{location}: the ranks have different values of {name}; files of two runs?"
+                f"{location}: the value of {name} differs between the ranks; the files may be from two runs"
             )
 
 

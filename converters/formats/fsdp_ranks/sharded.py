@@ -138,7 +138,7 @@ def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[Pl
     if value.class_name == _SHARDED_TENSOR:
         return _parse_recorded_parts(value, rank, location)
     if value.class_name != "DTensor":
-        raise CheckpointError(f"{location}: holds a {value.class_name[:60]}, which is not supported")
+        raise CheckpointError(f"{location}: contains a {value.class_name[:60]}, which is not supported")
     state = value.state[1] if type(value.state) is tuple and len(value.state) == 2 else value.state
     spec = state.get("_spec") if isinstance(state, dict) else None
     local = state.get("_local_tensor") if isinstance(state, dict) else None
@@ -147,20 +147,21 @@ def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[Pl
         get_attributes_or_empty(spec).get("mesh"),
     )
     if not isinstance(local, StoredTensor) or not isinstance(placements, (tuple, list)):
-        raise CheckpointError(f"{location}: damaged, a DTensor without its part or placements")
+        raise CheckpointError(f"{location}: damaged: a DTensor has no local tensor or no placements")
     writer = get_attributes_or_empty(mesh).get("_rank")
     if type(writer) is int and writer != rank:
         raise CheckpointError(f"{location}: was written by rank {writer}, not {rank}")
     position = _parse_mesh_position(mesh, rank, location)
     if len(placements) != len(position.sizes):
         raise CheckpointError(
-            f"{location}: damaged, {len(placements)} placements on a mesh of {len(position.sizes)}"
+            f"{location}: damaged: a DTensor has {len(placements)} placements on a mesh of "
+            f"{len(position.sizes)} dimensions"
         )
     extent = _compute_local_extent(value.shape, position, placements, location)
     if local.shape != extent.sizes or local.dtype != value.dtype:
         raise CheckpointError(
-            f"{location}: rank {rank} holds {local.dtype} {list(local.shape)}, but its placements give "
-            f"{value.dtype} {list(extent.sizes)}"
+            f"{location}: rank {rank} contains {local.dtype} {list(local.shape)}, but the placements "
+            f"require {value.dtype} {list(extent.sizes)}"
         )
     return [PlacedPart(extent.offsets, local)]
 
@@ -199,7 +200,7 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
     mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before and since torch 2.10
     if not isinstance(mesh_tensor, StoredTensor) or not 0 < prod(mesh_tensor.shape) <= MAX_COUNT:
         raise CheckpointError(
-            f"{location}: damaged, or written by a newer torch: a DTensor without its mesh of ranks"
+            f"{location}: is damaged, or was written by a newer torch: a DTensor has no mesh of ranks"
         )
     ranks = to_lazy_tensor(mesh_tensor, f"{location}: mesh").read()
     position = (ranks == rank).nonzero()
@@ -214,8 +215,8 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
     cuts = _parse_mesh_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
     if cuts is None:
         raise CheckpointError(
-            f"{location}: damaged, or written by a newer torch: the layout of a tensor's mesh is not "
-            "supported"
+            f"{location}: is damaged, or was written by a newer torch: the layout of a tensor's mesh is "
+            "not supported"
         )
     coordinates = []
     for dimension in cuts:
@@ -345,7 +346,7 @@ def compute_rank_extent(
         CheckpointError: If the rank is not in the mesh, or if a placement is not supported.
     """
     if rank not in mesh_ranks or len(placements) != len(mesh_sizes):
-        raise CheckpointError(f"{location}: damaged, its mesh does not fit its placements or its rank {rank}")
+        raise CheckpointError(f"{location}: damaged: the mesh does not match the placements or rank {rank}")
     position = mesh_ranks.index(rank)
     coordinates = []
     for size in reversed(mesh_sizes):
@@ -370,7 +371,7 @@ def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> lis
     """
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
-        raise CheckpointError(f"{location}: damaged, a ShardedTensor without its shards")
+        raise CheckpointError(f"{location}: damaged: a ShardedTensor has no shards")
     group = get_attributes_or_empty(state[2])
     if group.get("global_rank") != rank:
         raise CheckpointError(f"{location}: was written by rank {group.get('global_rank')}, not {rank}")
@@ -382,11 +383,11 @@ def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> lis
         )
         offsets, sizes = metadata.get("shard_offsets"), metadata.get("shard_sizes")
         if not isinstance(stored, StoredTensor) or not is_shape(offsets) or not is_shape(sizes):
-            raise CheckpointError(f"{location}: damaged, a shard without its offsets")
+            raise CheckpointError(f"{location}: damaged: a shard has no offsets")
         if stored.shape != tuple(sizes) or stored.dtype != value.dtype or len(offsets) != len(value.shape):
             raise CheckpointError(
-                f"{location}: a shard is {stored.dtype} {list(stored.shape)}, recorded as {value.dtype} "
-                f"{list(sizes)}"
+                f"{location}: a shard is {stored.dtype} {list(stored.shape)}, but the recorded type is "
+                f"{value.dtype} {list(sizes)}"
             )
         parts.append(PlacedPart(tuple(offsets), stored))
     return parts

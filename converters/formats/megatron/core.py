@@ -60,7 +60,7 @@ def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkp
     )
     if not isinstance(common_state, dict):
         raise CheckpointError(
-            f"{path / MEGATRON_COMMON_FILE}: not the common state of a Megatron-Core checkpoint"
+            f"{path / MEGATRON_COMMON_FILE}: is not the common state of a Megatron-Core checkpoint"
         )
     companions = find_companions(path)
     shape = read_model_shape(
@@ -79,7 +79,8 @@ def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkp
                 continue
             if not tensor.shape or tensor.shape[0] != shape.num_layers:
                 raise CheckpointError(
-                    f"{location}: {key} is {list(tensor.shape)}, but its args have {shape.num_layers} layers"
+                    f"{location}: {key} has shape {list(tensor.shape)}, but args has "
+                    f"{shape.num_layers} layers"
                 )
             for layer in range(shape.num_layers):
                 merged[f"decoder.layers.{layer}.{match[1]}"] = select_index(tensor, 0, layer)

@@ -126,7 +126,7 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
         value = args.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_LAYERS:
-            raise CheckpointError(f"{location}: its args have no {name}")
+            raise CheckpointError(f"{location}: args has no {name}")
         return value
 
     check_megatron_args(args, config, location)
@@ -142,12 +142,14 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
     groups = read_number("num_query_groups", heads) if args.get("group_query_attention") is True else heads
     head = read_number("kv_channels", read_number("hidden_size") // heads)
     if heads % groups:
-        raise CheckpointError(f"{location}: damaged, {heads} heads in {groups} query groups")
+        raise CheckpointError(
+            f"{location}: damaged: {heads} heads cannot be divided into {groups} query groups"
+        )
     vocab_size = args.get("vocab_size")
     num_tokens = _read_vocabulary_size(config) or (vocab_size if type(vocab_size) is int else None)
     if type(vocab_size) is int and num_tokens is not None and num_tokens < vocab_size:
         raise CheckpointError(
-            f"{location}: has vocab_size={vocab_size} in its args, vocab_size={num_tokens} in {config}"
+            f"{location}: has vocab_size={vocab_size} in args, but vocab_size={num_tokens} in {config}"
         )
     return MegatronShape(heads, groups, head, read_number("num_layers"), gated, not llama, num_tokens)
 
@@ -200,11 +202,11 @@ def convert_to_transformers(
         match = _LAYER.fullmatch(key)
         if match is None or match[2] not in inside:
             raise CheckpointError(
-                f"{location}: {format_untrusted_value(key)} has no place in a GPT-2- or Llama-shaped model"
+                f"{location}: {format_untrusted_value(key)} does not belong to a GPT-2- or Llama-shaped model"
             )
         if int(match[1]) >= shape.num_layers:
             raise CheckpointError(
-                f"{location}: holds layer {match[1]}, but its args have {shape.num_layers} layers"
+                f"{location}: contains layer {match[1]}, but args has {shape.num_layers} layers"
             )
         conversion = (
             _convert_gpt2_tensor(match[2], match[3], tensor, shape, location)
@@ -287,8 +289,8 @@ def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> lis
     group_rows = (queries + 2) * shape.head_dim
     if not tensor.shape or tensor.shape[0] != shape.num_query_groups * group_rows:
         raise CheckpointError(
-            f"{location}: {tensor.name} is {list(tensor.shape)}, not of {shape.num_heads} heads of "
-            f"{shape.head_dim} rows in {shape.num_query_groups} groups"
+            f"{location}: {tensor.name} has shape {list(tensor.shape)}, which does not match "
+            f"{shape.num_heads} heads of {shape.head_dim} rows in {shape.num_query_groups} groups"
         )
     rest = tensor.shape[1:]
     parts = []

@@ -96,7 +96,9 @@ class MegatronRankFiles:
                 raise CheckpointError(f"{folder.path / name}: expert parallel checkpoints are not supported")
             position = RankPosition(int(match["pp"] or 0), int(match["tp"]))
             if position in folder_names:
-                raise CheckpointError(f"{self.location}: {folder_names[position]} and {name} are of one rank")
+                raise CheckpointError(
+                    f"{self.location}: {folder_names[position]} and {name} belong to the same rank"
+                )
             folder_names[position] = name
         self.folder_names = folder_names
         first = self._load_rank_file(_FIRST_RANK)
@@ -111,7 +113,7 @@ class MegatronRankFiles:
                 )
         if len(folder_names) != self.pp_size * self.tp_size:
             raise CheckpointError(
-                f"{self.location}: holds {len(folder_names)} ranks, but its args have {self.tp_size} x "
+                f"{self.location}: contains {len(folder_names)} ranks, but args has {self.tp_size} x "
                 f"{self.pp_size}"
             )
         others = sorted(folder_names.keys() - {_FIRST_RANK})
@@ -121,14 +123,16 @@ class MegatronRankFiles:
         }
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2:
-            raise CheckpointError(f"{self.location}: written by a Megatron-LM before checkpoint version 2")
+            raise CheckpointError(
+                f"{self.location}: was written by Megatron-LM with a checkpoint version before 2"
+            )
         for position, content in self.content_by_rank.items():
             self._check_recorded_rank(position, get_megatron_args(content))
             for key in ("iteration", "checkpoint_version"):
                 if content.get(key) != first.get(key):
                     raise CheckpointError(
-                        f"{self.folder.path / self.folder_names[position]}: its {key} differs from the first "
-                        "rank's; files of two runs or steps"
+                        f"{self.folder.path / self.folder_names[position]}: {key} differs from the first "
+                        "rank; the files are from two runs or steps"
                     )
 
     def _check_recorded_rank(self, position: RankPosition, args: Any) -> None:
@@ -151,8 +155,8 @@ class MegatronRankFiles:
         )
         if rank not in (tp + pp * ranks_per_stage, tp + pp * stage_stride):
             raise CheckpointError(
-                f"{self.folder.path / self.folder_names[position]}: was written by rank {rank}, whose folder "
-                "is another"
+                f"{self.folder.path / self.folder_names[position]}: was written by rank {rank}, but is in "
+                "the folder of another rank"
             )
 
     def _get_parallel_size(self, args: Any, name: str) -> int:
@@ -163,7 +167,7 @@ class MegatronRankFiles:
         """
         value = args.get(name, 1) if isinstance(args, dict) else None
         if type(value) is not int or not 0 < value < 1 << 16:
-            raise CheckpointError(f"{self.location}: its args have no {name}")
+            raise CheckpointError(f"{self.location}: args has no {name}")
         return value
 
     def _load_rank_file(self, position: RankPosition) -> dict[str, Any]:
@@ -177,7 +181,7 @@ class MegatronRankFiles:
             raise CheckpointError(f"{self.location}: the file of the first rank is missing")
         content = TorchZip(self.folder.get_file(f"{name}/{FILE}")).load_object(STANDINS, PREFIXES)
         if not isinstance(content, dict):
-            raise CheckpointError(f"{self.folder.path / name}: not a Megatron-LM checkpoint")
+            raise CheckpointError(f"{self.folder.path / name}: is not a Megatron-LM checkpoint")
         return content
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
@@ -207,7 +211,7 @@ class MegatronRankFiles:
     def _refuse_optimizer(self, aliases: Aliases) -> OptimizerState | None:
         """Raise OptimizerStateError, because the optimizer state has no parameter names."""
         raise OptimizerStateError(
-            f"{self.location}: Megatron-LM's optimizer state holds no names of parameters, and is not "
+            f"{self.location}: Megatron-LM's optimizer state has no parameter names, so it cannot be "
             "converted"
         )
 
@@ -224,7 +228,7 @@ class MegatronRankFiles:
         models = [content.get("model")] if "model" in content else []
         while not models or f"model{len(models)}" in content:
             if f"model{len(models)}" not in content:
-                raise CheckpointError(f"{location}: holds no model")
+                raise CheckpointError(f"{location}: contains no model")
             models.append(content[f"model{len(models)}"])
         return [_flatten_to_core_names(chunk, location) for chunk in models]
 
@@ -240,7 +244,7 @@ class MegatronRankFiles:
         ]
         chunks = len(stages[0][0])
         if any(len(rank) != chunks for stage in stages for rank in stage):
-            raise CheckpointError(f"{self.location}: the ranks hold different numbers of model chunks")
+            raise CheckpointError(f"{self.location}: the number of model chunks differs between the ranks")
         merged: dict[str, Tensor] = {}
         layer = 0
         for chunk in range(chunks):
@@ -250,7 +254,7 @@ class MegatronRankFiles:
                 for key in ranks[0]:
                     if any(key not in rank or len(rank) != len(ranks[0]) for rank in ranks):
                         raise CheckpointError(
-                            f"{self.location}: the tensor ranks of a stage hold different tensors"
+                            f"{self.location}: the tensor parallel ranks of a stage contain different tensors"
                         )
                     match = _IN_LAYER.fullmatch(key)
                     name = f"decoder.layers.{layer + int(match[1])}.{match[2]}" if match else key
@@ -259,7 +263,7 @@ class MegatronRankFiles:
                         # Skip the last stage's copy of the tied embedding.
                         if match is None and name.startswith("embedding.word_embeddings"):
                             continue
-                        raise CheckpointError(f"{self.location}: {name} is in two stages")
+                        raise CheckpointError(f"{self.location}: {name} is in two pipeline stages")
                     merged[name] = tensor
                 layer += max(numbers, default=-1) + 1
         return merged
@@ -288,18 +292,23 @@ class MegatronRankFiles:
             len({tensor.dtype for tensor in tensors}) > 1
             or len({len(tensor.shape) for tensor in tensors}) > 1
         ):
-            raise CheckpointError(f"{self.location}: the tensor ranks disagree about {key}")
+            raise CheckpointError(
+                f"{self.location}: the type of {key} differs between the tensor parallel ranks"
+            )
         if len(tensors) == 1:
             return tensors[0]
         if dim is None or kind not in ("weight", "bias") or (kind == "bias" and not bias):
             first = tensors[0]
             if not all(are_tensors_equal(first, other) for other in tensors[1:]):
                 raise CheckpointError(
-                    f"{self.location}: {key} differs between the tensor ranks, which share it"
+                    f"{self.location}: {key} differs between the tensor parallel ranks, but must be "
+                    "equal on all of them"
                 )
             return first
         if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
-            raise CheckpointError(f"{self.location}: the tensor ranks hold different shapes of {key}")
+            raise CheckpointError(
+                f"{self.location}: the shape of {key} differs between the tensor parallel ranks"
+            )
         if module == "mlp.linear_fc1" and shape.is_gated:  # each rank has gate rows, then up rows
             half = tensors[0].shape[0] // 2
             gates = [slice_tensor(tensor, 0, 0, half) for tensor in tensors]
@@ -340,7 +349,7 @@ def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]
         prefix, value = pending.pop()
         if isinstance(value, dict):
             if len(prefix) > 4096 or not all(type(key) is str or is_safe_index(key) for key in value):
-                raise CheckpointError(f"{location}: damaged, the model's keys are not names")
+                raise CheckpointError(f"{location}: damaged: the keys of the model are not strings")
             pending += [
                 (f"{prefix}.{key}" if prefix else str(key), item) for key, item in reversed(value.items())
             ]
@@ -350,8 +359,8 @@ def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]
                 name = old.sub(new, name)
             name = to_local_module_key(name)
             if name in tensors:
-                raise CheckpointError(f"{location}: two tensors are called {format_untrusted_value(name)}")
+                raise CheckpointError(f"{location}: two tensors have the name {format_untrusted_value(name)}")
             tensors[name] = value
     if not tensors:
-        raise CheckpointError(f"{location}: holds no model tensors")
+        raise CheckpointError(f"{location}: contains no model tensors")
     return tensors

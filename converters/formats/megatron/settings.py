@@ -132,13 +132,13 @@ def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, locatio
         )
         if not is_equal:
             config_text = (
-                f"{config} has {key}={format_untrusted_value(config_value)}"
+                f"but {config} has {key}={format_untrusted_value(config_value)}"
                 if model_config
                 else "and there is no config.json to confirm it"
             )
             raise CheckpointError(
-                f"{location}: its args have {name}={format_untrusted_value(args_value)}, {config_text}; give "
-                "this model's config.json with --config-from"
+                f"{location}: args has {name}={format_untrusted_value(args_value)}, {config_text}; "
+                "specify the config.json of this model with --config-from"
             )
 
 

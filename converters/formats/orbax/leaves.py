@@ -64,7 +64,7 @@ def explain_foreign_tree(folder: AnyPath) -> str | None:
     """
     for name, content, program, export in _OTHER_PROGRAMS:
         if header_contains(folder / name, content):
-            return f"{folder}: holds {program}'s own arrays; export the model there with {export}"
+            return f"{folder}: contains arrays of {program}; export the model with {export} of {program}"
     return None
 
 
@@ -83,10 +83,10 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
         content.get(name) for name in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
     )
     if any(type(flag) not in (bool, type(None)) for flag in (ocdbt, zarr3, complete)):
-        raise CheckpointError(f"{location}: damaged, it does not record how the arrays are stored")
+        raise CheckpointError(f"{location}: damaged: there is no record of how the arrays are stored")
     tree = content.get("tree_metadata")
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{location}: damaged, holds no tree")
+        raise CheckpointError(f"{location}: damaged: there is no tree")
     stored: dict[Path, str] = {}
     scalars, names = set(), set()
     for entry in tree.values():
@@ -95,13 +95,14 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
             value = entry["value_metadata"]
             kind, is_skipped = value["value_type"], value["skip_deserialize"]
         except (LookupError, TypeError):
-            raise CheckpointError(f"{location}: damaged, describes a leaf without its path or type") from None
+            raise CheckpointError(f"{location}: damaged: a leaf has no path or type") from None
         if is_skipped is True or kind in ("string", "None"):
             continue
         name = stored[path] = ".".join(path)
         if not name or name in names or len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{location}: damaged, two leaves are called {format_untrusted_value(name)}, or none"
+                f"{location}: damaged: the leaf name {format_untrusted_value(name)} is empty, "
+                "duplicate or too long"
             )
         names.add(name)
         if kind == "scalar":
@@ -116,8 +117,7 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
         extra = min(keys - names, default=None)
         if extra is not None:
             raise CheckpointError(
-                f"{folder.path}: damaged, holds {format_untrusted_value(extra)}, which {METADATA} does not "
-                "list"
+                f"{folder.path}: damaged: {format_untrusted_value(extra)} is not listed in {METADATA}"
             )
     # If `complete` is missing or False, chunks of zeros are not stored, as in older versions of Orbax.
     return TreeMetadata(stored, header, complete is True, database, frozenset(scalars))

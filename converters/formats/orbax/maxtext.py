@@ -262,7 +262,7 @@ class _MaxTextModel:
         if family is None:
             raise CheckpointError(
                 f"{location}: MaxText's model of type {format_untrusted_value(kind)} is not supported; "
-                "export it with MaxText's to_huggingface, or convert it without config.json to keep "
+                "export the model with MaxText's to_huggingface, or convert without config.json to keep "
                 "MaxText's names"
             )
         self.family = family
@@ -270,7 +270,7 @@ class _MaxTextModel:
         self.num_layers, self.vocab_size = self.sizes["L"], self.sizes["V"]
         self.pairs_adjacent = self._get_rope_type() == "llama3"
         if self.pairs_adjacent and self.sizes["D"] % 2:
-            raise CheckpointError(f"{location}: its config.json has an odd head_dim, {self.sizes['D']}")
+            raise CheckpointError(f"{location}: config.json has an odd head_dim, {self.sizes['D']}")
 
     def _get_rope_type(self) -> str:
         """Return the type of the rotary embedding as a string, which is `"None"` if the config has no type.
@@ -303,8 +303,9 @@ class _MaxTextModel:
             )
             if target is None:
                 raise CheckpointError(
-                    f"{self.location}: {format_untrusted_value('.'.join(path))} has no place in a model of "
-                    f"type {self.config['model_type']}; convert without config.json to keep MaxText's names"
+                    f"{self.location}: {format_untrusted_value('.'.join(path))} does not belong to a "
+                    f"model of type {self.config['model_type']}; convert without config.json to keep "
+                    "MaxText's names"
                 )
             layout.destinations[path] = target
         self._check_all_parameters(layout)
@@ -361,7 +362,8 @@ class _MaxTextModel:
             layers = range(int(layer_number) * count + variant, int(layer_number) * count + variant + 1)
             if layers[0] >= self.num_layers:
                 raise CheckpointError(
-                    f"{self.location}: holds layer {layers[0]}, but config.json has {self.num_layers} layers"
+                    f"{self.location}: contains layer {layers[0]}, but config.json has "
+                    f"{self.num_layers} layers"
                 )
         kernel = destination in _SHAPES and len(_SHAPES[destination]) > 1
         self._check_shape(
@@ -386,7 +388,7 @@ class _MaxTextModel:
         """
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
         if not isinstance(scalar, int | float) or not 0 < scalar < MAX_COUNT:
-            raise CheckpointError(f"{self.location}: its config.json has no query_pre_attn_scalar")
+            raise CheckpointError(f"{self.location}: config.json has no query_pre_attn_scalar")
         return float(np.sqrt(np.float32(scalar)))
 
     def _check_shape(self, path: Path, shape: Shape, sizes: str, layers: int | None = None) -> None:
@@ -407,8 +409,8 @@ class _MaxTextModel:
             expected_shape.insert(1, layers)
         if list(shape) != expected_shape:
             raise CheckpointError(
-                f"{self.location}: {'.'.join(path)} is {list(shape)}, but config.json implies "
-                f"{expected_shape}; give the config.json of this model"
+                f"{self.location}: {'.'.join(path)} has shape {list(shape)}, but config.json requires "
+                f"{expected_shape}; specify the config.json of this model with --config-from"
             )
 
     def _check_vocabulary_shape(self, path: Path, shape: Shape, dim: int) -> None:
@@ -424,8 +426,9 @@ class _MaxTextModel:
         """
         if len(shape) != 2 or shape[1 - dim] != self.sizes["E"] or shape[dim] < self.vocab_size:
             raise CheckpointError(
-                f"{self.location}: {'.'.join(path)} is {list(shape)}, which does not hold "
-                f"{self.vocab_size} tokens of {self.sizes['E']}; give the config.json of this model"
+                f"{self.location}: {'.'.join(path)} has shape {list(shape)}, which does not match "
+                f"{self.vocab_size} tokens of size {self.sizes['E']}; specify the config.json of this "
+                "model with --config-from"
             )
 
     def _check_all_parameters(self, layout: MaxTextLayout) -> None:
@@ -444,11 +447,11 @@ class _MaxTextModel:
         missing_name = next((name for name in expected_names if name not in actual_names), None)
         if missing_name == "lm_head.weight" and not self.family.may_tie:
             raise CheckpointError(
-                f"{self.location}: holds no decoder.logits_dense: MaxText may divide the logits of tied "
-                "embeddings, and its checkpoint does not record whether it does; convert without "
+                f"{self.location}: contains no decoder.logits_dense, so the embeddings are tied, but the "
+                "checkpoint does not record whether MaxText divides their logits; convert without "
                 "config.json to keep MaxText's names"
             )
         if missing_name is not None or len(names) != len(actual_names):
             raise CheckpointError(
-                f"{self.location}: damaged, {missing_name or 'a tensor'} is missing or there twice"
+                f"{self.location}: damaged: {missing_name or 'a tensor'} is missing or duplicate"
             )

@@ -98,16 +98,22 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
     """
     path = source.path
     if _TEMPORARY in path.name:
-        return f"{path}: an Orbax checkpoint that was not finished; choose another step"
+        return f"{path}: is an unfinished Orbax checkpoint; choose another step"
     listed = list_entry_names(path)
     if (why := explain_foreign_tree(path)) is not None:
         return why
     if MANIFEST in listed or any(name.startswith("ocdbt.process_") for name in listed):
-        return f"{path}: an Orbax checkpoint without {METADATA}, which lists its tensors: it is incomplete"
+        return (
+            f"{path}: is an incomplete Orbax checkpoint, because {METADATA}, the list of its tensors, is "
+            "missing"
+        )
     if len(items := _list_item_trees(path)) > 1:
-        return f"{path}: holds several Orbax checkpoints, {', '.join(items[:8])}: name one of these folders"
+        return (
+            f"{path}: contains several Orbax checkpoints; specify one of these folders: "
+            f"{', '.join(items[:8])}"
+        )
     if METADATA in listed:
-        return f"{path}: {METADATA} is not the list of an Orbax checkpoint: it is damaged"
+        return f"{path}: {METADATA} is damaged: it is not the list of tensors of an Orbax checkpoint"
     return None
 
 
@@ -140,8 +146,8 @@ class _OrbaxTree:
         self.arrays = {path: self._open_array(path, name) for path, name in self.metadata.array_names.items()}
         if self.num_absent_chunks:
             _log.warning(
-                "warning: %s: zeros are read for chunks that are not stored (%s), since TensorStore leaves "
-                "out zeros; a lost file looks the same",
+                "warning: %s: chunks that are not stored (%s) are read as zeros, because TensorStore "
+                "does not store zeros; a lost file cannot be distinguished from them",
                 to_printable(self.location),
                 f"{self.num_absent_chunks:,}",
             )
@@ -168,7 +174,7 @@ class _OrbaxTree:
         leaves, name = self.metadata, ".".join(path)
         raw = self._open_stored_bytes(f"{stored_name}/{leaves.header_name}")
         if raw.nbytes > MAX_ARRAY_HEADER:
-            raise CheckpointError(f"{self.location}: {name}: damaged, its header has {raw.nbytes:,} bytes")
+            raise CheckpointError(f"{self.location}: {name}: damaged: the header has {raw.nbytes:,} bytes")
         content = bytearray(raw.nbytes)
         raw.read_into(memoryview(content), 0, set())
         absent_chunks: list[str] = []
@@ -208,7 +214,7 @@ class _OrbaxTree:
             return file.get_span(0, file.nbytes)
         if key not in database:
             raise CheckpointError(
-                f"{self.location}: damaged, {format_untrusted_value(key)} is missing from the database"
+                f"{self.location}: damaged: {format_untrusted_value(key)} is missing from the database"
             )
         return database[key]
 
@@ -302,8 +308,8 @@ class _OrbaxTree:
             moment, array = path[moment_index], self.arrays[path]
             if array.shape != model[owner].shape:
                 raise OptimizerStateError(
-                    f"{self.location}: {'.'.join(path)} is {list(array.shape)}, its parameter "
-                    f"{list(model[owner].shape)}"
+                    f"{self.location}: {'.'.join(path)} has shape {list(array.shape)}, but the parameter "
+                    f"has {list(model[owner].shape)}"
                 )
             with prefix_checkpoint_errors(self.folder.path):
                 moments_by_name = layout.convert_moment(owner, array, moment)
@@ -321,7 +327,7 @@ class _OrbaxTree:
         )
         if incomplete_name is not None:
             raise OptimizerStateError(
-                f"{self.location}: the optimizer has one moment of {incomplete_name}, Adam has two"
+                f"{self.location}: the optimizer has only one moment of {incomplete_name}, but Adam has two"
             )
         return OptimizerState(state, [{"params": list(state)}])
 

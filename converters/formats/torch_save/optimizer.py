@@ -124,14 +124,16 @@ def parse_param_groups(saved: Any, location: str) -> ParsedGroups:
     if not is_optimizer_state_dict(saved) or not all(
         isinstance(group, dict) for group in saved["param_groups"]
     ):
-        raise CheckpointError(f"{location}: not an optimizer's state (no state and param_groups)")
+        raise CheckpointError(f"{location}: is not an optimizer's state (no state and param_groups)")
     groups: list[dict[Any, Any]] = saved["param_groups"]
     keys = [group.get("params") for group in groups]
     if not all(isinstance(group, (list, tuple)) for group in keys):
-        raise CheckpointError(f"{location}: damaged, the params of an optimizer group are not a list")
+        raise CheckpointError(f"{location}: damaged: the params of an optimizer group are not a list")
     parameter_keys = [list(group or ()) for group in keys]
     if not all(type(key) is str or is_safe_index(key) for group in parameter_keys for key in group):
-        raise CheckpointError(f"{location}: damaged, the params of its groups are not names or numbers")
+        raise CheckpointError(
+            f"{location}: damaged: the params of the optimizer groups are not names or numbers"
+        )
     flatten_group_keys(parameter_keys, saved["state"], location)
     return ParsedGroups(groups, parameter_keys)
 
@@ -157,7 +159,9 @@ def _map_keys_to_names(
     if all(type(key) is str for key in flat):
         return {key: _require_plain_name(key, tensors, location) for key in flat}
     if not all(type(key) is int for key in flat):
-        raise CheckpointError(f"{location}: damaged, its groups mix names and numbers")
+        raise CheckpointError(
+            f"{location}: damaged: the params of the optimizer groups are partly names and partly numbers"
+        )
     recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
     if all(
         isinstance(names, list) and len(names) == len(group)
@@ -170,8 +174,8 @@ def _map_keys_to_names(
         }
     if parameter_names is None:
         raise OptimizerStateError(
-            f"{location}: its state is keyed by index, and the order of the parameters is not recorded "
-            "(safetensors files sort them by name)"
+            f"{location}: the state is keyed by index, but the order of the parameters is not recorded "
+            "(safetensors files sort parameters by name)"
         )
     shapes = {key: _find_state_shape(values) for key, values in state.items()}
     return map_indices_to_names(keys, shapes, list_possible_parameters(parameter_names, tensors), location)
@@ -185,7 +189,7 @@ def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location:
     """
     name = find_plain_name(parameter, tensors)
     if name not in tensors:
-        raise CheckpointError(f"{location}: holds state for {name!r}, which is not in the model")
+        raise CheckpointError(f"{location}: contains state of {name!r}, which is not in the model")
     return name
 
 
@@ -196,7 +200,7 @@ def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, Te
         CheckpointError: If another value is neither a tensor nor a number.
     """
     if not isinstance(values, dict):
-        raise CheckpointError(f"{location}: damaged, the state of {key!r} is not a table")
+        raise CheckpointError(f"{location}: damaged: the state of {key!r} is not a table")
     state: dict[str, TensorLeaf | Scalar] = {}
     for state_name, value in values.items():
         if isinstance(value, (StoredTensor, Tensor, int, float)):
@@ -252,8 +256,8 @@ def _check_state_shapes(
         value = values.get(state_name)
         if isinstance(value, TensorLeaf) and value.shape != tensors[name].shape:
             raise CheckpointError(
-                f"{location}: {state_name} of {name!r} has the shape {list(value.shape)}, the parameter "
-                f"{list(tensors[name].shape)}"
+                f"{location}: {state_name} of {name!r} has shape {list(value.shape)}, but the parameter "
+                f"has {list(tensors[name].shape)}"
             )
 
 

@@ -105,23 +105,30 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
     names = [path.name] if path.is_file() else list_entry_names(path)
     if any(_LOCAL_STATE_FILE.fullmatch(name) for name in names):
         return (
-            f"{path}: one rank's part of FSDP1's LOCAL_STATE_DICT, which does not record shapes; load it "
-            "with the program that saved it, and save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
+            f"{path}: is one rank's part of a LOCAL_STATE_DICT of FSDP1, which does not record shapes; "
+            "load the checkpoint with the program that saved it, and save it with SHARDED_STATE_DICT or "
+            "FULL_STATE_DICT"
         )
     if path.is_file():
         if _RANK_FILE.fullmatch(path.name) and path.name.endswith(_SUFFIXES):
-            return f"{path}: one rank's part of a checkpoint, by its name; give the folder with all parts"
+            return (
+                f"{path}: is one rank's part of a checkpoint, according to its name; specify the folder "
+                "with all parts"
+            )
         return None
     candidates = [name for name in names if name.endswith(_SUFFIXES)]
     parts = [name for name in candidates if _RANK_FILE.fullmatch(name)]
     if parts:
         return (
-            f"{path}: holds parts of single ranks ({parts[0]}, ...) that are incomplete or of an unknown "
-            "format; save a full state dict, or use DCP"
+            f"{path}: contains parts of single ranks ({parts[0]}, ...) that are incomplete or of an "
+            "unknown format; save a full state dict, or use DCP"
         )
     candidates = [name for name in candidates if not _OTHER_FILES.fullmatch(name)]
     if len(candidates) > 1:
-        return f"{path}: several files could be the model ({', '.join(candidates[:4])}); give one of them"
+        return (
+            f"{path}: several files could be the model ({', '.join(candidates[:4])}); specify one of "
+            "these files"
+        )
     return None
 
 
@@ -153,7 +160,7 @@ def _open_torch_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
 
     def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if len(optimizers) > 1:
-            raise OptimizerStateError(f"{location}: holds {len(optimizers)} optimizers")
+            raise OptimizerStateError(f"{location}: contains {len(optimizers)} optimizers")
         if optimizers:
             return build_named_optimizer(
                 optimizers[0], tensors, deduplicate_tied_names(tensors, aliases), location=location
@@ -206,7 +213,7 @@ def open_optimizer_file(
     if not optimizer_files:
         return None
     if len(optimizer_files) > 1 or "optimizer_1.bin" in entries:
-        raise OptimizerStateError(f"{folder.path}: holds several optimizers")
+        raise OptimizerStateError(f"{folder.path}: contains several optimizers")
     file = folder.get_file(optimizer_files[0])
     return build_named_optimizer(load_torch_file(file), tensors, order(), location=str(file.path))
 
@@ -220,7 +227,7 @@ def _require_shard_tensors(file: CheckpointFile, saved: Any) -> dict[str, Stored
     if not isinstance(saved, dict) or not all(
         isinstance(key, str) and isinstance(value, StoredTensor) for key, value in saved.items()
     ):
-        raise CheckpointError(f"{file.path}: not a shard of a state dict (a table of tensors)")
+        raise CheckpointError(f"{file.path}: is not a shard of a state dict (a dict of tensors)")
     return saved
 
 
@@ -246,16 +253,16 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
     """
     if not isinstance(saved, dict):
         description = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
-        raise CheckpointError(f"{location}: not a state dict but {description}")
+        raise CheckpointError(f"{location}: is not a state dict but {description}")
     if "shard_metadata" in saved:
         raise CheckpointError(
-            f"{location}: one rank's shard of a PyTorch/XLA FSDP checkpoint; give its folder"
+            f"{location}: is one rank's shard of a PyTorch/XLA FSDP checkpoint; specify the folder"
         )
     if "ds_version" in saved or "ds_config" in saved:
-        raise CheckpointError(f"{location}: one file of a DeepSpeed checkpoint; give its folder")
+        raise CheckpointError(f"{location}: is one file of a DeepSpeed checkpoint; specify the folder")
     if is_optimizer_state_dict(saved):
         raise CheckpointError(
-            f"{location}: an optimizer's state without a model; give the folder of the checkpoint"
+            f"{location}: contains optimizer state without a model; specify the folder of the checkpoint"
         )
     leaves: dict[KeyPath, TensorLeaf] = {}
     optimizers: list[Any] = []
@@ -291,17 +298,17 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
         if array_path is not None:
             raise CheckpointError(
                 f"{location}: {format_untrusted_value('.'.join(map(str, array_path)))} is a numpy array; "
-                "save it as a tensor"
+                "save the array as a tensor"
             )
     model: dict[str, TensorLeaf] = {}
     for path, stored in leaves.items():
         if container is None or path[:-1] == container:
             name = ".".join(map(str, path if container is None else path[-1:]))
             if name in model:
-                raise CheckpointError(f"{location}: two tensors are called {name!r}")
+                raise CheckpointError(f"{location}: two tensors have the name {name!r}")
             model[name] = stored
     if not model:
-        raise CheckpointError(f"{location}: holds no tensors")
+        raise CheckpointError(f"{location}: contains no tensors")
     return StateDictParts(model, optimizers, counters)
 
 

@@ -67,7 +67,7 @@ def build_xla_optimizer(
         ]
         if list(value["state"]) != list(states) or settings != hyperparameters:
             raise CheckpointError(
-                f"{file}: its optimizer differs from {location}; a file of another run or step"
+                f"{file}: the optimizer differs from {location}; the file is from another run or step"
             )
     keys = _map_indices_to_keys(indices, groups, states, shapes, from_trainer, location)
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
@@ -118,7 +118,7 @@ def _get_state_by_index(saved: Any, location: str) -> dict[int, dict[Any, Any]]:
     if not isinstance(state, dict) or not all(
         type(key) is int and isinstance(values, dict) for key, values in state.items()
     ):
-        raise OptimizerStateError(f"{location}: its optimizer is not keyed by index")
+        raise OptimizerStateError(f"{location}: the optimizer state is not keyed by index")
     return state
 
 
@@ -220,13 +220,13 @@ def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str)
     if isinstance(value, StoredTensor) and value.shape and description != "step":
         if value.shape != shard:
             raise OptimizerStateError(
-                f"{location}: the optimizer's {description!r} of {list(value.shape)} is not sharded like its "
-                f"parameter, {list(shard)}"
+                f"{location}: the optimizer's {description!r} has shape {list(value.shape)}, but the "
+                f"shard of the parameter has {list(shard)}"
             )
         return True
     if value is None or isinstance(value, (int, float, StoredTensor)):
         return False
-    raise OptimizerStateError(f"{location}: the optimizer's {description!r} is neither tensor nor number")
+    raise OptimizerStateError(f"{location}: the optimizer's {description!r} is neither a tensor nor a number")
 
 
 def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) -> None:
@@ -246,7 +246,7 @@ def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) ->
     for file, value in others:
         if _to_comparable(value, file) != expected:
             raise CheckpointError(
-                f"{file}: {description} differs from {location}; a file of another run or step"
+                f"{file}: {description} differs from {location}; the file is from another run or step"
             )
 
 

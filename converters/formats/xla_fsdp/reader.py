@@ -149,8 +149,8 @@ def _list_rank_files(source: CheckpointPath, folder: CheckpointFolder) -> list[s
     if len(names_by_set) > 1:
         first, other, *_ = [names[0] for names in names_by_set.values()]
         raise CheckpointError(
-            f"{folder.path}: holds rank files of several checkpoints ({first}, {other}); give one of the "
-            "files"
+            f"{folder.path}: contains rank files of several checkpoints ({first}, {other}); specify one "
+            "of the files"
         )
     unranked_names = [name for name in entries if not _match_rank_file_name(name)]
     has_metadata = map_with_prefetch(folder.path, partial(_has_shard_metadata, folder), unranked_names)
@@ -167,13 +167,15 @@ def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
     content = archive.load_object()
     metadata = content.pop(_METADATA, None) if isinstance(content, dict) else None
     if not isinstance(metadata, dict):
-        raise CheckpointError(f"{archive.location}: not a rank file of XLA FSDP (no {_METADATA})")
+        raise CheckpointError(f"{archive.location}: is not a rank file of XLA FSDP (no {_METADATA})")
     rank, world = metadata.get("rank"), metadata.get("world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
-        raise CheckpointError(f"{archive.location}: damaged, {_METADATA} has no rank and world size")
+        raise CheckpointError(f"{archive.location}: damaged: {_METADATA} has no rank and world size")
     match = _match_rank_file_name(name)
     if match and (int(match["rank"][:9]), int(match["world"][:9])) != (rank, world):
-        raise CheckpointError(f"{archive.location}: is rank {rank} of {world}, unlike its name")
+        raise CheckpointError(
+            f"{archive.location}: contains rank {rank} of {world}, which contradicts its name"
+        )
     return XlaRankFile(archive.location, content, metadata, rank, world)
 
 
@@ -196,13 +198,13 @@ def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[Xl
         if kind in file.content:
             if file.world_size != files[0].world_size:
                 raise CheckpointError(
-                    f"{file.location}: has a world size of {file.world_size}, {files[0].location} of "
+                    f"{file.location}: has a world size of {file.world_size}, but {files[0].location} has "
                     f"{files[0].world_size}"
                 )
             other = files_by_rank.setdefault(file.rank, file)
             if other is not file:
                 raise CheckpointError(
-                    f"{file.location}: is rank {file.rank} of {file.world_size}, as is {other.location}"
+                    f"{file.location}: contains rank {file.rank} of {file.world_size}, like {other.location}"
                 )
     if files_by_rank:
         check_rank_files_complete(
@@ -241,12 +243,14 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
     first = list(_require_model_table(models[0]))
     for file in models[1:]:
         if list(_require_model_table(file)) != first:
-            raise CheckpointError(f"{file.location}: holds other parameters than {models[0].location}")
+            raise CheckpointError(
+                f"{file.location}: does not contain the same parameters as {models[0].location}"
+            )
     for key, value in _require_model_table(models[0]).items():
         shards = [(file.location, _require_model_table(file)[key]) for file in models]
         for name, tensor in _build_key_tensors(key, value, layouts.get(key), shards).items():
             if stored.setdefault(name, tensor) is not tensor:
-                raise CheckpointError(f"{models[0].location}: two parameters are called {name!r}")
+                raise CheckpointError(f"{models[0].location}: two parameters have the name {name!r}")
         if key in layouts:
             shapes[key] = value.shape
     tensors = strip_common_prefixes(stored, location=str(root))
@@ -280,7 +284,7 @@ def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
     """
     model = file.content["model"]
     if not isinstance(model, dict):
-        raise CheckpointError(f"{file.location}: damaged, its model is not a table of tensors")
+        raise CheckpointError(f"{file.location}: damaged: the model is not a dict of tensors")
     return model
 
 
@@ -310,7 +314,9 @@ def _build_key_tensors(
         return {}
     for location, other in shards:
         if not isinstance(other, StoredTensor) or (other.dtype, other.shape) != (value.dtype, value.shape):
-            raise CheckpointError(f"{location}: {str(key)!r} differs from rank 0")
+            raise CheckpointError(
+                f"{location}: {str(key)!r} differs from rank 0; the files are from two runs or steps"
+            )
     with prefix_checkpoint_errors(shards[0][0]):
         return {str(key): to_lazy_tensor(value, str(key))}
 

@@ -101,16 +101,14 @@ def parse_layouts(
         else:
             layouts[key] = XlaFsdpLayout(shape, (FlatParameter(full_name, 0, shape),))
     if not layouts:
-        raise CheckpointError(f"{location}: holds no sharded parameter")
+        raise CheckpointError(f"{location}: contains no sharded parameter")
     for other, metadata in metadata_by_file:
         tables = _get_metadata_table(metadata, "shard_info", other).values()
         count = sum(len(require_mapping(table, "an entry of shard_info", other)) for table in tables)
         if count != len(layouts) or len(_get_metadata_table(metadata, "flatten_info", other)) != len(
             flat_names
         ):
-            raise CheckpointError(
-                f"{other}: its shard_metadata describes other parameters than its model holds"
-            )
+            raise CheckpointError(f"{other}: shard_metadata and the model have different parameters")
     return layouts
 
 
@@ -138,7 +136,7 @@ def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -
     tables = _get_metadata_table(metadata, "shard_info", location)
     info = require_mapping(tables.get(head, {}), "an entry of shard_info", location).get(suffix)
     if not isinstance(info, dict):
-        raise CheckpointError(f"{location}: its shard_metadata does not describe {head + '.' + suffix!r}")
+        raise CheckpointError(f"{location}: shard_metadata does not describe {head + '.' + suffix!r}")
     return info
 
 
@@ -166,7 +164,7 @@ def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _Orig
     )
     if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
         raise CheckpointError(
-            f"{location}: damaged shard_metadata, {suffix!r} is called {format_untrusted_value(name)}"
+            f"{location}: damaged: shard_metadata has the name {format_untrusted_value(name)} for {suffix!r}"
         )
     return _OriginalParameter(name.lstrip("."), shape)
 
@@ -187,14 +185,14 @@ def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _Flatte
     """
     entry = _get_metadata_table(metadata, "flatten_info", location).get(name.replace("_fpw_module.", ""))
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
-        raise CheckpointError(f"{location}: its shard_metadata does not describe {name!r}")
+        raise CheckpointError(f"{location}: shard_metadata does not describe {name!r}")
     names, shapes, numels = entry
     if not all(isinstance(part, (list, tuple)) for part in entry) or not (
         len(names) == len(shapes) == len(numels) > 0
     ):
-        raise CheckpointError(f"{location}: damaged shard_metadata of {name!r}")
+        raise CheckpointError(f"{location}: damaged: shard_metadata of {name!r} is invalid")
     if not all(isinstance(item, str) for item in names) or not all(type(item) is int for item in numels):
-        raise CheckpointError(f"{location}: damaged shard_metadata of {name!r}")
+        raise CheckpointError(f"{location}: damaged: shard_metadata of {name!r} is invalid")
     return _FlattenInfo(
         list(names),
         [require_shape(shape, f"the shape of {name!r}", location) for shape in shapes],
@@ -222,13 +220,14 @@ def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, locati
     for name, parameter_shape, numel in zip(names, shapes, numels, strict=True):
         if prod(parameter_shape) != numel:
             raise CheckpointError(
-                f"{location}: damaged, {name!r} of {list(parameter_shape)} should have {numel} elements"
+                f"{location}: damaged: {name!r} has shape {list(parameter_shape)}, but is recorded "
+                f"with {numel} elements"
             )
         parameters.append(FlatParameter(f"{head}.{name}", start, parameter_shape))
         start += numel
     if shape != (start,):
         raise CheckpointError(
-            f"{location}: {full_name!r} of {list(shape)} holds parameters of {start} elements"
+            f"{location}: {full_name!r} has shape {list(shape)}, but its parameters have {start} elements"
         )
     return XlaFsdpLayout(shape, tuple(parameters))
 
@@ -256,11 +255,11 @@ def join_shards(
     checked_shards: list[StoredTensor] = []
     for file, value in shards:
         if not isinstance(value, StoredTensor) or not isinstance(first, StoredTensor):
-            raise CheckpointError(f"{file}: damaged, {key!r} is not a tensor")
+            raise CheckpointError(f"{file}: damaged: {key!r} is not a tensor")
         if (value.dtype, value.shape) != (first.dtype, first.shape):
             raise CheckpointError(
-                f"{file}: {key!r} is {value.dtype} {list(value.shape)}, "
-                f"on rank 0 {first.dtype} {list(first.shape)}"
+                f"{file}: {key!r} is {value.dtype} {list(value.shape)}, but {first.dtype} "
+                f"{list(first.shape)} on rank 0"
             )
         checked_shards.append(value)
     with prefix_checkpoint_errors(location):
@@ -280,7 +279,7 @@ def _join_flat_shards(
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
         raise CheckpointError(
-            f"{key!r} has {length} elements per rank, which does not fit {numel} on {world} ranks"
+            f"{key!r} has {length} elements per rank, which does not match {numel} elements on {world} ranks"
         )
     if length > 1 and any(shard.strides != (1,) for shard in stored):
         raise CheckpointError(f"{key!r} is not contiguous")
@@ -288,7 +287,7 @@ def _join_flat_shards(
     joined = ConcatenatedSources(
         [
             SourceSlice(view.source, view.offset, length * width)
-            for view in (stored.to_byte_view() for stored in stored)
+            for view in (shard.to_byte_view() for shard in stored)
         ]
     )
     return {
@@ -311,7 +310,7 @@ def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key:
         or rows != -(-layout.shape[0] // len(stored))
     ):
         raise CheckpointError(
-            f"{key!r} has the shape {list(stored[0].shape)} per rank, which does not fit "
+            f"{key!r} has the shape {list(stored[0].shape)} per rank, which does not match "
             f"{list(layout.shape)} sharded along dim 0 on {len(stored)} ranks"
         )
     boxes = []

@@ -64,8 +64,8 @@ def _merge_sections(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 VALUES_SET_BY_SWAPPING = {
     "zero_optimization.offload_param.buffer_size": "the size of the largest parameter's shard",
-    "zero_optimization.stage3_max_reuse_distance": "0, since parameters kept gathered would occupy all swap "
-    "buffers",
+    "zero_optimization.stage3_max_reuse_distance": "0, because parameters that stay gathered would "
+    "occupy all swap buffers",
 }
 """Keys that the run sets if parameters are swapped to disk, each with a description of its value."""
 

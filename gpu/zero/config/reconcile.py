@@ -53,9 +53,9 @@ def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: i
             and keys.to_plain_value(current_value) != keys.to_plain_value(value)
         ):
             raise UserError(
-                f"{origin} sets {key} to {format_short_value(value)}, and {key} is "
-                f"{format_short_value(current_value)}; set only one of the two, or set the value in the JSON "
-                "to auto"
+                f"{origin} sets {key} to {format_short_value(value)}, but {key} is "
+                f"{format_short_value(current_value)}; set only one of the two, or set the value in the "
+                "JSON to auto"
             )
         values[key] = value
 
@@ -114,8 +114,8 @@ def check_installed(document: DeepSpeedDocument, device_type: str) -> None:
         path = f"zero_optimization.{switch}"
         require(
             not document.get_value(path) or device_type != "cpu",
-            f"{document.name}: {path} true: DeepSpeed has quantization kernels for GPUs only; remove it, "
-            "or use backend cuda",
+            f"{document.name}: {path} true: DeepSpeed has quantization kernels only for GPUs; remove "
+            f"{switch}, or use backend cuda",
         )
 
 

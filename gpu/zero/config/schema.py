@@ -224,7 +224,7 @@ def _describe_unreadable_value(path: KeyPath, values: dict[str, Any]) -> str:
     key, value = ".".join(path), format_short_value(_find_value(values, path))
     if any(name.startswith(f"{key}.") for name in KEYS):
         return f"{key}: must be a mapping, not {value}"
-    return f"{key}: DeepSpeed cannot read {value}; correct or remove it"
+    return f"{key}: DeepSpeed cannot read {value}; correct or remove {key}"
 
 
 def _list_known_keys(section: RecordedSection) -> list[str]:

@@ -119,8 +119,8 @@ def map_labels_to_outputs(
         if (num_values := tokens.label_values.shape[1]) != len(outputs):
             raise UserError(
                 f"data.label_field: {num_values} numbers per text, but "
-                f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} outputs "
-                "(num_labels); make them equal"
+                f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} "
+                "outputs (num_labels); make the two numbers equal"
             )
         if problem_type == MULTI_LABEL:
             _check_class_scores(tokens.label_values[:])
@@ -129,7 +129,7 @@ def map_labels_to_outputs(
         raise UserError(
             "data.label_field: one number per text, but "
             f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} outputs "
-            "(num_labels); give lists with one number with a fraction per output"
+            "(num_labels); use lists with one number with a fraction per output"
         )
     return LabelMapping(outputs, (), problem_type, tuple(float(name) for name in names))
 
@@ -144,7 +144,7 @@ def _check_no_accidental_regression(tokens: TokenCache) -> None:
     if tokens.label_kind == "values" and 0 < fractions < _FEW_FRACTIONS * documents:
         raise UserError(
             f"data.label_field: {fractions:,} of {documents:,} labels have a fraction, such as "
-            f"{tokens.meta['fraction']:g}, and the others are whole numbers; correct these records for "
+            f"{tokens.meta['fraction']:g}, but the others are whole numbers; correct these records for "
             "classes, or set model.config.problem_type to regression"
         )
 

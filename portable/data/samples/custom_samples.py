@@ -80,8 +80,8 @@ class CustomSamples(Samples):
             length = len(self._records)
             if length != self._length:
                 raise UserError(
-                    f"{subject}: had {self._length:,} samples at first and has {length:,} now; keep its "
-                    "length"
+                    f"{subject}: had {self._length:,} samples at first, but now has {length:,}; keep the "
+                    "length constant"
                 )
             sample = self._records[number]
             if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
@@ -90,9 +90,9 @@ class CustomSamples(Samples):
         ids = arrays["input_ids"]
         if self._vocabulary and ids.size and not (ids.min() >= 0 and ids.max() < self._vocabulary):
             raise UserError(
-                f"{subject}: sample {number} has tokens from {ids.min()} to {ids.max()}, and there are "
-                f"{self._vocabulary:,}, from 0; correct the sample, or set data.tokenizer to the tokenizer "
-                "that made it"
+                f"{subject}: sample {number} has tokens from {ids.min()} to {ids.max()}, but the "
+                f"vocabulary has {self._vocabulary:,} tokens; correct the sample, or set data.tokenizer "
+                "to the tokenizer that created the sample"
             )
         layout = _get_shapes_and_dtypes(arrays)
         if self._expected_layout and layout != self._expected_layout:
@@ -132,7 +132,7 @@ def _to_sample_array(value: Any) -> npt.NDArray[Any]:
         return array.astype(np.int64)
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    raise TypeError(f"{to_one_line(array.dtype)} has neither integers nor floats")
+    raise TypeError(f"{to_one_line(array.dtype)} contains neither integers nor floats")
 
 
 def _rebuild_samples(

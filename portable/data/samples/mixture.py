@@ -31,6 +31,8 @@ from portable.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from portable.data.images import ImageFile
+
 
 class SourceIndex(NamedTuple):
     """Index of a source of a mixture, and index of a sample within this source."""
@@ -214,6 +216,7 @@ class MixtureSamples(Samples):
         )
         self.sequences_per_sample = self.source_samples[0].sequences_per_sample
         self._shapes = self._compute_max_column_shapes()
+        self.image_processor = self.source_samples[0].image_processor  # all sources have the same
 
     def _compute_max_column_shapes(self) -> dict[str, tuple[int, ...]]:
         """Compute the largest shape of each column over all sources, without the batch dimension.
@@ -228,8 +231,8 @@ class MixtureSamples(Samples):
             first = first or set(arrays)
             if other := sorted(first ^ set(arrays)):
                 raise UserError(
-                    f"data.sources.{name}: has other columns than {self.source_names[0]} "
-                    f"({', '.join(other)}); give all sources the same kind of records"
+                    f"data.sources.{name}: does not have the same columns as {self.source_names[0]} "
+                    f"({', '.join(other)}); use the same kind of records in all sources"
                 )
             for column, values in arrays.items():
                 shape = shapes.get(column, values.shape[1:])
@@ -293,6 +296,11 @@ class MixtureSamples(Samples):
                 region: tuple[Any, ...] = (row_indices, *map(slice, values.shape[1:]))
                 out[column][region] = values
         return out
+
+    def read_image_files(self, index: int) -> list[ImageFile]:
+        """Read the image files of a sample from its source."""
+        source, sample_index = self.locate_in_source(index)
+        return self.source_samples[source].read_image_files(sample_index)
 
     def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
         """Count the tokens of images in each sample. None if no source can have images."""

@@ -126,11 +126,11 @@ class PlainCompletion:
     """Prompt and completion as plain strings. They are concatenated without a template.
 
     Attributes:
-        num_prompt_messages: Text of the prompt. It is not a number, in spite of the name.
+        prompt: Text of the prompt.
         completion: Text of the completion.
     """
 
-    num_prompt_messages: str
+    prompt: str
     completion: str
 
 
@@ -148,6 +148,7 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
         lists its fields.
 
     Raises:
+        RecordError: If a field contains JSON that cannot be parsed.
         UserError: If several formats fit, or if the fields look like a known format with different names.
     """
     formats: list[RecordFormat] = []
@@ -217,10 +218,10 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
             f"{{prompt: {question}, completion: {answer}}} for plain text"
         )
     elif strings is not None:
-        raise _build_record_error(
-            location,
-            f"{strings} is a list of strings, not the turns of a conversation or one text; write the turns "
-            f"as {EXAMPLE_RECORDS['messages']}, or the text as a string",
+        raise UserError(
+            f"data.source: {location}: {to_one_line(strings)} is a list of strings, not the turns of a "
+            f"conversation or one text; write the turns as {EXAMPLE_RECORDS['messages']}, or the text as a "
+            "string"
         )
     elif len(texts) > 1:
         pairs = "" if len(texts) < _FIELDS_OF_PAIR else ", to {prompt: A, chosen: B, rejected: C} for pairs"
@@ -315,8 +316,8 @@ def _build_document(
         if not conversation.completion:
             raise _build_record_error(location, "completion is empty; remove the record")
         return Document(
-            conversation.num_prompt_messages + conversation.completion,
-            num_prompt_chars=len(conversation.num_prompt_messages),
+            conversation.prompt + conversation.completion,
+            num_prompt_chars=len(conversation.prompt),
             extra_columns=columns,
         )
     return Document(conversation.joined_text, conversation=conversation, extra_columns=columns)

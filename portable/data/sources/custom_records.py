@@ -118,19 +118,19 @@ class CustomRecords(DataSource):
             ):
                 records = map(records.__getitem__, range(len(records)))
             if isinstance(records, str | Mapping) or not isinstance(records, Iterable):
-                raise UserError(f"{subject}: gives a {type(records).__name__}, not an iterable of records")
+                raise UserError(f"{subject}: returns a {type(records).__name__}, not an iterable of records")
             asks_at = time.monotonic() + NOTE_AFTER_SECONDS
             for number, row in enumerate(islice(records, self.settings.data.max_samples), start=1):
                 if number % 1000 == 0 and time.monotonic() > asks_at:
                     asks_at = float("inf")
                     print_error(
-                        f"note: {subject}: {number:,} records so far; if there is no end of them, set "
-                        "data.max_samples"
+                        f"note: {subject}: {number:,} records so far; if there are infinitely many "
+                        "records, set data.max_samples"
                     )
                 location = f"{self.name}: record {number}"
                 if not isinstance(row, Mapping):
                     raise UserError(
-                        f"data.source: {location} is a {type(row).__name__}, not a mapping; give a mapping "
+                        f"data.source: {location} is a {type(row).__name__}, not a mapping; use a mapping "
                         "from column names to values"
                     )
                 yield LocatedRow(location, row)
@@ -147,7 +147,8 @@ class CustomRecords(DataSource):
                 digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
             except (TypeError, ValueError) as error:
                 raise UserError(
-                    f"data.source: {location} is not of plain values ({to_one_line(error)})"
+                    f"data.source: {location} does not consist of plain values "
+                    f"({to_one_line(error)}); use numbers, strings, lists and mappings"
                 ) from error
         return digest.hexdigest()
 
@@ -173,13 +174,16 @@ def write_records_file(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
             for number, row in enumerate(rows, start=1):
                 if not isinstance(row, Mapping):
                     raise UserError(
-                        f"data: record {number} is a {type(row).__name__}, not a mapping; give a mapping "
+                        f"data: record {number} is a {type(row).__name__}, not a mapping; use a mapping "
                         "from column names to values"
                     )
                 try:
                     line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
                 except (TypeError, ValueError) as error:
-                    raise UserError(f"data: record {number} is not plain ({to_one_line(error)})") from error
+                    raise UserError(
+                        f"data: record {number} does not consist of plain values ({to_one_line(error)}); "
+                        "use numbers, strings, lists and mappings"
+                    ) from error
                 digest.update(line)
                 file.write(line)
         final = folder / f"{digest.hexdigest()}.jsonl"

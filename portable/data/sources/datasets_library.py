@@ -93,7 +93,8 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
             raise
         except Exception as error:
             raise UserError(
-                f"data.source: {name}: not a readable .csv file ({describe_root_cause(error)})"
+                f"data.source: {name}: is not a readable .csv file ({describe_root_cause(error)}); "
+                "correct the file"
             ) from error
 
 
@@ -105,8 +106,8 @@ def _check_comma_separated(header: list[str], name: str) -> None:
     """
     if len(header) == 1 and (other := next((sign for sign in "\t;|" if sign in header[0]), None)):
         raise UserError(
-            f"data.source: {name}: its columns are separated by {other!r}, not by commas; convert it, "
-            "for example to .jsonl"
+            f"data.source: {name}: the columns are separated by {other!r}, not by commas; convert the "
+            "file, for example to .jsonl"
         )
 
 
@@ -135,8 +136,9 @@ def build_dataset_load_error(names: Iterable[str | None], error: BaseException) 
     """
     parts = ", ".join(str(part) for part in names if part)
     return UserError(
-        f"data.source: cannot load {parts} as a local file or from the hub ({describe_root_cause(error)}); "
-        "check the name, data.config_name, data.split and the network, or give local files"
+        f"data.source: cannot load {parts} as a local file or from the hub "
+        f"({describe_root_cause(error)}); check the name, data.config_name, data.split and the network, "
+        "or use local files"
     )
 
 

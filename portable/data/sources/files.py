@@ -92,7 +92,7 @@ class RecordFiles(DataSource):
                 _refuse_hub_settings(settings.data, "local files")
             if files is None and len(names) > 1:
                 raise MissingDataError(
-                    f"data.source: {name}: no such file or folder (a list may only name local files)"
+                    f"data.source: {name}: no such file or folder (a list may contain only local files)"
                 )
             if files is None:
                 return None
@@ -266,7 +266,8 @@ def _refuse_hub_settings(data: DataConfig, subject: str) -> None:
     for key, value in (("config_name", data.config_name), ("split", data.split)):
         if value is not None and (key, value) != ("split", "train"):
             raise UserError(
-                f"data.{key}: {value!r} is for a hub dataset, but data.source names {subject}; remove it"
+                f"data.{key}: {value!r} is for a hub dataset, but data.source names {subject}; remove "
+                f"data.{key}"
             )
 
 

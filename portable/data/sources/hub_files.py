@@ -88,8 +88,8 @@ def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str,
             repository = "/".join(url.removeprefix(_HUB).split("/")[:3])  # datasets/owner/name@revision
             if not url.startswith(f"{_HUB}datasets/") or get_file_format(url) not in FILE_FORMATS:
                 raise UserError(
-                    f"data.source: {url}: cannot stream this kind of file (but "
-                    f"{format_name_list(FILE_FORMATS)}); set data.stream to false"
+                    f"data.source: {url}: cannot stream this kind of file, only "
+                    f"{format_name_list(FILE_FORMATS)}; set data.stream to false"
                 )
             files_by_repository.setdefault(repository, []).append(url.removeprefix(f"{_HUB}{repository}/"))
         listed_files: dict[str, dict[str, int]] = {}
@@ -229,8 +229,8 @@ def _check_card_file(path: Path) -> None:
         check_setting_values("configs", configs, path.parent)
     except Exception as error:  # a card may hold any values
         raise UserError(
-            f"data.source: {path}: {to_one_line(error)[:200]}; correct it, or remove it to read all data "
-            "files of the folder"
+            f"data.source: {path}: {to_one_line(error)[:200]}; correct the file, or remove the file to "
+            "read all data files of the folder"
         ) from error
 
 

@@ -48,7 +48,8 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
             yield file
     except pyarrow.ArrowException as error:  # read errors are OSErrors
         raise UserError(
-            f"data.source: {name}: not a readable .parquet file ({to_one_line(error)}); copy it again"
+            f"data.source: {name}: is not a readable .parquet file ({to_one_line(error)}); copy the "
+            "file again"
         ) from error
 
 
@@ -132,8 +133,8 @@ def _iter_batch_rows(
         except (ValueError, OverflowError) as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else to_one_line(error)
             refusal = UserError(
-                f"data.source: {name}: row {num_rows_before + number + 1}: {reason}; correct or remove it, "
-                "or set data.on_bad_record to skip"
+                f"data.source: {name}: row {num_rows_before + number + 1}: {reason}; correct or remove the "
+                "row"
             )
             refusal.__cause__ = error
             fields.skip_record_or_raise(refusal)

@@ -100,7 +100,7 @@ def read_index(folder: AnyPath) -> TokenIndex:
         raise
     except Exception as error:  # the file may hold any values
         raise UserError(
-            f"data.source: {folder / INDEX_FILE}: damaged ({to_one_line(error)}); run portable-data again"
+            f"data.source: {folder / INDEX_FILE}: is damaged ({to_one_line(error)}); run portable-data again"
         ) from error
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def build_unreadable_error(name: object, error: OSError) -> UserError:
     """Build the error for a file that the operating system cannot read."""
-    return UserError(f"data.source: {name}: cannot be read: {to_one_line(error.strerror or error)}")
+    return UserError(
+        f"data.source: {name}: cannot be read ({to_one_line(error.strerror or error)}); check the file"
+    )
 
 
 @contextmanager
@@ -37,7 +39,9 @@ def convert_read_errors(name: object) -> Iterator[None]:
         except (MemoryError, NameError, AssertionError, ImportError):
             raise
         except UnicodeDecodeError as error:
-            raise UserError(f"data.source: {name}: is not UTF-8 text; convert it (iconv -t utf-8)") from error
+            raise UserError(
+                f"data.source: {name}: is not UTF-8 text; convert the file (iconv -t utf-8)"
+            ) from error
         except (EOFError, zlib.error) as error:
             raise UserError(f"data.source: {name}: {to_one_line(error)}; copy the file again") from error
         except OSError as error:

@@ -115,7 +115,9 @@ class BadRecords:
             return
         self._seen.add(str(error))
         if self.num_skipped <= _MAX_PRINTED:
-            print_status(f"warning: skipped: {error}")
+            print_status(
+                f"warning: skipped: {str(error).removesuffix(', or set data.on_bad_record to skip')}"
+            )
 
     def print_skipped_count(self, name: str) -> None:
         """Print how many records were skipped, unless the errors of all of them were printed.
@@ -203,12 +205,12 @@ class CollectedErrors(BadRecords):
         lines = list(map(str, self.errors))
         remedy = "or set data.on_bad_record to skip"
         if len(lines) == 1:
-            return RecordError(lines[0] if remedy in lines[0] else f"{lines[0]}; {remedy}")
+            return RecordError(f"{lines[0]}{', ' if '; ' in lines[0] else '; '}{remedy}")
         kinds = self.count_by_kind
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(_MOST_KINDS))
         more = ", ..." if len(kinds) > _MOST_KINDS else ""
         total = f"{len(lines):,} bad records" + ("" if self.has_read_everything else " or more")
-        summary = f"data.source: {name}: {total} ({counts}{more}); correct or remove them, {remedy}"
+        summary = f"data.source: {name}: {total} ({counts}{more}); correct or remove these records, {remedy}"
         return MultipleMistakesError([*lines[:_MOST_NAMED], summary])
 
 
@@ -317,7 +319,7 @@ def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[
     except Exception as error:  # JSON allows values that no number type can represent, such as 400 digits
         reason = f"{type(error).__name__}: {to_one_line(error)[:200]}"
         refusal = UserError(
-            f"data.source: {location}: cannot use this record ({reason}); correct or remove it"
+            f"data.source: {location}: cannot use this record ({reason}); correct or remove the record"
         )
         refusal.__cause__ = error
         fields.skip_record_or_raise(refusal)
@@ -361,7 +363,7 @@ def _parse_text_field(
             + (
                 f"choose a field in it, such as {name}.{next(iter(value))}"
                 if isinstance(value, dict) and value
-                else "choose a column of text or convert it"
+                else "choose a column of text, or convert the column"
             )
         )
     return replace_surrogates(value)
@@ -381,7 +383,9 @@ def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> flo
         value = int(value) if isinstance(value, float) and is_whole(value) else value
     if not isinstance(value, int | float) or not math.isfinite(value):
         description = value if isinstance(value, float) else describe_type(value)
-        raise UserError(f"data.columns: {location}: {name!r} is {description}, not a number; convert it")
+        raise UserError(
+            f"data.columns: {location}: {name!r} is {description}, not a number; convert the value"
+        )
     return int(value) if isinstance(value, bool) else value
 
 
@@ -455,7 +459,7 @@ def _get_required_field(
         return value
     fields = list(iter_field_names(row))
     near = find_similar_names(name, fields)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; set data.{key} to the one to read"
+    hint = f"; did you mean {near[0]!r}?" if near else f"; set data.{key} to the field to read"
     if pairs and not near and sum(isinstance(get_field_value(row, field), str) for field in fields) > 1:
         hint += ", and data.text_pair_field to a second text that the label is about"
     raise UserError(

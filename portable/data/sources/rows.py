@@ -47,14 +47,20 @@ def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
 
     A long text is yielded in pieces that end at line ends if possible. Yields nothing for a blank file.
     """
+    text, has_text = "", False
     piece = file.read(PIECE_CHARS)
     _check_characters(piece, name)
     while piece:
         if len(piece) == PIECE_CHARS:
             piece += file.readline(PIECE_CHARS)
         following = file.read(PIECE_CHARS)
-        if following or piece.strip():
-            yield Document(piece, is_last_piece=not following)
+        text += piece
+        # A blank start is held back, because the rest of the file may be blank as well. A blank end must be
+        # yielded, because it contains the end of the document.
+        has_text = has_text or bool(piece.strip())
+        if has_text:
+            yield Document(text, is_last_piece=not following)
+            text = ""
         piece = following
 
 
@@ -67,7 +73,7 @@ def _check_characters(text: str, name: str) -> None:
         UserError: If more than a quarter of the characters are NUL.
     """
     if "\0" in text and 4 * text.count("\0") > len(text):
-        raise UserError(f"data.source: {name}: is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")
+        raise UserError(f"data.source: {name}: is UTF-16 text, not UTF-8; convert the file (iconv -t utf-8)")
 
 
 def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Document]:
@@ -80,24 +86,36 @@ def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Doc
         name: Name of the file, used in error messages.
         split: ``line`` or ``paragraph``.
     """
-    lines: list[str] = []
-    # has_begun: pieces of the document were yielded. within_line: the line continues after the last piece.
-    has_begun = within_line = False
-    while line := file.readline(PIECE_CHARS):
-        _check_characters(line, name)
-        blank = not within_line and not line.strip()
-        within_line = not line.endswith(("\n", "\r"))
-        if not blank:
-            lines.append(line)
-        if blank if split == "paragraph" else not within_line:
-            if has_begun or lines:
-                yield Document("".join(lines).rstrip("\r\n"))
-            lines, has_begun = [], False
-        elif sum(map(len, lines)) >= PIECE_CHARS:
-            yield Document("".join(lines), is_last_piece=False)
-            lines, has_begun = [], True
-    if has_begun or lines:
-        yield Document("".join(lines).rstrip("\r\n"))
+    document: list[str] = []
+    line_start: list[str] = []
+    # has_begun: pieces of the document were yielded. line_has_text: the line is not blank so far.
+    has_begun = line_has_text = False
+    num_chars, previous_part = 0, ""
+    while part := file.readline(PIECE_CHARS):
+        _check_characters(part, name)
+        if part == "\n" and previous_part.endswith("\r"):  # the limit has divided a line end
+            document += [part] if has_begun or document else []
+            previous_part = part
+            continue
+        previous_part = part
+        line_start.append(part)
+        line_has_text = line_has_text or bool(part.strip())
+        if line_has_text:
+            document += line_start
+            num_chars += sum(map(len, line_start))
+            line_start = []
+        is_line_end = part.endswith(("\n", "\r"))
+        if is_line_end and (split == "line" or not line_has_text):
+            if has_begun or document:
+                yield Document("".join(document).rstrip("\r\n"))
+            document, num_chars, has_begun = [], 0, False
+        elif num_chars >= PIECE_CHARS:
+            yield Document("".join(document), is_last_piece=False)
+            document, num_chars, has_begun = [], 0, True
+        if is_line_end:
+            line_start, line_has_text = [], False
+    if has_begun or document:
+        yield Document("".join(document).rstrip("\r\n"))
 
 
 def iter_file_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
@@ -157,16 +175,15 @@ def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, A
         if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             reason = "UTF-16, not UTF-8"
         refusal = UserError(
-            f"data.source: {location}: not a line of JSON ({reason}); correct or remove it, or set "
-            "data.on_bad_record to skip"
+            f"data.source: {location}: is not a line of JSON ({reason}); correct or remove the line"
         )
         refusal.__cause__ = error
     else:
         if isinstance(row, dict):
             return row
         refusal = UserError(
-            f"data.source: {location}: a {type(row).__name__}, not an object; "
-            'each line must look like {"text": "..."} or {"messages": [...]}'
+            f"data.source: {location}: is a {type(row).__name__}, not an object; "
+            'write each line like {"text": "..."} or {"messages": [...]}'
         )
     fields.skip_record_or_raise(refusal)
     return None
@@ -200,7 +217,7 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
                 continue
             if position == len(text) and has_ended:
                 if is_in_list:
-                    raise UserError(f"data.source: {name}: its list does not end; copy the file again")
+                    raise UserError(f"data.source: {name}: the list does not end; copy the file again")
                 return
             if is_in_list and text[position : position + 1] == "]":
                 is_in_list, position = False, position + 1
@@ -217,13 +234,14 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
                     continue
                 reason = getattr(error, "msg", None) or to_one_line(error)
                 raise UserError(
-                    f"data.source: {name}: row {number + 1}: not JSON ({reason}); correct or remove it"
+                    f"data.source: {name}: row {number + 1}: is not JSON ({reason}); correct or "
+                    "remove the row"
                 ) from error
             number += 1
             if not isinstance(row, dict):
                 refusal = UserError(
-                    f"data.source: {name}: row {number}: a {type(row).__name__}, not an object; "
-                    'the file must look like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
+                    f"data.source: {name}: row {number}: is a {type(row).__name__}, not an object; "
+                    'write the file like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
                 )
                 fields.skip_record_or_raise(refusal)
                 continue

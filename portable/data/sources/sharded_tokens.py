@@ -157,7 +157,7 @@ def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
         raise
     except Exception as error:  # the file may hold any values
         raise UserError(
-            f"data.source: {name}/index.json: cannot be read ({to_one_line(error)}); copy it again"
+            f"data.source: {name}/index.json: cannot be read ({to_one_line(error)}); copy the file again"
         ) from error
 
 
@@ -177,7 +177,7 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     if shard["format"] != "mds" or column is None:
         raise UserError(
             f"data.source: {name} has the columns {format_name_list(names)} in {shard['format']}, not "
-            f"{_TOKEN_COLUMNS[0]} or {_TOKEN_COLUMNS[1]} in mds; write its text as .jsonl or .parquet"
+            f"{_TOKEN_COLUMNS[0]} or {_TOKEN_COLUMNS[1]} in mds; write the text as .jsonl or .parquet"
         )
     column_index = names.index(column)
     encoding, _, rest = str(shard["column_encodings"][column_index]).partition(":")
@@ -307,7 +307,7 @@ class ShardedTokens(TokenSource):
                 raise ValueError(f"{len(data)} bytes, not {piece['bytes']}")
             for kind, digest in piece.get("hashes", {}).items():
                 if kind in hashlib.algorithms_available and hashlib.new(kind, data).hexdigest() != digest:
-                    raise ValueError(f"another {kind} than in index.json")
+                    raise ValueError(f"the {kind} differs from index.json")
             return data
 
     @contextmanager
@@ -320,7 +320,7 @@ class ShardedTokens(TokenSource):
         except Exception as error:  # the index may hold any values
             path = self._place / piece["file"]
             raise UserError(
-                f"data.source: {path}: cannot be read ({to_one_line(error)}); copy it again"
+                f"data.source: {path}: cannot be read ({to_one_line(error)}); copy the file again"
             ) from error
 
 
@@ -340,12 +340,12 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
     count = int(np.frombuffer(data, "<u4", 1)[0])
     offsets = np.frombuffer(data, "<u4", count + 1, offset=4).astype(np.int64)
     if (np.diff(offsets) < 0).any() or offsets[-1] > len(data):
-        raise ValueError("its offsets are wrong")
+        raise ValueError("the offsets are wrong")
     sizes = piece.get("sizes")
     if sizes is None:
         return [np.frombuffer(data[start:stop], piece["dtype"]) for start, stop in pairwise(offsets)]
     if any(size is not None and (type(size) is not int or size < 0) for size in sizes):
-        raise ValueError(f"its columns have the sizes {sizes}")
+        raise ValueError(f"the columns have the sizes {sizes}")
     column = piece["column"]
     # Fixed sizes are added once for all samples, because the index may list any number of columns.
     heads, heads_before = (sum(size is None for size in part) for part in (sizes, sizes[:column]))
@@ -355,7 +355,7 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
         lengths = np.frombuffer(data, "<u4", heads, offset=start).astype(np.int64)
         begin = start + 4 * heads
         if begin + fixed + int(lengths.sum()) != stop:
-            raise ValueError("a sample has another length than its columns")
+            raise ValueError("the length of a sample differs from the length of its columns")
         begin += fixed_before + int(lengths[:heads_before].sum())
         length = sizes[column] if sizes[column] is not None else int(lengths[heads_before])
         value = data[begin : begin + length]
@@ -396,7 +396,7 @@ def find_saved_dataset_folder(name: str, split: str) -> Path | None:
 
 def _build_not_saved_error(folder: object, error: Exception) -> UserError:
     return UserError(
-        f"data.source: {folder}: not a saved dataset ({to_one_line(error)[:200]}); save it again"
+        f"data.source: {folder}: is not a saved dataset ({to_one_line(error)[:200]}); save the dataset again"
     )
 
 
@@ -514,7 +514,7 @@ class SavedTokenDataset(TokenSource):
         if column is None:
             raise UserError(
                 f"data.source: {self.name} has the columns {format_name_list(dataset.column_names)}, not "
-                f"{_TOKEN_COLUMNS[1]} or {_TOKEN_COLUMNS[0]}; write its text with to_parquet or to_json"
+                f"{_TOKEN_COLUMNS[1]} or {_TOKEN_COLUMNS[0]}; write the text with to_parquet or to_json"
             )
         return dataset.select_columns([column]).with_format("arrow"), column
 

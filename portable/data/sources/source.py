@@ -100,8 +100,12 @@ class SourceSettings:
         )
 
     def with_format(self, kind: RecordFormat) -> SourceSettings:
-        """Return a copy of the settings in which ``data.format`` is ``kind``."""
-        return replace(self, data=self.data.model_copy(update={"format": kind}))
+        """Return a copy of the settings in which ``data.format`` is ``kind``.
+
+        The copy has the same counter of bad records, so that each record is printed and counted once.
+        """
+        data = self.data.model_copy(update={"format": kind})
+        return replace(self, data=data, bad_records=self.fields.bad)
 
     @property
     def has_conversations(self) -> bool:
@@ -282,19 +286,22 @@ class DataSource(ABC):
         return kind
 
     def _determine_record_format(self) -> RecordFormat:
-        """Detect the format of the records from the first record, without changing the settings.
+        """Detect the format of the records from the first valid record, without changing the settings.
 
         Returns the format of the settings if they define it, and ``text`` if there are no records.
         """
         if self.fields.format is not None:
             return self.fields.format
-        if (first := next(self.iter_rows(), None)) is None:
-            return "text"
         from portable.data.sources.conversations import detect_record_format
 
-        return detect_record_format(
-            rename_fields(first[1], self.fields, first[0]), self.fields.text, first[0]
-        )
+        for location, row in self.iter_rows():
+            try:
+                return detect_record_format(
+                    rename_fields(row, self.fields, location), self.fields.text, location
+                )
+            except RecordError as error:
+                self.fields.skip_record_or_raise(error)
+        return "text"
 
     def iter_rows(self) -> Iterator[LocatedRow]:
         """Yield each record with its location. Yields nothing for plain text, which has no records.
@@ -496,7 +503,7 @@ class TokenSource(DataSource):
         """Raise UserError, because documents are read to train a tokenizer, and the source has no text."""
         raise UserError(
             f"data.tokenizer: {self.name} contains tokens, not text; set data.tokenizer to the tokenizer "
-            "that made them"
+            "that created the tokens"
         )
 
     def iter_token_chunks(self, vocab_size: int, document_separator: int | None) -> Iterator[TokenChunk]:

@@ -59,13 +59,11 @@ def open_source(settings: SourceSettings) -> DataSource:
     if settings.task not in TASKS:
         raise UserError(f"model.task: {settings.task!r} is not one of {', '.join(TASKS)}")
     if data.seq_len < 1:
-        raise UserError(f"data.seq_len: {data.seq_len} is less than 1; give a positive number")
+        raise UserError(f"data.seq_len: {data.seq_len} is less than 1; use a positive number")
     if data.eval_fraction is not None and not 0 <= data.eval_fraction < 1:
         raise UserError(f"data.eval_fraction: {data.eval_fraction} is not in [0, 1); set a share below 1")
     if data.max_samples is not None and data.max_samples < 1:
-        raise UserError(
-            f"data.max_samples: {data.max_samples} is less than 1; give a positive number or null"
-        )
+        raise UserError(f"data.max_samples: {data.max_samples} is less than 1; use a positive number or null")
     if data.source is None and not data.stream:
         return StandardLibrarySource(settings)
     sources = [data.source] if isinstance(data.source, str) else data.source or ()
@@ -123,7 +121,7 @@ class StreamSource(DataSource):
         sources = [_open_named_source([name], settings) for name in names]
         if len({source.must_stream_alone for source in sources}) > 1:
             raise UserError(
-                f"data.source: {names[0]}: shards of tokens cannot be mixed with other files; name only "
+                f"data.source: {names[0]}: shards of tokens cannot be mixed with other files; list only "
                 "shards of one kind"
             )
         total = sum(source.stored_bytes for source in sources)
@@ -263,8 +261,8 @@ def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) ->
             other_format,
         }:
             raise UserError(
-                f"{key}.source: has records of data.format {other_format}, and {first}.source of "
-                f"{first_format}; mix preferences only with preferences"
+                f"{key}.source: has records of data.format {other_format}, but {first}.source has records "
+                f"of {first_format}; mix preferences only with preferences"
             )
     return next((kind for kind in kinds if kind not in ("auto", "text")), kinds[0])
 

@@ -91,7 +91,7 @@ class TokenFilesSource(TokenSource):
         if not all(map(is_token_file, names)) or settings.data.max_samples is not None:
             raise UserError(
                 f"data.source: {names[0]}: token files cannot be mixed with text files or combined with "
-                "data.max_samples; name only token files, and remove data.max_samples"
+                "data.max_samples; list only token files, and remove data.max_samples"
             )
         return cls(", ".join(names), [path for name in names for path in list_token_files(name)], settings)
 
@@ -145,10 +145,15 @@ def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> 
     Raises:
         UserError: If a token id is negative or too large.
     """
-    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
+    if (least := int(tokens.min())) < 0:
         raise UserError(
-            f"data.tokenizer: {path} has the token {int(tokens.max())}, beyond the {vocab_size} of the "
-            "tokenizer; set data.tokenizer to the tokenizer that made the file"
+            f"data.source: {path}: contains the token {least}, which is negative; write the file again with "
+            "the ids of a tokenizer"
+        )
+    if (largest := int(tokens.max())) >= vocab_size:
+        raise UserError(
+            f"data.tokenizer: {path} contains the token {largest}, but the tokenizer has only {vocab_size} "
+            "tokens; set data.tokenizer to the tokenizer that created the file"
         )
 
 
@@ -192,7 +197,7 @@ def _read_layout(path: Path) -> _TokenFileLayout:
         layout = _TokenFileLayout(np.dtype("<u2"), 0, size // 2)
     if layout.start_byte + layout.num_tokens * layout.dtype.itemsize != size:
         raise UserError(
-            f"data.source: {path}: has {size} bytes, which is not the size of {layout.num_tokens} tokens of "
+            f"data.source: {path}: has {size} bytes, which does not match {layout.num_tokens} tokens of "
             f"{layout.dtype.itemsize} bytes; copy the file again"
         )
     return layout
@@ -212,11 +217,13 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
     with open_file(index) as file:
         data = file.read()
     if not data.startswith(_MEGATRON) or len(data) < 34 or data[17] not in _MEGATRON_TYPES:
-        raise UserError(f"data.source: {index}: is not an index of Megatron; remove it, or copy it again")
+        raise UserError(
+            f"data.source: {index}: is not an index of Megatron; remove the file, or copy the file again"
+        )
     dtype = np.dtype(_MEGATRON_TYPES[data[17]])
     sequences, documents = np.frombuffer(data, "<u8", 2, offset=18).astype(np.int64).tolist()
     if len(data) < 34 + 12 * sequences + 8 * documents:
-        raise UserError(f"data.source: {index}: is cut off; copy it again")
+        raise UserError(f"data.source: {index}: is truncated; copy the file again")
     lengths = np.frombuffer(data, "<i4", sequences, offset=34).astype(np.int64)
     starts = np.frombuffer(data, "<i8", sequences, offset=34 + 4 * sequences)
     ends = np.frombuffer(data, "<i8", documents, offset=34 + 12 * sequences)
@@ -229,7 +236,7 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
         or ends[-1] != sequences
         or (np.diff(ends) < 0).any()
     ):
-        raise UserError(f"data.source: {index}: does not fit {path.name}; copy both again")
+        raise UserError(f"data.source: {index}: does not match {path.name}; copy both files again")
     return _TokenFileLayout(dtype, 0, int(after[-1]), np.diff(after[ends]))
 
 

@@ -156,7 +156,7 @@ class ChecksummedFile:
             remaining -= len(data)
         if remaining or self._hash.hexdigest() != digest:
             self._file.close()
-            raise CacheDamagedError(f"{self.path}: damaged")
+            raise CacheDamagedError(f"{self.path}: is damaged")
         self._file.seek(size)
         self._file.truncate()
 
@@ -531,7 +531,7 @@ class _LabelWriter:
         lists = isinstance(label, tuple)
         items = label if isinstance(label, tuple) else (label,)
         if self._are_lists not in (None, lists):
-            raise UserError("data.label_field: some labels are lists and some are not; use one kind")
+            raise UserError("data.label_field: some labels are lists, but others are not; use one kind")
         self._are_lists = lists
         self._count += len(items)
         self._has_repeated_class = self._has_repeated_class or len(set(items)) < len(items)
@@ -589,9 +589,9 @@ class _LabelWriter:
             texts = [cell for cell in cells if cell.parse_number() is None]
             if self._fractions and all(cell.strip().casefold() in _MISSING_NUMBER_WORDS for cell in texts):
                 raise UserError(
-                    f"data.label_field: the label {str(texts[0])!r} is not a number, and other labels are "
+                    f"data.label_field: the label {str(texts[0])!r} is not a number, but other labels are "
                     f"numbers with a fraction, such as {self._fraction:g}; remove the records without a "
-                    "number, or empty their cells and set data.on_bad_record to skip"
+                    "number, or empty their cells, which data.on_bad_record: skip leaves out"
                 )
             self._names |= {cell: str(cell) for cell in cells}
 
@@ -607,16 +607,16 @@ class _LabelWriter:
         if self._class_numbers is None:
             if len(self._widths) > 1 or not width:
                 raise UserError(
-                    "data.label_field: the lists of numbers have different lengths; give every text the same "
-                    "number of values, or classes as integers or strings"
+                    "data.label_field: the lists of numbers have different lengths; use the same number "
+                    "of values for every text, or classes as integers or strings"
                 )
             self._delete_files(LABELS, LABEL_ENDS)
             return _LabelSummary("values", width, [])
         names = self._renumber_in_sorted_order(self._class_numbers)
         if self._are_lists and self._has_repeated_class:
             raise UserError(
-                "data.label_field: a list has a class twice; give the classes of the text, or for each class "
-                "a number with a fraction (0.0, 1.0) or a boolean"
+                "data.label_field: a list contains a class twice; list the classes of the text, or for "
+                "each class a number with a fraction (0.0, 1.0) or a boolean"
             )
         self._delete_files(VALUES, *(() if self._are_lists else (LABEL_ENDS,)))
         return _LabelSummary("sets", 0, names) if self._are_lists else _LabelSummary("classes", 1, names)
@@ -668,7 +668,7 @@ def _compute_json_digest(content: Any) -> str:
 
 
 def _build_mixed_labels_error() -> UserError:
-    return UserError("data.label_field: some labels are numbers and some are strings; use one kind")
+    return UserError("data.label_field: some labels are numbers, but others are strings; use one kind")
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -772,8 +772,8 @@ class CheckedArray:
             with suppress(OSError):
                 (self.path.parent / _META_FILE).unlink()
             raise RunError(
-                f"data.cache_dir: {self.path}: damaged at byte {block * BLOCK_BYTES:,}; run the same command "
-                "to tokenize the data again and resume from the last checkpoint"
+                f"data.cache_dir: {self.path}: is damaged at byte {block * BLOCK_BYTES:,}; run the same "
+                "command to tokenize the data again and resume from the last checkpoint"
             )
 
 
@@ -795,7 +795,7 @@ def _open_checksums(path: Path, digest: str) -> npt.NDArray[Any]:
         return np.memmap(path, dtype=_CRC, mode="r")
     blocks = path.read_bytes()
     if hashlib.blake2b(blocks, digest_size=16).hexdigest() != digest:
-        raise CacheDamagedError(f"{path}: damaged")
+        raise CacheDamagedError(f"{path}: is damaged")
     return np.frombuffer(blocks, dtype=_CRC)
 
 
@@ -846,7 +846,7 @@ class TokenCache:
                 _compute_json_digest({key: value for key, value in meta.items() if key != "digest"})
                 != meta["digest"]
             ):
-                raise CacheDamagedError(f"{folder / _META_FILE}: damaged")
+                raise CacheDamagedError(f"{folder / _META_FILE}: is damaged")
             sums, first_block = _open_checksums(folder / _BLOCKS_FILE, meta["blocks"]), 0
             dtypes = dict(_FILE_DTYPES)
             for name in meta["tokens"]:
@@ -860,12 +860,12 @@ class TokenCache:
             for name, file_meta in sorted(meta["files"].items()):
                 count = -(-file_meta["bytes"] // BLOCK_BYTES)
                 if (folder / name).stat().st_size != file_meta["bytes"]:
-                    raise CacheDamagedError(f"{folder / name}: damaged")
+                    raise CacheDamagedError(f"{folder / name}: is damaged")
                 array = CheckedArray(
                     folder / name, dtypes[name], sums[first_block : first_block + count], widths.get(name)
                 )
                 if file_meta["bytes"] <= MAX_FULLY_CHECKED_BYTES and array.find_damaged_block() is not None:
-                    raise CacheDamagedError(f"{folder / name}: damaged")
+                    raise CacheDamagedError(f"{folder / name}: is damaged")
                 arrays[name], first_block = array, first_block + count
             cache = TokenCache(folder, meta, arrays)
             assert cache.tokens.keys() == cache.offsets.keys()

@@ -158,8 +158,8 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
         return BUILT_IN_TEMPLATES[setting]
     names = [*(tokenizer_templates if isinstance(tokenizer_templates, dict) else ()), *BUILT_IN_TEMPLATES]
     raise UserError(
-        f"data.chat_template: {setting!r} is neither a file nor a template of this tokenizer; give the path "
-        f"of a template file, {', '.join(names)}, or null for the template of the tokenizer"
+        f"data.chat_template: {setting!r} is neither a file nor a template of this tokenizer; use the "
+        f"path of a template file, {', '.join(names)}, or null for the template of the tokenizer"
     )
 
 
@@ -221,8 +221,8 @@ class ConversationEncoder:
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                f"data.tokenizer: {type(tokenizer).__name__} is not a fast tokenizer, as conversations need; "
-                "use one with a tokenizer.json"
+                f"data.tokenizer: {type(tokenizer).__name__} is not a fast tokenizer, which conversations "
+                "need; use a tokenizer with a tokenizer.json"
             )
         self._tokenizer = tokenizer
         self._pairs = pairs
@@ -743,29 +743,31 @@ def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[st
     template_notes = []
     if unmatched_prompt:
         template_notes.append(
-            f"its generation prompt ends in {unmatched_prompt!r}, which it does not write before the answers "
-            "of the data: the model is trained without it"
+            f"the generation prompt ends in {unmatched_prompt!r}, which the template does not write "
+            "before the answers of the data, so the model is trained without this text"
         )
     if counts["apart"]:
         template_notes.append(
-            f"it renders earlier answers differently from the last: {counts['apart']:,} of "
-            f"{counts['records']:,} conversations became {counts['turns']:,} samples, one for each answer"
+            f"the template renders earlier answers differently from the last answer: {counts['apart']:,} "
+            f"of {counts['records']:,} conversations became {counts['turns']:,} samples, one for each "
+            "answer"
         )
     if counts["lost"]:
         template_notes.append(
-            f"it leaves out the reasoning of {counts['lost']:,} of the {counts['thoughts']:,} answers that "
-            "have some: the model is trained without it"
+            f"the template leaves out the reasoning of {counts['lost']:,} of {counts['thoughts']:,} "
+            "answers with reasoning, so the model is trained without this reasoning"
         )
     if counts["lost"] and counts["lost"] == counts["thoughts"] and 2 * counts["think"] > counts["records"]:
         raise UserError(
             f"data.chat_template: the template leaves out all reasoning, which {counts['think']:,} of "
-            f"{counts['records']:,} records have; use a template that writes it, or remove the reasoning"
+            f"{counts['records']:,} records have; use a template that writes the reasoning, or remove the "
+            "reasoning"
         )
     lines = [f"data.chat_template: {line}" for line in template_notes]
     if counts["empty"]:
         lines.append(
-            f"data.source: {counts['empty']:,} answers are empty: the model is trained to end its turn "
-            "without a word there; remove these records, or set weight: 0 in these messages"
+            f"data.source: {counts['empty']:,} answers are empty, so the model is trained to end its turn "
+            "without text; remove these records, or set weight: 0 in these messages"
         )
     return lines
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from portable.batch import BLANK_PREFIX
 from portable.data.images import ImageFile, ImageSize, decode_image
 from portable.errors import UserError, to_one_line
 from portable.hub_requests import read_hub_once_per_node
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """Files whose keys ``AutoProcessor.from_pretrained`` passes to the classes of a processor."""
-BLANK_PREFIX = "blank_"
-"""Prefix of the columns of a blank image.
-
-A batch without images has these columns, so that the image tower runs in every forward pass.
-"""
 _BLANK_SIZE = ImageSize(64, 64)
 _LARGEST_SIDE, _SMALLEST_SIDE = 4096, 16
 """Sides in pixels between which :meth:`ImageProcessor.find_largest_square` searches."""

@@ -61,7 +61,7 @@ def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
             if not isinstance(error, RunError):
                 raise
             raise UserError(
-                "data.chat_template: the template takes too much time or memory; use another"
+                "data.chat_template: the template takes too much time or memory; use another template"
             ) from error
 
 

@@ -46,7 +46,8 @@ def map_in_order(
             a model with custom code, the current process calls it for all items.
         items: Items to map.
         num_processes: Number of processes to start. If it is less than two, the current process calls the
-            function for all items.
+            function for all items. A worker process also does so, because other worker processes use the
+            other cores.
         num_local_items: Number of items that the current process maps before it starts other processes,
             because starting them takes seconds.
 
@@ -55,7 +56,8 @@ def map_in_order(
         RunError: If a process has died, or ``function`` has raised another exception in a process.
     """
     rest = iter(items)
-    yield from map(function, rest if num_processes < 2 else islice(rest, num_local_items))
+    is_local = is_worker_process or num_processes < 2
+    yield from map(function, rest if is_local else islice(rest, num_local_items))
     first = next(rest, None)
     if first is None:
         return
@@ -175,8 +177,8 @@ class WorkerProcess:
         """Wait for the end of the process, and build the error that contains its exit code."""
         code = self._process.wait()
         return RunError(
-            f"data.source: a process that tokenizes ended with code {code}, most likely for lack of memory; "
-            "free some and run the same command again"
+            f"data.source: a process that tokenizes ended with code {code}, most likely because of a lack "
+            "of memory; free memory and run the same command again"
         )
 
 

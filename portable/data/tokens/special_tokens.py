@@ -54,7 +54,7 @@ def build_special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabul
         return Frame(vocabulary.prefix, vocabulary.suffix)
     if vocabulary.end_token is None:
         raise UserError(
-            "data.tokenizer: the tokenizer has no eos_token for the end of a document; set one in its "
-            "tokenizer_config.json, or use another tokenizer"
+            "data.tokenizer: the tokenizer has no eos_token for the end of a document; set an eos_token "
+            "in its tokenizer_config.json, or use another tokenizer"
         )
     return Frame(vocabulary.prefix, (vocabulary.end_token,), once=task == "causal-lm")

@@ -19,7 +19,6 @@ from portable.converters.writers.parallel_jobs import count_usable_cores
 from portable.data.sources.documents import PIECE_CHARS, Document, compute_text_digest
 from portable.data.sources.records import CollectedErrors, EnoughErrors
 from portable.data.sources.source import TokenSource
-from portable.data.tokens import parallel_map
 from portable.data.tokens.bounded_tokenizer import encode_targets, encode_text
 from portable.data.tokens.cache import (
     CACHE_FORMAT,
@@ -236,9 +235,9 @@ class TokenizeJob:
         size = source.size_bytes or 0
         if size >= _LARGE_BYTES and not self.settings.data.stream and not source.has_tokens:
             print_status(
-                f"note: {source.name}: {format_bytes(size)} of text are tokenized by this machine before the "
-                "first step; set data.stream: true to start at once, or run portable-data first, which can "
-                "use several machines"
+                f"note: {source.name}: {format_bytes(size)} of text must be tokenized by this machine "
+                "before the first step; set data.stream: true to start immediately, or run portable-data "
+                "first, which can use several machines"
             )
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
@@ -333,11 +332,8 @@ class _TokenizeProgress:
 
 
 def _count_processes() -> int:
-    """Return the number of processes that encode texts.
-
-    In a worker process this is 1, because other worker processes use the other cores.
-    """
-    return 1 if parallel_map.is_worker_process else min(count_usable_cores(), _MAX_PROCESSES)
+    """Return the number of processes that encode documents."""
+    return min(count_usable_cores(), _MAX_PROCESSES)
 
 
 def _write_conversations(
@@ -381,7 +377,7 @@ def _write_conversations(
         }
 
     for encoded in map_in_order(
-        encode, batches, num_processes=count_usable_cores(), num_local_items=_LOCAL_CHAT_BATCHES
+        encode, batches, num_processes=_count_processes(), num_local_items=_LOCAL_CHAT_BATCHES
     ):
         try:
             for error in encoded.refused_records:
@@ -440,10 +436,12 @@ def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserE
     )
     if lacking := chat.missing_tokens:
         tokens = json.dumps(lacking, ensure_ascii=False)
-        remedy = f"the tokenizer lacks tokens that the template writes; set data.added_tokens to {tokens}"
+        remedy = (
+            f"set data.added_tokens to {tokens}, because the tokenizer lacks these tokens of the template"
+        )
     return UserError(
-        "data.chat_template: the trained tokens never include the token that ends an answer, so the model "
-        f"would never stop: they end in {unstopped}; {remedy}"
+        "data.chat_template: the trained tokens never include the token that ends an answer, so the "
+        f"model would never stop (they end in {unstopped}); {remedy}"
     )
 
 

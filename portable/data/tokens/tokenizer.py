@@ -144,15 +144,15 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
         if not is_multilingual:
             if code is not None:
                 raise UserError(
-                    f"{name}: {code!r} is for a multilingual tokenizer, and {type(tokenizer).__name__} is "
-                    "not one; remove it"
+                    f"{name}: {code!r} is for a multilingual tokenizer, but {type(tokenizer).__name__} is "
+                    f"not multilingual; remove {name}"
                 )
             continue
         language = code or tokenizer.init_kwargs.get(key) or (side == "target" and tokenizer.tgt_lang)
         if not language:
             raise UserError(
-                f"{name}: missing; {type(tokenizer).__name__} marks texts with their language, so set one of "
-                f"its codes ({format_name_list(_list_languages(tokenizer))})"
+                f"{name}: is missing, but {type(tokenizer).__name__} marks texts with their language; set "
+                f"{name} to one of its codes ({format_name_list(_list_languages(tokenizer))})"
             )
     if is_multilingual and tokenizer.unk_token_id is not None:
         for side in ("source", "target"):

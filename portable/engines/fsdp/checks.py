@@ -20,8 +20,7 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
         if config.strategy == "no_shard" and config.get(key) != "none":
             yield SettingProblem(
                 (key, "strategy"),
-                f"{key}: strategy no_shard does not offload; use full_shard, which offloads on one rank as "
-                "well",
+                f"{key}: strategy no_shard does not offload; use full_shard, which also offloads on one rank",
             )
 
 
@@ -30,5 +29,5 @@ def check_fsdp(config: RunConfig) -> Iterator[SettingProblem]:
     for name, value in config.fsdp if config.strategy == "no_shard" else ():
         if value is not None:
             key = f"fsdp.{name}"
-            reason = f"{key}: nothing is sharded under no_shard; remove it, or use full_shard"
+            reason = f"{key}: has no effect with strategy no_shard; remove {key}, or use full_shard"
             yield SettingProblem((key,), reason)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from portable import plugins
 from portable.checkpoint.match_to_model import match_checkpoint_to_model
@@ -23,7 +22,7 @@ from portable.model.layers import gives_all_parameters_gradients
 from portable.model.loss import forward_loss, scale_loss_by_global_weight
 from portable.model.parameter_groups import assign_parameter_groups
 from portable.model.parameters import get_checkpointed_tensors, get_state_tensors, list_embedding_weights
-from portable.optim.local_shards import to_local
+from portable.optim.local_shards import compute_total_norm, group_by_mesh, to_local
 from portable.optim.non_finite_updates import (
     INITIAL_COUNTERS,
     UpdateHealth,
@@ -194,13 +193,11 @@ class TorchEngine:
                 shards, self._loss_scale.scale.reciprocal().to(shards[0].device)
             )
         self._sharded.average_gradients()
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
         # The gradients of offloaded parameters, and therefore their norm, are in host memory.
-        norm = norm.to(self._device)
+        norm = compute_total_norm(gradients).to(self._device)
         if max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._trainable, max_grad_norm, norm)
+            for group in group_by_mesh(self._trainable):
+                torch.nn.utils.clip_grads_with_norm_(group, max_grad_norm, norm)
         # The norm is global, so every rank detects an overflow on any rank.
         is_finite = torch.isfinite(norm) & torch.isfinite(loss)
         failed = ~is_finite if self._loss_scale is None else self._loss_scale.update(~is_finite)

@@ -14,8 +14,10 @@ from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Tra
 from portable.planner.optimizer_memory import FP32_BYTES, compute_optimizer_state_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from portable.config import RunConfig
-    from portable.planner.parameter_inventory import ModelInventory
+    from portable.planner.parameter_inventory import ModelInventory, ParameterEntry
 
 HYBRID_STRATEGIES = ("hybrid_shard", "hybrid_shard_zero2")
 """Strategies that shard within groups of ranks and replicate across the groups."""
@@ -32,6 +34,38 @@ class PassMemory(NamedTuple):
     """In the transformer layers."""
     at_end: int
     """At the end of the pass, when few activations are left."""
+
+
+def check_expert_groups(config: RunConfig, shard_group_size: int) -> None:
+    """Check that the ranks that share a copy of the parameters form expert-parallel groups.
+
+    Args:
+        config: Config of the run.
+        shard_group_size: Number of ranks that a copy of the parameters is sharded over.
+
+    Raises:
+        UserError: If the number of ranks is not a multiple of ``expert_parallel_size``.
+    """
+    size = config.expert_parallel_size
+    if shard_group_size % size:
+        ranks = "the only rank" if shard_group_size == 1 else f"the {shard_group_size} ranks"
+        raise UserError(
+            f"expert_parallel_size: {ranks} with a copy of the parameters cannot be divided into groups of "
+            f"{size}; use a divisor of {shard_group_size}, or another number of ranks"
+        )
+
+
+def choose_expert_shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """Choose the dimension along which FSDP2 shards a stack of experts.
+
+    Args:
+        shape: Shape of the stack on an expert-parallel rank, ``[experts, ...]``.
+        ranks: Number of ranks with the same experts.
+
+    Returns:
+        1 if there are fewer experts than ranks and the ranks can divide dimension 1 equally, otherwise 0.
+    """
+    return int(shape[0] < ranks and shape[1] % ranks == 0)
 
 
 def compute_replicated_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
@@ -74,11 +108,20 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
         group_size = config.fsdp.shard_group_size or max(
             1, min(cluster.per_node, cluster.devices) // tensor_parallel_size
         )
+    expert_size = config.expert_parallel_size
+    check_expert_groups(config, group_size)
+    model = model.shard_for_expert_parallel(expert_size)
+    expert_group_size = group_size // expert_size
     compute = COMPUTE_BYTES[config.precision]
     parameters = gradients = moments = 0
     for weight in model.weights:
         shape = weight.shape
-        rows = -(-shape[0] // group_size) if shape else 1  # rank 0's shard along dim 0, padding included
+        shards, is_divided = group_size, expert_size > 1 and weight.is_expert_stack
+        if is_divided:
+            shards = expert_group_size
+            if choose_expert_shard_dim(shape, shards) == 1:
+                shape = (shape[0] * shape[1], *shape[2:])
+        rows = -(-shape[0] // shards) if shape else 1  # rank 0's shard along dim 0, padding included
         shard_elements = rows * (weight.num_elements // max(1, shape[0]) if shape else 1)
         parameters += weight.itemsize * shard_elements
         if weight.is_trained:
@@ -86,7 +129,8 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
             moments += compute_optimizer_state_bytes(
                 config.train, shape, rows, keeps_fp32_moments=weight.is_embedding, uses_muon=weight.uses_muon
             )
-    gathered = _compute_pass_memory(model, config, group_size, compute)
+    gathered = _compute_pass_memory(model, config, expert_group_size, compute)
+    exchange = _compute_expert_exchange(model, config)
     offload_params = config.memory.offload_params == "cpu"
     offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
     host = 0
@@ -96,18 +140,28 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
     elif offload_optimizer:
         host = 2 * gradients + moments
     gathers = 1 if config.strategy in STRATEGIES_KEPT_AFTER_FORWARD else 2
-    sent_share = (group_size - 1) / group_size
     num_replicas = cluster.devices // tensor_parallel_size // group_size
-    per_pass = (
-        gathers * compute * model.num_elements + FP32_BYTES * sum_elements(model.trained_weights)
-    ) * sent_share
+    layers = [w for w in model.weights if expert_size == 1 or not w.is_expert_stack]
+    per_pass = _compute_sharding_traffic(layers, gathers * compute, group_size)
+    expert_pass = 0.0
+    if expert_size > 1:
+        # Experts are units inside of the layers, so a recomputed layer gathers them once more.
+        is_recomputed = config.memory.activation_checkpointing != "none" and gathers == 2
+        expert_pass = _compute_sharding_traffic(
+            [w for w in model.weights if w.is_expert_stack],
+            (gathers + is_recomputed) * compute,
+            expert_group_size,
+        )
     # All-reduce of a shard across the replicas.
     replica_reduce_bytes = 2 * gradients * (num_replicas - 1) / num_replicas
-    network = (
-        replica_reduce_bytes
-        if config.strategy in HYBRID_STRATEGIES
-        else compute_internode_bytes(per_pass, cluster)
-    )
+    network = replica_reduce_bytes
+    if config.strategy not in HYBRID_STRATEGIES:
+        expert_cluster = Cluster(
+            cluster.devices // expert_size, max(1, min(cluster.per_node, cluster.devices) // expert_size)
+        )
+        network = compute_internode_bytes(per_pass, cluster)
+        network += compute_internode_bytes(expert_pass, expert_cluster)
+    network += exchange.sent_to_a_rank * max(0, expert_size - cluster.per_node)
     in_update, sent = compute_muon_update_cost(model, compute, group_size, replicated=False)
     internode_bytes = 0 if config.strategy in HYBRID_STRATEGIES else compute_internode_bytes(sent, cluster)
     return Footprint(
@@ -115,17 +169,65 @@ def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster:
         gradients=0 if offload_params else gradients,
         optimizer=0 if offload_params or offload_optimizer else moments,
         compute="cast",
-        gathered=gathered.before_layers,
-        in_layers=gathered.in_layers,
+        gathered=gathered.before_layers + exchange.buffers,
+        in_layers=gathered.in_layers + exchange.buffers,
         at_end=gathered.at_end,
         in_update=in_update,
         host=host,
         links=Traffic(
-            per_pass=per_pass + tensor_parallel_traffic.per_pass,
+            per_pass=per_pass
+            + expert_pass
+            + tensor_parallel_traffic.per_pass
+            + exchange.sent_to_a_rank * (expert_size - 1),
             per_step=sent + tensor_parallel_traffic.per_step / group_size,
         ),
         network=Traffic(per_pass=network, per_step=internode_bytes),
     )
+
+
+def _compute_sharding_traffic(
+    weights: Sequence[ParameterEntry], gathered_bytes: int, group_size: int
+) -> float:
+    """Compute the bytes that a rank sends per pass to gather parameters and to reduce gradients.
+
+    Args:
+        weights: The parameters.
+        gathered_bytes: Bytes per element, times the number of gathers.
+        group_size: Number of ranks that the parameters are sharded over.
+    """
+    trained = sum_elements(w for w in weights if w.is_trained)
+    total = gathered_bytes * sum_elements(weights) + FP32_BYTES * trained
+    return total * (group_size - 1) / group_size
+
+
+class _ExpertExchange(NamedTuple):
+    """Exchange of tokens between expert-parallel ranks, if each expert receives equally many tokens."""
+
+    buffers: int
+    """Bytes of the sent and received tokens of a layer."""
+    sent_to_a_rank: float
+    """Bytes that a rank sends to each other rank of its group per pass."""
+
+
+def _compute_expert_exchange(model: ModelInventory, config: RunConfig) -> _ExpertExchange:
+    """Compute the memory and traffic of the exchange of tokens between expert-parallel ranks.
+
+    A rank sends tokens and results in the forward pass, again if layers are recomputed, and gradients in the
+    backward pass.
+
+    Args:
+        model: Weights of the model.
+        config: Config of the run.
+    """
+    size, data, micro = config.expert_parallel_size, config.data, config.train.micro_batch_size
+    if size == 1:
+        return _ExpertExchange(0, 0.0)
+    assert micro != "auto"
+    tokens = micro * data.sequences_per_sample * data.max_sequence_length // config.context_parallel_size
+    layer_bytes = tokens * model.experts_per_token * model.hidden_size * COMPUTE_BYTES[config.precision]
+    layers = {w.name.rpartition(".")[0] for w in model.weights if w.is_expert_stack}
+    exchanges = 4 if config.memory.activation_checkpointing == "none" else 6
+    return _ExpertExchange(2 * layer_bytes, exchanges * len(layers) * layer_bytes / size)
 
 
 def _compute_tensor_parallel_traffic(model: ModelInventory, config: RunConfig) -> Traffic:

@@ -163,7 +163,7 @@ def write_dcp_checkpoint(
                 pass
         stored, expected = sum(record.numel for record in records), count_elements(keys)
         if stored != expected:
-            raise OSError(f"{folder}: the ranks wrote {stored:,} elements of {expected:,}")
+            raise OSError(f"{folder}: the ranks have written only {stored:,} of {expected:,} elements")
         write_rank_tables_index(
             folder,
             records,
@@ -309,7 +309,7 @@ def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
     for rank, keys_of_rank in enumerate(keys_by_rank):
         for entry in keys_of_rank:
             if merged.setdefault(entry.key, entry) != entry:
-                raise OSError(f"{entry.key}: has another shape or dtype on rank {rank} than on a lower rank")
+                raise OSError(f"{entry.key}: the shape or dtype on rank {rank} differs from a lower rank")
             holders.setdefault(entry.key, []).append(rank)
     incomplete = {key: tuple(ranks) for key, ranks in holders.items() if len(ranks) < len(keys_by_rank)}
     return _MergedKeys(list(merged.values()), incomplete)

@@ -6,6 +6,7 @@ import inspect
 import itertools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,16 +19,22 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from portable.engines.engine_interface import COMPUTE_DTYPES, get_dist_backend
-from portable.engines.fsdp.footprint import HYBRID_STRATEGIES, STRATEGIES_KEPT_AFTER_FORWARD
+from portable.engines.fsdp.footprint import (
+    HYBRID_STRATEGIES,
+    STRATEGIES_KEPT_AFTER_FORWARD,
+    check_expert_groups,
+    choose_expert_shard_dim,
+)
 from portable.engines.fsdp.units import configure_prefetching, find_fsdp_units, find_unreached_layers
 from portable.errors import UserError
 from portable.model.parameters import materialize_model, replace_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,13 +110,15 @@ def compute_shard_group_size(config: RunConfig, world_size: int, local_world_siz
         local_world_size: Number of ranks on this node.
 
     Raises:
-        UserError: If the world size is not a multiple of the group size.
+        UserError: If the world size is not a multiple of the group size, or if the group size is not a
+            multiple of the number of expert-parallel ranks.
     """
     world_size //= config.tensor_parallel_size
     local_world_size //= config.tensor_parallel_size
-    if config.strategy not in HYBRID_STRATEGIES:
-        return world_size
-    size = config.fsdp.shard_group_size or max(1, local_world_size)
+    size = world_size
+    if config.strategy in HYBRID_STRATEGIES:
+        size = config.fsdp.shard_group_size or max(1, local_world_size)
+    check_expert_groups(config, size)
     if world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         tensor_parallel_size = config.tensor_parallel_size
@@ -173,13 +182,22 @@ def shard_model(
     units = find_fsdp_units(model, config)  # before the model is changed, because it runs a trial pass
     mesh = _build_mesh(config, rank_info, group_size)
     average = ShardedModel.average_gradients
+    distributed_experts: dict[nn.Module, DeviceMesh] = {}
+    if config.expert_parallel_size > 1:
+        from portable.engines.fsdp.expert_parallel import distribute_experts
+
+        expert_mesh = _build_expert_mesh(config, rank_info, group_size)
+        *others, expert = expert_mesh.mesh_dim_names or ()
+        modules = distribute_experts(model, expert_mesh[expert])
+        distributed_experts = dict.fromkeys(modules, expert_mesh[tuple(others)])
     if size > 1:
         *others, tensor = mesh.mesh_dim_names or ()
         from portable.engines.fsdp.tensor_parallel import shard_layers_tensor_parallel
 
         average = shard_layers_tensor_parallel(model, mesh[tensor])
         mesh = mesh[tuple(others)]
-    _shard_units(model, config, units, mesh, compute, _build_offload_policy(offload, device))
+    offload_policy = _build_offload_policy(offload, device)
+    _shard_units(model, config, units, mesh, compute, offload_policy, distributed_experts)
     materialize_model(model, device, storage_device=torch.device("cpu") if offload else device)
     return ShardedModel(model, model, device, None, average_gradients=average)
 
@@ -214,12 +232,31 @@ def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -
         else {}
     )
     axes |= {"shard": shard_group_size} | ({"tensor": size} if size > 1 else {})
+    return _init_named_mesh(rank_info.device, axes)
+
+
+def _build_expert_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
+    """Build the mesh of the experts, whose last axis is the expert-parallel axis.
+
+    It divides the shard axis of the other parameters, so that expert-parallel ranks are neighbors.
+    """
+    size = config.expert_parallel_size
+    axes = (
+        {"replicate": rank_info.world_size // shard_group_size}
+        if config.strategy in HYBRID_STRATEGIES
+        else {}
+    )
+    return _init_named_mesh(rank_info.device, axes | {"shard": shard_group_size // size, "expert": size})
+
+
+def _init_named_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
+    """Create a mesh over all ranks from the sizes of its axes."""
     # DTensor caches by mesh and never clears its caches, and meshes with the same shape and names are equal.
     # Use a new name, otherwise DTensor would find the mesh of a previous engine and its destroyed process
     # group.
     number = next(_mesh_numbers)
     names = tuple(f"{name}{number}" for name in axes)
-    return init_device_mesh(rank_info.device.type, tuple(axes.values()), mesh_dim_names=names)
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=names)
 
 
 _mesh_numbers = itertools.count()
@@ -232,8 +269,9 @@ def _shard_units(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     offload_policy: OffloadPolicy,
+    expert_meshes: Mapping[nn.Module, DeviceMesh],
 ) -> None:
-    """Apply ``fully_shard`` to the units and then to the model, and configure the prefetching of units.
+    """Apply ``fully_shard`` to the experts, the units and the model, and configure the prefetching of units.
 
     Args:
         model: The model on the meta device. It is changed in place.
@@ -242,14 +280,23 @@ def _shard_units(
         mesh: Mesh with a shard axis and, with hybrid strategies, a replicate axis.
         compute_dtype: Dtype to which FSDP casts parameters. Gradients are reduced in fp32.
         offload_policy: Offload policy of FSDP.
+        expert_meshes: Mesh of each module whose experts are distributed over ranks.
     """
     # FSDP registers its hook between this one and the next.
     model.register_forward_hook(_expose_output_tensors)
-    for module in [*reversed(units), model]:  # inner units first
+    units = [unit for unit in units if unit not in expert_meshes]
+    for module in [*expert_meshes, *reversed(units), model]:  # inner units first
+        is_layer = module not in expert_meshes
+        unit_mesh = mesh if is_layer else expert_meshes[module]
         wrapped = fully_shard(
             module,
-            mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+            mesh=unit_mesh,
+            shard_placement_fn=None if is_layer else partial(_place_experts, ranks=unit_mesh.size(-1)),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=compute_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=is_layer,  # routing weights may be more precise than the compute dtype
+            ),
             reshard_after_forward=config.strategy not in STRATEGIES_KEPT_AFTER_FORWARD,
             offload_policy=offload_policy,
         )
@@ -259,6 +306,12 @@ def _shard_units(
     unused = [layer for _, layer in find_unreached_layers(model)]
     used = [m for m in (model, *units) if not any(m is layer for layer in unused)]
     configure_prefetching([m for m in used if isinstance(m, FSDPModule)], config)
+
+
+def _place_experts(stack: nn.Parameter, *, ranks: int) -> Shard:
+    """Return the placement of a distributed stack of experts on the shard axis."""
+    assert isinstance(stack, DTensor)
+    return Shard(choose_expert_shard_dim(stack.to_local().shape, ranks))
 
 
 def _expose_output_tensors(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
