@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,15 @@ from portable.terminal import print_status, show_loading_message
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from portable.data.images import ImageFile
+    from portable.data.sources.documents import Message
+    from portable.data.tokens.image_processing import ImageProcessor
+
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_CONVERSATION_HELP = "/reset starts a new conversation, /exit or Ctrl-D ends"
+_CONVERSATION_HELP = (
+    "/image PATH adds an image to the next message, /reset starts a new conversation, /exit or Ctrl-D ends"
+)
+_IMAGE_COMMAND = "/image"
 
 
 def find_exported_model(run_folder: str) -> Path:
@@ -79,8 +87,9 @@ class ChatModel:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = device
+        self._folder = folder
         adapter = (folder / ADAPTER_CONFIG).is_file()
-        base = _read_base_model_name(folder) if adapter else str(folder)
+        base = self._base = _read_base_model_name(folder) if adapter else str(folder)
         self.tokenizer: Any = load_tokenizer(str(folder), key="RUN")
         with convert_library_errors("RUN"):
             self.model: Any = _load_base_model(base, torch.device(device))
@@ -98,7 +107,25 @@ class ChatModel:
         """
         return bool(self.tokenizer.chat_template)
 
-    def render_prompt(self, messages: Sequence[dict[str, str]]) -> str:
+    @cached_property
+    def image_processor(self) -> ImageProcessor:
+        """Processor of the model for images.
+
+        Raises:
+            UserError: If the model has no such processor, or no chat template.
+        """
+        from portable.data.tokens.image_processing import PROCESSOR_FILES, load_image_processor
+
+        has_files = any((self._folder / name).is_file() for name in PROCESSOR_FILES)
+        processor = load_image_processor(str(self._folder) if has_files else self._base)
+        if processor is None or not self.has_template:
+            raise UserError(
+                f"{_IMAGE_COMMAND}: {self._folder} has no image processor or no chat template; use a model "
+                "that accepts images"
+            )
+        return processor
+
+    def render_prompt(self, messages: Sequence[Message]) -> str:
         """Render a conversation as the text after which the assistant's answer begins.
 
         Without a chat template, the result is the text of the last message.
@@ -110,24 +137,62 @@ class ChatModel:
         from portable.data.tokens.rendering import TemplateRenderer
 
         if not self.has_template:
-            return messages[-1]["content"]
+            return str(messages[-1]["content"])
         rendering = TemplateRenderer(self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
         text: str = limited_calls.call_within_limits(rendering.render_prompt, messages, "RUN")
         return text
 
-    def generate_answer(self, messages: Sequence[dict[str, str]], **options: Any) -> Iterator[str]:
+    def _insert_images(self, text: str, images: Sequence[ImageFile]) -> str:
+        """Replace the placeholders of images in a rendered conversation by the texts of the images.
+
+        Raises:
+            UserError: If there is not exactly one placeholder for each image, or if the processor rejects the
+                size of an image.
+        """
+        pieces = text.split(self.image_processor.placeholder)
+        if len(pieces) != len(images) + 1:
+            raise UserError(
+                f"{_IMAGE_COMMAND}: the rendered conversation has {len(pieces) - 1} times "
+                f"{self.image_processor.placeholder!r}, the placeholder of an image, but {len(images)} "
+                "images; start a new conversation with /reset, and leave the placeholder out of messages"
+            )
+        try:
+            replacements = [self.image_processor.compute_replacement(image.size) for image in images]
+        except Exception as error:  # processors raise several types of exceptions
+            raise UserError(
+                f"{_IMAGE_COMMAND}: the model does not accept an image of this size ({to_one_line(error)}); "
+                "start a new conversation with /reset"
+            ) from error
+        return pieces[0] + "".join(map("".join, zip(replacements, pieces[1:], strict=True)))
+
+    def _build_image_arguments(self, images: Sequence[ImageFile], tokens: Any) -> dict[str, Any]:
+        """Build the arguments of the model for the images among tokens, int64 ``[1, tokens]`` on the host."""
+        import torch
+
+        columns = self.image_processor.build_columns(images, tokens.numpy())
+        tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+        return {
+            name: values.to(self.device, self.model.dtype if values.is_floating_point() else None)
+            for name, values in tensors.items()
+        }
+
+    def generate_answer(
+        self, messages: Sequence[Message], images: Sequence[ImageFile] = (), **options: Any
+    ) -> Iterator[str]:
         """Generate an answer in a thread, and yield its text while it is generated.
 
         Generation stops if the caller closes the generator.
 
         Args:
             messages: Conversation so far. Without a chat template, the last message is continued.
+            images: Images of the conversation, in the order of the image parts of its messages.
             options: Arguments of transformers' ``generate``.
 
         Yields:
             Parts of the text as soon as they are generated.
 
         Raises:
+            UserError: If the model does not accept the images.
             RunError: If the generation fails.
         """
         import threading
@@ -138,8 +203,12 @@ class ChatModel:
         from portable.data.tokens import bounded_tokenizer
 
         text = self.render_prompt(messages)
+        if images:
+            text = self._insert_images(text, images)
         special = {} if not self.has_template else {"add_special_tokens": False}
         encoded = bounded_tokenizer.encode_text(self.tokenizer, text, return_tensors="pt", **special)
+        if images:
+            options |= self._build_image_arguments(images, encoded["input_ids"])
         tokens = encoded["input_ids"].to(self.device)
         stop = threading.Event()
         streamer: Any = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -326,8 +395,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> None:
     """Answer ``--prompt``, or each line of standard input until it ends, and print the answers.
 
-    The answers are printed while they are generated. The line ``/reset`` starts a new conversation, and
-    ``/exit`` and ``/quit`` end it. Sets torch's random seed.
+    The answers are printed while they are generated. A line ``/image PATH`` adds an image to the next
+    message. The line ``/reset`` starts a new conversation, and ``/exit`` and ``/quit`` end it. Sets torch's
+    random seed.
 
     Args:
         chat: The loaded model.
@@ -335,7 +405,8 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
         arguments: Parsed command line.
 
     Raises:
-        UserError: If ``--system`` is set, but the tokenizer has no chat template.
+        UserError: If ``--system`` is set, but the tokenizer has no chat template. Also if an image cannot be
+            used, unless the conversation is interactive.
         RunError: If the generation of an answer fails.
     """
     import torch
@@ -348,7 +419,9 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     if system and not chat.has_template:
         raise UserError("--system: the tokenizer has no chat template; leave out --system")
-    messages = list(system)
+    messages: list[Message] = list(system)
+    images: list[ImageFile] = []
+    num_shown = 0  # images in messages
     interactive = arguments.prompt is None and sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):
@@ -361,19 +434,54 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
         if text.strip() in ("/exit", "/quit"):
             return
         if text.strip() == "/reset":
-            messages = list(system)
+            messages, images, num_shown = list(system), [], 0
             continue
-        messages.append({"role": "user", "content": text})
-        parts = []
+        command, _, path = text.strip().partition(" ")
+        parts: list[str] = []
         try:
-            for part in chat.generate_answer(messages, **options):
+            if command == _IMAGE_COMMAND:
+                images.append(_read_image(chat, path.strip()))
+                continue
+            content = _build_content(text, len(images) - num_shown)
+            num_shown = len(images)
+            messages.append({"role": "user", "content": content})
+            for part in chat.generate_answer(messages, images, **options):
                 parts.append(part)
                 print(escape_control_characters(part), end="", flush=True)
         except KeyboardInterrupt:
             if not interactive:
                 raise
+        except UserError as error:
+            if not interactive:
+                raise
+            print_error(f"error: {to_printable(error)}")
+            continue
         print_line("")
         messages.append({"role": "assistant", "content": "".join(parts)})
+
+
+def _read_image(chat: ChatModel, path: str) -> ImageFile:
+    """Read the image that the user has named.
+
+    Raises:
+        UserError: If the model does not accept images, or if the file cannot be read.
+    """
+    from portable.data.images import read_image_file
+
+    chat.image_processor  # noqa: B018 (raises an error if the model does not accept images)
+    try:
+        return read_image_file(Path(path).expanduser())
+    except (ValueError, RuntimeError) as error:  # RuntimeError if the home of a user is not known
+        raise UserError(
+            f"{_IMAGE_COMMAND}: cannot read {to_one_line(path)[:200]!r} ({error}); give the path of an image"
+        ) from error
+
+
+def _build_content(text: str, num_images: int) -> str | list[dict[str, str]]:
+    """Build the content of a message with images before its text."""
+    if not num_images:
+        return text
+    return [*[{"type": "image"}] * num_images, {"type": "text", "text": text}]
 
 
 def _read_user_messages(*, interactive: bool) -> Iterator[str]:

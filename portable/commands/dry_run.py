@@ -28,6 +28,7 @@ from portable.model.flops import (
 )
 from portable.model.pretrained import load_pretrained_weights
 from portable.optim.schedule import build_schedule, explain_long_warmup
+from portable.planner.image_columns import build_largest_image_columns
 from portable.planner.memory_model import StrategySetting as Strategy
 from portable.planner.plan_tables import Plan, build_time_rows
 from portable.planner.run_time import estimate_training_work
@@ -80,7 +81,8 @@ def print_dry_run(resolved: ResolvedRun) -> int:
             config, list_evaluation_source_names(config.data), build_metrics(config.train.metrics, setting)
         )
     plan = plan_batches_of_rank_0(config, resolved.world)
-    planner = build_planner_for_backend(config, model, backend, resolved.world.ranks)
+    image_columns = build_largest_image_columns(config, data)
+    planner = build_planner_for_backend(config, model, backend, resolved.world.ranks, image_columns)
     rows = _build_run_rows(resolved, model, assembled.adapter, data, plan)
     rows.append(("a checkpoint", format_bytes(planner.model.compute_checkpoint_bytes(config.train))))
     if assembled.adapter is None or config.checkpoint.export in ("merged", "like_base"):
@@ -190,6 +192,7 @@ def _build_run_rows(
             + format_parameter_counts(count_parameters(model), count_trained_parameters(model)),
         ),
         ("data", str(data)),
+        *([] if data.images is None else [("images", str(data.images))]),
         ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
         (
             "batch",

@@ -377,6 +377,7 @@ class RunSources:
             evals_in_training_data=tuple(
                 name for name, source in self.eval_sources.items() if trained_on & source.content_digests
             ),
+            image_processor=None if context is None else context.image_processor,
             tokenizer_object=None if context is None else context.tokenizer,
             end_of_turn_token=self.end_of_turn_token,
             target_frame=None

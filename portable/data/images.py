@@ -7,6 +7,7 @@ decoded as transformers decodes them: the first frame, rotated as its EXIF data 
 
 from __future__ import annotations
 
+import base64
 import glob
 import hashlib
 import io
@@ -31,6 +32,8 @@ MAX_FILE_BYTES = 64 << 20
 """Maximum size of an image file in bytes."""
 MAX_PIXELS = 100_000_000
 """Maximum number of pixels of an image. Decoding one takes 3 bytes per pixel."""
+THUMBNAIL_PIXELS = 96
+"""Maximum width and height of a thumbnail in the report."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that Pillow may decode."""
 _URL_SECONDS = 30.0
@@ -205,6 +208,40 @@ def decode_image(data: bytes, size: ImageSize | None = None) -> Any:
             image.load()
             decoded = ImageOps.exif_transpose(image).convert("RGB")
     return decoded if size is None or decoded.size == size else decoded.resize((size.width, size.height))
+
+
+def read_image_file(path: Path) -> ImageFile:
+    """Read an image file that the user has named, and decode it to find out whether it is damaged.
+
+    Raises:
+        ValueError: If the file cannot be read or decoded. The message is the reason.
+    """
+    try:
+        if not path.is_file():
+            raise FileNotFoundError("no such file")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
+        return ImageFile(data, ImageSize(*decode_image(data).size))
+    except Exception as error:  # a damaged file can raise any exception in Pillow
+        raise ValueError(_describe_error(error)) from error
+
+
+def build_thumbnail(data: bytes) -> str:
+    """Scale an image down to :data:`THUMBNAIL_PIXELS` on its longer side.
+
+    Args:
+        data: Content of the image file.
+
+    Returns:
+        URL of the form ``data:image/jpeg;base64,...``, with at most about 10,000 characters.
+    """
+    thumbnail = decode_image(data)
+    thumbnail.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    buffer = io.BytesIO()
+    thumbnail.save(buffer, format="JPEG", quality=75)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def build_image_reader(data: DataConfig) -> ImageReader:

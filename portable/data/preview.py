@@ -10,6 +10,7 @@ import numpy as np
 
 from portable.batch import IGNORED_LABEL
 from portable.converters.console import escape_control_characters
+from portable.data.images import build_thumbnail
 from portable.data.samples.base import select_sequence_of_samples
 from portable.data.samples.order import EpochIndex
 from portable.data.tokens.bounded_tokenizer import decode
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from portable.data.dataset import RunData
+    from portable.data.tokens.cache import CachedImage
 
 REPORT_SAMPLES = 3
 """Number of samples in the preview that a run saves in its output folder for the HTML report."""
@@ -25,18 +27,34 @@ _NUM_NARROW_BINS = 12
 _CHUNK = 1 << 20  # documents that are processed at a time
 _MAX_CHARS = 20_000
 """Maximum number of characters of a sequence in the preview."""
+_MAX_THUMBNAILS = 8
+"""Maximum number of thumbnails of a document in the preview."""
 
 
 class TextPiece(NamedTuple):
-    """Part of the text of a sample.
+    """Part of the text of a sample, or an image.
 
     Attributes:
-        text: The text.
+        text: The text. Size and number of tokens of an image.
         is_trained: Whether all tokens of the text are labels that contribute to the loss. Otherwise, none is.
+        thumbnail: Data URL of a thumbnail of the image. Empty for text, and if there is no thumbnail.
     """
 
     text: str
     is_trained: bool
+    thumbnail: str = ""
+
+
+class _ImagePiece(NamedTuple):
+    """Image of a sequence.
+
+    Attributes:
+        tokens: Range of the tokens of the image.
+        piece: Piece to show for the image.
+    """
+
+    tokens: range
+    piece: TextPiece
 
 
 class LengthBin(NamedTuple):
@@ -88,7 +106,8 @@ class SamplePreview:
         documents: Numbers of the documents of the source that are in the sample.
         tokens: Number of tokens without padding.
         trained: Number of labels that contribute to the loss.
-        pieces: Text of the sample, divided where tokens start or stop to contribute to the loss.
+        pieces: Text of the sample, divided at images, and where tokens start or stop to contribute to the
+            loss.
         source: Name of the source in a mixture. Empty without a mixture.
     """
 
@@ -119,19 +138,22 @@ class DataPreview:
         return asdict(self)
 
 
-def build_preview(data: RunData, num_samples: int, seed: int) -> DataPreview:
+def build_preview(
+    data: RunData, num_samples: int, seed: int, *, with_thumbnails: bool = False
+) -> DataPreview:
     """Build statistics of the data of a run, and the text of its first samples.
 
     Args:
         data: Data of a causal language model.
         num_samples: Number of samples to include. If complete documents are packed, the number of documents.
         seed: Seed of the run. It determines the sample order.
+        with_thumbnails: Whether to include thumbnails of images.
     """
     length = data.sizes.seq_len
     caches = [source.tokens for source in data.tokenized_sources.values()]
     total, documents = sum(cache.num_tokens for cache in caches), sum(cache.num_documents for cache in caches)
     lengths, num_filled = _compute_length_histogram(data)
-    samples = list(islice(_iter_sample_previews(data, seed), num_samples))
+    samples = list(islice(_iter_sample_previews(data, seed, with_thumbnails), num_samples))
     mean = total / max(1, documents)
     facts = {
         "source": data.sizes.source,
@@ -142,6 +164,10 @@ def build_preview(data: RunData, num_samples: int, seed: int) -> DataPreview:
         if data.sizes.trained_share is None
         else f"{data.sizes.trained_share:.1%} of the tokens",
     }
+    if any(cache.has_images for cache in caches):
+        num_images = sum(cache.num_images for cache in caches)
+        mean = sum(cache.num_image_tokens for cache in caches) / max(1, num_images)
+        facts["images"] = f"{num_images:,}, {mean:,.1f} tokens an image"
     if data.sizes.truncation_stats is not None and (lost := str(data.sizes.truncation_stats)):
         facts["truncated"] = lost
     padded = data.sizes.packing is False
@@ -188,7 +214,7 @@ def _compute_length_histogram(data: RunData) -> _LengthHistogram:
     return _LengthHistogram(bins, num_filled)
 
 
-def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
+def _iter_sample_previews(data: RunData, seed: int, with_thumbnails: bool) -> Iterator[SamplePreview]:
     """Yield previews of the samples of a run, in order.
 
     If complete documents are packed, each document of a sample is yielded separately. The two sequences of a
@@ -197,6 +223,7 @@ def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
     Args:
         data: Data of the run.
         seed: Seed of the run, which determines the order.
+        with_thumbnails: Whether to include thumbnails of images.
     """
     for position in range(len(data.train)):
         epoch, index = data.train.locate_sample(position, seed)
@@ -207,7 +234,8 @@ def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
             start = 0
             for number, length in zip(documents, arrays["document_lengths"][0].tolist(), strict=False):
                 part = {name: arrays[name][:, start : start + length] for name in ("input_ids", "labels")}
-                yield SamplePreview(position, [number], *_decode_sequence(data, part), source)
+                images = _list_image_pieces(data, source, number, length, with_thumbnails)
+                yield SamplePreview(position, [number], *_decode_sequence(data, part, images), source)
                 start += length
             continue
         num_sequences = data.train.sequences_per_sample  # sequences of a pair are shown one after the other
@@ -216,7 +244,12 @@ def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
             if num_sequences > 1
             else [arrays]
         )
-        sequences = [_decode_sequence(data, part) for part in parts]
+        images = (
+            _list_image_pieces(data, source, documents[0], data.sizes.seq_len, with_thumbnails)
+            if len(documents) == 1
+            else []
+        )
+        sequences = [_decode_sequence(data, part, images) for part in parts]
         pieces = sequences[0].pieces
         for sequence in sequences[1:]:
             pieces = [*pieces, TextPiece("\n", False), *sequence.pieces]
@@ -225,40 +258,94 @@ def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
         yield SamplePreview(position, documents, tokens, trained, pieces, source)
 
 
-def _decode_sequence(data: RunData, arrays: Any) -> _SequenceText:
-    """Decode one sequence into pieces of text, split where the loss mask changes.
+def format_image(image: CachedImage) -> str:
+    """Format an image of a document as text, such as ``[image 448x336, 192 tokens]``."""
+    return f"[image {image.size.width}x{image.size.height}, {image.num_tokens:,} tokens]"
+
+
+def _list_image_pieces(
+    data: RunData, source: str, number: int, num_tokens: int, with_thumbnails: bool
+) -> list[_ImagePiece]:
+    """List the images of a document.
+
+    Args:
+        data: Data of the run.
+        source: Name of the source in a mixture. Empty without a mixture.
+        number: Number of the document in the source.
+        num_tokens: Number of tokens of the document that are in the sample. Images after them are omitted.
+        with_thumbnails: Whether to include thumbnails of the first :data:`_MAX_THUMBNAILS` images.
+    """
+    tokens = data.tokenized_sources[source].tokens if source in data.tokenized_sources else None
+    if tokens is None or not tokens.has_images:
+        return []
+    images = [image for image in tokens.list_images(number) if image.first_token < num_tokens]
+    files = tokens.read_image_files(number, num_tokens)[:_MAX_THUMBNAILS] if with_thumbnails else []
+    thumbnails = [build_thumbnail(file.data) for file in files] + [""] * (len(images) - len(files))
+    return [
+        _ImagePiece(
+            range(image.first_token, image.first_token + image.num_tokens),
+            TextPiece(format_image(image), False, thumbnail),
+        )
+        for image, thumbnail in zip(images, thumbnails, strict=True)
+    ]
+
+
+class _TokenRun(NamedTuple):
+    """Successive tokens of a sequence.
+
+    Attributes:
+        tokens: Ids of the tokens.
+        is_trained: Whether they are labels that contribute to the loss.
+        image: Piece to show if the tokens are an image. None for text.
+    """
+
+    tokens: list[int]
+    is_trained: bool
+    image: TextPiece | None = None
+
+
+def _decode_sequence(data: RunData, arrays: Any, images: Sequence[_ImagePiece] = ()) -> _SequenceText:
+    """Decode one sequence into pieces of text, split at images, and where the loss mask changes.
 
     The text is truncated to :data:`_MAX_CHARS` characters. The token counts are of the complete sequence.
 
     Args:
         data: Data of the run, with the tokenizer.
         arrays: Batch with one sequence.
+        images: Images of the sequence.
     """
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
     filled = len(inputs)
     if "attention_mask" in arrays:
         filled = int(arrays["attention_mask"][0].sum())
-    runs: list[tuple[list[int], bool]] = []
+    runs: list[_TokenRun] = []
+    image_by_token = {token: image for image in images for token in image.tokens}
 
     def add(token: int, trained: bool) -> None:
-        if not runs or runs[-1][1] != trained:
-            runs.append(([], trained))
-        runs[-1][0].append(token)
+        if not runs or runs[-1].is_trained != trained or runs[-1].image is not None:
+            runs.append(_TokenRun([], trained))
+        runs[-1].tokens.append(token)
 
     for index in range(filled):
-        add(inputs[index], index > 0 and labels[index - 1] == inputs[index])
+        if (image := image_by_token.get(index)) is None:
+            add(inputs[index], index > 0 and labels[index - 1] == inputs[index])
+        elif index == image.tokens.start:
+            runs.append(_TokenRun(inputs[index : image.tokens.stop], False, image.piece))
         # Add the last token of a document here, because it is only a label and not an input.
         if labels[index] != IGNORED_LABEL and (index + 1 == filled or inputs[index + 1] != labels[index]):
             add(labels[index], True)
     pieces, remaining = [], _MAX_CHARS
-    for ids, trained in runs:
+    for ids, trained, image_piece in runs:
+        if image_piece is not None:
+            pieces.append(image_piece)
+            continue
         text = decode(data.tokenizer, ids)
         pieces.append(TextPiece(text[:remaining] + ("..." if len(text) > remaining else ""), trained))
         remaining -= len(text)
         if remaining <= 0:
             break
     counted = sum(label != IGNORED_LABEL for label in labels)
-    return _SequenceText(sum(len(ids) for ids, _ in runs), counted, pieces)
+    return _SequenceText(sum(len(run.tokens) for run in runs), counted, pieces)
 
 
 def format_preview(preview: DataPreview, *, color: bool) -> str:
@@ -300,5 +387,5 @@ def _mark_trained_pieces(pieces: list[TextPiece], color: bool) -> str:
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     return "".join(
         f"{opening}{escape_control_characters(text)}{closing}" if trained else escape_control_characters(text)
-        for text, trained in pieces
+        for text, trained, _ in pieces
     )

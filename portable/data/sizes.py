@@ -11,12 +11,15 @@ from portable.data.samples.truncation import merge_truncation_stats
 from portable.formatting import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from portable.data.images import ImageSize
     from portable.data.samples.truncation import TruncationStats
     from portable.data.sources.source import DataSource
     from portable.data.tokenization import TokenizedSource
+    from portable.data.tokens.cache import TokenCache
+    from portable.data.tokens.image_processing import ImageProcessor
     from portable.data.tokens.special_tokens import Frame
 
 _COMPRESSED = r"\.(parquet|arrow|gz|zst)\b"
@@ -33,6 +36,30 @@ class EvalSize(NamedTuple):
 
     source: str
     num_samples: int | None
+
+
+class ImageCounts(NamedTuple):
+    """Counts of the images of all training sources.
+
+    Attributes:
+        images: Number of images.
+        documents: Number of conversations with an image.
+        tokens: Number of tokens of the images.
+        largest: Sizes of the images of the conversation whose images have the most tokens.
+        largest_tokens: Number of tokens of these images.
+    """
+
+    images: int
+    documents: int
+    tokens: int
+    largest: tuple[ImageSize, ...]
+    largest_tokens: int
+
+    def __str__(self) -> str:
+        """Format the counts as one line."""
+        mean = self.tokens / max(1, self.images)
+        images, documents = format_count(self.images, "image"), format_count(self.documents, "conversation")
+        return f"{images} in {documents}, {mean:,.1f} tokens an image"
 
 
 @dataclass(frozen=True)
@@ -84,6 +111,12 @@ class DataSizes:
     """Description and number of samples of each source of ``data.eval``, keyed by name."""
     evals_in_training_data: tuple[str, ...] = ()
     """Names of the sources of ``data.eval`` that read a file which is also read for training."""
+    images: ImageCounts | None = None
+    """Counts of the images. None if conversations may not have images."""
+    image_processor: ImageProcessor | None = field(default=None, compare=False, repr=False)
+    """Processor of the model for images. None if conversations may not have images, or if the processor is
+    not available without a download.
+    """
     tokenizer_object: Any = field(default=None, compare=False, repr=False)
     """The tokenizer of transformers. None if it is not available without a download."""
     end_of_turn_token: int | None = field(default=None, compare=False, repr=False)
@@ -215,8 +248,43 @@ def compute_data_sizes(
         truncation_stats=merge_truncation_stats(truncated)
         if len(truncated) > 1
         else next(iter(truncated), None),
+        images=count_images([source.tokens for source in parts], sizes.seq_len),
         trained_share=None if set(masks) == {None} else trained / max(1, tokens),
         notes=tuple(dict.fromkeys(note for source in parts for note in source.tokens.meta.get("notes", ()))),
         cache_folder=parts[0].tokens.folder,
         train_samples_by_source={name: count.train for name, count in counts.items() if name},
+    )
+
+
+def count_images(caches: Sequence[TokenCache], seq_len: int) -> ImageCounts | None:
+    """Count the images in token caches.
+
+    Args:
+        caches: Token caches of the training sources.
+        seq_len: Number of tokens per sample. The largest images are searched among images that it contains.
+
+    Returns:
+        The counts. None if no cache may have images.
+    """
+    caches = [cache for cache in caches if cache.has_images]
+    if not caches:
+        return None
+    largest: tuple[ImageSize, ...] = ()
+    most = documents = 0
+    for cache in caches:
+        image_tokens = cache.count_image_tokens(seq_len)
+        documents += int((image_tokens > 0).sum())
+        if len(image_tokens) and image_tokens.max() > most:
+            most, number = int(image_tokens.max()), int(image_tokens.argmax())
+            largest = tuple(
+                image.size
+                for image in cache.list_images(number)
+                if image.first_token + image.num_tokens <= seq_len
+            )
+    return ImageCounts(
+        sum(cache.num_images for cache in caches),
+        documents,
+        sum(cache.num_image_tokens for cache in caches),
+        largest,
+        most,
     )

@@ -8,7 +8,9 @@ their memory is the memory of each further layer.
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import warnings
 import weakref
 from collections import Counter
@@ -22,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from portable.batch import BLANK_PREFIX
 from portable.model.activation_checkpointing import enable_activation_checkpointing
 from portable.model.chunked_loss import install_chunked_head
 from portable.model.context_parallel_support import repeat_key_heads
@@ -35,11 +38,13 @@ from portable.model.loss import compute_summed_cross_entropy
 from portable.model.parameters import replace_tensors
 from portable.model.tensor_parallel_plan import shrink_to_one_rank
 from portable.planner.fused_memory import OperationTape
-from portable.planner.pass_cost import Activations, Peak
+from portable.planner.pass_cost import Activations, Peak, TowerMemory
 from portable.private import torch_internals
 from portable.private.transformers_internals import skip_mask_value_checks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from portable.batch import Batch
     from portable.model.chunked_loss import ChunkedHead
     from portable.planner.pass_cost import PassRequest
@@ -251,6 +256,50 @@ def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Non
     replace_tensors(model, make_parameter, lambda _, buffer: torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
+def measure_image_tower(model: nn.Module, request: PassRequest, columns: Batch) -> TowerMemory:
+    """Measure the memory of the forward pass of an image tower by running it on fake tensors.
+
+    Only tensors that depend on parameters are fake, because the control flow of a tower depends on the sizes
+    of its images.
+
+    Args:
+        model: Model on the meta device, which is not changed.
+        request: Pass of the complete model.
+        columns: Columns of a batch with the images of one sample, keyed by name. Other columns are ignored.
+
+    Raises:
+        Exception: Any error of the model.
+    """
+    tower: Any = copy.deepcopy(model)
+    parameters = inspect.signature(tower.get_image_features).parameters
+    images = {
+        argument: values
+        for name, values in columns.items()
+        if (argument := name.removeprefix(BLANK_PREFIX)) in parameters
+    }
+    with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # Warnings about fake tensors
+        _replace_by_fake_tensors(
+            tower, TORCH_DTYPES[request.precision] if request.compute == "cast" else None
+        )
+        if request.recompute != "none":
+            enable_activation_checkpointing(tower, request.recompute)
+        tower.train()
+        watch = LiveStorageTracker(tower)
+        watch.track_inputs(images.values())
+        stack.enter_context(torch_internals.intercept_operations(watch.run_operation))
+        stack.enter_context(torch_internals.compute_real_tensors())
+        if request.compute == "autocast":
+            stack.enter_context(torch.autocast("cpu", TORCH_DTYPES[request.precision]))
+        features = tower.get_image_features(**images)
+        kept_bytes = watch.live_bytes
+        watch.end_phase()
+        del features
+    (peak,) = watch.get_peaks()
+    return TowerMemory(peak.total_bytes, kept_bytes)
+
+
 def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
     """Build a micro-batch with the columns and shapes of the run's batches, and placeholder values.
 
@@ -297,10 +346,20 @@ class LiveStorageTracker:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._mark_complete_gradient)
 
+    def track_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of tensors that exist before the first operation."""
+        for tensor in tensors:
+            self._track_storage(tensor, _WORK)
+
     def end_phase(self) -> None:
         """Record the peak of the current phase, and begin the next phase."""
         self._peaks.append(self._peak)
         self._peak = Peak(self._live[_WORK], self._live[_COPY])
+
+    @property
+    def live_bytes(self) -> int:
+        """Size of all live storages, without parameters, buffers, and complete gradients."""
+        return self._live[_WORK] + self._live[_COPY]
 
     def get_peaks(self) -> list[Peak]:
         """Return the peak of each phase that has ended."""
@@ -329,7 +388,7 @@ class LiveStorageTracker:
         ):
             if isinstance(result, torch.Tensor):
                 self._track_storage(result, kind)
-        if self._peak.total_bytes < self._live[_WORK] + self._live[_COPY]:
+        if self._peak.total_bytes < self.live_bytes:
             self._peak = Peak(self._live[_WORK], self._live[_COPY])
         return results
 

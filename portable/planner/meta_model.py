@@ -16,7 +16,7 @@ from portable.model.parameters import get_checkpointed_tensors, list_embedding_w
 from portable.model.tensor_parallel_plan import map_sharded_dims
 from portable.planner.memory_model import COMPUTE_BYTES
 from portable.planner.parameter_inventory import ModelInventory, ParameterEntry
-from portable.planner.pass_cost import Activations, Peak
+from portable.planner.pass_cost import Activations, Peak, TowerMemory
 from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
     from portable.planner.memory_model import Cluster
@@ -53,9 +54,16 @@ class MetaModel:
     Args:
         model: Model on the meta device, which is not changed.
         config: Config of the run. Its backend must not be ``auto``.
+        image_columns: Columns of a batch with the images of the sample that needs the most memory, keyed by
+            name. None if the samples have no images.
     """
 
-    def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: RunConfig,
+        image_columns: Batch | None = None,
+    ) -> None:
         sharing = config.tensor_parallel_size
         try:
             self.inventory = build_inventory(
@@ -71,7 +79,9 @@ class MetaModel:
         self.flops_per_token = compute_flops_per_token(model, model.config, config.data.seq_len)
         """Number of FLOPs per token in the forward and backward pass, without recomputation."""
         self._model = model
+        self._image_columns = image_columns
         self._cached_activations: dict[PassRequest, Activations] = {}
+        self._cached_towers: dict[tuple[str, str, str], TowerMemory] = {}
 
     def check_parallel_sizes(self, config: RunConfig) -> None:
         """Check the context-, tensor- and expert-parallel sizes of a config against the model.
@@ -116,19 +126,43 @@ class MetaModel:
         Args:
             request: Pass to run.
         """
+        if request not in self._cached_activations:
+            activations = self._measure_without_images(request)
+            if self._image_columns is not None:
+                tower = self._measure_image_tower(self._image_columns, request)
+                activations = activations.add_tower(tower, request.micro_batch)
+            self._cached_activations[request] = activations
+        return self._cached_activations[request]
+
+    def _measure_without_images(self, request: PassRequest) -> Activations:
+        """Measure or estimate the peak memory of a pass that does not run an image tower."""
         from portable.planner.activations import measure_activations
 
-        if request not in self._cached_activations:
+        try:
+            return measure_activations(self._model, request)
+        except Exception as error:
+            if request.compiled:  # Without compilation, because the graph cannot be traced or breaks.
+                return self._measure_without_images(replace(request, compiled=False))
+            why = f"{type(error).__name__}: {to_one_line(error)}"
+            return _estimate_activations(self.inventory, request, why)
+
+    def _measure_image_tower(self, columns: Batch, request: PassRequest) -> TowerMemory:
+        """Measure the memory of the image tower for one sample, or estimate it if the tower cannot be run.
+
+        The estimate is the size of the images in the processor's output, times 10: a layer of a vision
+        transformer has some 10 numbers per number of a patch in memory.
+        """
+        from portable.planner.activations import measure_image_tower
+
+        key = (request.compute, request.precision, request.recompute)
+        if key not in self._cached_towers:
             try:
-                peaks = measure_activations(self._model, request)
+                self._cached_towers[key] = measure_image_tower(self._model, request, columns)
             except Exception as error:
-                if request.compiled:  # Without compilation, because the graph cannot be traced or breaks.
-                    peaks = self.measure_activations(replace(request, compiled=False))
-                else:
-                    why = f"{type(error).__name__}: {to_one_line(error)}"
-                    peaks = _estimate_activations(self.inventory, request, why)
-            self._cached_activations[request] = peaks
-        return self._cached_activations[request]
+                size = sum(values.nbytes for values in columns.values())
+                why = f"image tower: {type(error).__name__}: {to_one_line(error)}"
+                self._cached_towers[key] = TowerMemory(10 * size, 2 * size, why)
+        return self._cached_towers[key]
 
 
 def build_inventory(

@@ -60,6 +60,29 @@ class Activations:
         """Larger of the totals of both peaks."""
         return max(self.before_layers.total_bytes, self.in_layers.total_bytes)
 
+    def add_tower(self, tower: TowerMemory, num_samples: int) -> Activations:
+        """Return the peaks of a pass that begins with the images of ``num_samples`` samples."""
+        before, layers = self.before_layers, self.in_layers
+        peak, kept = num_samples * tower.peak_bytes, num_samples * tower.kept_bytes
+        return Activations(
+            Peak(max(before.work_bytes + kept, peak), before.copy_bytes),
+            Peak(layers.work_bytes + kept, layers.copy_bytes),
+            self.failure or tower.failure,
+        )
+
+
+class TowerMemory(NamedTuple):
+    """Memory of an image tower for the images of one sample, in bytes."""
+
+    peak_bytes: int
+    """Peak in the forward pass of the tower."""
+    kept_bytes: int
+    """Size of the tensors that are in memory after this pass: the images, their features, and the activations
+    that the backward pass needs if a part of the tower is trained.
+    """
+    failure: str | None = None
+    """Reason why the tower could not be run, in which case the sizes are estimated with a formula."""
+
 
 ResultKind = Literal["written", "product", "computed", "rows", "saved"]
 """Treatment of the result of an operation by a compiler that fuses operations.

@@ -100,6 +100,8 @@ def build_model_and_work(config: RunConfig, *, with_data: bool = True) -> ModelA
     """
     with show_loading_message():
         from portable.adapters.assemble import resolve_and_build_model
+        from portable.planner.image_columns import build_largest_image_columns
         from portable.planner.meta_model import MetaModel
     config, model, sizes = resolve_and_build_model(config, with_data=with_data)
-    return ModelAndWork(MetaModel(model, config), estimate_training_work(config, sizes))
+    image_columns = build_largest_image_columns(config, sizes)
+    return ModelAndWork(MetaModel(model, config, image_columns), estimate_training_work(config, sizes))

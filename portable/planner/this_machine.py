@@ -17,11 +17,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from portable.backend import Backend
+    from portable.batch import Batch
     from portable.config import RunConfig
 
 
 def build_planner_for_backend(
-    config: RunConfig, model: PreTrainedModel, backend: Backend, ranks: int = 1
+    config: RunConfig,
+    model: PreTrainedModel,
+    backend: Backend,
+    ranks: int = 1,
+    image_columns: Batch | None = None,
 ) -> Planner:
     """Build a planner for the devices of this run's backend.
 
@@ -32,6 +37,7 @@ def build_planner_for_backend(
         model: Model on the meta device.
         backend: Backend of this process.
         ranks: Number of ranks that this process will start. 1 if the process itself is a rank.
+        image_columns: Columns of a batch with images. See :class:`MetaModel`.
     """
     count = max(ranks, backend.world_size) * backend.devices_per_rank
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) * backend.devices_per_rank
@@ -45,7 +51,7 @@ def build_planner_for_backend(
             typical, memory_bytes=memory.total_bytes, devices_per_node=per_node, peak_flops_by_precision=peaks
         )
     target = PlanTarget(backend.name, Cluster(count, per_node), device, None)
-    return Planner(config, MetaModel(model, config), target)
+    return Planner(config, MetaModel(model, config, image_columns), target)
 
 
 def build_memory_table_rows(planner: Planner) -> list[tuple[str, str]]:

@@ -133,6 +133,28 @@ tree_unflatten = _torch.wrap_private_function("torch.utils._pytree:tree_unflatte
 
 @contextmanager
 @_torch.explain_missing_names("portable-plan")
+def compute_real_tensors() -> Iterator[None]:
+    """Compute operations without fake arguments as usual within this context, even in a fake tensor mode.
+
+    Their results have values, which the control flow of a model may depend on.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if any(is_fake_tensor(leaf) for leaf in tree_leaves((args, kwargs))):
+                return func(*args, **kwargs)
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+
+    with Mode():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextmanager
+@_torch.explain_missing_names("portable-plan")
 def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Call ``call(operation, arguments, keywords)`` instead of each ATen operation within this context.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import re
 import sys
 import time
 from bisect import bisect_left, bisect_right
@@ -149,6 +150,7 @@ _MAX_MATRICES = 8
 _MAX_CHARTS, _MAX_NAME_LENGTH, _MAX_PATH_LENGTH, _MAX_TEXT_LENGTH = 60, 100, 500, 10_000
 _RELOAD_SECONDS = 30
 _MAX_LOG_BYTES = 16 << 20
+_THUMBNAIL_URL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]{1,40000}")  # an image of 96 x 96 pixels
 _MAX_CONFIG_BYTES, _MAX_SETTINGS = 512 << 10, 20_000
 _METRICS_WITHOUT_CHART = {"step", "samples", "time", "samples_per_second"}
 
@@ -642,13 +644,19 @@ def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
                 {
                     "title": f"sample {int(sample['position'])}: {int(sample['tokens'])} tokens, "
                     f"{int(sample['trained'])} trained",
-                    "pieces": [[str(text), trained is True] for text, trained in sample["pieces"]],
+                    "pieces": [_read_piece(*piece) for piece in sample["pieces"]],
                 }
                 for sample in samples[:10]
             ],
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
+
+
+def _read_piece(text: Any, trained: Any, thumbnail: Any = "") -> list[Any]:
+    """Read a piece of a sample: its text, whether it is trained, and the URL of its thumbnail or ""."""
+    is_thumbnail = isinstance(thumbnail, str) and _THUMBNAIL_URL.fullmatch(thumbnail) is not None
+    return [str(text), trained is True, thumbnail if is_thumbnail else ""]
 
 
 def _read_settings(path: AnyPath) -> _RunSettings:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from portable.batch import IGNORED_LABEL
 from portable.batch_plan import describe_padding
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, parse_checkpoint_step
 from portable.converters.console import get_terminal_width
+from portable.data.preview import format_image
 from portable.data.samples.base import select_sequence_of_samples
 from portable.data.tokens.bounded_tokenizer import decode, encode_text
 from portable.errors import NOT_EXPORTED, NotExportedError, ReportedElsewhereError, UserError, to_one_line
@@ -37,9 +37,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import Engine
+    from portable.batch import Batch
     from portable.callbacks import Run
     from portable.config import RunConfig
     from portable.converters.storage.path_or_url import AnyPath
+    from portable.data.samples.base import Samples
+    from portable.data.tokens.cache import CachedImage
     from portable.output.output_dir import RunOutput
     from portable.ranks.node_writers import NodeWriters
     from portable.reporting.profiling import Profiler
@@ -111,6 +114,7 @@ def format_start_summary(prepared: PreparedRun, restored: RestoredRun) -> str:
         ),
         *([("frozen", prepared.frozen_description)] if prepared.frozen_description else []),
         ("data", prepared.data.description),
+        *([] if (images := prepared.data.sizes.images) is None else [("images", str(images))]),
         (
             "ranks",
             f"{format_rank_count(backend.world_size, backend.devices_per_rank)} on {backend.device.type}, "
@@ -197,28 +201,51 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
         return
     max_positions = get_max_positions(prepared.model_config)
     requested_tokens = config.log.sample_tokens
-    tokens = (
-        requested_tokens if max_positions is None else min(requested_tokens, max_positions - prompt.shape[1])
-    )
+    length = prompt.tokens.shape[1]
+    tokens = requested_tokens if max_positions is None else min(requested_tokens, max_positions - length)
     model: Any = engine.model
     if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # custom models may not
         return
     try:
-        text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
+        images = {"image_columns": prompt.image_columns} if prompt.image_columns else {}
+        text = engine.generate(prompt.tokens, max_new_tokens=tokens, seed=config.seed, **images)
     except Exception as error:  # a custom model may raise anything
         reporter.print_on_rank0(
             f"warning: log.sample_tokens: the model cannot generate a text: {to_one_line(error)}"
         )
         return
-    start, rest = text[0, : prompt.shape[1]], text[0, prompt.shape[1] :]
-    decode_tokens = partial(decode, prepared.data.tokenizer)
+    continuation = decode(prepared.data.tokenizer, text[0, length:].tolist())
     reporter.print_on_rank0(
-        f"\n--- prompt\n{decode_tokens(start.tolist())}\n--- the model "
-        f"continues\n{decode_tokens(rest.tolist())}\n---\n"
+        f"\n--- prompt\n{_format_prompt(prompt, prepared.data.tokenizer)}\n--- the model "
+        f"continues\n{continuation}\n---\n"
     )
 
 
-def build_sample_prompt(prepared: PreparedRun) -> torch.Tensor:
+class SamplePrompt(NamedTuple):
+    """Prompt for the sample at the end of a run.
+
+    Attributes:
+        tokens: Token ids, int64 ``[1, length]``.
+        images: Images among the tokens.
+        image_columns: Further arguments of the model for the images, keyed by name.
+    """
+
+    tokens: torch.Tensor
+    images: tuple[CachedImage, ...] = ()
+    image_columns: Batch = {}  # noqa: RUF012 (never modified)
+
+
+def _format_prompt(prompt: SamplePrompt, tokenizer: Any) -> str:
+    """Decode a prompt, with a short description in place of the tokens of each image."""
+    ids: list[int] = prompt.tokens[0].tolist()
+    text, start = "", 0
+    for image in prompt.images:
+        text += decode(tokenizer, ids[start : image.first_token]) + format_image(image)
+        start = image.first_token + image.num_tokens
+    return text + decode(tokenizer, ids[start:])
+
+
+def build_sample_prompt(prepared: PreparedRun) -> SamplePrompt:
     """Build the prompt for the sample at the end of a run.
 
     The prompt is ``log.sample_prompt`` if it is set, and otherwise the beginning of an evaluation or training
@@ -226,9 +253,6 @@ def build_sample_prompt(prepared: PreparedRun) -> torch.Tensor:
 
     Args:
         prepared: The run.
-
-    Returns:
-        Token ids, an int64 tensor of shape ``[1, length]``.
     """
     data, prompt = prepared.data, prepared.config.log.sample_prompt
     if prompt is not None:
@@ -242,18 +266,39 @@ def build_sample_prompt(prepared: PreparedRun) -> torch.Tensor:
                 rendering.render_question, prompt, "log.sample_prompt"
             )
             chat: list[int] = encode_text(data.tokenizer, text, add_special_tokens=False)["input_ids"]
-            return torch.tensor([chat], dtype=torch.int64)
+            return SamplePrompt(torch.tensor([chat], dtype=torch.int64))
         ids: list[int] = encode_text(data.tokenizer, prompt)["input_ids"]
-        return torch.tensor([ids], dtype=torch.int64)
+        return SamplePrompt(torch.tensor([ids], dtype=torch.int64))
     samples = data.first_eval if data.first_eval is not None else data.train
-    batch = samples.build_batch([samples.find_early_sample()])
+    sample = samples.find_early_sample()
+    batch = samples.build_batch([sample])
     if samples.sequences_per_sample > 1:
         batch = select_sequence_of_samples(batch, 0)
     if data.end_of_turn_token is not None:
         trained = (batch["labels"][0] != IGNORED_LABEL).int()
-        return batch["input_ids"][:, : int(trained.argmax()) + 1]
+        tokens = batch["input_ids"][:, : int(trained.argmax()) + 1]
+        return _add_images(tokens, samples, sample.sample_index)
     valid = int((batch["labels"] != IGNORED_LABEL).sum())
-    return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
+    return SamplePrompt(batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))])
+
+
+def _add_images(tokens: torch.Tensor, samples: Samples, index: int) -> SamplePrompt:
+    """Return a prompt with the images among its tokens.
+
+    Args:
+        tokens: First tokens of a sample, int64 ``[1, length]``.
+        samples: Dataset with the sample.
+        index: Index of the sample.
+    """
+    images = samples.read_prompt_images(index, tokens.shape[1])
+    if not images or samples.image_processor is None:
+        return SamplePrompt(tokens)
+    columns = samples.image_processor.build_columns([file for _, file in images], tokens.numpy())
+    return SamplePrompt(
+        tokens,
+        tuple(image for image, _ in images),
+        {name: torch.from_numpy(values) for name, values in columns.items()},
+    )
 
 
 def _choose_export_checkpoint(run: Run, reporter: RunReporter) -> AnyPath | None:

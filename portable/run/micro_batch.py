@@ -10,7 +10,6 @@ from portable.batch_plan import compute_batch_plan_of_rank
 from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.data.samples.loader import slice_sequence_part
-from portable.data.samples.order import EpochIndex
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.registry import load_backend_package
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
     from portable.data.samples.base import Samples
     from portable.output.existing_run import ExistingRun
+    from portable.planner.plan import Planner
     from portable.registry import World
     from portable.run.stages import PreparedRun
 
@@ -234,7 +234,7 @@ def _take_trial_steps(engine: Engine, search: MicroBatchSearch, plan: BatchPlan,
     """
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.max_sequences_per_rank else 1)):
-        batch = samples.build_batch([EpochIndex(0, i % len(samples)) for i in range(sequences)])
+        batch = samples.build_batch(samples.list_trial_samples(sequences))
         batch = slice_sequence_part(batch, plan.sequence_part)
         train_step(
             search.backend,
@@ -257,12 +257,22 @@ def _estimate_first_guess(search: MicroBatchSearch, candidates: Sequence[int]) -
     Returns :data:`FIRST_GUESS` if no candidate fits, or if the planner raises a UserError.
     """
     try:
-        from portable.planner.this_machine import build_planner_for_backend
-
-        planner = build_planner_for_backend(search.config, search.build_meta_model(), search.backend)
+        planner = _build_planner(search)
         return planner.find_largest_micro_batch(list(candidates)) or FIRST_GUESS
     except UserError:  # the search itself reports it
         return FIRST_GUESS
+
+
+def _build_planner(search: MicroBatchSearch) -> Planner:
+    """Build the planner of the run. With images, it plans for the sample with the largest images."""
+    from portable.planner.this_machine import build_planner_for_backend
+
+    images = None
+    if search.config.data.images:
+        images = search.samples.build_batch(search.samples.list_trial_samples(1))
+    return build_planner_for_backend(
+        search.config, search.build_meta_model(), search.backend, image_columns=images
+    )
 
 
 def agree_on_smallest_size(size_of_rank: int, config: RunConfig, world: World, backend: Backend) -> int:
@@ -306,11 +316,9 @@ def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -
         fitting = "no smaller number is known to fit;"
     text = f"{fitting} use {describe_memory_remedies(search.config, search.world)}"
     try:
-        from portable.planner.this_machine import build_planner_for_backend, describe_best_fit
+        from portable.planner.this_machine import describe_best_fit
 
-        planned = describe_best_fit(
-            build_planner_for_backend(search.config, search.build_meta_model(), search.backend)
-        )
+        planned = describe_best_fit(_build_planner(search))
     except UserError:
         planned = None
     return text if planned is None else f"{text}; by plan, this fits: {planned}"

@@ -123,7 +123,7 @@ def prepare_run(resolved: ResolvedRun, backend: Backend) -> PreparedRun:
         architecture=type(model).__name__,
         num_parameters=count_parameters(model),
         num_trained_parameters=count_trained_parameters(model),
-        frozen_description="" if adapter is not None else describe_unreached_parameters(model),
+        frozen_description="" if adapter is not None else describe_unreached_parameters(model, config),
         flops_per_token=compute_flops_per_token(
             model, model_config, data.train.mean_context_length or config.data.seq_len
         ),
@@ -142,13 +142,14 @@ _MAX_PARTS_SHOWN = 4
 """Maximum number of modules that :func:`describe_unreached_parameters` names."""
 
 
-def describe_unreached_parameters(model: PreTrainedModel) -> str:
+def describe_unreached_parameters(model: PreTrainedModel, config: RunConfig) -> str:
     """Describe the parameters that are frozen because text input does not reach them.
 
     An example is the image encoder of a multimodal model.
 
     Args:
         model: Model on the meta device, before an engine shards its parameters.
+        config: Config of the run.
 
     Returns:
         The text for the table at the start of the run. Empty if there are no such parameters.
@@ -160,7 +161,8 @@ def describe_unreached_parameters(model: PreTrainedModel) -> str:
     parts = summarize_as_outermost_modules(model, frozen)
     more = f" and {len(parts) - _MAX_PARTS_SHOWN} more" if len(parts) > _MAX_PARTS_SHOWN else ""
     count = format_short_count(sum(p.numel() for p in frozen.values()))
-    share = f"{count} of {format_short_count(count_parameters(model))} parameters are not reached by text"
+    reached = "are reached only by images" if config.data.images else "are not reached by text"
+    share = f"{count} of {format_short_count(count_parameters(model))} parameters {reached}"
     return f"{', '.join(parts[:_MAX_PARTS_SHOWN])}{more} ({share})"
 
 

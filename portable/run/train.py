@@ -206,7 +206,9 @@ def _write_data_preview(prepared: PreparedRun, output: RunOutput) -> None:
     """
     has_preview = prepared.config.model.task == "causal-lm" and bool(prepared.data.tokenized_sources)
     if has_preview and not (output.work_folder / DATA_SAMPLES_FILE).exists():
-        preview = build_preview(prepared.data, REPORT_SAMPLES, prepared.config.seed).to_json_dict()
+        preview = build_preview(
+            prepared.data, REPORT_SAMPLES, prepared.config.seed, with_thumbnails=True
+        ).to_json_dict()
         write_durably(output.work_folder / DATA_SAMPLES_FILE, json.dumps(preview, ensure_ascii=False) + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import nn
 from benchmarks.allocator import allocations
 from portable.adapters.adapter import build_training_model
 from portable.config import RunConfig, load_config
+from portable.data.images import ImageSize
+from portable.data.tokens.image_processing import load_image_processor
 from portable.model import build as models
 from portable.model.activation_checkpointing import enable_activation_checkpointing
 from portable.model.chunked_loss import install_chunked_head
@@ -23,9 +26,15 @@ from portable.model.freezing import freeze_parameters, list_frozen_names
 from portable.model.layers import find_transformer_layers, gives_all_parameters_gradients
 from portable.model.loss import compute_summed_cross_entropy
 from portable.model.parameters import replace_tensors
-from portable.planner.activations import TORCH_DTYPES, build_fake_batch, measure_activations
+from portable.planner.activations import (
+    TORCH_DTYPES,
+    build_fake_batch,
+    measure_activations,
+    measure_image_tower,
+)
 from portable.planner.pass_cost import ComputeMode, PassRequest
 from portable.private.transformers_internals import skip_mask_value_checks
+from tests.image_models import PROCESSORS, write_image_model
 from tests.promises import record
 
 FAMILIES = yaml.safe_load(Path(__file__).with_name("activations_models.yaml").read_text("utf-8"))
@@ -149,3 +158,46 @@ def test_gives_all_parameters_gradients_if_unused_ones_are_frozen() -> None:
 @pytest.mark.parametrize("family", ["longformer", "opt"])
 def test_gives_all_parameters_gradients_detects_unused_parameters(family: str) -> None:
     assert not gives_all_parameters_gradients(built(config_of(family, "fp32", "none")))
+
+
+@pytest.mark.parametrize("trainable", [None, ["."]], ids=["frozen", "trained"])
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_tower_estimate_is_within_tenth_of_allocation(
+    tmp_path: Path, family: str, trainable: list[str] | None
+) -> None:
+    folder = write_image_model(tmp_path, family)
+    processor = load_image_processor(str(folder), offline=True)
+    assert processor is not None
+    arrays = processor.build_blank_columns([ImageSize(32, 32), ImageSize(24, 40)])
+    columns = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    config = load_config(
+        None,
+        {
+            "backend": "cpu",
+            "model.name_or_path": str(folder),
+            "data.source": "squares.jsonl",
+            "train.trainable": trainable,
+        },
+    )
+    model: Any = built(config)
+    request = PassRequest.from_config(config, micro_batch=1, compute="plain", on_gpu=False)
+    estimate = measure_image_tower(model, request, columns)
+    replace_tensors(
+        model,
+        lambda _, p: nn.Parameter(0.02 * torch.randn(p.shape), p.requires_grad),
+        lambda _, b: torch.zeros(b.shape, dtype=b.dtype),
+    )
+    model.train()
+    names = inspect.signature(model.get_image_features).parameters
+    features: list[Any] = []
+
+    def run() -> None:
+        inputs = {name: values.clone() for name, values in columns.items() if name in names}
+        features[:] = [inputs, model.get_image_features(**inputs)]
+
+    run()
+    features.clear()
+    with allocations() as recording, recording.phase("tower"):
+        run()
+    assert estimate.peak_bytes == pytest.approx(recording.phases["tower"].peak, rel=0.1)
+    assert estimate.failure is None and estimate.kept_bytes < estimate.peak_bytes

@@ -393,7 +393,9 @@ class XlaEngine:
         return totals
 
     @torch.no_grad()
-    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+    def generate(
+        self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_columns: Batch | None = None
+    ) -> Tensor:
         """Sample a continuation of a prompt.
 
         Every token is computed from the full length of prompt and continuation, so that there is only one
@@ -403,6 +405,7 @@ class XlaEngine:
             prompt: Token ids ``[1, length]``.
             max_new_tokens: Number of tokens to sample.
             seed: Random seed of the sampling.
+            image_columns: Always None, because this backend does not support images.
 
         Returns:
             Token ids ``[1, length + max_new_tokens]`` on the CPU.

@@ -25,7 +25,7 @@ from portable.errors import UserError
 if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.data.images import ImageFile
-    from portable.data.tokens.cache import TokenCache
+    from portable.data.tokens.cache import CachedImage, TokenCache
     from portable.data.tokens.image_processing import ImageProcessor
 
 LAST_LABEL = -1
@@ -36,6 +36,13 @@ Arrays = dict[str, npt.NDArray[Any]]
 """Arrays of a batch, keyed by column. The first dimension is the batch."""
 ColumnFunction = Callable[[Sequence[int]], Arrays]
 """Function that computes additional columns from the indices of samples."""
+
+
+class PromptImage(NamedTuple):
+    """Image at the beginning of a sample, with its file."""
+
+    image: CachedImage
+    file: ImageFile
 
 
 class Samples(ABC):
@@ -91,6 +98,24 @@ class Samples(ABC):
     def find_early_sample(self) -> EpochIndex:
         """Return a sample that can be read without long preparation, to inspect the columns of a batch."""
         return EpochIndex(0, 0)
+
+    def list_trial_samples(self, num_samples: int) -> list[EpochIndex]:
+        """List samples of a batch to try out whether a training step fits in memory.
+
+        With images, this is the sample whose images have the most tokens, several times.
+        """
+        image_tokens = self.count_image_tokens()
+        if image_tokens is not None:
+            return [EpochIndex(0, int(image_tokens.argmax()))] * num_samples
+        return [EpochIndex(0, index % self.num_samples) for index in range(num_samples)]
+
+    def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
+        """Count the tokens of images in each sample.
+
+        Returns:
+            Counts, int64 ``[num_samples]``. None if the samples cannot have images.
+        """
+        return None
 
     def count_epochs(self, num_samples: int) -> float | None:
         """Convert a number of consumed samples to epochs.
@@ -172,6 +197,15 @@ class Samples(ABC):
             arrays = {**arrays, **self.compute_extra_columns([index for _, index in indices])}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
+    def read_prompt_images(self, index: int, num_tokens: int) -> list[PromptImage]:
+        """Read the images of the first tokens of a sample, which must belong to its first document.
+
+        Args:
+            index: Index of the sample.
+            num_tokens: Number of its first tokens.
+        """
+        return []
+
     @abstractmethod
     def list_document_numbers(self, index: int) -> Sequence[int]:
         """List the documents of a sample, by their numbers in the source, counted from 0."""
@@ -221,6 +255,11 @@ class SampleRange:
         """Convert the index of a sample in the dataset to its index in the source."""
         position = self.start + index
         return position if self.order is None else self.order(position)
+
+    def list_numbers(self) -> npt.NDArray[np.int64]:
+        """Return the indices of all samples in the source, int64 ``[num_samples]``."""
+        positions = np.arange(self.start, self.start + self.num_samples)
+        return positions if self.order is None else self.order.permute_array(positions)
 
     def get_document_range(self, index: int) -> range:
         """Return a range with the document of a sample, for datasets with one document per sample."""
@@ -349,6 +388,12 @@ class CacheSamples(Samples):
         numbers = [int(self.list_document_numbers(index)[0]) for _, index in indices]
         return {**self.build_arrays(indices), **self.token_cache.read_extra_columns(numbers)}
 
+    def read_prompt_images(self, index: int, num_tokens: int) -> list[PromptImage]:
+        """Read the images of the first tokens of a sample. See :meth:`Samples.read_prompt_images`."""
+        number = int(self.list_document_numbers(index)[0])
+        files = self.token_cache.read_image_files(number, num_tokens)
+        return list(map(PromptImage, self.token_cache.list_images(number), files))
+
     def list_document_numbers(self, index: int) -> range:
         """Return a range with the only document of a sample."""
         return self.sample_range.get_document_range(index)
@@ -447,6 +492,12 @@ class PaddedCausalSamples(CacheSamples):
             for number in self.list_document_numbers(index)
             for file in self.token_cache.read_image_files(number, self._count_kept_tokens(number))
         ]
+
+    def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
+        """Count the tokens of images in each sample. See :meth:`Samples.count_image_tokens`."""
+        if not self.token_cache.has_images:
+            return None
+        return self.token_cache.count_image_tokens(self.seq_len)[self.sample_range.list_numbers()]
 
 
 class PairSamples(PaddedCausalSamples):

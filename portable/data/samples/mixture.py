@@ -21,9 +21,10 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from portable.batch import SOURCE_COLUMN
-from portable.data.samples.base import Arrays, Samples
+from portable.data.samples.base import Arrays, PromptImage, Samples
 from portable.data.samples.order import EpochIndex, derive_seed
 from portable.errors import UserError
 
@@ -300,6 +301,23 @@ class MixtureSamples(Samples):
         """Read the image files of a sample from its source."""
         source, sample_index = self.locate_in_source(index)
         return self.source_samples[source].read_image_files(sample_index)
+
+    def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
+        """Count the tokens of images in each sample. None if no source can have images."""
+        counts = [part.count_image_tokens() for part in self.source_samples]
+        if all(count is None for count in counts):
+            return None
+        return np.concatenate(
+            [
+                np.zeros(len(part), dtype=np.int64) if count is None else count
+                for part, count in zip(self.source_samples, counts, strict=True)
+            ]
+        )
+
+    def read_prompt_images(self, index: int, num_tokens: int) -> list[PromptImage]:
+        """Read the images of the first tokens of a sample. See :meth:`Samples.read_prompt_images`."""
+        source, source_index = self.locate_in_source(index)
+        return self.source_samples[source].read_prompt_images(source_index, num_tokens)
 
     def find_early_sample(self) -> EpochIndex:
         """Return an early sample of the first source."""

@@ -142,6 +142,13 @@ class PackedDocumentSamples(CacheSamples):
             for file in self.token_cache.read_image_files(number, self._count_kept_tokens(number))
         ]
 
+    def count_image_tokens(self) -> Integers | None:
+        """Count the tokens of images in each sample. See :meth:`Samples.count_image_tokens`."""
+        if not self.token_cache.has_images:
+            return None
+        counts = self.token_cache.count_image_tokens(self.seq_len)[self.plan.tokens[_FIELD][:]]
+        return np.add.reduceat(counts, self.plan.offsets[_FIELD][:-1].astype(np.int64))
+
     def list_document_numbers(self, index: int) -> Sequence[int]:  # type: ignore[override]
         """Return the numbers of the documents of a sample, in order."""
         numbers: list[int] = self.plan.read_document(_FIELD, index).tolist()

@@ -991,6 +991,30 @@ class TokenCache:
         """Number of images of all documents."""
         return int(self.meta.get("images", 0))
 
+    @property
+    def num_image_tokens(self) -> int:
+        """Number of tokens of all images."""
+        return int(self.count_image_tokens().sum())
+
+    def count_image_tokens(self, max_tokens: int | None = None) -> npt.NDArray[np.int64]:
+        """Count the tokens of the images of each document, int64 ``[documents]``.
+
+        Args:
+            max_tokens: Number of the first tokens of a document, outside of which images do not count. None
+                to count all images.
+        """
+        counts = np.zeros(self.num_documents, dtype=np.int64)
+        if not self.has_images:
+            return counts
+        rows, ends = self.arrays[IMAGE_ROWS][:], self.arrays[IMAGE_ENDS][:].astype(np.int64)
+        first_tokens, num_tokens = (
+            rows[:, IMAGE_FIELDS.index(name)] for name in ("first_token", "num_tokens")
+        )
+        if max_tokens is not None:
+            num_tokens = np.where(first_tokens + num_tokens <= max_tokens, num_tokens, 0)
+        np.add.at(counts, np.repeat(np.arange(self.num_documents), np.diff(ends)), num_tokens)
+        return counts
+
     def list_images(self, number: int) -> list[CachedImage]:
         """List the images of a document, in the order of its tokens, without reading their files."""
         if not self.has_images:

@@ -8,6 +8,7 @@ batch is built. No code here depends on a family of models: :class:`ImageProcess
 from __future__ import annotations
 
 from functools import lru_cache
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """Files whose keys ``AutoProcessor.from_pretrained`` passes to the classes of a processor."""
 _BLANK_SIZE = ImageSize(64, 64)
+_LARGEST_SIDE, _SMALLEST_SIDE = 4096, 16
+"""Sides in pixels between which :meth:`ImageProcessor.find_largest_square` searches."""
 _TEXT_COLUMNS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TYPE_COLUMNS = ("mm_token_type_ids", "token_type_ids")
 """Columns that mark the image tokens in ``input_ids`` with 1, in order of preference."""
@@ -118,6 +121,33 @@ class ImageProcessor:
             return {**columns, **self._blank_columns}
         outputs = self._run([decode_image(data, size) for data, size in files])
         return {**columns, **self._select_image_columns(outputs)}
+
+    def build_blank_columns(self, sizes: Sequence[ImageSize]) -> dict[str, npt.NDArray[Any]]:
+        """Build the tensors of blank images, keyed by the name of the model's argument.
+
+        Args:
+            sizes: Size of each image.
+        """
+        return self._select_image_columns(self._run([_make_blank_image(size) for size in sizes]))
+
+    def find_largest_square(self, max_tokens: int, max_pixels: int | None = None) -> ImageSize | None:
+        """Find the approximate size of the largest square image whose tokens fit a sample.
+
+        Args:
+            max_tokens: Largest number of tokens of the image.
+            max_pixels: Largest number of pixels. None for no limit.
+
+        Returns:
+            The size. None if the tokens of no size fit.
+        """
+        side = _LARGEST_SIDE if max_pixels is None else min(_LARGEST_SIDE, isqrt(max_pixels))
+        while side >= _SMALLEST_SIDE:
+            size = ImageSize(side, side)
+            outputs = self._run([_make_blank_image(size)])
+            if np.isin(outputs["input_ids"], self.image_token_ids).sum() <= max_tokens:
+                return size
+            side = side * 4 // 5
+        return None
 
     def _run(self, images: list[Image], **options: Any) -> Mapping[str, Any]:
         """Run the processor on a text that only contains the placeholders of some images."""

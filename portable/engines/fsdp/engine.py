@@ -284,9 +284,15 @@ class TorchEngine:
         self.model.train()
         return compute_new_totals(totals, sums)
 
-    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+    def generate(
+        self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_columns: Batch | None = None
+    ) -> Tensor:
         """Sample a continuation of ``prompt``. See :func:`sample_continuation` for arguments and result."""
         self.model.eval()
+        if image_columns and isinstance(self.model, FSDPModule):
+            # generate runs the image tower outside of the forward method of the model. FSDP gathers the
+            # parameters of the tower only in this method.
+            self.model.unshard()
         with self._sharded.get_autocast_context():
             tokens = sample_continuation(
                 self.model,
@@ -294,6 +300,7 @@ class TorchEngine:
                 self._device,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
+                image_columns=image_columns or {},
                 is_collective=False,
             )
         self.model.train()

@@ -1,0 +1,68 @@
+"""Columns of a batch with the images for which the planner measures the memory of the image tower."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable.errors import UserError
+from portable.terminal import print_status
+
+if TYPE_CHECKING:
+    from portable.batch import Batch
+    from portable.config import RunConfig
+    from portable.data.sizes import DataSizes
+    from portable.data.tokens.image_processing import ImageProcessor
+
+
+def build_largest_image_columns(config: RunConfig, sizes: DataSizes | None) -> Batch | None:
+    """Build the columns of a batch with the images of the sample that needs the most memory.
+
+    If the data is tokenized, these are the images of the conversation whose images have the most tokens.
+    Otherwise, it is one square image that is as large as ``data.image_max_pixels``, the processor of the
+    model and ``data.seq_len`` allow.
+
+    Args:
+        config: Resolved config of the run.
+        sizes: Sizes of the data. None if the data is not on this machine.
+
+    Returns:
+        Tensors keyed by the name of the model's argument. None if the run has no images. Also None if the
+        processor is not on this machine, which is printed as a note.
+    """
+    if not config.data.images:
+        return None
+    processor = None if sizes is None else sizes.image_processor
+    if processor is None:
+        processor = _load_local_processor(config)
+    if processor is None:
+        print_status(
+            "note: the memory of the image tower is not planned, because the image processor of "
+            f"{config.model.name_or_path} is not on this machine"
+        )
+        return None
+    if sizes is not None and sizes.images is not None:
+        largest = list(sizes.images.largest)
+        if sizes.packing == "documents" and largest:  # a sample may contain several such conversations
+            largest *= max(1, sizes.seq_len // sizes.images.largest_tokens)
+    else:
+        square = processor.find_largest_square(config.data.seq_len, config.data.image_max_pixels)
+        largest = [] if square is None else [square]
+    if not largest:
+        return None
+    return {name: torch.from_numpy(values) for name, values in processor.build_blank_columns(largest).items()}
+
+
+def _load_local_processor(config: RunConfig) -> ImageProcessor | None:
+    """Load the image processor of the model from this machine. Returns None if it is not there."""
+    from portable.data.tokens.image_processing import load_image_processor
+
+    if config.model.name_or_path is None:
+        return None
+    with suppress(UserError):
+        return load_image_processor(
+            config.model.name_or_path, offline=True, trust_remote_code=config.model.trust_remote_code
+        )
+    return None
