@@ -6,7 +6,7 @@ import torch
 
 Batch = dict[str, torch.Tensor]
 """Keyword arguments for ``model.forward`` plus the ``labels``: int64 tensors of shape ``[micro_batch,
-seq_len]``.
+seq_len]``. A batch with images also has the tensors of its images, of other shapes.
 
 The labels are already shifted, so they align with the logits, and are -100 wherever there is no target. A
 classifier's labels can also be float32. In this case, a missing label is NaN instead of -100.
@@ -22,4 +22,10 @@ int64 ``[batch, seq_len / num_parts]``.
 TEXT_TOKENS_COLUMN = "text_tokens"
 """Name of a column that context parallelism adds: number of tokens of the document that contains each of this
 rank's tokens, int64 ``[batch, seq_len / num_parts]``.
+"""
+BLANK_PREFIX = "blank_"
+"""Prefix of the columns of a blank image.
+
+A batch without images has these columns if other batches of the run have images, so that the image tower of
+the model runs in every forward pass.
 """

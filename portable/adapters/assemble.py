@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.adapters.settings import resolve_adapter_config
 from portable.data.dataset import inspect_data_sizes
 from portable.data.sources.source_kinds import detect_run_format, resolve_images
-from portable.errors import MissingDataError
+from portable.errors import MissingDataError, UserError
 from portable.model import build as models
 from portable.model.auxiliary_losses import needs_last_token_as_input
 from portable.model.document_attention import (
     apply_default_packing,
     check_causal_attention,
     check_document_separation,
+    explain_image_mixing,
 )
 from portable.model.dynamic_rope import check_custom_rotary_layers
 from portable.model.labels import classifies_at_end_token, read_problem_type
@@ -91,6 +92,8 @@ def assemble_model(
     check_custom_rotary_layers(model, config)
     if config.data.packing == "documents":
         check_document_separation(model, seq_len=config.data.seq_len)
+        if config.data.images and (reason := explain_image_mixing(model.config.model_type)) is not None:
+            raise UserError(f"data.packing: {type(model).__name__} {reason}; set data.packing to false")
     check_parallel_support(model, config)
     # A new model had no special tokens that the tokenizer could replace.
     return AssembledModel(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)

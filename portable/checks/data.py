@@ -146,10 +146,10 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
 def _check_images(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that do not work with images in conversations."""
     data = config.data
-    if data.packing:
+    if data.packing is True:
         yield SettingProblem(
             ("data.images", "data.packing"),
-            f"data.packing {format_value(data.packing)} does not work with images; set data.packing to false",
+            "data.packing true would cut images; set data.packing to documents or false",
         )
     if data.truncation == "start":
         yield SettingProblem(

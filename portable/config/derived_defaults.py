@@ -185,7 +185,7 @@ def compute_derived_defaults(config: RunConfig) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if model.name_or_path is not None:
         defaults["model.config"] = None
-    if model.task in PADDED_TASKS or config.data.format in ("preference", "samples") or config.data.images:
+    if model.task in PADDED_TASKS or config.data.format in ("preference", "samples"):
         defaults["data.packing"] = False
     elif config.data.format in CONVERSATION_FORMATS and model.task == "causal-lm":
         defaults["data.packing"] = "documents"

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portable.converters.storage.safe_open import LinkError, resolve_local_path_inside
 from portable.data.sources.documents import RecordError
 from portable.errors import to_one_line
+from portable.paths import open_file
 
 if TYPE_CHECKING:
     from portable.config.sections import DataConfig
@@ -39,6 +41,13 @@ class ImageSize(NamedTuple):
 
     width: int
     height: int
+
+
+class ImageFile(NamedTuple):
+    """Content of an image file, and the size to scale its image to."""
+
+    data: bytes
+    size: ImageSize
 
 
 @dataclass(frozen=True)
@@ -118,17 +127,16 @@ class ImageReader:
                 f"data.image_root: {location}: the image {name} has a path, but the source has no local "
                 "folder; set data.image_root to the local folder of the images"
             )
-        root = self.root.resolve()
-        path = (root / reference.path).resolve()
-        if not path.is_relative_to(root):
+        path = self.root / reference.path
+        try:
+            real = resolve_local_path_inside(path, self.root)
+        except LinkError as error:
             raise RecordError(
-                f"data.image_root: {location}: the image {name} is outside of {root}; move it there, or set "
-                "data.image_root to the folder of the images"
-            )
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path}")
-        with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
+                f"data.image_root: {location}: the image {name} is outside of {self.root}; move it there, or "
+                "set data.image_root to the folder of the images"
+            ) from error
+        with open_file(Path(real)) as file:
+            return file.read(MAX_FILE_BYTES + 1) or b""
 
     def _read_url(self, url: str, location: str) -> bytes:
         """Read the file at an ``http`` or ``https`` URL."""

@@ -456,6 +456,7 @@ class TokenizedSource:
         samples = self._build_samples(
             self.split_samples().train if sample_range is None else sample_range, classes
         )
+        samples.image_processor = self.context.image_processor
         samples.includes_columns = bool(list_number_columns(self.settings.data))
         return samples
 
@@ -480,7 +481,11 @@ class TokenizedSource:
                 *common, keep_last_input_if_room=context.keep_last_input_if_room
             )
             return PackedDocumentSamples(
-                *common, plan, pad, data.truncation, keep_last_input_if_room=context.keep_last_input_if_room
+                *common,
+                plan,
+                pad,
+                data.truncation,
+                keep_last_input_if_room=context.keep_last_input_if_room,
             )
         if data.packing:
             return PackedCausalSamples(*common)
@@ -490,7 +495,6 @@ class TokenizedSource:
             data.truncation,
             keep_last_input=context.keep_last_input,
             keep_last_input_if_room=context.keep_last_input_if_room,
-            image_processor=context.image_processor,
         )
 
     def _build_task_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:

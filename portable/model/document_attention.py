@@ -115,6 +115,14 @@ UNTESTED_LAYERS = frozenset(
 """Layer types of transformers that no test covers yet."""
 
 
+IMAGE_PACKING_TYPES = frozenset(
+    {"idefics3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"}
+)
+"""Model types for which a test has shown that packed conversations with images have the same loss and
+gradients as conversations in separate samples.
+"""
+
+
 def check_document_separation(model: PreTrainedModel, key: str = "data.packing", *, seq_len: int = 0) -> None:
     """Check that no token of a packed sample attends to another document.
 
@@ -194,10 +202,29 @@ def apply_default_packing(config: RunConfig) -> RunConfig:
     from portable.model.build import load_model_config
 
     try:
-        reason = explain_document_mixing(load_model_config(config.model), config.data.seq_len)
+        reason = _explain_mixing_in_run(load_model_config(config.model), config)
     except UserError:  # building the model reports the error
         return config
     return config if reason is None else config.replaced({"data.packing": False})
+
+
+def explain_image_mixing(model_type: str) -> str | None:
+    """Explain why packed conversations with images might differ from conversations in separate samples.
+
+    Returns:
+        The reason, as a verb phrase. None if a test has shown that they do not differ.
+    """
+    if model_type in IMAGE_PACKING_TYPES:
+        return None
+    return "was not found to keep packed texts with images apart"
+
+
+def _explain_mixing_in_run(model_config: PretrainedConfig, config: RunConfig) -> str | None:
+    """Explain why a run must not pack documents by default, or return None."""
+    reason = explain_document_mixing(model_config, config.data.seq_len)
+    if reason is None and config.data.images:
+        return explain_image_mixing(model_config.model_type)
+    return reason
 
 
 def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
@@ -213,9 +240,11 @@ def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
     default = compute_derived_defaults(config).get("data.packing")  # missing if the user has set the value
     if config.data.packing is not False or default != "documents":
         return []
-    reason = explain_document_mixing(model.config, config.data.seq_len)
+    reason = _explain_mixing_in_run(model.config, config)
     if reason is None:
         return []
+    if config.data.images:
+        return [f"data.packing is false, because {type(model).__name__} {reason}"]
     return [
         f"data.packing is false, because {type(model).__name__} {reason}; set data.packing: true to pack "
         "texts without separating them"

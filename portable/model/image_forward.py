@@ -8,16 +8,16 @@ ranks without images.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from portable.data.tokens.image_processing import BLANK_PREFIX
+from portable.batch import BLANK_PREFIX
 from portable.errors import UserError
 from portable.model.forward import ForwardWrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -43,6 +43,8 @@ class ImageForward(ForwardWrapper):
                 f"data.images: {type(model).__name__} does not accept images; set model.name_or_path to a "
                 "model that accepts images, or remove the images"
             )
+        body = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
+        self._get_rope_index: Any = None if body is None else body.get_rope_index
         self._feature_inputs = inspect.signature(get_image_features).parameters.keys()
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
@@ -52,6 +54,8 @@ class ImageForward(ForwardWrapper):
             arguments: Positional arguments of the model.
             inputs: Keyword arguments of the model, and the columns of a blank image.
         """
+        if inputs.get("position_ids") is not None and self._get_rope_index is not None:
+            inputs["position_ids"] = self._compute_packed_positions(inputs)
         blank = {
             name.removeprefix(BLANK_PREFIX): inputs.pop(name)
             for name in list(inputs)
@@ -74,6 +78,50 @@ class ImageForward(ForwardWrapper):
         finally:
             hook.remove()
 
+    def _compute_packed_positions(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Compute the positions of packed documents for a model whose images have positions in three axes.
+
+        The model's own function computes the positions of each document with images. All other documents have
+        equal positions in all axes.
+
+        Args:
+            inputs: Arguments of the model. ``position_ids`` begin at 0 in each document, int64 ``[batch,
+                tokens]``.
+
+        Returns:
+            Positions in time, height and width, after the positions in the text, int64 ``[4, batch,
+            tokens]``.
+        """
+        positions = inputs["position_ids"]
+        on_host = positions.cpu()
+        ids, types = inputs["input_ids"].cpu(), inputs["mm_token_type_ids"].cpu()
+        computed = on_host[None].repeat(4, 1, 1)
+        starts = (on_host == 0).long().cumsum(dim=1)
+        documents = [
+            (row, torch.nonzero(starts[row] == number)[:, 0])
+            for row in range(len(ids))
+            for number in starts[row][types[row] > 0].unique().tolist()
+        ]
+        if not documents:
+            return cast("Tensor", computed.to(positions.device))
+        length = max(len(places) for _, places in documents)
+        padded = {
+            name: torch.zeros(len(documents), length, dtype=torch.long) for name in ("ids", "types", "mask")
+        }
+        for index, (row, places) in enumerate(documents):
+            padded["ids"][index, : len(places)] = ids[row, places]
+            padded["types"][index, : len(places)] = types[row, places]
+            padded["mask"][index, : len(places)] = 1
+        result, _ = self._get_rope_index(
+            input_ids=padded["ids"],
+            mm_token_type_ids=padded["types"],
+            image_grid_thw=inputs["image_grid_thw"].cpu(),
+            attention_mask=padded["mask"],
+        )
+        for index, (row, places) in enumerate(documents):
+            computed[1:, row, places] = result[:, index, : len(places)]
+        return cast("Tensor", computed.to(positions.device))
+
 
 def _iter_tensors(output: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors in the output of a module."""
@@ -86,6 +134,16 @@ def _iter_tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, list | tuple):
         for value in output:
             yield from _iter_tensors(value)
+
+
+def has_image_forward(model: nn.Module) -> bool:
+    """Return whether :func:`install_image_forward` has changed the model."""
+    forward: Any = model.forward
+    while isinstance(forward, ForwardWrapper):
+        if isinstance(forward, ImageForward):
+            return True
+        forward = forward.__wrapped__
+    return False
 
 
 def install_image_forward(model: Model) -> Model:

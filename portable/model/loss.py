@@ -25,12 +25,13 @@ import torch
 from torch.nn import functional
 
 from portable import plugins
-from portable.batch import IGNORED_LABEL, PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN
+from portable.batch import BLANK_PREFIX, IGNORED_LABEL, PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN
 from portable.errors import UserError
 from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.document_attention import install_document_forward
 from portable.model.dynamic_rope import install_text_length_forward
 from portable.model.forward import ForwardWrapper
+from portable.model.image_forward import has_image_forward, install_image_forward
 from portable.model.parameters import has_peft_adapter
 from portable.model.training_loss import LOGITS, STATISTICS, LossSums, Outputs
 
@@ -610,7 +611,11 @@ class TrainingObjective:
         not accept are removed as well.
         """
         names = batch if self._input_names is None else self._input_names
-        return {name: tensor for name, tensor in batch.items() if name != "labels" and name in names}
+        return {
+            name: tensor
+            for name, tensor in batch.items()
+            if name != "labels" and (name in names or name.startswith(BLANK_PREFIX))
+        }
 
     def add_reference_columns(self, loss: TrainingLoss | TaskLoss, batch: Batch) -> Batch:
         """Add the columns that ``before`` of a custom loss computes, such as reference log-probabilities.
@@ -681,6 +686,8 @@ class TrainingObjective:
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
         self._prepared_models.add(reference)
+        if has_image_forward(self._model):
+            install_image_forward(reference)
         return install_loss_forward(install_text_length_forward(install_document_forward(reference)))
 
 

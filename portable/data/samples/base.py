@@ -24,6 +24,7 @@ from portable.errors import UserError
 
 if TYPE_CHECKING:
     from portable.batch import Batch
+    from portable.data.images import ImageFile
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.image_processing import ImageProcessor
 
@@ -59,6 +60,8 @@ class Samples(ABC):
 
     None if attention is not limited to documents.
     """
+    image_processor: ImageProcessor | None = None
+    """Processor of the images in the samples. None if the run has no images."""
     compute_extra_columns: ColumnFunction | None = None
     """Function that returns additional columns that were computed with a model before training, such as
     log-probabilities of a reference model. None if there are no such columns.
@@ -162,6 +165,9 @@ class Samples(ABC):
             Tensors ``[len(indices), ...]``, keyed by column.
         """
         arrays = self.build_arrays_with_columns(indices)
+        if self.image_processor is not None:
+            files = [file for _, index in indices for file in self.read_image_files(index)]
+            arrays = {**arrays, **self.image_processor.build_columns(files, arrays["input_ids"])}
         if self.compute_extra_columns is not None:
             arrays = {**arrays, **self.compute_extra_columns([index for _, index in indices])}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
@@ -180,6 +186,10 @@ class Samples(ABC):
         Returns:
             Arrays ``[len(indices), ...]``, keyed by column.
         """
+
+    def read_image_files(self, index: int) -> list[ImageFile]:
+        """Read the image files of a sample, in the order of its tokens. Empty without images."""
+        return []
 
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
         """Build the columns of the task and the additional columns of ``data.columns`` as numpy arrays.
@@ -394,20 +404,15 @@ class PaddedCausalSamples(CacheSamples):
         keep_last_input_if_room: Whether the inputs include the last token of a document that has at most
             ``seq_len`` tokens. In contrast to ``keep_last_input``, a longer document still has ``seq_len``
             labels.
-        image_processor: Processor of the images of the documents. None if the run has no images.
     """
 
     pad_token: int
     truncation: Truncation = "end"
     keep_last_input: bool = field(default=False, kw_only=True)
     keep_last_input_if_room: bool = field(default=False, kw_only=True)
-    image_processor: ImageProcessor | None = field(default=None, kw_only=True)
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        """Build ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[len(indices), seq_len]``.
-
-        With images, also build the columns of :meth:`ImageProcessor.build_columns`.
-        """
+        """Build ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[len(indices), seq_len]``."""
         return self._build_document_arrays([self.sample_range(index) for _, index in indices])
 
     def _build_document_arrays(self, numbers: Sequence[int]) -> Arrays:
@@ -416,11 +421,7 @@ class PaddedCausalSamples(CacheSamples):
         Args:
             numbers: Numbers of the documents in the token cache.
         """
-        max_tokens = self.seq_len + (not self.keep_last_input)
-        kept_slices = [
-            get_kept_slice(self.truncation, find_image_cut(self.token_cache, number, max_tokens))
-            for number in numbers
-        ]
+        kept_slices = [get_kept_slice(self.truncation, self._count_kept_tokens(number)) for number in numbers]
         documents = [
             self.token_cache.read_document("text", number)[kept_slice]
             for number, kept_slice in zip(numbers, kept_slices, strict=True)
@@ -433,16 +434,19 @@ class PaddedCausalSamples(CacheSamples):
             if (trained := self.token_cache.read_trained_mask("text", number)) is not None:
                 targets = trained[kept_slice][1:]
                 row[: len(targets)][~targets] = IGNORED_LABEL
-        arrays = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
-        if self.image_processor is None:
-            return arrays
-        files = [
-            (self.token_cache.read_image_file(image), image.size)
-            for number, document in zip(numbers, documents, strict=True)
-            for image in self.token_cache.list_images(number)
-            if image.first_token < len(document)
+        return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+
+    def _count_kept_tokens(self, number: int) -> int:
+        """Count the tokens that a document may keep, without cutting an image."""
+        return find_image_cut(self.token_cache, number, self.seq_len + (not self.keep_last_input))
+
+    def read_image_files(self, index: int) -> list[ImageFile]:
+        """Read the image files of the documents of a sample."""
+        return [
+            file
+            for number in self.list_document_numbers(index)
+            for file in self.token_cache.read_image_files(number, self._count_kept_tokens(number))
         ]
-        return {**arrays, **self.image_processor.build_columns(files, inputs)}
 
 
 class PairSamples(PaddedCausalSamples):

@@ -30,6 +30,8 @@ from portable.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from portable.data.images import ImageFile
+
 
 class SourceIndex(NamedTuple):
     """Index of a source of a mixture, and index of a sample within this source."""
@@ -213,6 +215,7 @@ class MixtureSamples(Samples):
         )
         self.sequences_per_sample = self.source_samples[0].sequences_per_sample
         self._shapes = self._compute_max_column_shapes()
+        self.image_processor = self.source_samples[0].image_processor  # all sources have the same
 
     def _compute_max_column_shapes(self) -> dict[str, tuple[int, ...]]:
         """Compute the largest shape of each column over all sources, without the batch dimension.
@@ -292,6 +295,11 @@ class MixtureSamples(Samples):
                 region: tuple[Any, ...] = (row_indices, *map(slice, values.shape[1:]))
                 out[column][region] = values
         return out
+
+    def read_image_files(self, index: int) -> list[ImageFile]:
+        """Read the image files of a sample from its source."""
+        source, sample_index = self.locate_in_source(index)
+        return self.source_samples[source].read_image_files(sample_index)
 
     def find_early_sample(self) -> EpochIndex:
         """Return an early sample of the first source."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from portable.batch import IGNORED_LABEL
 from portable.data.samples.base import Arrays, CacheSamples, SampleRange
-from portable.data.samples.truncation import Truncation, get_kept_slice
+from portable.data.samples.truncation import Truncation, find_image_cut, get_kept_slice
 from portable.data.sources.documents import compute_text_digest
 from portable.data.tokens.cache import CACHE_FORMAT, TokenCache, TokenCacheWriter
 from portable.errors import UserError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from portable.data.images import ImageFile
     from portable.data.samples.order import EpochIndex
 
 Integers = npt.NDArray[np.int64]
@@ -104,12 +105,13 @@ class PackedDocumentSamples(CacheSamples):
 
         See the class for their shapes.
         """
-        shape, kept_slice = (len(indices), self.seq_len), get_kept_slice(self.truncation, self.seq_len + 1)
+        shape = (len(indices), self.seq_len)
         inputs, labels = np.full(shape, self.pad_token), np.full(shape, IGNORED_LABEL)
         positions, lengths = np.empty(shape, np.int64), np.zeros((len(indices), self._most + 1), np.int64)
         for row, (_, index) in enumerate(indices):
             start = 0
             for count, number in enumerate(self.list_document_numbers(index)):
+                kept_slice = get_kept_slice(self.truncation, self._count_kept_tokens(number))
                 tokens = self.token_cache.read_document("text", number)[kept_slice]
                 size = min(len(tokens), self.seq_len) if self.keep_last_input_if_room else len(tokens) - 1
                 end, end_of_labels = start + size, start + len(tokens) - 1
@@ -127,6 +129,18 @@ class PackedDocumentSamples(CacheSamples):
             "position_ids": positions,
             "document_lengths": lengths,
         }
+
+    def _count_kept_tokens(self, number: int) -> int:
+        """Count the tokens that a document may keep, without cutting an image."""
+        return find_image_cut(self.token_cache, number, self.seq_len + 1)
+
+    def read_image_files(self, index: int) -> list[ImageFile]:
+        """Read the image files of the documents of a sample."""
+        return [
+            file
+            for number in self.list_document_numbers(index)
+            for file in self.token_cache.read_image_files(number, self._count_kept_tokens(number))
+        ]
 
     def list_document_numbers(self, index: int) -> Sequence[int]:  # type: ignore[override]
         """Return the numbers of the documents of a sample, in order."""

@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from portable.data.images import ImageSize
+from portable.data.images import ImageFile, ImageSize
 from portable.data.sources.records import CsvCell
 from portable.errors import RunError, UserError, to_one_line
 
@@ -1003,10 +1003,18 @@ class TokenCache:
             ].tolist()
         ]
 
-    def read_image_file(self, image: CachedImage) -> bytes:
-        """Read the file of an image."""
-        data: bytes = self.arrays[IMAGES][image.start : image.start + image.num_bytes].tobytes()
-        return data
+    def read_image_files(self, number: int, num_tokens: int) -> list[ImageFile]:
+        """Read the image files of the first tokens of a document, in the order of its tokens.
+
+        Args:
+            number: Number of the document.
+            num_tokens: Number of its first tokens.
+        """
+        return [
+            ImageFile(self.arrays[IMAGES][image.start : image.start + image.num_bytes].tobytes(), image.size)
+            for image in self.list_images(number)
+            if image.first_token < num_tokens
+        ]
 
     def read_trained_mask(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
         """Read the loss mask of one field of the document ``number``.

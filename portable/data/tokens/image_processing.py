@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.images import ImageSize, decode_image
+from portable.batch import BLANK_PREFIX
+from portable.data.images import ImageFile, ImageSize, decode_image
 from portable.errors import UserError, to_one_line
 from portable.hub_requests import read_hub_once_per_node
 from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_downloaded_settings
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """Files whose keys ``AutoProcessor.from_pretrained`` passes to the classes of a processor."""
-BLANK_PREFIX = "blank_"
-"""Prefix of the columns of a blank image.
-
-A batch without images has these columns, so that the image tower runs in every forward pass.
-"""
 _BLANK_SIZE = ImageSize(64, 64)
 _TEXT_COLUMNS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _TYPE_COLUMNS = ("mm_token_type_ids", "token_type_ids")
@@ -101,7 +97,7 @@ class ImageProcessor:
         return str(replacement["replacement"])
 
     def build_columns(
-        self, files: Sequence[tuple[bytes, ImageSize]], input_ids: npt.NDArray[np.int64]
+        self, files: Sequence[ImageFile], input_ids: npt.NDArray[np.int64]
     ) -> dict[str, npt.NDArray[Any]]:
         """Build the columns of a batch that the images of its rows add.
 
