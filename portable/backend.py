@@ -186,13 +186,16 @@ class Engine(Protocol):
         Does not trigger a host-device sync.
         """
 
-    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+    def generate(
+        self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_inputs: Batch | None = None
+    ) -> Tensor:
         """Sample a continuation of a prompt. Must be called on all ranks.
 
         Args:
             prompt: Token ids, an int64 tensor of shape ``[1, length]``.
             max_new_tokens: Maximum number of tokens to generate.
             seed: Random seed for sampling.
+            image_inputs: Inputs of the model for the images of the prompt, on the host. None without images.
 
         Returns:
             Token ids of the prompt and its continuation, an int64 tensor of shape ``[1, length + added]`` on

@@ -428,7 +428,9 @@ class ZeroEngine:
         self._engine.train()
         return compute_new_totals(totals, sums)
 
-    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+    def generate(
+        self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_inputs: Batch | None = None
+    ) -> Tensor:
         """Sample a continuation of ``prompt``. See :func:`sample_continuation` for arguments and result."""
         self._partitions.refresh_compute_copies()
         self._engine.eval()
@@ -438,6 +440,7 @@ class ZeroEngine:
             self._device,
             max_new_tokens=max_new_tokens,
             seed=seed,
+            image_inputs=image_inputs,
             is_collective=self._is_stage3,
         )
         self._engine.train()

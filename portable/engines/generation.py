@@ -9,6 +9,8 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from portable.batch import Batch
+
 
 @torch.no_grad()
 def sample_continuation(
@@ -19,6 +21,7 @@ def sample_continuation(
     max_new_tokens: int,
     seed: int,
     is_collective: bool,
+    image_inputs: Batch | None = None,
 ) -> Tensor:
     """Sample up to ``max_new_tokens`` tokens after ``prompt``. All ranks return the same text.
 
@@ -32,6 +35,7 @@ def sample_continuation(
         seed: Sampling seed.
         is_collective: Whether each forward pass gathers parameters from all ranks. If it does, a rank that
             has finished continues to run forward passes until all ranks have finished.
+        image_inputs: Inputs of the model for the images of the prompt, on the host. None without images.
 
     Returns:
         Token ids of the prompt and its continuation, int64 ``[1, length + added]``, on the host.
@@ -49,5 +53,6 @@ def sample_continuation(
             top_k=50,
             use_cache=True,
             synced_gpus=is_collective,
+            **{name: tensor.to(device) for name, tensor in (image_inputs or {}).items()},
         )
     return tokens.cpu()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import Engine
+    from portable.batch import Batch
     from portable.callbacks import Run
     from portable.config import RunConfig
     from portable.converters.storage.path_or_url import AnyPath
@@ -196,29 +197,47 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
         )
         return
     max_positions = get_max_positions(prepared.model_config)
-    requested_tokens = config.log.sample_tokens
-    tokens = (
-        requested_tokens if max_positions is None else min(requested_tokens, max_positions - prompt.shape[1])
-    )
+    requested_tokens, length = config.log.sample_tokens, prompt.tokens.shape[1]
+    tokens = requested_tokens if max_positions is None else min(requested_tokens, max_positions - length)
     model: Any = engine.model
     if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # custom models may not
         return
     try:
-        text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
+        text = engine.generate(
+            prompt.tokens, max_new_tokens=tokens, seed=config.seed, image_inputs=prompt.image_inputs
+        )
     except Exception as error:  # a custom model may raise anything
         reporter.print_on_rank0(
             f"warning: log.sample_tokens: the model cannot generate a text: {to_one_line(error)}"
         )
         return
-    start, rest = text[0, : prompt.shape[1]], text[0, prompt.shape[1] :]
+    start, rest = text[0, :length].tolist(), text[0, length:].tolist()
+    if (processor := prepared.data.train.image_processor) is not None:  # write each image as one token
+        image_tokens = processor.image_token_ids
+        start = [
+            token
+            for previous, token in zip([None, *start], start, strict=False)
+            if token != previous or token not in image_tokens
+        ]
     decode_tokens = partial(decode, prepared.data.tokenizer)
     reporter.print_on_rank0(
-        f"\n--- prompt\n{decode_tokens(start.tolist())}\n--- the model "
-        f"continues\n{decode_tokens(rest.tolist())}\n---\n"
+        f"\n--- prompt\n{decode_tokens(start)}\n--- the model continues\n{decode_tokens(rest)}\n---\n"
     )
 
 
-def build_sample_prompt(prepared: PreparedRun) -> torch.Tensor:
+class SamplePrompt(NamedTuple):
+    """Prompt for the sample at the end of a run.
+
+    Attributes:
+        tokens: Token ids, int64 ``[1, length]``.
+        image_inputs: Inputs of the model for the images of the prompt. None without images.
+    """
+
+    tokens: torch.Tensor
+    image_inputs: Batch | None = None
+
+
+def build_sample_prompt(prepared: PreparedRun) -> SamplePrompt:
     """Build the prompt for the sample at the end of a run.
 
     The prompt is ``log.sample_prompt`` if it is set, and otherwise the beginning of an evaluation or training
@@ -226,9 +245,6 @@ def build_sample_prompt(prepared: PreparedRun) -> torch.Tensor:
 
     Args:
         prepared: The run.
-
-    Returns:
-        Token ids, an int64 tensor of shape ``[1, length]``.
     """
     data, prompt = prepared.data, prepared.config.log.sample_prompt
     if prompt is not None:
@@ -242,18 +258,24 @@ def build_sample_prompt(prepared: PreparedRun) -> torch.Tensor:
                 rendering.render_question, prompt, "log.sample_prompt"
             )
             chat: list[int] = encode_text(data.tokenizer, text, add_special_tokens=False)["input_ids"]
-            return torch.tensor([chat], dtype=torch.int64)
+            return SamplePrompt(torch.tensor([chat], dtype=torch.int64))
         ids: list[int] = encode_text(data.tokenizer, prompt)["input_ids"]
-        return torch.tensor([ids], dtype=torch.int64)
+        return SamplePrompt(torch.tensor([ids], dtype=torch.int64))
     samples = data.first_eval if data.first_eval is not None else data.train
-    batch = samples.build_batch([samples.find_early_sample()])
+    early_sample = samples.find_early_sample()
+    batch = samples.build_batch([early_sample])
     if samples.sequences_per_sample > 1:
         batch = select_sequence_of_samples(batch, 0)
     if data.end_of_turn_token is not None:
         trained = (batch["labels"][0] != IGNORED_LABEL).int()
-        return batch["input_ids"][:, : int(trained.argmax()) + 1]
+        tokens = batch["input_ids"][:, : int(trained.argmax()) + 1]
+        files = samples.read_image_files(early_sample.sample_index, tokens.shape[1])
+        if samples.image_processor is None or not files:
+            return SamplePrompt(tokens)
+        columns = samples.image_processor.build_columns(files, tokens.numpy())
+        return SamplePrompt(tokens, {name: torch.from_numpy(values) for name, values in columns.items()})
     valid = int((batch["labels"] != IGNORED_LABEL).sum())
-    return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
+    return SamplePrompt(batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))])
 
 
 def _choose_export_checkpoint(run: Run, reporter: RunReporter) -> AnyPath | None:

@@ -368,8 +368,11 @@ class XlaEngine:
         return totals
 
     @torch.no_grad()
-    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+    def generate(
+        self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_inputs: Batch | None = None
+    ) -> Tensor:
         """Sample a continuation. The graph covers the full length for every token, so it is compiled once."""
+        assert image_inputs is None  # the settings are rejected
         self.model.eval()
 
         def compute_logits(tokens: Tensor) -> Tensor:

@@ -296,10 +296,10 @@ class MixtureSamples(Samples):
                 out[column][region] = values
         return out
 
-    def read_image_files(self, index: int) -> list[ImageFile]:
-        """Read the image files of a sample from its source."""
+    def read_image_files(self, index: int, num_inputs: int | None = None) -> list[ImageFile]:
+        """Read the image files of a sample from its source. See :meth:`Samples.read_image_files`."""
         source, sample_index = self.locate_in_source(index)
-        return self.source_samples[source].read_image_files(sample_index)
+        return self.source_samples[source].read_image_files(sample_index, num_inputs)
 
     def find_early_sample(self) -> EpochIndex:
         """Return an early sample of the first source."""

@@ -91,6 +91,8 @@ _IMAGE_MARK = "<image>"
 """Text that marks the place of an image in a message, in the formats of LLaVA and ms-swift."""
 _IMAGE_PART_TYPES = ("image", "image_url", "input_image")
 """Types of the parts of a message that contain an image."""
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+"""Modes of images of Pillow that a PNG file can store."""
 _IMAGE_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _QUESTION_FIELDS = (
     "question",
@@ -663,18 +665,20 @@ def _check_no_image_marks(messages: list[Message], row: Mapping[str, Any], locat
     ``<image>`` may be text if the record has no field that could contain images.
 
     Raises:
-        UserError: If a message contains ``<image>``, and the images are missing or in a field of another name.
+        UserError: If a message contains ``<image>``, and its images are missing or in a field of another
+            name.
     """
     if not any(_IMAGE_MARK in get_message_text(message) for message in messages):
         return
     if (field := _find_image_field(row)) is not None:
         raise RecordError(
             f"data.columns: {location}: {_IMAGE_MARK} in its messages, but its images are in the field "
-            f"{field}; set data.columns to {{images: {field}}}"
+            f"{field}; set data.columns to {{images: {field}}}, or remove {_IMAGE_MARK}"
         )
     if any(key in row for key in _IMAGE_FIELDS):
         raise _build_record_error(
-            location, f"{_IMAGE_MARK} in its messages, but no image in images; add it, or remove {_IMAGE_MARK}"
+            location,
+            f"{_IMAGE_MARK} in its messages, but no image in images; add the image, or remove {_IMAGE_MARK}",
         )
 
 
@@ -754,12 +758,20 @@ def _parse_image_reference(value: Any, name: str, location: str) -> ImageReferen
             value = value[len("file://") :]
         return ImageReference(path=value)
     if callable(getattr(value, "save", None)):  # an image of Pillow, as custom code yields
-        buffer = io.BytesIO()
-        value.save(buffer, format="PNG")
-        return ImageReference(data=buffer.getvalue())
+        return ImageReference(data=_encode_png(value))
     raise _build_record_error(
         location, f"{name} is {describe_type(value)}, not an image; give a path, a URL or the bytes of a file"
     )
+
+
+def _encode_png(image: Any) -> bytes:
+    """Encode an image of Pillow as a PNG file, rotated as its EXIF data says."""
+    from PIL import ImageOps
+
+    rotated = ImageOps.exif_transpose(image)
+    buffer = io.BytesIO()
+    (rotated if rotated.mode in _PNG_MODES else rotated.convert("RGB")).save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def _decode_base64(value: Mapping[str, Any], key: str) -> Any:

@@ -34,11 +34,13 @@ def expand_placeholders(
     num_images = 0 if conversation is None else count_images(conversation.messages)
     starts = _find_all(draft.text, placeholder)
     if conversation is not None and len(starts) != num_images:
+        counts = (
+            f"{format_count(len(starts), 'time')}, but the record has {format_count(num_images, 'image')}"
+        )
         raise build_template_error(
             conversation,
-            f"the text has {placeholder!r}, the placeholder of an image, {format_count(len(starts), 'time')}, "
-            f"but the record has {format_count(num_images, 'image')}; use the template of the model, and "
-            "remove the placeholder from texts",
+            f"{placeholder!r}, the placeholder of an image, is in the text {counts}; use the template of the "
+            "model, and remove the placeholder from texts",
         )
     if not starts:
         return draft

@@ -287,9 +287,15 @@ class TorchEngine:
         self.model.train()
         return compute_new_totals(totals, sums)
 
-    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+    def generate(
+        self, prompt: Tensor, *, max_new_tokens: int, seed: int, image_inputs: Batch | None = None
+    ) -> Tensor:
         """Sample a continuation of ``prompt``. See :func:`sample_continuation` for arguments and result."""
         self.model.eval()
+        if image_inputs is not None and isinstance(self.model, FSDPModule):
+            # transformers runs the image tower before the forward pass of the complete model, which would
+            # gather the parameters that are not in a layer.
+            self.model.unshard()
         with self._sharded.get_autocast_context():
             tokens = sample_continuation(
                 self.model,
@@ -297,6 +303,7 @@ class TorchEngine:
                 self._device,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
+                image_inputs=image_inputs,
                 is_collective=False,
             )
         self.model.train()
