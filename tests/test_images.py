@@ -1266,7 +1266,7 @@ def test_changed_image_is_tokenized_again(
             assert read_files(after) == expected and after.fingerprint == before.fingerprint
             assert (folder / "meta.json").stat().st_mtime_ns == written
     error = capsys.readouterr().err
-    note = f"warning: data.cache_dir: {folder}: the image 'a.png' has changed; creating it again"
+    note = f"warning: data.cache_dir: {folder}: the image 'a.png' has changed; creating the folder again"
     assert error.count(note) == is_noticed
 
 
@@ -1323,7 +1323,7 @@ def test_damaged_images_are_detected(
         TokenCache.open(path.parent)
     after = build(qwen, source, tmp_path / "cache")
     assert read_files(after) == expected and after.fingerprint == before.fingerprint
-    assert f"{path.parent}: damaged; creating it again" in capsys.readouterr().err
+    assert f"{path.parent}: is damaged; creating the folder again" in capsys.readouterr().err
 
 
 def test_damage_while_training_ends_the_run(
@@ -1336,7 +1336,9 @@ def test_damage_while_training_ends_the_run(
     content[0] ^= 1
     path.write_bytes(content)
     monkeypatch.setattr("portable.data.tokens.cache.MAX_FULLY_CHECKED_BYTES", 0)
-    with pytest.raises(RunError, match=r"images\.bin: damaged at byte 0; run the same command to tokenize"):
+    with pytest.raises(
+        RunError, match=r"images\.bin: is damaged at byte 0; run the same command to tokenize"
+    ):
         read_files(replace(data, tokenized_sources={"": replace_tokens(data, TokenCache.open(path.parent))}))
 
 
