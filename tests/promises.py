@@ -37,12 +37,12 @@ The last column contains one of the following:
 
 | last result | meaning |
 | --- | --- |
-| 1.7e-07 of 1e-05, 2026-11-27 | the largest relative difference that the test has measured, the bound that it allows, and the date |
+| 1.7e-07 of 1e-05, 2026-11-27 | largest relative difference, allowed difference, and date |
 | exact | the test compares bit for bit, or checks a condition |
-| not recorded | the test fails if a difference is larger than the bound in the first column, but does not store the difference |
+| not recorded | the test compares with the bound in the first column, but does not store the difference |
 
-`python -m tests.broken` breaks the guarantees on purpose, one at a time in a copy of the code, and checks that a
-test fails.
+`python -m tests.broken` breaks the guarantees on purpose, one at a time in a copy of the code, and checks
+that a test fails.
 """
 
 _seen: dict[str, tuple[float, float]] = {}
