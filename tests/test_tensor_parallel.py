@@ -227,4 +227,5 @@ def test_tensor_parallel_types_equal_one_rank(types: list[str], ranks: RankPool)
 
 def test_docs_count_tensor_parallel_types() -> None:
     page = Path(__file__).parents[1] / "docs" / "parallelism.md"
-    assert f"Tensor parallelism supports {len(TENSOR_PARALLEL_TYPES)} model types, " in page.read_text("utf-8")
+    sentence = f"Tensor parallelism supports {len(TENSOR_PARALLEL_TYPES)} model types, "
+    assert sentence in page.read_text("utf-8")
