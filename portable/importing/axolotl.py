@@ -330,7 +330,7 @@ ENTRY_KEYS: ForeignKeys = {
     ),
     "trust_remote_code": RefusedKey("no code of a dataset is run; name its files in data.source"),
     "ds_type": IgnoredKey(
-        "the ending of a file's name decides; rename the file", unless=("json", "parquet", "csv", "text")
+        "the file extension determines the format; rename the file", unless=("json", "parquet", "csv", "text")
     ),
     "preprocess_shards": IgnoredKey(),
 }

@@ -203,7 +203,7 @@ class PassThroughKey(ForeignKey):
 
     Attributes:
         check_value: Function that raises ``NoEffect`` or ``NoCounterpart`` for a value that is not passed on.
-        docs_text: Text about the key in docs/wild.md.
+        docs_text: Text about the key in docs/keys.md.
     """
 
     check_value: Callable[[Any, ForeignFile], None]
@@ -227,7 +227,7 @@ class PassThroughKey(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """Text about the key in docs/wild.md."""
+        """Text about the key in docs/keys.md."""
         return self.docs_text
 
 

@@ -98,7 +98,7 @@ class ForeignKey:
 
     @property
     def summary(self) -> str:
-        """Text about the key in docs/wild.md. Empty if the key has no effect and needs no replacement."""
+        """Text about the key in docs/keys.md. Empty if the key has no effect and needs no replacement."""
         return self.remedy
 
 

@@ -163,7 +163,9 @@ KEYS: ForeignKeys = {
     ),
     "template": SettingKey("data.chat_template", convert_chat_template),
     "system": RefusedKey("put a system message into each record"),
-    **dict.fromkeys(("model_name", "model_author"), IgnoredKey("only swift/self-cognition has their places")),
+    **dict.fromkeys(
+        ("model_name", "model_author"), IgnoredKey("used only by the dataset swift/self-cognition")
+    ),
     **dict.fromkeys(
         ("dataset_num_proc", "packing_num_proc", "lazy_tokenize", "load_from_cache_file"),
         IgnoredKey(TOKENIZED_ONCE),

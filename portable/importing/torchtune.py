@@ -234,7 +234,7 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("tasks", "prompt", "max_new_tokens", "top_k", "limit", "enable_kv_cache"),
-        RefusedKey("the file trains nothing; use another file"),
+        RefusedKey("this is not a training config; use another file"),
     ),
     **dict.fromkeys(
         ("grpo_samples", "reward_and_value_model", "ppo_epochs", "temperature", "orchestration"),

@@ -25,7 +25,7 @@ SFT_OF_LOSS = "an argument of the loss: train.loss: dpo(sft=1.0)"
 ONLY_TEXT = "only text models are supported; remove the key"
 ONLY_16_OR_32_BITS = "weights are trained in 16 or 32 bits only; remove the key"
 NO_REWARDS = "training on rewards of generated answers is not supported; remove the key"
-IS_AUTOMATIC = "that is automatic; remove the key"
+IS_AUTOMATIC = "handled automatically; remove the key"
 TOKENIZED_ONCE = "texts are tokenized once, on all cores, and cached in data.cache_dir; remove the key"
 NO_LIGER = "Liger kernels are not used; remove the key (memory.loss_chunk_tokens saves the logits' memory)"
 

@@ -270,7 +270,8 @@ _DATA: ForeignKeys = {
     **dict.fromkeys(
         ("formatting_func", "field_messages", "message_field_role", "roles"),
         RefusedKey(
-            "set data.format to messages or sharegpt, whose keys are recognized; write other records so"
+            "set data.format to messages or sharegpt, whose keys are recognized; "
+            "convert other records to one of them"
         ),
     ),
     "eos_token": RefusedKey(
