@@ -135,8 +135,8 @@ class ImageReader:
             real = resolve_local_path_inside(path, self.root)
         except LinkError as error:
             raise RecordError(
-                f"data.image_root: {location}: the image {name} is outside of {self.root}; move it there, or "
-                "set data.image_root to the folder of the images"
+                f"data.image_root: {location}: the image {name} is outside of {self.root}; move the "
+                "image, or set data.image_root to the folder of the images"
             ) from error
         with open_file(Path(real)) as file:
             return file.read(MAX_FILE_BYTES + 1) or b""
