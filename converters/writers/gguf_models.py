@@ -523,8 +523,9 @@ def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, setting
         settings.values["sliding_window"] = window_size
     elif uses_windows and window_size < context_length:
         reason = (
-            f"llama.cpp's {model_type.arch} has no windows; with null, texts of more than {window_size} "
-            "tokens differ"
+            f"llama.cpp does not support sliding windows for {model_type.arch}; set sliding_window to "
+            "null to "
+            f"convert, but results differ beyond {window_size} tokens"
         )
         table.raise_unsupported("sliding_window", reason)
 

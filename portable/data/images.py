@@ -204,8 +204,8 @@ class ImageReader:
             return Path(resolve_local_path_inside(self.root / path, self.root))
         except LinkError as error:
             raise RecordError(
-                f"data.image_root: {location}: the image {name} is outside of {self.root}; move it there, or "
-                "set data.image_root to the folder of the images"
+                f"data.image_root: {location}: the image {name} is outside of {self.root}; move the "
+                "image, or set data.image_root to the folder of the images"
             ) from error
         except (OSError, ValueError) as error:  # the path is too long, or contains a null character
             raise RecordError(

@@ -401,7 +401,10 @@ class CacheSamples(Samples):
         return list(map(PromptImage, self.token_cache.list_images(number), files))
 
     def list_document_numbers(self, index: int) -> range:
-        """Return a range with the only document of a sample."""
+        """Return a range with one document number, because each sample of this class is one document.
+
+        Several subclasses have samples of several documents, and override this method.
+        """
         return self.sample_range.get_document_range(index)
 
     def _find_block_documents(self, index: int) -> range:

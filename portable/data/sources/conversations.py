@@ -181,7 +181,7 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
     if formats:
         raise UserError(
             f"data.format: {location}: the fields {names} fit both {' and '.join(formats)}; set data.format "
-            "to one"
+            "to one of them"
         )
     if text_field == "text":
         _refuse_renamed_fields(row, location)
@@ -651,7 +651,9 @@ def _parse_image_fields(row: Mapping[str, Any], location: str) -> list[ImageRefe
     """Return the references in the fields ``images`` and ``image`` of a record. Empty if there are none."""
     fields = {key: row[key] for key in _IMAGE_FIELDS if not is_empty(row.get(key))}
     if len(fields) > 1:
-        raise _build_record_error(location, f"fields {' and '.join(fields)}; remove one")
+        raise _build_record_error(
+            location, f"has the fields {' and '.join(fields)}; remove one of the fields"
+        )
     for key, value in fields.items():
         if isinstance(value, str) and value.lstrip().startswith("["):
             value = _parse_json(value, key, location)
@@ -705,7 +707,7 @@ def _insert_image_parts(messages: list[Message], num_images: int, location: str)
     if not any(marks):
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
-            raise _build_record_error(location, "images, but no message of a user; add one")
+            raise _build_record_error(location, "has images, but no message of a user; add a message")
         parts = [{"type": "image"}] * num_images + [{"type": "text", "text": texts[first]}]
         return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
     if sum(marks) != num_images:
@@ -813,15 +815,17 @@ def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], loc
     prompts = {key: row[key] for key in _SYSTEM_FIELDS if not is_empty(row.get(key))}
     for key, value in prompts.items():
         if not isinstance(value, str):
-            raise _build_record_error(location, f"{key} is {describe_type(value)}; make it a string")
+            raise _build_record_error(location, f"{key} is {describe_type(value)}; convert {key} to a string")
     if messages[0]["role"] in SYSTEM_ROLES:
         for key, value in prompts.items():
             if value.strip() != get_message_text(messages[0]).strip():
-                description = f"a field {key} and a message from {messages[0]['role']}"
-                raise _build_record_error(location, f"{description}; remove one")
+                description = f"the field {key} and the message from {messages[0]['role']}"
+                raise _build_record_error(location, f"{description} differ; remove one of the prompts")
         return None
     if len({value.strip() for value in prompts.values()}) > 1:
-        raise _build_record_error(location, f"fields {' and '.join(prompts)} that differ; remove one")
+        raise _build_record_error(
+            location, f"the fields {' and '.join(prompts)} differ; remove one of the fields"
+        )
     return next(iter(prompts.values()), None)
 
 
@@ -850,7 +854,9 @@ def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
             for function in tools["functions"]
         ]
         if tools.get("tools", tools["functions"]) != tools["functions"]:
-            raise _build_record_error(location, "fields tools and functions that differ; remove one")
+            raise _build_record_error(
+                location, "the fields tools and functions differ; remove one of the fields"
+            )
     return next(iter(tools.values()), None)
 
 
@@ -928,19 +934,20 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
     if "function_call" in converted:
         if "tool_calls" in converted:
             raise _build_record_error(
-                location, f"message {index + 1} has function_call and tool_calls; remove one"
+                location, f"message {index + 1} has function_call and tool_calls; remove one of the keys"
             )
         converted["tool_calls"] = converted.pop("function_call")
     if isinstance(content, list | tuple):
         content = converted["content"] = _normalize_parts(content, location, index)
     if not isinstance(content, str | list) and (content is not None or "tool_calls" not in converted):
         raise _build_record_error(
-            location, f"message {index + 1}: content is {describe_type(content)}; make it a string"
+            location, f"message {index + 1}: content is {describe_type(content)}; convert content to a string"
         )
     for key in _REASONING_KEYS:
         if not isinstance(converted.get(key, ""), str):
             raise _build_record_error(
-                location, f"message {index + 1}: {key} is {describe_type(converted[key])}; make it a string"
+                location,
+                f"message {index + 1}: {key} is {describe_type(converted[key])}; convert {key} to a string",
             )
     if "tool_calls" in converted:
         converted["tool_calls"] = _normalize_tool_calls(converted["tool_calls"], location, index)

@@ -498,7 +498,7 @@ class ConversationEncoder:
             token = bounded_tokenizer.decode(self._tokenizer, [encoding.ids[int(stray.argmax())]])
             raise build_template_error(
                 draft.conversation,
-                f"a message contains {token!r}, a token of images; remove it from the text",
+                f"a message contains {token!r}, the image placeholder token; remove this token from the text",
             )
         return ranges
 
