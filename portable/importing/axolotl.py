@@ -25,7 +25,7 @@ from portable.importing.trainer_conversions import (
     IS_AUTOMATIC,
     NO_LIGER,
     ONLY_16_OR_32_BITS,
-    ONLY_TEXT,
+    SCALE_IMAGES,
     SET_ADAPTER,
     SET_EVAL,
     SET_EVAL_EVERY,
@@ -350,7 +350,12 @@ KEYS: ForeignKeys = {
     "lora_target_linear": SwitchKey({"adapter.target_modules": "all-linear"}),
     "peft_use_dora": SettingKey("adapter.use_dora"),
     "peft_use_rslora": SettingKey("adapter.use_rslora"),
-    **dict.fromkeys(("processor_type", "image_size"), RefusedKey(ONLY_TEXT)),
+    "processor_type": IgnoredKey(
+        "the processor of the model is used, and its image tower is frozen; set train.trainable to train it"
+    ),
+    "processor_kwargs": RefusedKey("write the arguments into processor_config.json of a local model folder"),
+    "image_size": RefusedKey(SCALE_IMAGES),
+    "image_resize_algorithm": IgnoredKey("images are scaled with bicubic interpolation; remove the key"),
     **dict.fromkeys(("qat", "quantize_moe_experts"), RefusedKey(ONLY_16_OR_32_BITS)),
     **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), IgnoredKey(NO_LIGER)),
     **dict.fromkeys(("base_model_config", "lora_fan_in_fan_out"), IgnoredKey()),

@@ -10,6 +10,7 @@ from portable.importing.foreign_keys import (
     CompanionKey,
     IgnoredKey,
     MultiSettingKey,
+    NeverFalseKey,
     PresetKey,
     RefusedKey,
     SettingKey,
@@ -22,13 +23,14 @@ from portable.importing.trainer_conversions import (
     IS_AUTOMATIC,
     NO_LIGER,
     ONLY_16_OR_32_BITS,
-    ONLY_TEXT,
     SET_ADAPTER,
     SET_EVAL,
     SET_PAIR_LOSS,
     SFT_OF_LOSS,
     SOURCE_SETTINGS,
     TOKENIZED_ONCE,
+    TRAIN_ONLY_TOWER,
+    TRAIN_TOWER,
     build_source_settings,
     complete_run_settings,
     convert_chat_template,
@@ -94,15 +96,20 @@ KEYS: ForeignKeys = {
     "adapter_name_or_path": SettingKey("adapter.name_or_path"),
     "lora_rank": SettingKey("adapter.r"),
     "lora_target": SettingKey("adapter.target_modules", convert_module_names),
-    **dict.fromkeys(
-        ("freeze_vision_tower", "freeze_multi_modal_projector"), RefusedKey(ONLY_TEXT, unless=(True,))
-    ),
+    **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector"), NeverFalseKey(TRAIN_TOWER)),
+    "freeze_language_model": RefusedKey(TRAIN_ONLY_TOWER),
     "freeze_trainable_layers": RefusedKey("set train.trainable to a pattern of these layers", unless=(2,)),
     "fp8_backend": RefusedKey(ONLY_16_OR_32_BITS, unless=("auto",)),
     **dict.fromkeys(("enable_liger_kernel", "use_v1_kernels"), IgnoredKey(NO_LIGER)),
     # Data
     "dataset": MultiSettingKey(SOURCE_SETTINGS, convert_dataset_names, hint="data.source"),
     "dataset_dir": CompanionKey("data.source"),
+    "media_dir": SettingKey("data.image_root"),
+    "image_min_pixels": RefusedKey("small images are not scaled up; remove the key", unless=(1024,)),
+    **dict.fromkeys(
+        ("image_do_pan_and_scan", "crop_to_patches"),
+        RefusedKey("write it into processor_config.json of a local model folder"),
+    ),
     "eval_dataset": RefusedKey(SET_EVAL),
     "val_size": SettingKey("data.eval_fraction", convert_eval_fraction),
     "max_samples": SettingKey("data.max_samples"),
@@ -150,10 +157,16 @@ DEFAULTS: dict[str, Any] = {
     "adapter.r": 8,
 }
 DIFFERENCES = (OTHER_ORDER, CUT_LATER, PACKED_APART)
+IMAGE_MAX_PIXELS = 768 * 768
+"""Default of ``image_max_pixels``. It is only set if ``media_dir`` is set, because other files may describe
+runs without images.
+"""
 
 
 def complete_llama_factory_settings(file: ForeignFile, num_devices: int) -> None:
-    """Set ``adapter.alpha`` to twice the rank by default, and call :func:`complete_run_settings`.
+    """Add the defaults that depend on other keys, and call :func:`complete_run_settings`.
+
+    The default of ``adapter.alpha`` is twice the rank.
 
     Args:
         file: A file whose keys have been converted.
@@ -162,4 +175,6 @@ def complete_llama_factory_settings(file: ForeignFile, num_devices: int) -> None
     rank = file.result.values.get("adapter.r", DEFAULTS["adapter.r"])
     if file.result.values.get("adapter.type") is not None and isinstance(rank, int):
         file.set_default_setting("adapter.alpha", 2 * rank, "default of LLaMA-Factory")
+    if file.get_value("media_dir"):
+        file.set_default_setting("data.image_max_pixels", IMAGE_MAX_PIXELS, "default of LLaMA-Factory")
     complete_run_settings(file, num_devices)

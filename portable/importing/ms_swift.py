@@ -13,6 +13,7 @@ from portable.importing.foreign_keys import (
     CompanionKey,
     IgnoredKey,
     MultiSettingKey,
+    NeverFalseKey,
     PresetKey,
     RefusedKey,
     SettingKey,
@@ -22,13 +23,14 @@ from portable.importing.trainer_conversions import (
     BETA_OF_LOSS,
     NO_REWARDS,
     ONLY_16_OR_32_BITS,
-    ONLY_TEXT,
     SET_ADAPTER,
     SET_EVAL,
     SET_PAIR_LOSS,
     SFT_OF_LOSS,
     SOURCE_SETTINGS,
     TOKENIZED_ONCE,
+    TRAIN_ONLY_TOWER,
+    TRAIN_TOWER,
     build_source_settings,
     complete_run_settings,
     convert_chat_template,
@@ -115,6 +117,21 @@ def convert_deepspeed_name(value: Any, _: ForeignFile) -> dict[str, Any]:
     return settings
 
 
+def convert_environment(value: Any, _: ForeignFile) -> dict[str, Any]:
+    """Convert ``ENV``, variables of the environment by name. Only ``MAX_PIXELS`` is supported.
+
+    Raises:
+        NoCounterpart: If there are other variables.
+    """
+    variables = dict(value)
+    max_pixels = variables.pop("MAX_PIXELS", None)
+    if variables:
+        raise NoCounterpart(
+            f"{format_short_value(variables)} has no counterpart: export the variables before the start"
+        )
+    return {} if max_pixels is None else {"data.image_max_pixels": int(max_pixels)}
+
+
 KEYS: ForeignKeys = {
     # Model and adapter
     "model": SettingKey("model.name_or_path"),
@@ -145,8 +162,13 @@ KEYS: ForeignKeys = {
     "freeze_parameters_regex": SettingKey("train.frozen"),
     "trainable_parameters_regex": RefusedKey("set train.trainable to the pattern, without train.frozen"),
     "freeze_parameters_ratio": RefusedKey("set train.frozen to a pattern of these layers"),
-    **dict.fromkeys(("freeze_vit", "freeze_aligner"), RefusedKey(ONLY_TEXT, unless=(True,))),
-    **dict.fromkeys(("freeze_llm", "vit_lr", "aligner_lr", "max_pixels"), RefusedKey(ONLY_TEXT)),
+    **dict.fromkeys(("freeze_vit", "freeze_aligner"), NeverFalseKey(TRAIN_TOWER)),
+    "freeze_llm": RefusedKey(TRAIN_ONLY_TOWER),
+    **dict.fromkeys(
+        ("vit_lr", "aligner_lr"),
+        RefusedKey("set train.trainable and train.parameter_groups to patterns of these parameters"),
+    ),
+    "max_pixels": SettingKey("data.image_max_pixels"),
     "new_special_tokens": RefusedKey("add the tokens to the tokenizer in the folder of data.tokenizer"),
     # Data
     "dataset": MultiSettingKey((*SOURCE_SETTINGS, "data.max_samples"), convert_datasets, hint="data.source"),
@@ -206,7 +228,11 @@ KEYS: ForeignKeys = {
     "zero_hpz_partition_size": RefusedKey("write zero_hpz_partition_size into the file of deepspeed.config"),
     "deepspeed_autotp_size": RefusedKey("set tensor_parallel_size, and strategy to full_shard"),
     **dict.fromkeys(("use_ray", "device_groups"), RefusedKey("start the ranks with torchrun or --nproc")),
-    "ENV": RefusedKey("export the variables before the start"),
+    "ENV": MultiSettingKey(
+        ("data.image_max_pixels",),
+        convert_environment,
+        hint="set data.image_max_pixels for MAX_PIXELS; export other variables before the start",
+    ),
     # Output
     **dict.fromkeys(("add_version", "create_checkpoint_symlink", "check_model"), IgnoredKey()),
     "resume_only_model": RefusedKey("set model.name_or_path to the checkpoint"),

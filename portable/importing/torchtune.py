@@ -19,9 +19,10 @@ from portable.importing.foreign_keys import (
 from portable.importing.trainer_conversions import (
     NO_REWARDS,
     ONLY_16_OR_32_BITS,
-    ONLY_TEXT,
+    SCALE_IMAGES,
     SET_EVAL,
     SOURCE_SETTINGS,
+    TRAIN_TOWER,
     build_source_settings,
     complete_run_settings,
 )
@@ -174,10 +175,10 @@ KEYS: ForeignKeys = {
     ),
     "model.quantize_base": PresetKey({"true": {"adapter.base": "nf4"}, "false": {}}, hint="adapter.base"),
     **dict.fromkeys(
-        ("model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable", "model.image_size"),
-        RefusedKey(ONLY_TEXT),
+        ("model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable"),
+        RefusedKey(TRAIN_TOWER),
     ),
-    "tokenizer.image_size": RefusedKey(ONLY_TEXT),
+    **dict.fromkeys(("model.image_size", "tokenizer.image_size"), RefusedKey(SCALE_IMAGES)),
     "device": WordSettingKey(
         "backend", {"cuda": "cuda", "cpu": "cpu", "mps": None, "xpu": None, "npu": None}
     ),
@@ -197,10 +198,9 @@ KEYS: ForeignKeys = {
     "dataset.packed": WordSettingKey("data.packing", {"true": "documents", "false": False}),
     "dataset.split_across_pack": RefusedKey("set data.packing to true, which splits texts"),
     "dataset.new_system_prompt": RefusedKey("put a system message, or a field system, into each record"),
-    **dict.fromkeys(
-        ("dataset.filter_fn", "dataset.image_dir", "dataset.image_tag"),
-        RefusedKey("prepare the records with custom code in data.source"),
-    ),
+    "dataset.filter_fn": RefusedKey("prepare the records with custom code in data.source"),
+    "dataset.image_dir": SettingKey("data.image_root"),
+    "dataset.image_tag": RefusedKey("write <image> into the texts of the records", unless=("<image>",)),
     "dataset_val": RefusedKey(SET_EVAL),
     "shuffle": IgnoredKey("samples are always shuffled", unless=(True,)),
     "tokenizer.max_seq_len": SettingKey("data.seq_len"),

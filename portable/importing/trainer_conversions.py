@@ -22,7 +22,12 @@ SET_ADAPTER = "set adapter.type to lora; r, alpha, dropout and target_modules ar
 SET_HUB = "set hub.push to end or checkpoints, hub.repo and hub.private"
 BETA_OF_LOSS = "an argument of the loss: train.loss: dpo(beta=0.1)"
 SFT_OF_LOSS = "an argument of the loss: train.loss: dpo(sft=1.0)"
-ONLY_TEXT = "only text models are supported; remove the key"
+NO_VIDEO = "only text and still images are trained on; remove the key"
+TRAIN_TOWER = (
+    "image towers are frozen; set train.trainable to patterns of the parameters to train, such as [.] for all"
+)
+TRAIN_ONLY_TOWER = "set train.trainable to a pattern of the parameters to train, such as vision"
+SCALE_IMAGES = "images keep their shape; set data.image_max_pixels to the largest number of pixels"
 ONLY_16_OR_32_BITS = "only 16-bit and 32-bit training is supported; remove the key"
 NO_REWARDS = "training on rewards of generated answers is not supported; remove the key"
 IS_AUTOMATIC = "handled automatically; remove the key"

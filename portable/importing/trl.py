@@ -21,14 +21,15 @@ from portable.importing.foreign_keys import (
     SettingKey,
     SwitchKey,
     WordSettingKey,
+    drop_unset_value,
 )
 from portable.importing.trainer_conversions import (
     BETA_OF_LOSS,
     IS_AUTOMATIC,
     NO_LIGER,
     NO_REWARDS,
+    NO_VIDEO,
     ONLY_16_OR_32_BITS,
-    ONLY_TEXT,
     SET_ADAPTER,
     SET_EVAL,
     SET_EVAL_EVERY,
@@ -130,6 +131,16 @@ def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
     )
 
 
+def convert_max_length(value: Any, file: ForeignFile) -> Any:
+    """Return ``max_length``. If it is null, as in scripts for images, add a note and return None."""
+    if value is None:
+        file.add_note(
+            file.path,
+            "null means no limit: set data.seq_len to the number of tokens of the longest conversation",
+        )
+    return drop_unset_value(value, file)
+
+
 def convert_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Convert TRL's ``dataset_mixture``, or ``dataset_mixer`` of older recipes, to data sources.
 
@@ -197,7 +208,8 @@ _MODEL: ForeignKeys = {
     ),
     "router_aux_loss_coef": RefusedKey("set router_aux_loss_coef and output_router_logits in model.config"),
     "fp8": RefusedKey(ONLY_16_OR_32_BITS),
-    **dict.fromkeys(("video_max_pixels", "image_max_pixels"), RefusedKey(ONLY_TEXT)),
+    "image_max_pixels": SettingKey("data.image_max_pixels"),
+    "video_max_pixels": RefusedKey(NO_VIDEO),
     "expert_parallel_size": SettingKey("expert_parallel_size"),
     "tensor_model_parallel_size": SettingKey("tensor_parallel_size"),
     "pipeline_model_parallel_size": RefusedKey(
@@ -240,9 +252,9 @@ _DATA: ForeignKeys = {
     ),
     "datasets": MultiSettingKey(SOURCE_SETTINGS, convert_mixture_entries, hint="data.source"),
     "max_train_samples": SettingKey("data.max_samples"),
+    "max_length": SettingKey("data.seq_len", convert_max_length, converts_empty_values=True),
     **dict.fromkeys(
-        ("max_length", "max_seq_length", "max_seq_len", "max_source_length", "block_size"),
-        SettingKey("data.seq_len"),
+        ("max_seq_length", "max_seq_len", "max_source_length", "block_size"), SettingKey("data.seq_len")
     ),
     "max_target_length": SettingKey("data.target_seq_len"),
     "max_prompt_length": CompanionKey("data.seq_len and data.truncation"),

@@ -165,7 +165,7 @@ DOORS: dict[str, str] = {
     "portable/commands/chat.py": "check_downloaded_settings, also of the adapter; safetensors only, no "
     "custom code",
     "portable/config/yaml_text.py": "a loader without tags, which counts the values of aliases",
-    "portable/data/images.py": "bytes of a record, or of a file that open_file has opened inside of a folder; "
+    "portable/data/images.py": "bytes of a record, or of a file that open_file has opened in a folder; "
     "few formats, and limits of bytes and pixels",
     "portable/data/sources/hub_dataset.py": "check_hub_card; saved datasets: check_folder_files",
     "portable/data/sources/hub_files.py": "check_folder_files, and the check of the card",
