@@ -153,8 +153,8 @@ class ChatModel:
         if len(pieces) != len(images) + 1:
             raise UserError(
                 f"{_IMAGE_COMMAND}: the rendered conversation has {len(pieces) - 1} times "
-                f"{self.image_processor.placeholder!r}, the placeholder of an image, but {len(images)} images; "
-                "start a new conversation with /reset, and leave the placeholder out of messages"
+                f"{self.image_processor.placeholder!r}, the placeholder of an image, but {len(images)} "
+                "images; start a new conversation with /reset, and leave the placeholder out of messages"
             )
         try:
             replacements = [self.image_processor.compute_replacement(image.size) for image in images]

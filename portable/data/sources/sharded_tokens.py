@@ -439,7 +439,7 @@ class SavedDataset(HubDataset):
         """Open a dataset that was saved with ``save_to_disk``, either as records or as tokens.
 
         It is opened as records if ``data.max_samples`` is set, or if it has columns of records and no column
-        of tokens.
+        of tokens. Columns of records have the usual names, or names in ``data.columns``.
 
         Returns:
             A source of records or tokens. None if the names are not one saved dataset.
@@ -454,7 +454,8 @@ class SavedDataset(HubDataset):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _build_not_saved_error(folder, error) from error
         fields = settings.fields
-        records = fields.format not in (None, "text") or columns & {fields.text, *_RECORD_COLUMNS}
+        renamed = {name.partition(".")[0] for _, name in fields.renamed}
+        records = fields.format not in (None, "text") or columns & {fields.text, *_RECORD_COLUMNS, *renamed}
         of_records = settings.data.max_samples is not None or (records and not columns & set(_TOKEN_COLUMNS))
         return (cls if of_records else SavedTokenDataset)(str(folder), settings)
 
