@@ -41,6 +41,21 @@ class CheckpointError(Exception):
 
     exit_code: int = 65
 
+    @property
+    def reason(self) -> str:
+        """Text of the message without the remedy that the class adds."""
+        return str(self.args[0])
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Error for a checkpoint with wrong, truncated or missing content.
+
+    The only argument of the exception is the reason. The message adds the remedy.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.reason}; copy the checkpoint again"
+
 
 class CommandError(CheckpointError):
     """Error that the user can correct on the command line: in an option, SRC, or OUT."""
@@ -51,13 +66,8 @@ class CommandError(CheckpointError):
 class OptimizerStateError(CheckpointError):
     """Error for an optimizer state that cannot be read although the weights can be read.
 
-    The only argument of the exception is the reason.
+    The only argument of the exception is the reason. The message adds the remedy.
     """
-
-    @property
-    def reason(self) -> str:
-        """Reason without the advice that the message adds."""
-        return str(self.args[0])
 
     def __str__(self) -> str:
         return f"{self.reason}; convert without --optimizer"

@@ -931,7 +931,7 @@ def _find_zero_or_equal_experts(
                     break
             else:
                 by_sample[sample.tobytes()].append(expert)
-    lost = "an expert-parallel save that gathered the experts of one rank, or repeated them, looks like this"
+    lost = "this happens if an expert-parallel save gathered the experts of only one rank"
     problems = []
     if zero:
         problems.append(

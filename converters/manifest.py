@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, to_printable
 from portable.converters.storage.byte_sources import CRC_CHUNK_BYTES
 from portable.converters.storage.folder import CheckpointFolder
 from portable.converters.storage.folder_operations import list_names_below
@@ -104,9 +104,9 @@ def read_manifest(folder: AnyPath) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
-        raise CheckpointError(f"{path}: is damaged") from None
+        raise DamagedCheckpointError(f"{path}: is damaged") from None
     if not isinstance(manifest, dict) or not _is_valid_manifest(manifest):
-        raise CheckpointError(f"{path}: is damaged")
+        raise DamagedCheckpointError(f"{path}: is damaged")
     if manifest.get("version") != _VERSION:
         raise CheckpointError(f"{path}: written by a newer version of this program; upgrade portable-trainer")
     return manifest
@@ -150,9 +150,11 @@ def check_manifest(
     for name, entry in checked.items():
         path = to_printable(folder / name)
         if name not in present_names:
-            raise CheckpointError(f"{path}: is missing, although {MANIFEST} names it")
+            raise DamagedCheckpointError(f"{path}: is missing, although {MANIFEST} names it")
         if (size := opened.get_file(name).nbytes) != entry["bytes"]:
-            raise CheckpointError(f"{path}: has {size:,} bytes, but {entry['bytes']:,} bytes were written")
+            raise DamagedCheckpointError(
+                f"{path}: has {size:,} bytes, but {entry['bytes']:,} bytes were written"
+            )
 
     def is_intact(name: str) -> bool:
         file = opened.get_file(name)
@@ -167,7 +169,9 @@ def check_manifest(
     with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
         for name, intact in zip(names, pool.map(is_intact, names), strict=True):
             if not intact:
-                raise CheckpointError(f"{to_printable(folder / name)}: is damaged, or from another save")
+                raise DamagedCheckpointError(
+                    f"{to_printable(folder / name)}: is damaged, or from another save"
+                )
     return manifest
 
 

@@ -153,7 +153,7 @@ def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
     if len(chosen) > 1:
         names = " and ".join(sorted(each.source.path.name for each in chosen.values())[:4])
         raise CommandError(
-            f"{root}: contains steps of {len(chosen)} kinds, such as {names}; choose one with --tag"
+            f"{root}: contains steps of {len(chosen)} kinds, such as {names}; choose a step with --tag"
         )
     if chosen:
         return next(iter(chosen.values()))

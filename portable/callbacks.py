@@ -338,7 +338,8 @@ class Run:
         """Measure the time within this context, and report it to all callbacks as a pause.
 
         Callbacks exclude pauses from the throughput of the steps. Nothing is reported if the body of the
-        context raises an exception.
+        context raises an exception, because the exception ends the run. A callback that also fails would hide
+        the exception.
         """
         begun = time.perf_counter()
         yield

@@ -152,6 +152,7 @@ def open_or_build_cache_folder(
     write: Callable[[Path], object],
     *,
     resumes: bool = False,
+    describe_defect: Callable[[], str] = lambda: "is damaged",
 ) -> T:
     """Open a folder of the cache. If it does not exist or is damaged, it is written first.
 
@@ -165,6 +166,7 @@ def open_or_build_cache_folder(
             temporary folder replaces ``folder``.
         resumes: Whether ``write`` can continue from the files of a killed process. If so, the temporary
             folder may contain such files when ``write`` is called. Otherwise, it is empty.
+        describe_defect: Function that describes why ``open_cached`` has returned None for an existing folder.
 
     Returns:
         The result of ``open_cached``.
@@ -178,7 +180,9 @@ def open_or_build_cache_folder(
     with _lock_for_writing(folder, resumes=resumes) as draft:
         if (result := open_cached(folder)) is None:
             if folder.exists():
-                print_status(f"warning: data.cache_dir: {folder}: is damaged; creating the folder again")
+                print_status(
+                    f"warning: data.cache_dir: {folder}: {describe_defect()}; creating the folder again"
+                )
             write(draft)
             for file in draft.iterdir():
                 with file.open("rb") as written:

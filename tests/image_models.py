@@ -80,7 +80,8 @@ def _build_gemma() -> Any:
         "boi_token": "<start_of_image>",
         "eoi_token": "<end_of_image>",
     }
-    tokenizer = build_tokenizer(list(named.values()), "<start_of_image>", **named)
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    tokenizer = build_tokenizer([*named.values(), *turns], "<start_of_image>", **named)
     sizes = {"size": {"height": 16, "width": 16}, "image_seq_length": 4}
     return Gemma3Processor(
         image_processor=Gemma3ImageProcessor(**sizes), tokenizer=tokenizer, image_seq_length=4

@@ -25,18 +25,24 @@ TABLE = Path(__file__).with_suffix(".toml")
 FIGURES = Path(__file__).with_suffix(".json")
 
 _INTRODUCTION = """\
-# Promises and their tests
+# Guarantees
 
 <!-- Written by `python -m tests.promises` from tests/promises.toml and promises.json. Edit those. -->
 
-This page lists the guaranteed behavior of portable-trainer. Each promise names the test that checks it, and
+This page lists the guaranteed behavior of portable-trainer. Each guarantee names the test that checks it, and
 every change runs these tests on CPUs. No TPU or cloud store has run the tests yet: see [GPUs](machines.md),
 [TPU](tpu.md), and [object stores](storage.md).
 
-The last column is the largest relative difference that the test has measured, followed by the bound that
-the test allows. "exact" means that the test compares bit for bit, or checks a condition. `python -m
-tests.broken` breaks the promises on purpose, one at a time in a copy of the code, and checks that a test
-fails.
+The last column contains one of the following:
+
+| last result | meaning |
+| --- | --- |
+| 1.7e-07 of 1e-05, 2026-11-27 | largest relative difference, allowed difference, and date |
+| exact | the test compares bit for bit, or checks a condition |
+| not recorded | the test compares with the bound in the first column, but does not store the difference |
+
+`python -m tests.broken` breaks the guarantees on purpose, one at a time in a copy of the code, and checks
+that a test fails.
 """
 
 _seen: dict[str, tuple[float, float]] = {}
@@ -74,7 +80,7 @@ def page() -> str:
     figures = json.loads(FIGURES.read_text("utf-8"))
     parts = [_INTRODUCTION]
     for chapter, rows in promises().items():
-        parts += [f"## {chapter}", "", "| promise | test | last figure |", "| --- | --- | --- |"]
+        parts += [f"## {chapter}", "", "| guarantee | test | last result |", "| --- | --- | --- |"]
         for row in rows:
             measured = [figures[test] for test in row["tests"] if test in figures]
             told = [f"{one['figure']} of {one['within']:g}, {one['date']}" for one in measured]

@@ -326,8 +326,13 @@ def test_docs_tour_lines_exist() -> None:
     for _, quoted, place in rows:
         function, _, link = place.partition(" in ")
         source = (ROOT / "docs" / link[link.index("(") + 1 : -1]).read_text("utf-8")
-        names = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
-        body = ast.get_source_segment(source, names[function.strip("`")]) or ""
+        class_name, _, name = function.strip("`").rpartition(".")
+        nodes: list[ast.AST] = list(ast.walk(ast.parse(source)))
+        if class_name:
+            class_node = next(n for n in nodes if isinstance(n, ast.ClassDef) and n.name == class_name)
+            nodes = list(class_node.body)
+        functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+        body = ast.get_source_segment(source, functions[name]) or ""
         assert quoted.strip("`").replace("\\|", "|") in body, f"{quoted} is not in {place}"
 
 

@@ -226,5 +226,6 @@ def test_tensor_parallel_types_equal_one_rank(types: list[str], ranks: RankPool)
 
 
 def test_docs_count_tensor_parallel_types() -> None:
-    page = Path(__file__).parents[1] / "docs" / "strategies.md"
-    assert f"- {len(TENSOR_PARALLEL_TYPES)} model types, " in page.read_text("utf-8")
+    page = Path(__file__).parents[1] / "docs" / "parallelism.md"
+    sentence = f"Tensor parallelism supports {len(TENSOR_PARALLEL_TYPES)} model types, "
+    assert sentence in page.read_text("utf-8")

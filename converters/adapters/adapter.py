@@ -20,7 +20,7 @@ from portable.converters.adapters.names import (
 )
 from portable.converters.checkpoint import Checkpoint, OptimizerState
 from portable.converters.config_and_tokenizer_files import find_companion_file
-from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.lazy_numpy import np
 from portable.converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from portable.converters.tensors.dtypes import CASTABLE_DTYPES
@@ -90,7 +90,7 @@ class AdapterModule:
                 return LoraPair(first_factor, second_factor, embedding)
             if first_factor is not None or second_factor is not None:
                 missing_kind = second if first_factor is not None else first
-                raise CheckpointError(f"{self.path}: {missing_kind} is missing")
+                raise DamagedCheckpointError(f"{self.path}: {missing_kind} is missing")
         return None
 
 

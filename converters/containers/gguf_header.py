@@ -12,7 +12,7 @@ import struct
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.limits import MAX_HEADER, MAX_TENSOR_NAME
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ def read_gguf_header(file: CheckpointFile) -> GGUFHeader:
         for _ in range(num_tensors):
             name = reader.read_string()
             if name in entries or len(name) > MAX_TENSOR_NAME:
-                raise CheckpointError(f"damaged, the name {name[:100]!r} is too long or not unique")
+                raise DamagedCheckpointError(f"damaged, the name {name[:100]!r} is too long or not unique")
             entries[name] = _read_tensor_entry(reader, name)
         alignment = settings.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
-            raise CheckpointError(f"damaged, {_ALIGNMENT_KEY} is {alignment!r}")
+            raise DamagedCheckpointError(f"damaged, {_ALIGNMENT_KEY} is {alignment!r}")
         data_start = -(-reader.position // alignment) * alignment
         for name, (offset, tensor) in entries.items():
             reader.check_end(data_start + offset + tensor.nbytes, repr(name))
@@ -117,7 +117,7 @@ def _read_tensor_entry(reader: _HeaderReader, name: str) -> _TensorEntry:
 
     (num_dimensions,) = reader.read_numbers("I")
     if num_dimensions > _MAX_DIMENSIONS:
-        raise CheckpointError(f"damaged, {name!r} has {num_dimensions:,} dimensions")
+        raise DamagedCheckpointError(f"damaged, {name!r} has {num_dimensions:,} dimensions")
     shape = tuple(reversed(reader.read_numbers("Q" * num_dimensions)))
     type_number, offset = reader.read_numbers("IQ")
     try:
@@ -129,7 +129,9 @@ def _read_tensor_entry(reader: _HeaderReader, name: str) -> _TensorEntry:
         ) from None
     block_elements, block_bytes = GGML_QUANT_SIZES[dtype]
     if (shape[-1] if shape else 1) % block_elements:
-        raise CheckpointError(f"damaged, the rows of {name!r} are not blocks of {block_elements} elements")
+        raise DamagedCheckpointError(
+            f"damaged, the rows of {name!r} are not blocks of {block_elements} elements"
+        )
     tensor = GGUFTensor(dtype.name, shape, prod(shape) // block_elements * block_bytes)
     return _TensorEntry(offset, tensor)
 
@@ -156,7 +158,9 @@ class _HeaderReader:
             CheckpointError: If the file is not a GGUF file of a supported version.
         """
         if (magic := self._read_bytes(4)) != _MAGIC:
-            raise CheckpointError(f"is not a GGUF file, because it begins with {magic!r}")
+            raise CheckpointError(
+                f"is not a GGUF file, because it begins with {magic!r}; download or convert the file again"
+            )
         number = self._read_bytes(4)
         little, big = (int.from_bytes(number, order) for order in ("little", "big"))
         self._byte_order = ">" if big in _VERSIONS else "<"
@@ -213,7 +217,7 @@ class _HeaderReader:
             CheckpointError: If the file is shorter.
         """
         if end > self._file.nbytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"truncated or damaged, {description} would end at byte {end} of {self._file.nbytes}"
             )
 
@@ -221,7 +225,7 @@ class _HeaderReader:
         """Check that the header can extend to an offset."""
         self.check_end(end, "the header")
         if end > MAX_HEADER:
-            raise CheckpointError(f"damaged, its header has more than {MAX_HEADER:,} bytes")
+            raise DamagedCheckpointError(f"damaged, its header has more than {MAX_HEADER:,} bytes")
 
     def _skip_bytes(self, nbytes: int) -> None:
         self._check_header_end(self.position + nbytes)
@@ -247,5 +251,5 @@ def _get_scalar_code(kind: int) -> str:
         CheckpointError: If the type is not a number or boolean.
     """
     if (code := _SCALAR_CODES.get(kind)) is None:
-        raise CheckpointError(f"damaged, a setting has the type {kind}")
+        raise DamagedCheckpointError(f"damaged, a setting has the type {kind}")
     return code

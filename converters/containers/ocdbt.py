@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.containers.crc32c import compute_crc32c
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.limits import MAX_NODE, MAX_PATH_NAME, MAX_TREE
 from portable.converters.storage.byte_sources import InMemorySource
@@ -107,7 +107,7 @@ def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
         data = folder.get_file(node_location.name)
         node = data.get_file_identity(), node_location.offset
         if node in seen:
-            raise CheckpointError(f"{data.path}: damaged: a node has two parents")
+            raise DamagedCheckpointError(f"{data.path}: damaged: a node has two parents")
         seen.add(node)
         fields = _read_checked_body(data, node_location.offset, node_location.length, _NODE_MAGIC, cost)
         if fields.read_byte() != height:
@@ -143,7 +143,7 @@ def _read_newest_root(fields: _FieldReader) -> _Root:
     names = _read_data_file_names(fields, "")
     count = fields.read_entry_count("versions")
     if count == 0:
-        raise CheckpointError(f"{fields.location}: the database is empty")
+        raise DamagedCheckpointError(f"{fields.location}: the database is empty")
     fields.read_varints(count)  # Generation numbers
     heights = fields.read_bytes(count)
     return _Root(heights[-1], _read_node_locations(fields, names, count)[-1])
@@ -276,14 +276,16 @@ def _read_checked_body(
     location = str(file.path)
     kind = "node" if magic == _NODE_MAGIC else "manifest"
     if length > MAX_NODE:
-        raise CheckpointError(f"{location}: damaged: an OCDBT {kind} cannot have {length:,} bytes")
+        raise DamagedCheckpointError(f"{location}: damaged: an OCDBT {kind} cannot have {length:,} bytes")
     raw = file.read_bytes(offset, length)
     if len(raw) < 18 or raw[:4] != magic.to_bytes(4, "big"):
-        raise CheckpointError(f"{location}: damaged: there is no OCDBT {kind} at the recorded position")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: there is no OCDBT {kind} at the recorded position"
+        )
     if int.from_bytes(raw[4:12], "little") != len(raw):
-        raise CheckpointError(f"{location}: truncated or damaged: a recorded length does not match")
+        raise DamagedCheckpointError(f"{location}: truncated or damaged: a recorded length does not match")
     if compute_crc32c(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
-        raise CheckpointError(f"{location}: damaged: the checksum of the OCDBT tree does not match")
+        raise DamagedCheckpointError(f"{location}: damaged: the checksum of the OCDBT tree does not match")
     cost.stored_bytes += len(raw)
     fields = _FieldReader(raw[12:-4], location, cost)
     version, compression = fields.read_varint(), fields.read_varint()
@@ -308,9 +310,9 @@ def _decompress(data: bytes, location: str) -> bytes:
     try:
         body: bytes = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(MAX_NODE + 1)
     except OSError:
-        raise CheckpointError(f"{location}: damaged: the OCDBT tree is not zstd data") from None
+        raise DamagedCheckpointError(f"{location}: damaged: the OCDBT tree is not zstd data") from None
     if len(body) > MAX_NODE:
-        raise CheckpointError(f"{location}: a node of the OCDBT tree has more than {MAX_NODE:,} bytes")
+        raise DamagedCheckpointError(f"{location}: a node of the OCDBT tree has more than {MAX_NODE:,} bytes")
     return body
 
 
@@ -347,7 +349,7 @@ class _FieldReader:
 
     def build_damage_error(self, reason: str) -> CheckpointError:
         """Return an error that describes damage in this file. The caller raises the error."""
-        return CheckpointError(f"{self.location}: damaged: {reason}")
+        return DamagedCheckpointError(f"{self.location}: damaged: {reason}")
 
     def reserve_memory(self, nbytes: int) -> None:
         """Add `nbytes` to the estimated memory of the tree.
@@ -370,7 +372,7 @@ class _FieldReader:
         """
         count = self.read_varint()
         if count > len(self.data):
-            raise self.build_damage_error(f"a node cannot have {count:,} {unit}")
+            raise self.build_damage_error(f"a node declares {count:,} {unit}, more than its size allows")
         self.reserve_memory(_ENTRY_BYTES * count)
         return count
 

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.limits import MAX_DEPTH, MAX_INT_BYTES, MAX_KEY, MAX_NAME, MAX_TUPLE_KEYS
 
 Standin = Callable[..., Any]
@@ -145,7 +145,9 @@ def unpickle_without_code(
         struct.error,
         OverflowError,
     ) as error:
-        raise CheckpointError(f"{location}: is not a readable pickle ({type(error).__name__})") from None
+        raise DamagedCheckpointError(
+            f"{location}: is not a readable pickle ({type(error).__name__})"
+        ) from None
 
 
 class _PickleMachine:

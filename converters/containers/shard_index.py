@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.storage.byte_sources import read_json_object
 from portable.converters.storage.folder_operations import map_with_prefetch
 
@@ -55,14 +55,14 @@ def read_indexed_shards(
     shards = dict(zip(files, map_with_prefetch(folder.path, read_shard, files.values()), strict=True))
     for key, shard in weight_map.items():
         if key not in shards[shard]:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{folder.path / shard}: does not contain {key!r}, although {index_name} maps it to this file"
             )
     index: dict[str, V] = {}
     for shard, entries in shards.items():
         for key, value in entries.items():
             if weight_map.get(key) != shard:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{folder.path / shard}: contains {key!r}, which {index_name} does not map to this file"
                 )
             index[key] = value
@@ -88,13 +88,14 @@ def check_rank_files_complete(
     if missing:
         # Do not iterate over the world size, because it is untrusted and may be huge.
         first = next(rank for rank in range(len(files_by_rank) + 1) if rank not in files_by_rank)
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path}: the {description} states of rank {first} are missing ({missing} of {world_size} ranks)"
         )
     extra = [name for rank, name in files_by_rank.items() if rank >= world_size]
     if extra:
         raise CheckpointError(
-            f"{path / extra[0]}: is a file of another run, because this run had {world_size} ranks"
+            f"{path / extra[0]}: is a file of another run, because this run had {world_size} ranks; "
+            "remove the files of other runs"
         )
 
 
@@ -110,4 +111,6 @@ def _check_distinct_files(folder: CheckpointFolder, name: str, files: Mapping[st
     for shard, file in files.items():
         other = names_by_path.setdefault(file.get_file_identity(), shard)
         if other != shard:
-            raise CheckpointError(f"{folder.path / name}: lists one file twice, as {other!r} and {shard!r}")
+            raise DamagedCheckpointError(
+                f"{folder.path / name}: lists one file twice, as {other!r} and {shard!r}"
+            )

@@ -24,7 +24,7 @@ from portable.converters.containers.pickle_reader import (
     format_untrusted_value,
     unpickle_without_code,
 )
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.limits import MAX_NAME
 from portable.converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, get_itemsize
 from portable.converters.tensors.tensor import View, is_shape
@@ -111,7 +111,7 @@ class TorchZip:
         self.length = file.nbytes - offset if length is None else length
         self.location = f"{file.path}: {description}" if description else str(file.path)
         if offset < 0 or self.length < 0 or offset + self.length > file.nbytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: would end at byte {offset + self.length}, but the file has "
                 f"{file.nbytes} bytes"
             )
@@ -150,6 +150,9 @@ class TorchZip:
     def _build_error(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.location}: {reason}")
 
+    def _build_damage_error(self, reason: str) -> CheckpointError:
+        return DamagedCheckpointError(f"{self.location}: {reason}")
+
     def _read_bytes(self, start: int, count: int) -> bytes:
         """Read bytes of the archive, using the bytes that were read at its end if possible.
 
@@ -157,7 +160,7 @@ class TorchZip:
             CheckpointError: If the range extends beyond the archive.
         """
         if start < 0 or count < 0 or start + count > self.length:
-            raise self._build_error("the zip file is truncated or damaged")
+            raise self._build_damage_error("the zip file is truncated or damaged")
         if start >= self._tail_offset:
             return self._tail[start - self._tail_offset : start - self._tail_offset + count]
         return self.file.read_bytes(self.offset + start, count)
@@ -188,7 +191,7 @@ class TorchZip:
             )
             agree = all(short in (long, (1 << bits) - 1) for short, long, bits in narrow)
             if magic != b"PK\6\6" or stop + 12 + record_size != locator_offset or not agree:
-                raise self._build_error("damaged zip file: the end records disagree")
+                raise self._build_damage_error("damaged zip file: the end records disagree")
             num_on_disk, count, size, start = here64, count64, size64, start64
         if (
             disk
@@ -198,17 +201,17 @@ class TorchZip:
             or start + size != stop
             or count * _CENTRAL.size > size
         ):
-            raise self._build_error("damaged zip file: the end record is inconsistent")
+            raise self._build_damage_error("damaged zip file: the end record is inconsistent")
         raw, position = self._read_bytes(start, size), 0
         records: list[tuple[str, int, int, int]] = []
         for _ in range(count):
             if position + _CENTRAL.size > size:
-                raise self._build_error("damaged zip file: the directory is inconsistent")
+                raise self._build_damage_error("damaged zip file: the directory is inconsistent")
             fields = _CENTRAL.unpack_from(raw, position)
             magic, _, _, flags, method, _, _, crc, packed, nbytes, n, extra, note, disk, _, _, header = fields
             position += _CENTRAL.size
             if magic != b"PK\1\2" or position + n + extra + note > size or disk or flags & _ENCRYPTED:
-                raise self._build_error("damaged zip file: the directory is inconsistent")
+                raise self._build_damage_error("damaged zip file: the directory is inconsistent")
             name = raw[position : position + n].decode("utf-8", "replace")
             packed, nbytes, header = self._parse_zip64_sizes(
                 raw[position + n : position + n + extra], packed, nbytes, header
@@ -218,13 +221,15 @@ class TorchZip:
                 raise self._build_error(f"the record {name!r} is compressed, which torch.save never does")
             records.append((name, header, nbytes, crc))
         if position != size:
-            raise self._build_error("damaged zip file: the directory is inconsistent")
+            raise self._build_damage_error("damaged zip file: the directory is inconsistent")
         records.sort(key=lambda member: member[1])
         for (name, header, nbytes, _), limit in zip(
             records, [m[1] for m in records[1:]] + [start], strict=True
         ):
             if header + _LOCAL.size + len(name) + nbytes > limit:
-                raise self._build_error(f"damaged zip file: the record {name!r} overlaps the next record")
+                raise self._build_damage_error(
+                    f"damaged zip file: the record {name!r} overlaps the next record"
+                )
         # torch.serialization.set_crc32_options(False) stores 0 for every member, so there are no checksums.
         recorded = any(crc for _, _, _, crc in records)
         members = {
@@ -232,7 +237,7 @@ class TorchZip:
             for name, position, n, crc in records
         }
         if len(members) != len(records):
-            raise self._build_error("damaged zip file: two records have the same name")
+            raise self._build_damage_error("damaged zip file: two records have the same name")
         return _Directory(members, start, isal_zlib.crc32(raw))
 
     def _parse_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> _MemberSizes:
@@ -263,7 +268,7 @@ class TorchZip:
         """
         start = self.file.read_bytes(self.offset, min(16, self.length))
         if start.startswith(b"PK\3\4"):
-            return self._build_error("truncated: the end of the zip file is missing")
+            return self._build_damage_error("truncated: the end of the zip file is missing")
         if start.startswith(b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20"):
             return self._build_error(
                 "was written by torch before 1.6; load the file with torch and save it again"
@@ -278,7 +283,7 @@ class TorchZip:
         """
         member = self.members.get(f"{self.archive}/{name}")
         if member is None:
-            raise self._build_error(f"the record {name!r} is missing")
+            raise self._build_damage_error(f"the record {name!r} is missing")
         raw = self._read_bytes(member.header_offset, _LOCAL.size)
         magic, _, flags, method, _, _, _, _, _, n, extra = _LOCAL.unpack(raw)
         start = member.header_offset + _LOCAL.size
@@ -288,10 +293,12 @@ class TorchZip:
             or flags & _ENCRYPTED
             or self._read_bytes(start, n) != member.name.encode()
         ):
-            raise self._build_error(f"damaged zip file: the header of {name!r} does not match the directory")
+            raise self._build_damage_error(
+                f"damaged zip file: the header of {name!r} does not match the directory"
+            )
         start += n + extra
         if start + member.nbytes > self._directory_start:
-            raise self._build_error(f"damaged zip file: the record {name!r} overlaps the directory")
+            raise self._build_damage_error(f"damaged zip file: the record {name!r} overlaps the directory")
         return self.file.get_span(
             self.offset + start, member.nbytes, crc32=member.crc32, description=f"{self.archive}/{name}"
         )
@@ -343,10 +350,12 @@ class TorchZip:
             and persistent_id[0] == "storage"
             and type(persistent_id[1]) is PickledGlobal
         ):
-            raise CheckpointError(f"{self.location}: data.pkl refers to something that is not a storage")
+            raise DamagedCheckpointError(
+                f"{self.location}: data.pkl refers to something that is not a storage"
+            )
         _, kind, key, _, numel = persistent_id
         if type(key) is not str or len(key) > MAX_NAME:
-            raise CheckpointError(f"{self.location}: data.pkl refers to a storage without a name")
+            raise DamagedCheckpointError(f"{self.location}: data.pkl refers to a storage without a name")
         name = kind.key.rpartition(".")[2]
         dtype = FROM_STORAGE.get(name)
         if dtype is None and name != "UntypedStorage":
@@ -354,7 +363,7 @@ class TorchZip:
         member = self.members.get(f"{self.archive}/data/{key}")
         nbytes = numel * (get_itemsize(dtype) if dtype else 1) if type(numel) is int else -1
         if member is None or nbytes != member.nbytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: the storage {format_untrusted_value(key)} is missing or has another size"
             )
         return ZipStorage(self, key, dtype, nbytes)

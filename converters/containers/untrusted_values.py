@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.pickle_reader import PickledInstance
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
@@ -84,4 +84,4 @@ def get_attributes_or_empty(value: Any) -> dict[Any, Any]:
 
 def _build_error(name: str, kind: str, location: str) -> CheckpointError:
     message = f"damaged: {name} is not {kind}"
-    return CheckpointError(f"{location}: {message}" if location else message)
+    return DamagedCheckpointError(f"{location}: {message}" if location else message)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.containers.crc32c import compute_crc32c
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.untrusted_values import require_shape
-from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.lazy_numpy import np
 from portable.converters.storage.byte_sources import InMemorySource, SourceSlice, parse_json
 from portable.converters.storage.compressed_bytes import CODECS, DecompressedSource
@@ -104,7 +104,7 @@ class ChunkBudget:
         """
         self._num_remaining -= chunks
         if self._num_remaining < 0:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: damaged: too many chunks are within shards, or have no values"
             )
 
@@ -143,7 +143,9 @@ def build_zarr_tensor(
     shape = parsed.shape
     grid = [-(-size // step) for size, step in zip(shape, parsed.chunk_shape, strict=True)]
     if prod(grid) > max_chunks:
-        raise CheckpointError(f"{location}: {name}: damaged: the array would have {prod(grid):,} chunks")
+        raise DamagedCheckpointError(
+            f"{location}: {name}: damaged: the array would have {prod(grid):,} chunks"
+        )
     boxes = []
     for position in product(*map(range, grid)):
         key = parsed.format_chunk_key(position)
@@ -238,7 +240,7 @@ def _build_chunk_view(
     if header.codec is not None:
         source = DecompressedSource(source, header.codec, nbytes, used_bytes, location)
     elif source.nbytes != nbytes:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: damaged: a chunk has {source.nbytes:,} bytes instead of {nbytes:,}"
         )
     return View(source, 0, compute_row_major_strides(header.inner_chunk_shape, width))
@@ -261,7 +263,7 @@ class _ShardIndex:
 
     def __init__(self, value: ByteSource, num_chunks: int, *, has_crc: bool, location: str) -> None:
         if 16 * num_chunks + 4 * has_crc > value.nbytes:
-            raise CheckpointError(f"{location}: truncated or damaged: a shard has no index")
+            raise DamagedCheckpointError(f"{location}: truncated or damaged: a shard has no index")
         self._value = value
         self._num_chunks = num_chunks
         self._has_crc = has_crc
@@ -278,9 +280,9 @@ class _ShardIndex:
             self._entries = self._read_entries()
         offset, length = self._entries[number]
         if offset == _ABSENT:
-            raise CheckpointError(f"{self._location}: a chunk is missing")
+            raise DamagedCheckpointError(f"{self._location}: a chunk is missing")
         if offset + length > self._value.nbytes:
-            raise CheckpointError(f"{self._location}: damaged: the index of a shard is wrong")
+            raise DamagedCheckpointError(f"{self._location}: damaged: the index of a shard is wrong")
         return SourceSlice(self._value, offset, length)
 
     def _read_entries(self) -> list[_IndexEntry]:
@@ -292,7 +294,7 @@ class _ShardIndex:
         raw = bytearray(16 * self._num_chunks + 4 * self._has_crc)
         self._value.read_into(memoryview(raw), self._value.nbytes - len(raw), set())
         if self._has_crc and compute_crc32c(memoryview(raw)[:-4]) != struct.unpack("<I", raw[-4:])[0]:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self._location}: damaged: the checksum of a shard's index does not match"
             )
         pairs = struct.iter_unpack("<QQ", memoryview(raw)[: 16 * self._num_chunks])
@@ -326,7 +328,7 @@ def _parse_version2(header: Any) -> _ArrayHeader:
         raise CheckpointError(f"the zarr compressor {format_untrusted_value(codec)} is not supported")
     separator = fields.get("dimension_separator", ".")
     if separator not in (".", "/"):
-        raise CheckpointError("damaged: the chunk separator is neither . nor /")
+        raise DamagedCheckpointError("damaged: the chunk separator is neither . nor /")
     dtype = parse_zarr_dtype(fields.get("dtype"))
 
     def format_key(position: Shape) -> str:
@@ -360,7 +362,7 @@ def _parse_version3(header: Any) -> _ArrayHeader:
     _check_chunk_shape(shape, chunk)
     separator = _get_extension_settings(fields.get("chunk_key_encoding"), "default").get("separator", "/")
     if separator not in (".", "/"):
-        raise CheckpointError("damaged: the chunk separator is neither . nor /")
+        raise DamagedCheckpointError("damaged: the chunk separator is neither . nor /")
     if fields.get("storage_transformers"):
         raise CheckpointError("zarr storage transformers are not supported")
     codecs = _parse_codecs(fields.get("codecs"))
@@ -374,9 +376,9 @@ def _parse_version3(header: Any) -> _ArrayHeader:
         sharding = codecs[0].settings
         inner = require_shape(sharding.get("chunk_shape"), "chunk_shape")
         if len(inner) != len(chunk) or any(n < 1 or size % n for size, n in zip(chunk, inner, strict=True)):
-            raise CheckpointError("damaged: the chunks do not divide a shard evenly")
+            raise DamagedCheckpointError("damaged: the chunks do not divide a shard evenly")
         if prod(size // n for size, n in zip(chunk, inner, strict=True)) > 1 << 24:
-            raise CheckpointError("damaged: a shard has too many chunks")
+            raise DamagedCheckpointError("damaged: a shard has too many chunks")
         if sharding.get("index_location", "end") != "end":
             raise CheckpointError("a zarr index at the start of a shard is not supported")
         indexed = [codec.name for codec in _parse_codecs(sharding.get("index_codecs"))]
@@ -410,7 +412,7 @@ def _validate_header(header: Any, version: int) -> dict[str, Any]:
         CheckpointError: If the header is not an object, or has another version.
     """
     if not isinstance(header, dict) or header.get("zarr_format") != version:
-        raise CheckpointError(f"damaged: the header of zarr version {version} is missing")
+        raise DamagedCheckpointError(f"damaged: the header of zarr version {version} is missing")
     return header
 
 
@@ -432,7 +434,7 @@ def _get_extension_settings(value: Any, name: str) -> dict[str, Any]:
 
 def _parse_codecs(value: Any) -> list[_Codec]:
     if not isinstance(value, list) or not all(isinstance(codec, dict) for codec in value):
-        raise CheckpointError("damaged: no codecs are listed")
+        raise DamagedCheckpointError("damaged: no codecs are listed")
     return [
         _Codec(str(codec.get("name")), _get_extension_settings(codec, codec["name"]))
         for codec in value
@@ -451,7 +453,7 @@ def _check_chunk_shape(shape: Shape, chunk: Shape) -> None:
     if len(chunk) != len(shape) or any(
         not 0 < n <= max(1, size) for n, size in zip(chunk, shape, strict=True)
     ):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"damaged: chunks of shape {list(chunk)} do not match an array of shape {list(shape)}"
         )
 

@@ -22,7 +22,7 @@ from portable.converters.containers.shard_index import (
     INDEX_FILE_NAME,
     read_indexed_shards,
 )
-from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.safetensors import read_safetensors_file
 from portable.converters.names.canonical import (
@@ -88,12 +88,14 @@ def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoi
         for key, part in part_tensors.items():
             part_offsets = offsets.get(key)
             if part_offsets is None or len(part_offsets) != len(part.shape):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{file.path}: damaged: {DCP_INFO_KEY} does not record where {key!r} begins"
                 )
             dtype, size = dtypes_and_shapes.setdefault(key, (part.dtype, [0] * len(part_offsets)))
             if part.dtype != dtype or len(size) != len(part_offsets):
-                raise CheckpointError(f"{file.path}: {key!r} has a different type or shape in other shards")
+                raise DamagedCheckpointError(
+                    f"{file.path}: {key!r} has a different type or shape in other shards"
+                )
             size[:] = [
                 max(n, start + count) for n, start, count in zip(size, part_offsets, part.shape, strict=True)
             ]
@@ -138,7 +140,8 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
     counts = {int(match[3]) for match in matches}
     if len(counts) > 1:
         raise CheckpointError(
-            f"{path}: contains shards of two saves, with {min(counts)} and {max(counts)} files"
+            f"{path}: contains shards of two saves, with {min(counts)} and {max(counts)} files; remove the "
+            "shards of the other save"
         )
     # Every rank has parts of nearly all tensors, so it has a file. A missing last rank is not detected here,
     # because its tensors would only appear shorter.
@@ -147,7 +150,7 @@ def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
     expected_pairs = ((shard, model) for shard in range(1, shards + 1) for model in range(1, models + 1))
     missing_pair = next((pair for pair in expected_pairs if pair not in numbers), None)
     if missing_pair is not None:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path}: the file of shard {missing_pair[0]:05d}, model {missing_pair[1]:05d} is missing"
         )
     if len(numbers) != shards * models:
@@ -174,7 +177,7 @@ def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tu
     for key, entry in table.items():
         low = entry.get(DCP_OFFSETS_KEY) if isinstance(entry, dict) else None
         if not is_shape(low):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{file.path}: damaged: {DCP_INFO_KEY} does not record where {key!r} begins"
             )
         offsets[key] = tuple(low)

@@ -26,7 +26,7 @@ from portable.converters.containers.shard_index import (
     SINGLE_FILE_NAME,
     read_indexed_shards,
 )
-from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.torch_save.reader import deduplicate_tied_names, open_optimizer_file
 from portable.converters.limits import MAX_HEADER
@@ -153,7 +153,7 @@ def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Ten
         raise CheckpointError(f"{file.path}: param_groups does not list the parameters")
     grouped = {name for names in parameter_names for name in names if isinstance(name, str)}
     if not state.keys() <= grouped:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{file.path}: does not list every parameter with state in {OPTIMIZER_FILE_NAME}"
         )
     return OptimizerState(state, groups)
@@ -179,15 +179,15 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
             shapes.
     """
     if file.nbytes < 8:
-        raise CheckpointError(f"{file.path}: is truncated or not a safetensors file")
+        raise DamagedCheckpointError(f"{file.path}: is truncated or not a safetensors file")
     length = int.from_bytes(file.read_bytes(0, 8), "little")
     if length > MAX_HEADER or 8 + length > file.nbytes:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{file.path}: is truncated or not a safetensors file (the header would have {length} bytes)"
         )
     header = parse_json(file.path, file.read_bytes(8, length))
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file.path}: the header is not a table of tensors")
+        raise DamagedCheckpointError(f"{file.path}: the header is not a table of tensors")
     metadata = header.pop("__metadata__", {})
     data_start = 8 + length
     spans: list[tuple[int, int, str]] = []
@@ -196,12 +196,12 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
         for name, entry in header.items():
             dtype, shape, start, end = _parse_header_entry(name, entry)
             if end - start != prod(shape) * get_itemsize(dtype):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{name!r} has {end - start} bytes, which does not match {dtype} {shape}"
                 )
             if data_start + end > file.nbytes:
                 location = f"byte {data_start + end} of {file.nbytes}"
-                raise CheckpointError(f"truncated or damaged: {name!r} would end at {location}")
+                raise DamagedCheckpointError(f"truncated or damaged: {name!r} would end at {location}")
             span = file.get_span(data_start + start, end - start, description=repr(name))
             tensors[name] = Tensor.from_source(name, dtype, shape, span)
             spans.append((start, end, name))
@@ -244,7 +244,7 @@ def _parse_header_entry(name: str, entry: Any) -> _HeaderEntry:
     except (TypeError, KeyError, ValueError):
         is_valid = False
     if not is_valid or not is_shape(shape) or not is_shape((low, high)):
-        raise CheckpointError(f"the header entry of {name!r} is damaged")
+        raise DamagedCheckpointError(f"the header entry of {name!r} is damaged")
     if dtype not in SUPPORTED_DTYPES:
         raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, which is not supported")
     return _HeaderEntry(dtype, list(shape), low, high)

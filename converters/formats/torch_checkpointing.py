@@ -24,7 +24,12 @@ from portable.converters.containers.pickle_reader import (
 )
 from portable.converters.containers.shard_index import check_rank_files_complete
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    OptimizerStateError,
+    prefix_checkpoint_errors,
+)
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.dcp.optimizer import build_optimizer_state
 from portable.converters.formats.fsdp_ranks.flat import RankCopies
@@ -212,7 +217,7 @@ def _read_metadata(path: AnyPath) -> _Metadata:
         raise CheckpointError(f"{file}: {error.strerror or error}") from None
     table = unpickle_without_code(data, location=str(file), standins={})
     if not isinstance(table, dict) or not isinstance(table.get("metadata"), dict):
-        raise CheckpointError(f"{file}: damaged: the file is not a dict of items")
+        raise DamagedCheckpointError(f"{file}: damaged: the file is not a dict of items")
     if table.get("version") != _VERSION:
         version = format_untrusted_value(table.get("version"))
         raise CheckpointError(
@@ -221,7 +226,7 @@ def _read_metadata(path: AnyPath) -> _Metadata:
         )
     world = table.get("world_size")
     if type(world) is not int or not 0 < world <= MAX_COUNT:
-        raise CheckpointError(f"{file}: damaged: world_size is {format_untrusted_value(world)}")
+        raise DamagedCheckpointError(f"{file}: damaged: world_size is {format_untrusted_value(world)}")
     items: dict[str, _SavedItem] = {}
     for name, entry in table["metadata"].items():
         with prefix_checkpoint_errors(file):
@@ -241,14 +246,16 @@ def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
         CheckpointError: If the entry is damaged or does not list a file for each rank.
     """
     if type(name) is not str or not isinstance(entry, dict):
-        raise CheckpointError("damaged: an item has no name")
+        raise DamagedCheckpointError("damaged: an item has no name")
     file_records, layout_records = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
     if not isinstance(file_records, dict) or not isinstance(layout_records, dict):
-        raise CheckpointError(f"damaged: the item {format_untrusted_value(name)} has no files or tensors")
+        raise DamagedCheckpointError(
+            f"damaged: the item {format_untrusted_value(name)} has no files or tensors"
+        )
     if len(file_records) != world or not all(
         type(rank) is int and 0 <= rank < world for rank in file_records
     ):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"damaged: the item {format_untrusted_value(name)} does not list the files of {world} ranks"
         )
     return _SavedItem(
@@ -268,7 +275,7 @@ def _parse_item_file(name: str, rank: int, layout: Any) -> _ItemFile:
     serialization = layout.get("serialization_format") if isinstance(layout, dict) else None
     kind = serialization.get("type") if isinstance(serialization, dict) else None
     if type(file) is not str or kind not in (_TORCH, _SAFETENSORS, *_OTHER_FORMATS):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"damaged: the file of item {format_untrusted_value(name)} on rank {rank} is not recorded"
         )
     return _ItemFile(file, kind)
@@ -285,7 +292,7 @@ def _parse_tensor_path(text: Any) -> KeyPath:
     except (ValueError, RecursionError):
         parts = None
     if not isinstance(parts, list) or not parts or not all(type(part) in (str, int) for part in parts):
-        raise CheckpointError(f"damaged: {format_untrusted_value(text)} is not the path of a tensor")
+        raise DamagedCheckpointError(f"damaged: {format_untrusted_value(text)} is not the path of a tensor")
     return tuple(parts)
 
 
@@ -300,7 +307,7 @@ def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayou
     for group in groups if isinstance(groups, list) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if not is_shape(ranks) or not seen.isdisjoint(ranks) or max(ranks, default=world) >= world:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"damaged: the ranks of {format_untrusted_value(name)} are {format_untrusted_value(ranks)}"
             )
         seen.update(ranks)
@@ -308,7 +315,7 @@ def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayou
             _GroupLayout(frozenset(ranks), _parse_tensor_layout(name, group.get("sharding_metadata")))
         )
     if not layouts:
-        raise CheckpointError(f"damaged: {format_untrusted_value(name)} is not on any rank")
+        raise DamagedCheckpointError(f"damaged: {format_untrusted_value(name)} is not on any rank")
     return layouts
 
 
@@ -327,7 +334,7 @@ def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
         )
     mesh = data.get("mesh_spec") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(mesh, dict):
-        raise CheckpointError(f"damaged: the layout of {format_untrusted_value(name)} is incomplete")
+        raise DamagedCheckpointError(f"damaged: the layout of {format_untrusted_value(name)} is incomplete")
     dtype = data.get("dtype")
     converted_dtype = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
     if converted_dtype is None:
@@ -338,15 +345,15 @@ def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
     shape, sizes, ranks = data.get("global_shape"), mesh.get("mesh_shape"), mesh.get("mesh_data")
     placements = data.get("placements")
     if not is_shape(shape) or not is_shape(sizes) or not is_shape(ranks):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"damaged: the shape or mesh of {format_untrusted_value(name)} is not a list of numbers"
         )
     if prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"damaged: the mesh of {format_untrusted_value(name)} does not list each rank once"
         )
     if not isinstance(placements, list) or not all(isinstance(each, dict) for each in placements):
-        raise CheckpointError(f"damaged: {format_untrusted_value(name)} has no placements")
+        raise DamagedCheckpointError(f"damaged: {format_untrusted_value(name)} has no placements")
     return _TensorLayout(converted_dtype, tuple(shape), tuple(sizes), tuple(ranks), placements)
 
 
@@ -384,7 +391,7 @@ def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> 
             )
     for path, groups in item.layouts.items():
         if counts.get(path, 0) != sum(len(ranks) for ranks, _ in groups):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{folder.path}: {format_untrusted_value('.'.join(map(str, path)))} is missing from the "
                 f"{name} file of a rank that {_METADATA} lists"
             )
@@ -401,7 +408,7 @@ def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) ->
     for file in files.values():
         other = files_by_identity.setdefault(folder.get_file(file).get_file_identity(), file)
         if other != file or len(set(files.values())) != len(files):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{folder.path / _METADATA}: lists the file {format_untrusted_value(file)} twice"
             )
 
@@ -423,7 +430,7 @@ def _check_recorded_layout(path: KeyPath, value: Any, item: _SavedItem, rank: in
     """
     layout = _get_layout(item, path, rank)
     if layout is None and isinstance(value, ShardedRecord):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: contains {format_untrusted_value('.'.join(map(str, path)))}, which {_METADATA} "
             "does not list"
         )
@@ -437,7 +444,7 @@ def _check_recorded_layout(path: KeyPath, value: Any, item: _SavedItem, rank: in
         if isinstance(value, (ShardedRecord, StoredTensor))
         else "not a tensor"
     )
-    raise CheckpointError(
+    raise DamagedCheckpointError(
         f"{location}: {format_untrusted_value('.'.join(map(str, path)))} is {description}, but {_METADATA} "
         f"has {layout.dtype} {list(layout.shape)}"
     )
@@ -467,18 +474,18 @@ def _iter_safetensors_parts(
         part = tensors.pop(".".join(map(str, path)), None)
         location = f"{file.path}: {format_untrusted_value('.'.join(map(str, path)))}"
         if part is None:
-            raise CheckpointError(f"{location} is missing")
+            raise DamagedCheckpointError(f"{location} is missing")
         offsets, shape = compute_rank_extent(
             layout.shape, layout.mesh_sizes, layout.mesh_ranks, layout.placements, rank, location
         )
         if part.dtype != layout.dtype or part.shape != shape:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location} is {part.dtype} {list(part.shape)}, but {_METADATA} has {layout.dtype} "
                 f"{list(shape)}"
             )
         yield path, ShardedRecord(PlacedPart.__name__, layout.dtype, layout.shape, PlacedPart(offsets, part))
     if tensors:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{file.path}: contains {format_untrusted_value(next(iter(tensors)))}, which {_METADATA} does "
             "not list"
         )
@@ -533,7 +540,7 @@ def _add_rank_value_to(
                 RankParts(value, location) if isinstance(value, ShardedRecord) else RankCopies(location)
             )
         if not isinstance(previous, (RankParts, RankCopies)):
-            raise CheckpointError(f"{location} is a tensor only on some ranks")
+            raise DamagedCheckpointError(f"{location} is a tensor only on some ranks")
         previous.add_rank(value, rank)
     elif path not in merged:
         merged[path] = value

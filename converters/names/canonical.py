@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from portable.converters.containers.pickle_reader import format_untrusted_value
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.limits import MAX_OPTIMIZERS, MAX_TENSOR_NAME
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDic
         if (match := re.fullmatch(r"(?:(?P<container>.+?)\.)?param_groups(?:\..*)?", key))
     }
     if len(containers) > MAX_OPTIMIZERS:
-        raise CheckpointError(f"{location}: damaged: the keys contain {len(containers):,} optimizers")
+        raise DamagedCheckpointError(f"{location}: damaged: the keys contain {len(containers):,} optimizers")
     paths: dict[str, StateDictPath] = {}
     rest: list[str] = []
     for key in keys:

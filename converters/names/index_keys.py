@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from portable.converters.errors import CheckpointError, OptimizerStateError
+from portable.converters.errors import DamagedCheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_ORDER_WORK, MAX_STATES
 from portable.converters.tensors.dtypes import CASTABLE_DTYPES
 
@@ -66,9 +66,11 @@ def flatten_group_keys(groups: Sequence[Sequence[K]], state: Collection[K], loca
     """
     keys = [key for group in groups for key in group]
     if len(set(keys)) != len(keys):
-        raise CheckpointError(f"{location}: damaged: a parameter is in several optimizer groups")
+        raise DamagedCheckpointError(f"{location}: damaged: a parameter is in several optimizer groups")
     if not set(state) <= set(keys):
-        raise CheckpointError(f"{location}: damaged: there is state of a parameter that is not in any group")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: there is state of a parameter that is not in any group"
+        )
     return keys
 
 

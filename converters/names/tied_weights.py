@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.limits import MAX_TIED_PAIRS
 from portable.converters.storage.safe_open import read_json_object_or_empty
 
@@ -215,7 +215,7 @@ def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[TiedPair]:
             for owner in owners:
                 pairs += [TiedPair(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
             if len(pairs) > MAX_TIED_PAIRS:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"damaged: {len(by_end[suffix]):,} tensors have names like {suffix!r}, which is more "
                     "than any model has"
                 )

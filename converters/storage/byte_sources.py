@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from isal import isal_zlib
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.storage.safe_open import open_regular_file
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class CheckpointFile:
             CheckpointError: If the span extends beyond the file.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.path}: truncated or damaged: {description or 'data'} would end at byte "
                 f"{offset + nbytes}, but the file has {self.nbytes} bytes"
             )
@@ -210,7 +210,7 @@ class FileSpan:
         See `ByteSource.read_into`.
         """
         if offset < 0 or offset + len(buffer) > self.nbytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.file.path}: {self.description or 'data'} is shorter than its tensor"
             )
         wanted, end = self.offset + offset + len(buffer), self.offset + self.nbytes
@@ -242,7 +242,7 @@ class FileSpan:
         with self.file.lock:
             if not self.is_verified and (self._read_parts[0].crc32 if self._read_parts else 0) != self.crc32:
                 description = self.description or "a record"
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self.file.path}: damaged: the checksum of {description} does not match"
                 )
             self.is_verified = True
@@ -304,7 +304,7 @@ class SourceSlice:
 
     def __init__(self, source: ByteSource, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > source.nbytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"a piece would end at byte {offset + nbytes}, but the source has {source.nbytes} bytes"
             )
         self.source = source
@@ -314,7 +314,7 @@ class SourceSlice:
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
         """Read bytes of the slice into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
-            raise CheckpointError("a piece is shorter than its tensor")
+            raise DamagedCheckpointError("a piece is shorter than its tensor")
         self.source.read_into(buffer, self.offset + offset, unverified_spans)
 
 
@@ -339,7 +339,7 @@ class ConcatenatedSources:
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
         """Read bytes, possibly of several parts, into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
-            raise CheckpointError("the pieces of a tensor are shorter than the tensor")
+            raise DamagedCheckpointError("the pieces of a tensor are shorter than the tensor")
         index = bisect_right(self.starts, offset) - 1
         done = 0
         while done < len(buffer):
@@ -374,7 +374,7 @@ def read_json_object(file: CheckpointFile) -> dict[str, Any]:
     """
     value = parse_json(file.path, file.read_bytes(0, file.nbytes))
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file.path}: damaged: the JSON value is not an object")
+        raise DamagedCheckpointError(f"{file.path}: damaged: the JSON value is not an object")
     return value
 
 
@@ -398,4 +398,4 @@ def parse_json(location: object, data: bytes) -> Any:
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=reject_duplicate_keys)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{location}: is not valid JSON") from None
+        raise DamagedCheckpointError(f"{location}: is not valid JSON") from None

@@ -14,7 +14,7 @@ import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -56,7 +56,7 @@ class DecompressedSource:
     def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
         """Read decompressed bytes into a buffer. See `ByteSource.read_into`."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
-            raise CheckpointError(f"{self._location}: a chunk is shorter than its tensor")
+            raise DamagedCheckpointError(f"{self._location}: a chunk is shorter than its tensor")
         buffer[:] = self.load_content(len(buffer), unverified_spans)[offset : offset + len(buffer)]
 
     def load_content(self, num_bytes: int, unverified_spans: UnverifiedSpans) -> memoryview:
@@ -150,16 +150,16 @@ class DecompressedSource:
         try:
             part: bytes = stream.read(min(_STEP_BYTES, self.nbytes - num_bytes_read) or 1)
         except OSError as error:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self._location}: damaged: a chunk is not {self._codec} data "
                 f"({' '.join(str(error).split())[:120]})"
             ) from None
         if num_bytes_read < self.nbytes and not part:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self._location}: damaged: a chunk ends after {num_bytes_read:,} of {self.nbytes:,} bytes"
             )
         if num_bytes_read == self.nbytes and part:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self._location}: damaged: a chunk has more than the expected {self.nbytes:,} bytes"
             )
         return part

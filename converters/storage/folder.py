@@ -7,7 +7,7 @@ import stat
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.storage.byte_sources import CheckpointFile, FileDescriptor
 from portable.converters.storage.path_or_url import is_in_store
 from portable.converters.storage.safe_open import is_safe_relative_path, resolve_local_path_inside
@@ -103,7 +103,9 @@ def _get_regular_file_size(path: Path) -> int:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: is not a regular file")
+        raise CheckpointError(
+            f"{path}: is not a regular file; copy the checkpoint to a folder of regular files"
+        )
     return status.st_size
 
 
@@ -151,5 +153,5 @@ class _LocalFile(CheckpointFile):
             except OSError as error:
                 raise CheckpointError(f"{self.path}: {error.strerror or error}") from None
             if count == 0:
-                raise CheckpointError(f"{self.path}: the file ends early, at byte {at + done}")
+                raise DamagedCheckpointError(f"{self.path}: the file ends early, at byte {at + done}")
             done += count

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.storage.byte_sources import CheckpointFile
 from portable.converters.storage.object_store import check_not_forked, run_in_thread
 
@@ -79,7 +79,7 @@ class RemoteFile(CheckpointFile):
         certain_end = max(certain_end, at + len(buffer))
         possible_end = max(possible_end, certain_end)
         if certain_end > self.nbytes:
-            raise CheckpointError(f"{self.path}: the file ends early, at byte {self.nbytes}")
+            raise DamagedCheckpointError(f"{self.path}: the file ends early, at byte {self.nbytes}")
         while done < len(buffer):
             position = at + done
             with _lock:
@@ -139,5 +139,5 @@ class RemoteFile(CheckpointFile):
                 raise CheckpointError(f"{self.path}: was deleted during the read") from None
             raise
         if len(data) != run.stop - run.start:
-            raise CheckpointError(f"{self.path}: the file ends early, at byte {run.start + len(data)}")
+            raise DamagedCheckpointError(f"{self.path}: the file ends early, at byte {run.start + len(data)}")
         return data

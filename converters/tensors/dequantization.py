@@ -338,7 +338,7 @@ def dequantize_fp4(
 
 def _read_scalar(tensor: Tensor, unverified_spans: UnverifiedSpans) -> np.float32:
     """Read the only element of a tensor as a finite float32 scale."""
-    check_tensor(tensor.numel == 1, tensor, "is not one number")
+    check_tensor(tensor.numel == 1, tensor, "must have exactly one element")
     value = read_region(tensor, (0,) * len(tensor.shape), tensor.shape, unverified_spans)
     return np.float32(_to_finite_scale(tensor, value.reshape(-1))[0])
 

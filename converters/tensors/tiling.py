@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,12 +36,12 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
     live: list[Extent] = []
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{name}: a piece has {len(sizes)} dimensions, but the tensor has {len(shape)}"
             )
         for offset, size, length in zip(offsets, sizes, shape, strict=True):
             if offset < 0 or size < 0 or offset + size > length:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{name}: the piece at {list(offsets)} with shape {list(sizes)} is outside of the "
                     f"tensor with shape {list(shape)}"
                 )
@@ -52,15 +52,17 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
         # All volumes are 0, so check that the boxes reach the end of each dimension.
         reach = tuple(max(low[d] + size[d] for low, size in boxes) for d in range(len(shape)))
         if reach != shape:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{name}: empty pieces reach {list(reach)}, but the tensor has shape {list(shape)}"
             )
     if volume < expected:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{name}: {expected - volume} of {expected} elements are missing from the files"
         )
     if volume > expected:
-        raise CheckpointError(f"{name}: pieces overlap, because {volume} elements are stored for {expected}")
+        raise DamagedCheckpointError(
+            f"{name}: pieces overlap, because {volume} elements are stored for {expected}"
+        )
     if len(live) < 2:
         return
     # Compare adjacent boxes along the dimension with the most splits. If they overlap in this dimension,
@@ -70,7 +72,7 @@ def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Ex
     if all(low[0][dim] + low[1][dim] <= high[0][dim] for low, high in pairwise(live)):
         return
     if _has_gap_or_overlap(name, shape, live):
-        raise CheckpointError(f"{name}: elements are missing from the files, and pieces overlap")
+        raise DamagedCheckpointError(f"{name}: elements are missing from the files, and pieces overlap")
 
 
 def _has_gap_or_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:

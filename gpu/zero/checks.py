@@ -26,8 +26,9 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if base in ("nf4", "int8"):
         yield SettingProblem(
             ("adapter.base", "strategy"),
-            f"adapter.base {base} does not work with DeepSpeed's strategy {strategy}, which casts weights; "
-            "use full_shard",
+            f"adapter.base: {base} is not supported with strategy {strategy}, which casts weights; set "
+            "strategy "
+            "to full_shard",
         )
     if config.adapter.trainable_token_indices and strategy == "zero3":
         yield SettingProblem(
@@ -38,8 +39,9 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if base == "fp32" and config.precision in ("bf16", "fp16"):
         yield SettingProblem(
             ("adapter.base", "strategy"),
-            f"adapter.base fp32 does not work with strategy {strategy}, which keeps frozen weights in the "
-            "compute type; use full_shard",
+            f"adapter.base: fp32 is not supported with strategy {strategy}, which keeps frozen weights in "
+            "the "
+            "compute dtype; set strategy to full_shard",
         )
 
 

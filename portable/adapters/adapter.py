@@ -725,10 +725,11 @@ def _has_linear_output(module: Any) -> bool:
 
 
 def _find_tied_weights(model: PreTrainedModel) -> set[str]:
-    """Return the names of the tied parameters whose names differ in more than layer numbers.
+    """Return the names of tied parameters in modules of different kinds, such as the embedding and the head.
 
-    An adapter of such a parameter would change only one of the modules. Parameters whose names differ only in
-    layer numbers, such as the shared layers of Zamba, are fine, because each layer gets a separate adapter.
+    An adapter of such a parameter would change only one of the modules. Tied parameters whose names differ
+    only in layer numbers, such as the shared layers of Zamba, are left out, because each of these layers gets
+    a separate adapter.
     """
     groups = [{first, *others} for first, others in map_tied_names(model).items() if others]
     return {

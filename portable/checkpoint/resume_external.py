@@ -398,10 +398,10 @@ class _ResumeMatcher:
             raise _build_resume_error(
                 self.external,
                 f"was trained with {wanted}, but this run has other defaults",
-                f"set {' and '.join(key for key, _ in unset)}to these values to continue as before",
+                f"set {' and '.join(key for key, _ in unset)} to these values to continue as before",
             )
         self.notes += [
-            f"{key}: {format_short_value(theirs)} there, {format_short_value(ours)} here"
+            f"{key}: {format_short_value(theirs)} in the checkpoint, {format_short_value(ours)} in this run"
             for key, theirs, ours in differing
         ]
 
@@ -427,7 +427,9 @@ class _ResumeMatcher:
             self._note_group_differences("weight_decay", "train.weight_decay")
         if any(decay["vectors"]):
             value = max(decay["vectors"])
-            self.notes.append(f"weight decay of biases and norms: {value:g} there, none here")
+            self.notes.append(
+                f"weight decay of biases and norms: {value:g} in the checkpoint, none in this run"
+            )
         momenta = {float(group["momentum"]) for group in groups if "momentum" in group}
         if kind == "muon" and len(momenta) == 1:
             yield "train.muon_momentum", next(iter(momenta))
@@ -440,7 +442,9 @@ class _ResumeMatcher:
                 if len(values) == 1:
                     yield f"train.{key}", next(iter(values))
                 elif values:
-                    self.notes.append(f"train.{key}: several values there, per group; one here")
+                    self.notes.append(
+                        f"train.{key}: several values in the checkpoint, by group; one value in this run"
+                    )
         peaks = {float(group["initial_lr"]) for group in groups if _is_number(group.get("initial_lr"))}
         if not peaks:
             bases = self.external.scheduler_state.get("base_lrs")
@@ -471,7 +475,8 @@ class _ResumeMatcher:
         if others:
             values = " and ".join(f"{value:g}" for value in sorted(set(theirs.values())))
             self.notes.append(
-                f"{setting}: {values} there, by group; another here for {len(others)} of {len(theirs)} "
+                f"{setting}: {values} in the checkpoint, by group; another value in this run for "
+                f"{len(others)} of {len(theirs)} "
                 "parameters (train.parameter_groups)"
             )
 

@@ -129,7 +129,7 @@ class TrainerState:
             is_own = lambda name: parse_rank_of_file(name) % world_size == rank  # noqa: E731
             manifest = check_manifest(folder, only=is_own if rank else None, reads=is_own)
         except CheckpointError as error:
-            raise DamagedError(f"{to_one_line(error)}; use an older checkpoint") from error
+            raise DamagedError(f"{to_one_line(error.reason)}; use an older checkpoint") from error
         if manifest is None:
             if self.format_version >= _FIRST_VERSION_WITH_MANIFEST:
                 raise DamagedError(f"{folder / MANIFEST}: is missing; use an older checkpoint")

@@ -53,13 +53,13 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     if export == "merged" and adapter.type is not None and config.model.name_or_path is None:
         yield SettingProblem(
             ("checkpoint.export", "model.name_or_path"),
-            "checkpoint.export merged needs a base model with files, model.name_or_path; set "
+            "checkpoint.export: merged needs a pretrained base model (model.name_or_path); set "
             "checkpoint.export to true",
         )
     if export == "like_base" and config.model.name_or_path is None:
         yield SettingProblem(
             ("checkpoint.export", "model.name_or_path"),
-            "checkpoint.export like_base needs a quantized base model, model.name_or_path; set "
+            "checkpoint.export: like_base needs a quantized base model (model.name_or_path); set "
             "checkpoint.export to true",
         )
     if not adapter.target_modules and not adapter.target_parameters:

@@ -197,7 +197,7 @@ def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
         if name in RESERVED_COLUMN_NAMES:
             yield SettingProblem(
                 ("data.columns",),
-                f"data.columns: {name} is an input of models; rename the column",
+                f"data.columns: {name} is reserved for model inputs; rename the column",
             )
 
 

@@ -153,7 +153,7 @@ class ChatModel:
         if len(pieces) != len(images) + 1:
             raise UserError(
                 f"{_IMAGE_COMMAND}: the rendered conversation has {len(pieces) - 1} times "
-                f"{self.image_processor.placeholder!r}, the placeholder of an image, but {format_count(len(images), 'image')}; "
+                f"{self.image_processor.placeholder!r}, the placeholder of an image, but {len(images)} images; "
                 "start a new conversation with /reset, and leave the placeholder out of messages"
             )
         try:

@@ -137,8 +137,9 @@ def run_pretokenization(argv: Sequence[str]) -> int:
 def _read_vocab_size_for_new_tokenizer(config: RunConfig) -> int | None:
     """Return the vocabulary size in the model's config, which is the size of a tokenizer to train.
 
-    Returns None if no tokenizer is trained, because the config names a tokenizer or a pretrained model. This
-    avoids the slow import of transformers.
+    Returns None if ``data.tokenizer`` or ``model.name_or_path`` is set, because no tokenizer is trained then.
+    This case avoids the slow import of transformers. Also returns None if the model's config has no
+    ``vocab_size``.
     """
     if config.data.tokenizer or config.model.name_or_path:
         return None

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     f"Print a config made from files of {format_program_names()}, and from the arguments of their scripts, "
-    "after --. Comments name the origin of each setting, the keys without effect and the keys without "
-    "counterpart."
+    "after --. Comments name the origin of each setting, the keys without effect and the unsupported "
+    "keys."
 )
 _REQUIRED_SETTINGS = {
     "model.name_or_path": "the files name no model",
@@ -93,6 +93,9 @@ def print_imported_config(argv: Sequence[str]) -> int:
                 f"{name}: {count}: start the same number of ranks: portable-train --nproc "
                 f"{imported.num_processes}"
             )
+        merged.differing_programs += [
+            program for program in imported.differing_programs if program not in merged.differing_programs
+        ]
         merged.differences += [line for line in imported.differences if line not in merged.differences]
         for key, value in imported.values.items():
             if (
@@ -110,8 +113,8 @@ def print_imported_config(argv: Sequence[str]) -> int:
     if mistakes:
         raise MultipleMistakesError(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
     if merged.refusals:
-        without = format_count(len(merged.refusals), "key")
-        print_error(f"note: {without} without a counterpart; comments at the end explain what to do")
+        unsupported = format_count(len(merged.refusals), "unsupported key")
+        print_error(f"note: {unsupported}; comments at the end explain what to do")
         return USER_ERROR
     return 0
 
@@ -180,9 +183,9 @@ def format_imported_config(imported: ImportedRun) -> ImportedConfig:
     parts = [*_iter_setting_lines(imported)]
     for title, lines in (
         ("Missing", mistakes),
-        ("No counterpart, and what to do instead", imported.refusals),
-        ("No effect here, or another meaning", imported.notes),
-        ("Differences from there", imported.differences),
+        ("Not supported, and what to do instead", imported.refusals),
+        ("Ignored, or with a different meaning here", imported.notes),
+        (f"Differences from {' and '.join(imported.differing_programs)}", imported.differences),
     ):
         if lines:
             parts += ["", f"# {title}:", *(line for entry in lines for line in _wrap_comment_line(entry))]

@@ -21,7 +21,7 @@ from portable.model.document_attention import can_separate_states, explain_docum
 from portable.planner.device_lookup import list_known_devices
 from portable.planner.plan import Planner, PlanOption
 from portable.planner.preparation import build_model_and_work, choose_target
-from portable.planner.run_time import Hours, TrainingWork, estimate_run_hours
+from portable.planner.run_time import EstimateRange, TrainingWork, estimate_run_hours
 from portable.run.length import MIN_USEFUL_STEPS
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Recipe:
         return f"about {planned} of {format_bytes(device.memory_bytes)}{on_each}"
 
     @property
-    def estimated_hours(self) -> Hours | None:
+    def estimated_hours(self) -> EstimateRange | None:
         """Estimated duration of the run. None if the amount of training or the device's speed is unknown."""
         return estimate_run_hours(self.planner, self.option, self.work) if self.work is not None else None
 

@@ -37,9 +37,7 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
     """
     config = resolved.config
     if config.model.task != "causal-lm":
-        raise UserError(
-            f"--show-data: shows samples of causal-lm, not of {config.model.task}; remove --show-data"
-        )
+        raise UserError(f"--show-data: supports only causal-lm, not {config.model.task}; remove --show-data")
     model_config = models.load_model_config(config.model)
     models.check_seq_len(model_config, config)
     special_tokens = ModelSpecialTokens(model_config, config.model)

@@ -69,7 +69,7 @@ class RunConfig(Section):
     """Hardware to run on: cpu, cuda (GPUs), tpu (TPUs by TorchTPU), or xla (TPUs by PyTorch/XLA). auto uses
     TPUs if there are any, otherwise GPUs, otherwise the CPU."""
     strategy: Strategy = "full_shard"
-    """Division of the training state among the ranks. no_shard is DDP: every rank has a full copy. FSDP:
+    """Sharding strategy of the training state. no_shard is DDP: every rank has a full copy. FSDP:
     full_shard shards parameters, gradients and optimizer state; shard_grad_op keeps the gathered parameters
     between the forward and the backward pass; hybrid_shard and hybrid_shard_zero2 do the same within a group
     of ranks and replicate the group. DeepSpeed: zero1 shards the optimizer state, zero2 also the gradients,

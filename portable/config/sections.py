@@ -126,7 +126,7 @@ class ModelConfig(Section):
     With model.name_or_path: keys to change in the config of that model, such as attention_dropout. Keys that
     determine the shapes of weights cannot change."""
     task: Task = Field(default="causal-lm", json_schema_extra=IDENTITY)
-    """Prediction that the model learns: the next token (causal-lm), masked tokens (masked-lm), a target text
+    """Training task: predict the next token (causal-lm), masked tokens (masked-lm), a target text
     (seq2seq-lm), or a label (sequence-classification)."""
     init: Literal["pretrained", "scratch"] = Field(default="pretrained", json_schema_extra=IDENTITY)
     """Whether a model in model.name_or_path starts from its weights (pretrained), or only its architecture is
@@ -139,7 +139,7 @@ class ModelConfig(Section):
     also flex_attention, flash_attention_2 to flash_attention_4 (bf16 or fp16; they need their own package, or
     the package kernels), or a kernel on the hub such as kernels-community/flash-attn3."""
     experts: Literal["eager", "batched_mm", "grouped_mm"] | None = None
-    """Computation of the experts of a mixture-of-experts layer by transformers: one after another (eager), or
+    """Kernel for the expert layers of a mixture-of-experts model: one expert after another (eager), or
     in one matrix product (batched_mm, grouped_mm). Null: transformers chooses, which is grouped_mm if the
     device supports it."""
     trust_remote_code: Flag = False
@@ -247,7 +247,7 @@ class SourceConfig(Section):
     """Use at most this many records from the start of the source, for example to try a config. Null: all
     records."""
     format: Format = "auto"
-    """Content of a record (causal-lm): a text; a conversation as messages (role and content) or as sharegpt
+    """Format of the records (causal-lm): a text; a conversation as messages (role and content) or as sharegpt
     (from and value); prompt_completion (strings or messages); alpaca (instruction, input, output); preference
     (prompt, chosen, rejected, for a loss on pairs); or samples, which custom code has already tokenized. auto
     detects the format from the first record."""
@@ -374,9 +374,9 @@ class DataConfig(SourceConfig):
     """Additional variables of the template, such as enable_thinking: false. strftime_now is the date that a
     template writes as the current date; it is 2025-01-01 by default, so that tokens are always the same."""
     truncation: Literal["end", "start", "drop", "error"] = Field(default="end", json_schema_extra=IDENTITY)
-    """Treatment of a text or conversation that is longer than data.seq_len and is not packed: cut its end or
-    start, leave it out (drop), or end the run (error). A conversation without a trained token after the cut
-    is left out. The run prints how many were cut or left out."""
+    """Truncation mode for a text or conversation that is longer than data.seq_len and is not packed: cut
+    its end or start, leave it out (drop), or end the run (error). A conversation without a trained token
+    after the cut is left out. The run prints how many were cut or left out."""
     source_language: str | None = Field(default=None, min_length=1)
     """Language of the texts, as a code of a multilingual tokenizer: eng_Latn for NLLB, en_XX for mBART, en
     for M2M100 (seq2seq-lm)."""
@@ -396,7 +396,7 @@ class DataConfig(SourceConfig):
     target_seq_len: Length | None = Field(default=None, ge=2, json_schema_extra=IDENTITY)
     """Length of a target text in tokens (seq2seq-lm). Null: data.seq_len."""
     packing: Flag | Annotated[Literal["documents"], AnyCase] = Field(default=True, json_schema_extra=IDENTITY)
-    """Arrangement of texts in a sequence. true concatenates texts into full sequences (language models only).
+    """Packing mode. true concatenates texts into full sequences (language models only).
     documents, the default for conversations, packs complete texts that do not influence each other (causal-lm
     only). false, the only choice for seq2seq-lm and sequence-classification, puts one text into each sequence
     and truncates or pads it to data.seq_len."""
@@ -458,7 +458,7 @@ class TrainConfig(Section):
     learning_rate: LearningRate = Field(default=3e-4, json_schema_extra=IDENTITY)
     """Highest learning rate, which is reached at the end of the warmup."""
     schedule: Annotated[ScheduleKind, OrPlugIn] = Field(default="cosine", json_schema_extra=IDENTITY)
-    """Course of the learning rate after the warmup. wsd (warmup-stable-decay) keeps the rate constant until
+    """Learning-rate schedule after the warmup. wsd (warmup-stable-decay) keeps the rate constant until
     the last part of the run. Capitalized names are the schedulers of DeepSpeed, which work on any backend
     (OneCycle and LRRangeTest need zero1, zero2 or zero3). Or a custom function or class, written
     package.module:name."""
@@ -477,10 +477,10 @@ class TrainConfig(Section):
     optimizer: Annotated[Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"], OrPlugIn] = Field(
         default="adamw", json_schema_extra=IDENTITY
     )
-    """adamw (fused, with two fp32 moments), adafactor (factored moments, little memory), adamw_8bit (8-bit
-    moments, except for embeddings, vectors and small matrices), sgd (its momentum is the first value of
-    train.betas), muon (orthogonalized momentum for the matrices of layers, and adamw for everything else), or
-    any torch.optim.Optimizer, written package.module:name, such as
+    """adamw (fused, with two fp32 moments), adafactor (factored moments, little memory), adamw_8bit
+    (8-bit moments, except for embeddings, vectors and small matrices), sgd (its momentum is the first
+    value of train.betas), muon (orthogonalized momentum for the matrices of layers, and adamw for
+    everything else), or any torch.optim.Optimizer, written package.module:name, such as
     torch.optim:NAdam(momentum_decay=0.004)."""
     betas: Annotated[tuple[ProperFraction, ProperFraction], Field(strict=False)] = Field(
         default=(0.9, 0.95), json_schema_extra=IDENTITY
@@ -507,7 +507,7 @@ class TrainConfig(Section):
     muon_rate: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw", json_schema_extra=IDENTITY
     )
-    """Adaptation of muon's learning rate to a matrix of R rows and C columns, as adjust_lr_fn in torch.
+    """Scaling of Muon's learning rate for a matrix of R rows and C columns, as adjust_lr_fn in torch.
     match_rms_adamw multiplies it by 0.2 sqrt(max(R, C)), so that learning rates for adamw fit. original
     multiplies it by sqrt(max(1, R / C))."""
     adafactor_rule: Literal["torch", "transformers"] = Field(default="torch", json_schema_extra=IDENTITY)
@@ -542,7 +542,7 @@ class TrainConfig(Section):
     after each step. The average is computed in fp32 and saved in checkpoints; checkpoint.export_ema exports
     it. Null: no average."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """Reaction to a loss or gradient that is NaN or infinite. The update is always skipped, so that weights
+    """Action on a NaN or infinite loss or gradient. The update is always skipped, so that weights
     and optimizer state do not change. stop ends the run and reports the step, its samples and how to find the
     cause (--replay). skip continues, counts skipped_steps, and ends the run after ten such steps in a row. An
     overflow under fp16 only lowers the loss scale."""
@@ -622,9 +622,10 @@ class FsdpConfig(Section):
     backward_prefetch: Annotated[Literal["backward_pre", "backward_post", "no_prefetch"], AnyCase] | None = (
         None
     )
-    """Time at which the backward pass gathers the parameters of the next unit. backward_pre, the default:
-    before it computes the gradients of the current unit, which hides the most communication. backward_post
-    and no_prefetch, which are the same in FSDP2: after it has computed them, which needs less memory."""
+    """Prefetch mode of the backward pass. backward_pre, the default: gather the parameters of the next unit
+    before computing the gradients of the current unit, which hides the most communication. backward_post and
+    no_prefetch, which are the same in FSDP2: gather them after computing the gradients, which needs less
+    memory."""
 
 
 class Fp16Config(Section):

@@ -27,7 +27,7 @@ _WITHOUT_MIXTURE: dict[str, Any] = {"eval": None, "sources": (), "weight_schedul
 RECORD_FIELDS = {
     *("text", "target", "label", "messages", "conversations", "prompt", "completion", "chosen"),
     *("rejected", "instruction", "input", "output", "history", "system", "system_prompt"),
-    *("tools", "functions", "chat_template_kwargs"),
+    *("tools", "functions", "chat_template_kwargs", "images", "image"),
 }
 """Names of the fields that the values of ``data.format`` expect in a record.
 

@@ -15,16 +15,19 @@ import re
 import urllib.error
 import urllib.request
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portable.converters.storage.path_or_url import strip_file_scheme
 from portable.converters.storage.safe_open import LinkError, resolve_local_path_inside
 from portable.data.sources.documents import RecordError
 from portable.errors import to_one_line
 from portable.paths import open_file
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from portable.config.sections import DataConfig
     from portable.data.sources.documents import ImageReference
 
@@ -53,6 +56,22 @@ class ImageFile(NamedTuple):
     size: ImageSize
 
 
+class ImageFileState(NamedTuple):
+    """State of a local image file when it was read.
+
+    Attributes:
+        path: Path in the record. A relative path is relative to the folder of the images.
+        num_bytes: Size of the file in bytes. -1 if there was no file.
+        modified_ns: Time of the last modification in nanoseconds. -1 if there was no file.
+        digest: BLAKE2b digest of the file, as hexadecimal digits. Empty if the image could not be read.
+    """
+
+    path: str
+    num_bytes: int
+    modified_ns: int
+    digest: str = ""
+
+
 @dataclass(frozen=True)
 class LoadedImage:
     """Image file of a record that was read and decoded once.
@@ -76,28 +95,62 @@ class ImageReader:
     """Reads the images that records refer to.
 
     Attributes:
-        root: Folder that contains all image files. None if the source has no local folder.
+        root: Folder that contains all image files. None if there is no such folder.
         allow_urls: Whether URLs are read.
         max_pixels: Largest number of pixels of an image. Larger images are scaled down. None for no limit.
+        no_root_reason: Reason why ``root`` is None, used in error messages.
+        is_root_set: Whether the settings contain ``root``. Otherwise, it is the folder of the source.
     """
 
     root: Path | None
     allow_urls: bool = False
     max_pixels: int | None = None
+    no_root_reason: str = "the source has no local folder"
+    is_root_set: bool = False
 
-    def load_image(self, reference: ImageReference, location: str) -> LoadedImage:
+    @property
+    def cache_key(self) -> str:
+        """Text with all settings that determine the images of a record, except their files.
+
+        The folder of the source is not included, so that a moved source keeps its cache.
+        """
+        return repr((self.root if self.is_root_set else None, self.allow_urls, self.max_pixels))
+
+    def load_image(
+        self, reference: ImageReference, location: str, states: list[ImageFileState] | None = None
+    ) -> LoadedImage:
         """Read an image, and decode it to find out whether it is damaged.
 
         Args:
             reference: Reference of a record.
             location: Location of the record in its source, used in error messages.
+            states: List to which the state of a local file is added, even if the file cannot be read.
 
         Raises:
             RecordError: If the image cannot be read or decoded.
         """
+        path = None if reference.path is None else self._resolve_path(reference.path, location)
+        state = None if path is None else _read_file_state(str(reference.path), path)
+        try:
+            image = self._load_image(reference, path, location)
+            if state is not None:
+                state = state._replace(digest=image.digest.hex())
+        finally:
+            if states is not None and state is not None:
+                states.append(state)
+        return image
+
+    def _load_image(self, reference: ImageReference, path: Path | None, location: str) -> LoadedImage:
+        """Read an image. See :meth:`load_image`.
+
+        Args:
+            reference: Reference of a record.
+            path: Path of the local file. None if the reference is not a path.
+            location: Location of the record in its source, used in error messages.
+        """
         name = _describe_reference(reference)
         try:
-            data = self._read_reference(reference, location)
+            data = self._read_reference(reference, path, location)
             if len(data) > MAX_FILE_BYTES:
                 raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
             width, height = decode_image(data).size
@@ -117,29 +170,48 @@ class ImageReader:
         scale = (self.max_pixels / (width * height)) ** 0.5
         return ImageSize(max(1, int(width * scale)), max(1, int(height * scale)))
 
-    def _read_reference(self, reference: ImageReference, location: str) -> bytes:
+    def _read_reference(self, reference: ImageReference, path: Path | None, location: str) -> bytes:
         """Read the file of a reference, at most one byte more than :data:`MAX_FILE_BYTES`."""
         if reference.data is not None:
             return reference.data
-        if reference.url is not None:
-            return self._read_url(reference.url, location)
-        assert reference.path is not None
-        name = _describe_reference(reference)
-        if self.root is None or re.match(r"[a-z][a-z0-9+.-]+://", reference.path):
+        if path is None:
+            return self._read_url(reference.url or "", location)
+        with open_file(path) as file:
+            return file.read(MAX_FILE_BYTES + 1) or b""
+
+    def _resolve_path(self, path: str, location: str) -> Path:
+        """Return the path of a local file, without links.
+
+        Args:
+            path: Path in a record.
+            location: Location of the record in its source, used in error messages.
+
+        Raises:
+            RecordError: If there is no folder of the images, or the file is outside of it.
+        """
+        name = _quote_reference(path)
+        if re.match(r"[a-z][a-z0-9+.-]+://", path):
             raise RecordError(
-                f"data.image_root: {location}: the image {name} has a path, but the source has no local "
-                "folder; set data.image_root to the local folder of the images"
+                f"data.source: {location}: the image {name} is neither a path nor an http or https URL; "
+                "download it, and give its path"
             )
-        path = self.root / reference.path
+        if self.root is None:
+            raise RecordError(
+                f"data.image_root: {location}: the image {name} has a path, but {self.no_root_reason}; set "
+                "data.image_root to the local folder of the images"
+            )
         try:
-            real = resolve_local_path_inside(path, self.root)
+            return Path(resolve_local_path_inside(self.root / path, self.root))
         except LinkError as error:
             raise RecordError(
-                f"data.image_root: {location}: the image {name} is outside of {self.root}; move it there, or "
-                "set data.image_root to the folder of the images"
+                f"data.image_root: {location}: the image {name} is outside of {self.root}; move the "
+                "image, or set data.image_root to the folder of the images"
             ) from error
-        with open_file(Path(real)) as file:
-            return file.read(MAX_FILE_BYTES + 1) or b""
+        except (OSError, ValueError) as error:  # the path is too long, or contains a null character
+            raise RecordError(
+                f"data.source: {location}: cannot read the image {name} ({_describe_error(error)}); correct "
+                "or remove it"
+            ) from error
 
     def _read_url(self, url: str, location: str) -> bytes:
         """Read the file at an ``http`` or ``https`` URL."""
@@ -164,6 +236,74 @@ class ImageReader:
         return data
 
 
+def _read_file_state(name: str, path: Path) -> ImageFileState:
+    """Read the state of a local file, without its digest.
+
+    Args:
+        name: Path in the record.
+        path: Path of the file.
+    """
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return ImageFileState(name, -1, -1)
+    return ImageFileState(name, status.st_size, status.st_mtime_ns)
+
+
+class ImageFileComparison(NamedTuple):
+    """Comparison of local image files with their states when they were read.
+
+    Attributes:
+        changed_path: Path of the first file that has changed. None if no file has changed.
+        verified_digest: Digest of the current sizes and times of all files, if some of them are new, but the
+            contents are unchanged. Empty otherwise.
+    """
+
+    changed_path: str | None
+    verified_digest: str = ""
+
+
+def find_changed_image_file(
+    root: Path | None, states: Sequence[ImageFileState], verified_digest: str = ""
+) -> ImageFileComparison:
+    """Find a local image file whose content has changed since it was read.
+
+    A file with another size or time is read again. Files that no longer exist are ignored.
+
+    Args:
+        root: Folder of the images.
+        states: States of the files when they were read.
+        verified_digest: Digest of sizes and times for which an earlier comparison has found no change.
+    """
+    folder = Path() if root is None else root
+    current = [_read_file_state(state.path, folder / state.path) for state in states]
+    touched = [
+        state
+        for state, now in zip(states, current, strict=True)
+        if now[:3] != state[:3] and not (now.num_bytes < 0 and state.digest)
+    ]
+    if not touched:
+        return ImageFileComparison(None)
+    digest = hashlib.blake2b(digest_size=16)
+    for now in current:
+        digest.update(f"{now.num_bytes} {now.modified_ns}\n".encode())
+    if digest.hexdigest() == verified_digest:
+        return ImageFileComparison(None)
+    for state in touched:
+        if not state.digest or state.digest != _compute_file_digest(folder / state.path):
+            return ImageFileComparison(state.path)
+    return ImageFileComparison(None, digest.hexdigest())
+
+
+def _compute_file_digest(path: Path) -> str:
+    """Compute the digest of a file as in :attr:`LoadedImage.digest`. Empty if the file cannot be read."""
+    try:
+        with open_file(path) as file:
+            return hashlib.blake2b(file.read(MAX_FILE_BYTES + 1) or b"", digest_size=16).hexdigest()
+    except OSError:
+        return ""
+
+
 def _describe_reference(reference: ImageReference) -> str:
     """Describe a reference to an image in an error message."""
     if reference.data is not None:
@@ -178,6 +318,8 @@ def _quote_reference(text: str) -> str:
 
 def _describe_error(error: BaseException) -> str:
     """Describe an exception in at most 200 characters."""
+    if type(error).__name__ == "UnidentifiedImageError":  # of Pillow, which may not be installed
+        return f"not a {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]} file"
     if isinstance(error, urllib.error.URLError) and not isinstance(error, urllib.error.HTTPError):
         error = error.reason if isinstance(error.reason, BaseException) else error
     text = getattr(error, "strerror", None) or to_one_line(error) or type(error).__name__
@@ -250,10 +392,14 @@ def build_image_reader(data: DataConfig) -> ImageReader:
     Args:
         data: The ``data`` section of the config, with the values of the source.
     """
-    root = None if data.image_root is None else Path(data.image_root)
-    if root is None and isinstance(data.source, str | tuple):
-        root = _find_source_folder(data.source if isinstance(data.source, str) else data.source[0])
-    return ImageReader(root, data.image_urls, data.image_max_pixels)
+    reader = ImageReader(None, data.image_urls, data.image_max_pixels)
+    if data.image_root is not None:
+        return replace(reader, root=Path(data.image_root), is_root_set=True)
+    sources = (data.source,) if isinstance(data.source, str) else data.source or ()
+    folders = {_find_source_folder(strip_file_scheme(source)) for source in sources}
+    if len(folders) > 1:
+        return replace(reader, no_root_reason="the files of the source are in several folders")
+    return replace(reader, root=next(iter(folders), None))
 
 
 def _find_source_folder(name: str) -> Path | None:

@@ -34,7 +34,6 @@ from portable.data.sources.documents import compute_text_digest
 from portable.data.sources.source import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ
 from portable.data.sources.source_kinds import StreamSource
 from portable.data.tokens.bounded_tokenizer import decode
-from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.special_tokens import Frame, build_special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import PairFrame, Vocabulary, check_languages
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from portable.data.samples.tasks import LabelShift
     from portable.data.sources.source import DataSource, SourceSettings, SourceShard
     from portable.data.stream import StreamSamples
+    from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.chat_template import ConversationEncoder
     from portable.data.tokens.image_processing import ImageProcessor
 
@@ -243,7 +243,7 @@ class TokenizationContext:
         """
         if source.downloads_to_open or isinstance(source, StreamSource):
             return None
-        tokens = TokenCache.open_if_intact(self.build_tokenize_job(source.settings).get_cache_folder(source))
+        tokens = self.build_tokenize_job(source.settings).open_cached(source)
         return None if tokens is None else TokenizedSource(self, source, tokens)
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
@@ -438,10 +438,11 @@ class TokenizedSource:
             or has_trained_end_token(self.tokens, self.truncation_stats, end)
         ):
             return
+        modes = "drop" if self.tokens.has_images else "start or drop"
         raise UserError(
             f"data.truncation: all samples are cut before {decode(self.context.tokenizer, [end])!r}, which "
             "ends an answer, so the model would never stop; raise data.seq_len, which is "
-            f"{self.settings.data.seq_len}, or set data.truncation to start or drop"
+            f"{self.settings.data.seq_len}, or set data.truncation to {modes}"
         )
 
     def build_samples(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _ContextParallelState:
-    """Context-parallel group of this process, which the replaced functions of transformers read."""
+    """Context-parallel group of this process, which the patched functions of transformers read."""
 
     group: Any = None
     """Context-parallel process group of this rank. None if this rank has complete sequences."""

@@ -130,6 +130,9 @@ def generate_greedily(
 ) -> Tensor:
     """Generate a target text for each row of a micro-batch with greedy decoding.
 
+    Requires that :meth:`portable.backend.Backend.read_to_host` returns only the rows of this rank. On several
+    XLA hosts, it returns the rows of all hosts, so backend ``xla`` refuses these metrics there.
+
     The decoder starts from the first token of ``decoder_input_ids``. Must be called on all ranks, because
     they run the same number of passes.
 

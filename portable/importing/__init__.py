@@ -6,5 +6,5 @@ types of entries are in :mod:`portable.importing.foreign_keys`. The modules are 
 :mod:`~portable.importing.llama_factory`, :mod:`~portable.importing.ms_swift`,
 :mod:`~portable.importing.torchtune`, :mod:`~portable.importing.accelerate` and
 :mod:`~portable.importing.deepspeed`. :mod:`portable.importing.programs` lists the programs and converts their
-files. ``python -m portable.importing.reference`` writes docs/wild.md from the tables.
+files. ``python -m portable.importing.reference`` writes docs/keys.md from the tables.
 """

@@ -43,8 +43,8 @@ FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "h
 """FSDP strategies, in the order of the numbers by which Accelerate's files may name them, from 1."""
 SHARDING_WORDS = {word: name for n, name in enumerate(FSDP_STRATEGIES, 1) for word in (str(n), name)}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
-START_ON_EVERY_HOST = "start it on every host of the slice, as described in docs/tpu.md"
-SET_BY_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
+START_ON_EVERY_HOST = "start portable-train on every host of the slice, as described in docs/tpu.md"
+SET_BY_LAUNCHER = "pass this option to the launcher; remove the key"
 ONLY_LAYERS_WRAPPED = (
     "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove the key"
 )
@@ -108,7 +108,7 @@ class TpuLauncherKey(CounterpartlessKey):
             NoEffect: If it is not.
         """
         if is_for_xla(file):
-            raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
+            raise NoCounterpart(f"{format_short_value(value)} is not supported: {self.advice}")
         raise NoEffect(f"{format_short_value(value)} has no effect: this key is for TPUs")
 
     @property

@@ -99,7 +99,7 @@ def check_role_names(value: Any, _: ForeignFile) -> None:
     }
     if others:
         raise NoCounterpart(
-            f"{format_short_value(others)} has no counterpart: the roles in the records are user, "
+            f"{format_short_value(others)} is not supported: the roles in the records are user, "
             "assistant, system and tool, or human and gpt with from and value; rename the roles in the "
             "records"
         )
@@ -115,7 +115,7 @@ def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
                 file.path, f"{name} has no effect: memory.loss_chunk_tokens saves the logits' memory"
             )
         else:
-            file.add_refusal(file.path, f"{format_short_value(name)} has no counterpart: {USE_CUSTOM_CODE}")
+            file.add_refusal(file.path, f"{format_short_value(name)} is not supported: {USE_CUSTOM_CODE}")
 
 
 def convert_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
         NoCounterpart: If the loss is not supported.
     """
     if value not in PAIR_LOSSES:
-        raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
+        raise NoCounterpart(f"{format_short_value(value)} is not supported: {SET_PAIR_LOSS}")
     return {"train.loss": format_pair_loss(value, file.get_value("rl_beta", file.get_value("dpo_beta")))}
 
 
@@ -147,7 +147,7 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
     for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
         if not isinstance(entry, dict) or not entry.get("path"):
             raise NoCounterpart(
-                f"{format_short_value(entry)} has no counterpart: name a file or hub dataset in data.source"
+                f"{format_short_value(entry)} is not supported: name a file or hub dataset in data.source"
             )
         sources.append(_convert_dataset(entry, number, file))
     return build_source_settings(sources)
@@ -229,7 +229,7 @@ def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
         return _convert_message_format(entry, is_sharegpt=base == "sharegpt")
     if kind not in FORMAT_BY_TYPE:
         reason = "records of this kind are not supported; write the records as messages, alpaca or text"
-        raise NoCounterpart(f"{entry['path']}: type {format_short_value(kind)} has no counterpart: {reason}")
+        raise NoCounterpart(f"{entry['path']}: type {format_short_value(kind)} is not supported: {reason}")
     return RecordFormat(FORMAT_BY_TYPE[kind], {})
 
 
@@ -326,11 +326,11 @@ ENTRY_KEYS: ForeignKeys = {
         RefusedKey("write the records as messages, alpaca or text"),
     ),
     "revision": RefusedKey(
-        "the newest revision is taken; name a local folder in data.source for another", unless=("main",)
+        "the newest revision is used; name a local folder in data.source for another", unless=("main",)
     ),
     "trust_remote_code": RefusedKey("no code of a dataset is run; name its files in data.source"),
     "ds_type": IgnoredKey(
-        "the ending of a file's name decides; rename the file", unless=("json", "parquet", "csv", "text")
+        "the file extension determines the format; rename the file", unless=("json", "parquet", "csv", "text")
     ),
     "preprocess_shards": IgnoredKey(),
 }
@@ -434,7 +434,9 @@ KEYS: ForeignKeys = {
         ("log.project", "log.trackers"), convert_wandb_project, hint="log.project"
     ),
     **dict.fromkeys(("wandb_name", "wandb_run_id"), SettingKey("log.name")),
-    "wandb_*": IgnoredKey("set log.trackers; a tracker's other settings are its environment variables"),
+    "wandb_*": IgnoredKey(
+        "set log.trackers; configure the tracker with its environment variables, such as WANDB_ENTITY"
+    ),
     **dict.fromkeys(
         ("context_parallel_size", "sequence_parallel_degree"), SettingKey("context_parallel_size")
     ),

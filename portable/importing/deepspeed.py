@@ -203,7 +203,7 @@ class PassThroughKey(ForeignKey):
 
     Attributes:
         check_value: Function that raises ``NoEffect`` or ``NoCounterpart`` for a value that is not passed on.
-        docs_text: Text about the key in docs/wild.md.
+        docs_text: Text about the key in docs/keys.md.
     """
 
     check_value: Callable[[Any, ForeignFile], None]
@@ -227,7 +227,7 @@ class PassThroughKey(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """Text about the key in docs/wild.md."""
+        """Text about the key in docs/keys.md."""
         return self.docs_text
 
 
@@ -249,7 +249,7 @@ def convert_precision(value: Any, file: ForeignFile) -> str | None:
     sections = [section for section in ("bf16", "fp16") if isinstance(file.get_value(section), dict)]
     switches = [parse_switch(file.get_value(f"{section}.enabled")) for section in sections]
     if switches == [True, True]:
-        raise NoCounterpart("bf16 and fp16 are both enabled; choose one")
+        raise NoCounterpart("bf16 and fp16 are both enabled; disable one of the two")
     if parse_switch(value) is True:
         return file.path[0]
     is_off = parse_switch(value) is False and True not in switches and AUTO not in switches
@@ -363,7 +363,7 @@ def convert_optimizer_type(value: Any, _: ForeignFile) -> str:
     if kind not in OPTIMIZER_DEFAULTS:
         reason = "it scales updates by norms of complete tensors, which ZeRO's flat partitions do not have; "
         raise NoCounterpart(
-            f"{format_short_value(value)} has no counterpart: {reason if kind == 'lamb' else ''}use AdamW, "
+            f"{format_short_value(value)} is not supported: {reason if kind == 'lamb' else ''}use AdamW, "
             "Adam or SGD"
         )
     return "sgd" if kind == "sgd" else "adamw"
@@ -703,9 +703,11 @@ KEYS: ForeignKeys = {
     # Other sections
     "sequence_parallel_size": RefusedKey("set context_parallel_size", unless=(1,)),
     **dict.fromkeys(
-        ("tensor_parallel", "expert_parallel", "weight_quantization", "datastates_ckpt"),
+        ("weight_quantization", "datastates_ckpt"),
         RefusedKey("remove the key"),
     ),
+    "tensor_parallel": RefusedKey("set tensor_parallel_size, and strategy to full_shard"),
+    "expert_parallel": RefusedKey("set expert_parallel_size, and strategy to full_shard"),
     **dict.fromkeys(
         ("hybrid_engine.enabled", "compile.deepcompile", "checkpoint.writer", "data_efficiency.enabled"),
         RefusedKey("remove the key"),

@@ -98,7 +98,7 @@ class ForeignKey:
 
     @property
     def summary(self) -> str:
-        """Text about the key in docs/wild.md. Empty if the key has no effect and needs no replacement."""
+        """Text about the key in docs/keys.md. Empty if the key has no effect and needs no replacement."""
         return self.remedy
 
 
@@ -121,6 +121,7 @@ class ImportedRun:
         refusals: Messages about keys that have no counterpart, with advice.
         differences: Sentences about differences between a run and the original program that remain although
             all keys were converted.
+        differing_programs: Names of the programs that ``differences`` are about.
         num_processes: Number of local ranks to start. None if a launcher or the backend determines it.
         gpu_ids: Value for ``CUDA_VISIBLE_DEVICES``. None to keep its value.
     """
@@ -131,6 +132,7 @@ class ImportedRun:
     notes: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+    differing_programs: list[str] = field(default_factory=list)
     num_processes: int | None = None
     gpu_ids: str | None = None
 
@@ -362,7 +364,7 @@ class ForeignFile:
         self.result.notes.append(to_one_line(f"{self.build_origin(path).text}: {message}"))
 
     def add_refusal(self, path: KeyPath, message: str) -> None:
-        """Add a message to the result that a key has no counterpart, after the origin of the key.
+        """Add a message to the result that a key is not supported, after the origin of the key.
 
         Args:
             path: Path of the key.
@@ -386,7 +388,7 @@ class ForeignFile:
             except (TypeError, ValueError, AttributeError, LookupError):
                 # A converter raises these exceptions if it expects a value of another type.
                 self.add_refusal(
-                    path, f"{format_short_value(value)} has no counterpart: it is not of the expected kind"
+                    path, f"{format_short_value(value)} has an unexpected type; correct or remove the key"
                 )
 
     def _iter_key_values(self, values: Mapping[str, Any], section: KeyPath) -> Iterator[ForeignValue]:

@@ -74,9 +74,7 @@ def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
     """
     word = find_matching_word(value, meanings)
     if word is None and value is not None:
-        raise NoCounterpart(
-            f"{format_short_value(value)} has no counterpart; use one of {', '.join(meanings)}"
-        )
+        raise NoCounterpart(f"{format_short_value(value)} is not supported; use one of {', '.join(meanings)}")
     return None if word is None else meanings[word]
 
 
@@ -309,7 +307,7 @@ class RefusedKey(CounterpartlessKey):
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Raise ``NoCounterpart`` for every value that is not ignored."""
-        raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
+        raise NoCounterpart(f"{format_short_value(value)} is not supported: {self.advice}")
 
     @property
     def remedy(self) -> str:
@@ -340,7 +338,7 @@ class NeverFalseKey(ForeignKey):
             NoCounterpart: If the value is false or zero.
         """
         if value == 0 or parse_boolean_word(value) is False:
-            raise NoCounterpart(f"false has no counterpart: {self.reason}")
+            raise NoCounterpart(f"cannot be false: {self.reason}")
         return {}
 
     @property

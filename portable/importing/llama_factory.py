@@ -57,7 +57,7 @@ def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
     if file.get_value("dataset_dir", "ONLINE") == "ONLINE" and all("/" in name for name in names):
         return build_source_settings([{"source": name} for name in names])
     raise NoCounterpart(
-        f"{format_short_value(value)} has no counterpart: these are names of LLaMA-Factory's "
+        f"{format_short_value(value)} is not supported: these are names of LLaMA-Factory's "
         "dataset_info.json; set data.source to their files or hub datasets"
     )
 
@@ -80,7 +80,7 @@ def convert_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
             file.get_value("pref_loss"), file.get_value("pref_beta", 0.1), file.get_value("pref_ftx")
         )
         return {"train.loss": loss}
-    raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
+    raise NoCounterpart(f"{format_short_value(value)} is not supported: {SET_PAIR_LOSS}")
 
 
 KEYS: ForeignKeys = {
@@ -139,7 +139,7 @@ KEYS: ForeignKeys = {
     "disable_gradient_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "none", "false": "full"}
     ),
-    "plot_loss": IgnoredKey("report.html always has it; remove the key", unless=(True,)),
+    "plot_loss": IgnoredKey("report.html always contains the loss plot; remove the key", unless=(True,)),
 }
 DEFAULTS: dict[str, Any] = {
     "seed": 42,

@@ -64,11 +64,11 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
         match = _DATASET.fullmatch(text.strip())
         if match is None:
             raise NoCounterpart(
-                f"{format_short_value(text)} has no counterpart: name a file or hub dataset in data.source"
+                f"{format_short_value(text)} is not supported: name a file or hub dataset in data.source"
             )
         if match["count"]:
             file.add_note(
-                file.path, f"{format_short_value(text)}: the first samples are taken, not random samples"
+                file.path, f"{format_short_value(text)}: the first samples are used, not random samples"
             )
         for subset in (match["subsets"] or "").split("/"):
             sources.append(
@@ -88,12 +88,12 @@ def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
         NoCounterpart: If the loss is not supported, or combines several formulas.
     """
     if value not in ("dpo", "orpo", "simpo"):
-        raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
+        raise NoCounterpart(f"{format_short_value(value)} is not supported: {SET_PAIR_LOSS}")
     kinds = file.get_value("loss_type")
     kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
     if isinstance(kind, list):
         raise NoCounterpart(
-            f"{format_short_value(kind)} has no counterpart: one formula is trained; set train.loss to dpo"
+            f"{format_short_value(kind)} is not supported: one formula is trained; set train.loss to dpo"
         )
     beta = file.get_value("beta", 2.0 if value == "simpo" else 0.1)
     return {
@@ -185,7 +185,9 @@ KEYS: ForeignKeys = {
     ),
     "template": SettingKey("data.chat_template", convert_chat_template),
     "system": RefusedKey("put a system message into each record"),
-    **dict.fromkeys(("model_name", "model_author"), IgnoredKey("only swift/self-cognition has their places")),
+    **dict.fromkeys(
+        ("model_name", "model_author"), IgnoredKey("used only by the dataset swift/self-cognition")
+    ),
     **dict.fromkeys(
         ("dataset_num_proc", "packing_num_proc", "lazy_tokenize", "load_from_cache_file"),
         IgnoredKey(TOKENIZED_ONCE),

@@ -244,6 +244,8 @@ def _convert_file(file: ForeignFile, *, num_devices: int = 1) -> ImportedRun:
     """Convert all keys of a normalized file, and add the settings that depend on several keys."""
     file.convert_keys()
     file.program.complete_settings(file, num_devices)
+    if file.result.differences:
+        file.result.differing_programs.append(file.program.name)
     return file.result
 
 

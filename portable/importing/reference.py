@@ -1,4 +1,4 @@
-"""Command that generates docs/wild.md, the page about other trainers' keys, from the tables of keys.
+"""Command that generates docs/keys.md, the page about other trainers' keys, from the tables of keys.
 
 ``python -m portable.importing.reference`` writes the page. With ``--check``, it only checks that the page is
 up to date.
@@ -15,7 +15,7 @@ from portable.importing import accelerate, axolotl, deepspeed, llama_factory, ms
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignKeys
 
-PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "wild.md"
+PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
 """Path of the page. The text above each table of the page is written by hand."""
 TABLE_BY_CHAPTER: dict[str, ForeignKeys] = {
     "DeepSpeed JSON": deepspeed.KEYS,
@@ -32,7 +32,7 @@ TABLE_BY_CHAPTER: dict[str, ForeignKeys] = {
 
 
 def build_foreign_keys_page() -> str:
-    """Build the text of docs/wild.md from the existing page, by replacing the rows of all tables."""
+    """Build the text of docs/keys.md from the existing page, by replacing the rows of all tables."""
     head, *chapters = PAGE_PATH.read_text("utf-8").split("\n## ")
     parts = [head]
     for chapter in chapters:
@@ -75,10 +75,10 @@ def main(argv: list[str]) -> int:
     if text == PAGE_PATH.read_text("utf-8"):
         return 0
     if argv:
-        print("docs/wild.md is out of date; run python -m portable.importing.reference", file=sys.stderr)
+        print("docs/keys.md is out of date; run python -m portable.importing.reference", file=sys.stderr)
         return 1
     PAGE_PATH.write_text(text, "utf-8")
-    print("wrote docs/wild.md")
+    print("wrote docs/keys.md")
     return 0
 
 

@@ -18,6 +18,7 @@ from portable.importing.foreign_keys import (
 )
 from portable.importing.trainer_conversions import (
     NO_REWARDS,
+    ONLY_16_OR_32_BITS,
     SCALE_IMAGES,
     SET_EVAL,
     SOURCE_SETTINGS,
@@ -89,7 +90,7 @@ def convert_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
     """
     name, arguments = get_component_name(value), file.get_value("dataset")
     if name not in DATASETS:
-        raise NoCounterpart(f"{format_short_value(name)} has no counterpart: set data.source and data.format")
+        raise NoCounterpart(f"{format_short_value(name)} is not supported: set data.source and data.format")
     settings = {**DATASETS[name], "split": arguments.get("split"), "config_name": arguments.get("name")}
     if source := arguments.get("data_files") or arguments.get("source"):
         settings["source"] = source
@@ -185,7 +186,7 @@ KEYS: ForeignKeys = {
     "compile": SettingKey("compile", convert_to_bool, converts_empty_values=True),
     **dict.fromkeys(
         ("quantizer", "fp8_recipe_name", "enable_fp8_training"),
-        RefusedKey("weights are trained in 16 or 32 bits only"),
+        RefusedKey(ONLY_16_OR_32_BITS),
     ),
     # Data
     "dataset._component_": MultiSettingKey(
@@ -235,7 +236,7 @@ KEYS: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("tasks", "prompt", "max_new_tokens", "top_k", "limit", "enable_kv_cache"),
-        RefusedKey("the file trains nothing; use another file"),
+        RefusedKey("this is not a training config; use another file"),
     ),
     **dict.fromkeys(
         ("grpo_samples", "reward_and_value_model", "ppo_epochs", "temperature", "orchestration"),
@@ -260,7 +261,7 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(("profiler", "name"), IgnoredKey()),
     "context_parallel_dim": SettingKey("context_parallel_size"),
     "tensor_parallel_dim": SettingKey("tensor_parallel_size"),
-    "tensor_parallel_plan": RefusedKey("the plan of transformers for the model is taken; remove the key"),
+    "tensor_parallel_plan": RefusedKey("the tensor-parallel plan of transformers is used; remove the key"),
     "fsdp_sharding_strategy": SettingKey("strategy", convert_to_lower_case),
     "fsdp_reshard_after_forward": WordSettingKey(
         "strategy", {"true": "full_shard", "false": "shard_grad_op"}

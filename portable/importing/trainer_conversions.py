@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from portable.importing.foreign_file import ForeignKeys
 
-SET_EVAL = "set data.eval, such as {source: test.jsonl}; data.eval_fraction holds some out"
+SET_EVAL = "set data.eval, such as {source: test.jsonl}, or set data.eval_fraction to hold out training data"
 SET_EVAL_EVERY = "set train.eval_every (steps) or train.eval_every_epochs; null: only at the end"
 SET_PAIR_LOSS = "set train.loss to dpo, ipo, simpo or orpo"
 SET_ADAPTER = "set adapter.type to lora; r, alpha, dropout and target_modules are in the section adapter"
@@ -28,9 +28,9 @@ TRAIN_TOWER = (
 )
 TRAIN_ONLY_TOWER = "set train.trainable to a pattern of the parameters to train, such as vision"
 SCALE_IMAGES = "images keep their shape; set data.image_max_pixels to the largest number of pixels"
-ONLY_16_OR_32_BITS = "weights are trained in 16 or 32 bits only; remove the key"
+ONLY_16_OR_32_BITS = "only 16-bit and 32-bit training is supported; remove the key"
 NO_REWARDS = "training on rewards of generated answers is not supported; remove the key"
-IS_AUTOMATIC = "that is automatic; remove the key"
+IS_AUTOMATIC = "handled automatically; remove the key"
 TOKENIZED_ONCE = "texts are tokenized once, on all cores, and cached in data.cache_dir; remove the key"
 NO_LIGER = "Liger kernels are not used; remove the key (memory.loss_chunk_tokens saves the logits' memory)"
 

@@ -95,7 +95,7 @@ def convert_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]
     ratio, lowest = arguments.pop("min_lr_rate", None), arguments.pop("min_lr", None)
     ratio = lowest / file.get_value("learning_rate", 5e-5) if lowest else ratio
     if arguments:
-        raise NoCounterpart(f"{format_short_value(arguments)} has no counterpart: set train.schedule_params")
+        raise NoCounterpart(f"{format_short_value(arguments)} is not supported: set train.schedule_params")
     return {} if ratio is None else {"train.min_learning_rate_ratio": ratio}
 
 
@@ -199,7 +199,7 @@ _MODEL: ForeignKeys = {
     "torch_compile_backend": SettingKey("compile_backend"),
     "torch_compile_mode": SettingKey("compile_mode"),
     "model_revision": RefusedKey(
-        "the newest revision is taken; name a local folder in model.name_or_path for another",
+        "the newest revision is used; name a local folder in model.name_or_path for another",
         unless=("main",),
     ),
     "model_type": IgnoredKey(
@@ -210,11 +210,10 @@ _MODEL: ForeignKeys = {
     "fp8": RefusedKey(ONLY_16_OR_32_BITS),
     "image_max_pixels": SettingKey("data.image_max_pixels"),
     "video_max_pixels": RefusedKey(NO_VIDEO),
-    **dict.fromkeys(
-        ("expert_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-        RefusedKey(
-            "ranks shard by FSDP and ZeRO, and share sequences or layers; remove the key", unless=(1,)
-        ),
+    "expert_parallel_size": SettingKey("expert_parallel_size"),
+    "tensor_model_parallel_size": SettingKey("tensor_parallel_size"),
+    "pipeline_model_parallel_size": RefusedKey(
+        "pipeline parallelism is not supported; set strategy to full_shard, and remove the key", unless=(1,)
     ),
     "low_cpu_mem_usage": IgnoredKey(IS_AUTOMATIC),
     **dict.fromkeys(("use_cache", "quantization_method", "gptq_groupsize", "gptq_model_v1"), IgnoredKey()),
@@ -282,7 +281,8 @@ _DATA: ForeignKeys = {
     **dict.fromkeys(
         ("formatting_func", "field_messages", "message_field_role", "roles"),
         RefusedKey(
-            "set data.format to messages or sharegpt, whose keys are recognized; write other records so"
+            "set data.format to messages or sharegpt, whose keys are recognized; "
+            "convert other records to one of them"
         ),
     ),
     "eos_token": RefusedKey(
@@ -412,11 +412,11 @@ _EVALUATION: ForeignKeys = {
     ),
     "load_best_model_at_end": SettingKey("checkpoint.export_best"),
     "do_eval": IgnoredKey(
-        "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing",
+        "set data.eval_fraction and train.eval_every; to evaluate without training, use --eval-only",
         unless=(True,),
     ),
     "do_predict": IgnoredKey(
-        "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing"
+        "set data.eval_fraction and train.eval_every; to evaluate without training, use --eval-only"
     ),
     "per_device_eval_batch_size": IgnoredKey("evaluation takes train.micro_batch_size; remove the key"),
     **dict.fromkeys(("eval_accumulation_steps", "eval_do_concat_batches"), IgnoredKey()),
@@ -451,7 +451,7 @@ _OUTPUT: ForeignKeys = {
     "report_to": SettingKey("log.trackers", convert_trackers, converts_empty_values=True),
     "run_name": SettingKey("log.name"),
     "project": SettingKey("log.project"),
-    "include_num_input_tokens_seen": IgnoredKey("report.html always has it; remove the key"),
+    "include_num_input_tokens_seen": IgnoredKey("report.html always contains it; remove the key"),
     "disable_tqdm": IgnoredKey(IS_AUTOMATIC),
     "log_level": IgnoredKey(IS_AUTOMATIC, unless=("info",)),
     **dict.fromkeys(("logging_nan_inf_filter", "log_on_each_node", "skip_memory_metrics"), IgnoredKey()),
@@ -582,7 +582,7 @@ def _set_pair_loss(file: ForeignFile) -> None:
     else:
         file.add_refusal(
             ("loss_type",),
-            f"{format_short_value(kinds)} has no counterpart: only one formula, with weight 1, and sft are "
+            f"{format_short_value(kinds)} is not supported: only one formula, with weight 1, and sft are "
             "trained; set train.loss to dpo",
         )
     file.set_default_setting("train.learning_rate", 1e-6, "default of TRL's DPO")

@@ -104,13 +104,13 @@ def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -
     if not has_length_dependent_rope(config):
         return
     if task == "seq2seq-lm":
-        reason = "which padded targets do not have"
+        reason = "which is unknown for padded targets"
     elif config.get_text_config().model_type == "deepseek_v4":
-        reason = "but its compressed tokens have another length"
+        reason = "which is unknown for compressed tokens"
     else:
         return
     raise UserError(
-        f"{key}: {config.model_type} has a rope_type that depends on the length of each text, {reason}; use "
+        f"{key}: {config.model_type} has a rope_type that depends on the text length, {reason}; use "
         "another rope_type in model.config.rope_parameters"
     )
 
@@ -216,8 +216,13 @@ class _TextLengthRotaryForward:
     ) -> Any:
         """Compute the cosines and sines of each position, with the frequencies for the length of its text.
 
-        The original forward method of the module runs instead if no lengths are set, if the rope type of
-        ``layer_type`` does not depend on the length, or if ``position_ids`` are not positions of tokens.
+        The original forward method of the module runs instead in the following cases:
+
+        - ``text_lengths`` is None.
+        - The module is in eval mode, and no wrapped forward pass is running.
+        - The rope type of ``layer_type`` does not depend on the length.
+        - The last dimension of ``position_ids`` has a different size than that of ``text_lengths``, unless
+          the latter is 1. The positions are then not positions of tokens.
 
         Args:
             x: Hidden states. Only their device and dtype matter.

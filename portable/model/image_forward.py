@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from portable.model.forward import Model
 
 
+_UNUSED_OUTPUTS = ("last_hidden_state", "hidden_states", "attentions")
+"""Outputs of image towers that models do not use if there are other outputs."""
+
+
 class ImageForward(ForwardWrapper):
     """Forward method that accepts the columns of a blank image.
 
@@ -68,7 +72,7 @@ class ImageForward(ForwardWrapper):
         def add_blank_features(module: nn.Module, _: Any, embeddings: Tensor) -> Tensor:
             # Models run the tower after they have looked up the embeddings of the tokens. All ranks must run
             # the modules in the same order, because the engines gather their parameters in this order.
-            output = self._model.get_image_features(**features)
+            output = _select_used_outputs(self._model.get_image_features(**features))
             zero = sum(tensor.float().sum() * 0 for tensor in _iter_tensors(output))
             return embeddings + torch.as_tensor(zero, dtype=embeddings.dtype, device=embeddings.device)
 
@@ -121,6 +125,17 @@ class ImageForward(ForwardWrapper):
         for index, (row, places) in enumerate(documents):
             computed[1:, row, places] = result[:, index, : len(places)]
         return cast("Tensor", computed.to(positions.device))
+
+
+def _select_used_outputs(output: Any) -> Any:
+    """Select the outputs of ``get_image_features`` that the forward method of a model uses.
+
+    These are ``pooler_output`` and similar fields. ZeRO-3 gathers the parameters of a module for each of its
+    outputs that has a gradient. All ranks must therefore use the same outputs.
+    """
+    if not isinstance(output, dict):
+        return output
+    return {name: value for name, value in output.items() if name not in _UNUSED_OUTPUTS} or output
 
 
 def _iter_tensors(output: Any) -> Iterator[Tensor]:

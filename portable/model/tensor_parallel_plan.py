@@ -169,8 +169,8 @@ def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
     for name, style in plan.items():
         require(
             style in (*_COLUMN_STYLES, *_ROW_STYLES, _EXPERT_STYLE, *_UNSHARDED_STYLES),
-            f"{KEY}: {type(model).__name__} has a plan with {style} for {name}, which is not supported; set "
-            f"{KEY} to 1",
+            f"{KEY}: the tensor-parallel plan of {type(model).__name__} uses style {style} for {name}, which "
+            f"is not supported; set {KEY} to 1",
         )
     for name, module in modules.items():
         layer, _, child = name.rpartition(".")

@@ -268,7 +268,9 @@ class TrainingLoss:
             "the number of labels that are not -100" if self._weight is None else "the result of its weight()"
         )
         remedy = (
-            "define weight(batch), computed only from the batch" if self._weight is None else "correct it"
+            "define weight(batch), computed only from the batch"
+            if self._weight is None
+            else "correct the method"
         )
         return f"{self.key}: the returned weights are {weight_ratio:.6g} times {declared}; {remedy}"
 

@@ -228,7 +228,7 @@ def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
     """
     if not os.path.lexists(old_folder):
         return
-    reason = _find_foreign_content(old_folder)
+    reason = _explain_foreign_content(old_folder)
     if reason is None:
         _delete_path(old_folder)
         return
@@ -238,10 +238,12 @@ def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
     print_status(f"warning: {to_printable(f'{folder}: {reason}')}; the old folder is now {kept_folder}")
 
 
-def _find_foreign_content(folder: Path) -> str | None:
-    """Return a clause that explains why a folder is not an unchanged export, or None if it is one.
+def _explain_foreign_content(folder: Path) -> str | None:
+    """Check whether a folder contains nothing but an unchanged export.
 
-    Examples are a file that the export marker does not list, and a file that was changed later.
+    Returns:
+        None if so. Otherwise the reason, as a clause for a warning. For example, a file was changed after the
+        export.
     """
     if folder.is_symlink() or not folder.is_dir():
         return "the path was a link or a file, not an export"
@@ -257,12 +259,15 @@ def _find_foreign_content(folder: Path) -> str | None:
 
 
 def _find_version_difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
-    """Return a clause that explains how a file differs from the exported file, or None if it does not.
+    """Check whether a file is an unchanged file of an export.
 
     Args:
         name: Name of the file.
         version: Current version of the file.
         written: Versions of the exported files by name.
+
+    Returns:
+        None if so. Otherwise the reason, as a clause for a warning.
     """
     if written.get(name) == version:
         return None

@@ -115,11 +115,14 @@ class OperationTape:
         return results
 
     def _set_newest(self, tensor: torch.Tensor, value: int) -> None:
-        """Record which value the storage of a tensor contains. The record is removed with the storage.
+        """Record that the storage of a tensor now holds a recorded value.
+
+        The new value replaces the earlier value of the storage, for example after an in-place operation. The
+        entry is removed when the storage is freed.
 
         Args:
             tensor: Result of an operation.
-            value: Index of the recorded value.
+            value: Index of the value in ``_values``.
         """
         storage = tensor.untyped_storage()
         key = torch_internals.get_storage_id(storage)

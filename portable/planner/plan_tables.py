@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.planner.plan import Planner, PlanOption
-    from portable.planner.run_time import Hours, TrainingWork
+    from portable.planner.run_time import EstimateRange, TrainingWork
 
 _TEXT_COLUMNS = ("strategy", "offload", "recompute")
 _MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
@@ -54,12 +54,12 @@ class Plan:
         return format_plan(self)
 
     @cached_property
-    def hours(self) -> Hours | None:
+    def hours(self) -> EstimateRange | None:
         """Range of hours that the run takes with the recommended option. None if it is unknown."""
         return estimate_run_hours(self.planner, self.best, self.work) if self.best and self.work else None
 
     @cached_property
-    def cost(self) -> Hours | None:
+    def cost(self) -> EstimateRange | None:
         """Range of the run's cost, in the currency of `price`. None if the hours or the price are unknown."""
         if self.hours is None or self.price is None:
             return None
@@ -284,9 +284,10 @@ def explain_choice(plan: Plan) -> str:
     if best is None:
         least = min(plan.options, key=lambda option: option.device_bytes.total)
         return (
-            f"nothing fits: even {describe_option(least)} takes {format_bytes(least.device_bytes.total)} of "
-            f"{format_bytes(usable)} usable, most of it {describe_largest_part(least)}, also with one "
-            f"sequence at a time and recomputation; {_describe_last_resorts(planner)}{instead}"
+            f"no option fits: the smallest, {describe_option(least)}, needs "
+            f"{format_bytes(least.device_bytes.total)} of {format_bytes(usable)} usable memory, mostly for "
+            f"{describe_largest_part(least)}, even with micro_batch_size 1 and activation checkpointing; "
+            f"{_describe_last_resorts(planner)}{instead}"
         )
     text = (
         f"best: {describe_option(best)}, the first in the order that fits: "

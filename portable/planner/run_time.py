@@ -41,24 +41,30 @@ class TrainingWork:
 
 
 @dataclass(frozen=True)
-class Hours:
-    """Range of the hours that a run takes, or of its cost."""
+class EstimateRange:
+    """Range of the hours that a run takes, or of its cost.
+
+    A cost has the currency of the prices that the user specifies with ``--price-per-hour``, or US dollars if
+    the prices come from SkyPilot's catalog.
+    """
 
     least: float
+    """Lower end of the range."""
     most: float
+    """Upper end of the range."""
 
     @property
     def likely(self) -> float:
         """Middle of the range."""
         return (self.least + self.most) / 2
 
-    def compute_cost(self, price_per_hour: float) -> Hours:
+    def compute_cost(self, price_per_hour: float) -> EstimateRange:
         """Convert a range of hours to a range of the cost.
 
         Args:
             price_per_hour: Price of all devices together for an hour.
         """
-        return Hours(self.least * price_per_hour, self.most * price_per_hour)
+        return EstimateRange(self.least * price_per_hour, self.most * price_per_hour)
 
     def format_time(self, prefix: str = "") -> str:
         """Format a range of hours, in minutes if it is below two hours.
@@ -118,7 +124,7 @@ def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> Traini
 
 def compute_hours(
     device: Device, devices: int, precision: str, flops: float, sending_hours: float = 0.0
-) -> Hours | None:
+) -> EstimateRange | None:
     """Compute the range of hours that devices take for a number of FLOPs.
 
     Args:
@@ -136,10 +142,10 @@ def compute_hours(
     if peak is None:
         return None
     least, most = (flops / (peak * devices * share) / 3600 for share in reversed(device.reached.mfu_range))
-    return Hours(max(least, sending_hours), max(most, sending_hours))
+    return EstimateRange(max(least, sending_hours), max(most, sending_hours))
 
 
-def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork) -> Hours | None:
+def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork) -> EstimateRange | None:
     """Estimate the hours that a run takes with the settings of an option.
 
     Args:

@@ -541,13 +541,14 @@ _OPERATIONS: dict[str, Callable[[Any], list[Any]]] = {
 
 
 def convert_name_rule(transform: Any) -> dict[str, Any]:
-    """Convert a rule of transformers to JSON, with its directions for reading and for writing files.
+    """Convert a weight transform of transformers to a JSON-compatible name rule.
 
     Args:
-        transform: Object of ``transformers.core_model_loading``.
+        transform: Weight transform from ``transformers.core_model_loading``.
 
     Returns:
-        The rule in the format of ``converters/names/published_names.json``.
+        The rule, with its transform for loading (``read``) and its reverse for saving (``write``). Its format
+        is that of ``converters/names/published_names.json``.
     """
     rule: dict[str, Any] = {
         "kind": _RULE_KINDS[type(transform).__name__],

@@ -301,7 +301,10 @@ def describe_memory_remedies(config: RunConfig, world: World) -> str:
 
 
 def describe_fitting_settings(search: MicroBatchSearch, failed_sequences: int) -> str:
-    """Describe settings that fit, as measured and as planned, for an out-of-memory error.
+    """Suggest settings that fit into device memory, for an out-of-memory error.
+
+    The suggestions are the largest smaller micro-batch that ran in a trial, settings that save memory, and
+    the best option of the planner.
 
     Args:
         search: Config, data and backend of the run.

@@ -89,9 +89,6 @@ def prepare_run(resolved: ResolvedRun, backend: Backend) -> PreparedRun:
         problem_type, data.label_names, data.tokenizer, user_loss=config.train.loss is not None
     )
     metrics = build_metrics(config.train.metrics, setting)
-    if metrics.texts is not None and backend.one_program and backend.world_size > 1:
-        names = " and ".join(metrics.texts.names)
-        raise UserError(f"train.metrics: on several hosts, XLA does not generate texts; remove {names}")
     best_tracker = build_best_tracker(config, data.evals, metrics)
     assembled = assemble_model(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter

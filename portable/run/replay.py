@@ -320,20 +320,20 @@ def _format_replay_report(
     for micro_batch in micro_batches:
         if not math.isfinite(micro_batch.loss) and micro_batch.module is not None:
             location = f"rank {micro_batch.rank}, micro-batch {micro_batch.number}"
-            lines.append(f"first output that is not finite in {location}: of {micro_batch.module}")
+            lines.append(f"first non-finite output in {location}: {micro_batch.module}")
             if micro_batch.bad_sample is not None:
                 lines.append(_format_sample(run, micro_batch.bad_sample))
         elif not math.isfinite(micro_batch.loss):
             lines.append(
-                f"every output is finite in rank {micro_batch.rank}, micro-batch {micro_batch.number}: it is "
-                "the loss"
+                f"every output is finite in rank {micro_batch.rank}, micro-batch {micro_batch.number}; only "
+                "the loss is not finite"
             )
     names = [name for name, _ in engine.model.named_parameters()]
     bad = [name for name in names if name in gradients]
     if bad:
         lines.append(
-            f"gradients that are not finite: of {len(bad)} of {len(names)} parameters; the last in the "
-            f"model, which the backward pass reaches first: {bad[-1]}"
+            f"{len(bad)} of {len(names)} parameters have non-finite gradients; the backward pass "
+            f"reaches {bad[-1]} first"
         )
     elif all(math.isfinite(micro_batch.loss) for micro_batch in micro_batches):
         lines.append(

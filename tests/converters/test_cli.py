@@ -187,7 +187,7 @@ def test_convert_rejects_ambiguous_steps(
     assert main([str(run), str(tmp_path / "out"), "--quiet"]) == 0
     shutil.copytree(steps / "step-000002", run / "checkpoint-500")
     said = error_of(capsys, run, tmp_path / "two")
-    assert "steps of 2 kinds, such as checkpoint-500 and step-000002; choose one with --tag" in said
+    assert "steps of 2 kinds, such as checkpoint-500 and step-000002; choose a step with --tag" in said
     assert main([str(run), str(tmp_path / "two"), "--tag", "step-000001", "--quiet"]) == 0
 
 

@@ -104,7 +104,7 @@ def test_config_from_completes_folder_without_config(
     for key in ("vocab_size", "num_hidden_layers"):
         path.write_text(json.dumps({**right, key: right[key] + 1}))
         said = error_of(capsys, *argv, "--config-from", path)
-        assert f"--config-from {path}: {key} is {right[key] + 1:,}, and " in said
+        assert f"--config-from {path}: {key} is {right[key] + 1:,}, but " in said
 
 
 def test_config_from_accepts_hub_id_in_cache(

@@ -208,7 +208,7 @@ def test_inspect_names_cause_of_damaged_adapters(
     ("source", "cause"),
     [
         ("complete-qwen3_moe-safetensors", "transformers 4, vLLM, SGLang and others skip the experts"),
-        (REPEATED.folder, "gathered the experts of one rank, or repeated them"),
+        (REPEATED.folder, "gathered the experts of only one rank"),
         ({"tie_word_embeddings": True}, "a conversion writes tie_word_embeddings: false"),
         ({"quantization_config": {"quant_method": "fp8"}}, "a conversion removes the key"),
     ],

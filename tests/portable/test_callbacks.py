@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,6 +73,17 @@ def test_callback_is_called_in_order_and_stops_run(tmp_path: Path, corpus: Path,
     assert result.final is not None and not result.stopped
     again = train(configured(tmp_path / "run", corpus, train__eval_every=4, log__every_steps=2))
     assert again.metrics[-1]["step"] == 8  # without the callback, nothing ends it
+
+
+def test_measure_pause_reports_no_pause_that_failed() -> None:
+    """A failed evaluation or save ends the run, so that no callback is called and its error is printed."""
+    run = Mock()
+    with pytest.raises(OSError, match="disk full"), Run.measure_pause(run):
+        raise OSError("disk full")
+    run.call_callbacks.assert_not_called()
+    with Run.measure_pause(run):
+        pass
+    run.call_callbacks.assert_called_once_with("record_pause", pytest.approx(0, abs=1))
 
 
 class Odd:

@@ -210,12 +210,12 @@ def test_skipping_remedy_is_given_if_bad_records_are_not_skipped(
         assert "warning: skipped: " in warned and remedy not in warned
     texts = pa.array([b"good", b"\xff", b"also good"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": texts}), path.with_suffix(".parquet"))
-    given = replace(settings, source=str(path.with_suffix(".parquet")))
-    with pytest.raises(UserError, match=f"not UTF-8; correct or remove it, {remedy}"):
-        build_data(given)
-    build_data(replace(given, on_bad_record="skip"))
+    parquet_settings = replace(settings, source=str(path.with_suffix(".parquet")))
+    with pytest.raises(UserError, match=f"not UTF-8; correct or remove the row, {remedy}"):
+        build_data(parquet_settings)
+    build_data(replace(parquet_settings, on_bad_record="skip"))
     warned = capsys.readouterr().err
-    assert "not UTF-8; correct or remove it\n" in warned and remedy not in warned
+    assert "not UTF-8; correct or remove the row\n" in warned and remedy not in warned
 
 
 def test_first_record_that_cannot_be_read_is_skipped(

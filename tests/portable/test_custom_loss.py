@@ -268,7 +268,7 @@ def test_custom_loss_that_is_mean_is_detected_without_halves(
         ({"data__packing": True}, r"data\.packing true joins records"),
         ({"train__loss": None}, r"data\.columns is for a custom loss; set train\.loss"),
         ({"train__z_loss": 0.1}, r"train\.z_loss 0\.1 changes the cross-entropy"),
-        ({"data__columns": "labels"}, "labels is an input of models; rename the column"),
+        ({"data__columns": "labels"}, "labels is reserved for model inputs; rename the column"),
         ({"data__columns": "txet"}, r"data\.columns: .*: no field 'txet'.*did you mean 'text'"),
         ({"data__columns": "text"}, r"data\.columns: .*: 'text' is of type str, not a number"),
     ],

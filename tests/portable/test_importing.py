@@ -336,7 +336,7 @@ def test_import_reads_every_argument_of_torchtune_dataset(dataset: str) -> None:
                 YamlDocument({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml"
             )
             results.append((imported_run.values, imported_run.notes, imported_run.refusals))
-        is_supported = not any("has no counterpart: set data.source" in line for line in results[0][2])
+        is_supported = not any("is not supported: set data.source" in line for line in results[0][2])
         assert results[0] != results[1] or not is_supported, key
 
 
@@ -384,7 +384,7 @@ def test_import_lists_differences(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["import", *words, str(path)]) == 0
         text = capsys.readouterr().out
         assert yaml.safe_load(text)["data"].get("train_on") == trains
-        assert "# Differences from there:" in text.split("\n\n")[-1]
+        assert "# Differences from TRL:" in text.split("\n\n")[-1]
         assert ("without assistant_only_loss" in text) == (trains is not None)
     assert (
         imported(*words, str(chats), "--assistant_only_loss", capsys=capsys)[0]["data.train_on"]
@@ -395,8 +395,8 @@ def test_import_lists_differences(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     assert main(["import", str(tmp_path / "nested.yaml")]) == 2
     done = capsys.readouterr()
-    assert "entry 1: shards: 10 has no counterpart" in " ".join(done.out.replace("#", "").split())
-    assert "1 key without a counterpart" in done.err
+    assert "entry 1: shards: 10 is not supported" in " ".join(done.out.replace("#", "").split())
+    assert "1 unsupported key" in done.err
     (tmp_path / "accelerate.yaml").write_text(ACCELERATE_FILE)
     assert "start the same number of ranks" in imported(str(tmp_path / "accelerate.yaml"), capsys=capsys)[1]
 

@@ -165,6 +165,8 @@ DOORS: dict[str, str] = {
     "portable/commands/chat.py": "check_downloaded_settings, also of the adapter; safetensors only, no "
     "custom code",
     "portable/config/yaml_text.py": "a loader without tags, which counts the values of aliases",
+    "portable/data/images.py": "bytes of a record, or of a file that open_file has opened in a folder; "
+    "few formats, and limits of bytes and pixels",
     "portable/data/sources/hub_dataset.py": "check_hub_card; saved datasets: check_folder_files",
     "portable/data/sources/hub_files.py": "check_folder_files, and the check of the card",
     "portable/data/sources/datasets_library.py": "one .csv file that open_file has opened; its name is "
@@ -173,6 +175,7 @@ DOORS: dict[str, str] = {
     "portable/data/sources/sharded_tokens.py": "validate_relative_name of each file, and check_folder_files",
     "portable/data/sources/token_files.py": "open_file of the same path, with its size",
     "portable/data/tokens/cache.py": "files of the cache",
+    "portable/data/tokens/image_processing.py": "check_downloaded_settings, also of the files of processors",
     "portable/data/tokens/rendering.py": "transformers' sandbox, in a process with limits",
     "portable/data/tokens/tokenizer.py": "check_downloaded_settings",
     "portable/importing/deepspeed.py": "names of libraries in the source",

@@ -18,7 +18,7 @@ from portable.planner import device_lookup as devices
 from portable.planner.cli import main
 from portable.planner.memory_model import PLACEHOLDER_DISK_PATH, StrategySetting
 from portable.planner.plan import Planner
-from portable.planner.run_time import Hours, compute_hours
+from portable.planner.run_time import EstimateRange, compute_hours
 from tests.promises import record
 from tests.runs import SENTENCE
 
@@ -267,9 +267,9 @@ def test_plan_has_hours_and_cost(plan: Plan) -> None:
 
 def test_plan_of_tiny_run_has_bounds_instead_of_tiny_numbers(plan: Plan) -> None:
     words = [*EIGHT, "--train.steps", "9", "--device", "h100", "--price-per-hour", "2.50"]
-    told = " ".join(plan(*words, told=True).split())
-    assert "time less than a minute for 4,608 tokens: " in told
-    assert "cost less than 0.01, at 2.5 an hour for each device" in told
+    output = " ".join(plan(*words, told=True).split())
+    assert "time less than a minute for 4,608 tokens: " in output
+    assert "cost less than 0.01, at 2.5 an hour for each device" in output
     prices = ["--price-per-hour", "h100=2.50", "--budget", "1"]
     assert "less than 0.01 for less than a minute, " in plan(*words[:4], *prices, told=True)
 
@@ -277,15 +277,15 @@ def test_plan_of_tiny_run_has_bounds_instead_of_tiny_numbers(plan: Plan) -> None
 @pytest.mark.parametrize(
     ("hours", "time", "cost"),
     [
-        (Hours(1e-8, 2e-8), "less than a minute", "less than 0.01"),
-        (Hours(0.009, 0.0099), "less than a minute", "less than 0.01"),
-        (Hours(0.0151, 0.019), "about 0.91 to 1.1 minutes", "about 0.015 to 0.019"),
-        (Hours(1.0, 1.0), "about 60 minutes", "about 1"),
-        (Hours(1.5, 2.5), "about 1.5 to 2.5 hours", "about 1.5 to 2.5"),
-        (Hours(1234.0, 56789.0), "about 1,200 to 57,000 hours", "about 1,200 to 57,000"),
+        (EstimateRange(1e-8, 2e-8), "less than a minute", "less than 0.01"),
+        (EstimateRange(0.009, 0.0099), "less than a minute", "less than 0.01"),
+        (EstimateRange(0.0151, 0.019), "about 0.91 to 1.1 minutes", "about 0.015 to 0.019"),
+        (EstimateRange(1.0, 1.0), "about 60 minutes", "about 1"),
+        (EstimateRange(1.5, 2.5), "about 1.5 to 2.5 hours", "about 1.5 to 2.5"),
+        (EstimateRange(1234.0, 56789.0), "about 1,200 to 57,000 hours", "about 1,200 to 57,000"),
     ],
 )
-def test_ranges_of_time_and_cost_are_formatted(hours: Hours, time: str, cost: str) -> None:
+def test_ranges_of_time_and_cost_are_formatted(hours: EstimateRange, time: str, cost: str) -> None:
     assert (hours.format_time("about "), hours.format_cost("about ")) == (time, cost)
 
 

@@ -26,7 +26,7 @@ OTHERWISE = {
     "wide-llama/v5e-8/full_shard/none/2-a-sequence/1x2048": 0.12,
     "wide-llama/v5e-8/full_shard/none/2-a-sequence/2x2048": 0.12,
 }
-"""The share by which a step takes more or less than planned: docs/tpu.md has the reasons."""
+"""The share by which a step takes more or less than planned: docs/tpu-compiler.md has the reasons."""
 
 
 IMPLIED = {

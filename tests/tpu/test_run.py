@@ -320,6 +320,37 @@ def test_xla_rejects_unsupported_settings(
     assert not (tmp_path / "run").exists()
 
 
+def check_on_two_hosts(folder: Path, corpus: Path, metrics: list[str]) -> str:
+    settings = {
+        "model__task": "seq2seq-lm",
+        "model__config": {"model_type": "t5", "vocab_size": 384, "d_model": 32, "num_heads": 2},
+        "data__target_field": "text",
+        "train__metrics": metrics,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("portable.tpu.xla.runtime.count_hosts", lambda: 2)
+        patch.setattr("portable.tpu.xla.runtime.count_local_devices", lambda: 1)
+        return check(folder, corpus, settings)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        (["accuracy"], ""),
+        (["rouge_l"], "rouge_l"),
+        (["exact_match", "loss", "rouge_l"], "exact_match and rouge_l"),
+    ],
+)
+def test_xla_rejects_generated_texts_on_several_hosts(
+    metrics: list[str], names: str, tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
+    """Each host has only the labels of its rows, but reads the predictions of all rows."""
+    message = xla.run(2, check_on_two_hosts, tmp_path / "run", corpus, metrics)
+    assert message == (
+        f"train.metrics: on several hosts, XLA does not generate texts; remove {names}" if names else ""
+    )
+
+
 def test_xla_ignores_deepspeed_file(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     argv = flags(tiny(tmp_path / "run", corpus, backend="xla", deepspeed__config="ds.json", **BATCH))
     code, told = xla.run(4, command_line, [*argv, "--dry-run"])

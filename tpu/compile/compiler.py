@@ -227,7 +227,7 @@ def describe_crash(exit_code: int, started_graphs: Sequence[str], error_output: 
     error_lines = [
         line for line in lines if re.match(r"[EF]\d{4}|.*(?:Check failed|ERROR|Error|Unknown)", line)
     ]
-    last = to_one_line((error_lines or lines or ["it left no message"])[0])
+    last = to_one_line((error_lines or lines or ["no error output"])[0])
     last = re.sub(r"^[EF]\d{4,}[\d :.]*\s*\d*\s+", "", last)
     remedy = "remove this flag from LIBTPU_INIT_ARGS" if "command line flag" in last else "try another libtpu"
     return f"--compile: libtpu ended {how} {moment}: {last}; {remedy}"

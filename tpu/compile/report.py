@@ -363,14 +363,15 @@ def count_convolution_flops(computation: HloComputation, instruction: HloInstruc
 
 
 def _count_valid_window_positions(window: Any, input_size: int, output_size: int) -> int:
-    """Count the pairs of an output position and a window position that read an element of the input.
+    """Count the pairs of an output position and a kernel position that read an input element, along one dim.
 
-    The other pairs read the padding, or a hole that the dilation of the input inserts.
+    The number of FLOPs of a convolution is proportional to the product of this count over all spatial dims.
+    Pairs that read padding, or a zero that base dilation inserts between input elements, are not counted.
 
     Args:
-        window: A ``WindowDimension``.
-        input_size: Size of the input along the dim of the window.
-        output_size: Size of the output along the dim of the window.
+        window: HLO ``WindowDimension`` of one spatial dim of the convolution.
+        input_size: Size of the input along this dim.
+        output_size: Size of the output along this dim.
     """
     size, stride, padding = window.size or 1, window.stride or 1, window.padding_low
     holes, gaps = window.window_dilation or 1, window.base_dilation or 1

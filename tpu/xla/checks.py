@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from portable.checks.backends import check_cuda_only_settings, check_strategy_without_zero
 from portable.config.rules import SettingProblem
+from portable.errors import UserError
 from portable.plugins import is_plugin_name
 
 if TYPE_CHECKING:
@@ -44,6 +45,28 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
         yield from check_optimizer(config)
         yield from check_memory(config)
         yield from check_sharding(config)
+
+
+def check_text_metrics(config: RunConfig, *, num_hosts: int) -> None:
+    """Check that no metric of generated text is set on several hosts.
+
+    Each host has the labels of only the rows that it has loaded, but it reads the predictions of the rows of
+    all hosts. The order of these rows depends on the mesh of devices.
+
+    Args:
+        config: Config of the run.
+        num_hosts: Number of hosts.
+
+    Raises:
+        UserError: If such a metric is set and there are several hosts.
+    """
+    from portable.evaluation.generation import TEXT_METRICS  # which imports torch
+
+    names = [name for name in config.train.metrics or () if name in TEXT_METRICS]
+    if names and num_hosts > 1:
+        raise UserError(
+            f"train.metrics: on several hosts, XLA does not generate texts; remove {' and '.join(names)}"
+        )
 
 
 def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:

@@ -204,7 +204,7 @@ class XlaCustomOptimizer:
         }
 
     def build_param_groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        """Build parameter groups. See :meth:`portable.tpu.xla.optim.XlaOptimizer.build_param_groups`.
+        """Build the parameter groups for a checkpoint. See :meth:`XlaOptimizer.build_param_groups`.
 
         Args:
             learning_rate: Learning rate of the last step.

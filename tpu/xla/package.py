@@ -88,13 +88,13 @@ class XlaPackage(BackendPackage):
         return config
 
     def check_config(self, config: RunConfig, world: World) -> None:
-        """Check the graph cache, and the sharding over the devices.
+        """Check the graph cache, the metrics, and the sharding over the devices.
 
         Raises:
-            UserError: If a graph cache is set on virtual devices, or the parameters cannot be sharded over
-                the devices.
+            UserError: If a graph cache is set on virtual devices, if metrics of generated text are set on
+                several hosts, or if the parameters cannot be sharded over the devices.
         """
-        from portable.tpu.xla import runtime
+        from portable.tpu.xla import checks, runtime
         from portable.tpu.xla.layout import MeshLayout
 
         require(
@@ -102,6 +102,7 @@ class XlaPackage(BackendPackage):
             "xla.compilation_cache: graphs for virtual devices cannot be cached; set xla.compilation_cache "
             "to none",
         )
+        checks.check_text_metrics(config, num_hosts=world.ranks)
         MeshLayout(config, world.devices)
 
     def build_notes(self, config: RunConfig) -> list[str]:

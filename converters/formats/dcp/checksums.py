@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isal import isal_zlib
 
 from portable.converters.containers.torchzip import TorchZip
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.manifest import MANIFEST, is_listed_in_manifest
 from portable.converters.storage.byte_sources import read_json_object
 from portable.converters.storage.folder import CheckpointFolder
@@ -95,7 +95,7 @@ class ShardChecksums:
             CheckpointError: If the CRC32 differs or is not recorded.
         """
         if self.metadata_checksums.get(name) != isal_zlib.crc32(data):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.path.parent / name}: is damaged, or from another save ({CHECKSUMS})"
             )
 
@@ -112,7 +112,7 @@ class ShardChecksums:
         """
         crc = recorded if self.items is None else self.items.get(file, {}).get(str(offset))
         if type(crc) is not int:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.path}: is damaged, or from another save: there is no item at byte {offset} of {file}"
             )
         return crc
@@ -129,14 +129,19 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
     """
     if not (folder.path / CHECKSUMS).is_file():
         if is_listed_in_manifest(folder.path, CHECKSUMS):
-            raise CheckpointError(f"{folder.path / CHECKSUMS}: is missing, although {MANIFEST} names it")
+            raise DamagedCheckpointError(
+                f"{folder.path / CHECKSUMS}: is missing, although {MANIFEST} names it"
+            )
         return None
     file = folder.get_file(CHECKSUMS)
     table = read_json_object(file)
     if table.get("version") == TABLES_VERSION:
         return _parse_tables_index(file.path, table)
     if table.get("version") != _VERSION:
-        raise CheckpointError(f"{file.path}: is damaged, or was written by a newer version of this program")
+        raise CheckpointError(
+            f"{file.path}: is damaged, or was written by a newer version of this program; copy the "
+            "checkpoint again, or update portable-train"
+        )
     metadata, items = table.get("metadata"), table.get("items")
     tables = (metadata, items, *(items.values() if isinstance(items, dict) else ()))
     if (
@@ -144,7 +149,7 @@ def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
         or not isinstance(items, dict)
         or not all(isinstance(table, dict) for table in tables)
     ):
-        raise CheckpointError(f"{file.path}: damaged: the tables are missing")
+        raise DamagedCheckpointError(f"{file.path}: damaged: the tables are missing")
     return ShardChecksums(file.path, metadata, items)
 
 
@@ -168,7 +173,7 @@ def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksum
         or not metadata.keys() == sizes.keys() == {".metadata", *boxes}
         or not all(is_metadata_name(name) and isinstance(table, dict) for name, table in boxes.items())
     ):
-        raise CheckpointError(f"{path}: damaged: the tables are missing")
+        raise DamagedCheckpointError(f"{path}: damaged: the tables are missing")
     regions = {
         name: {shape: _parse_region(path, box) for shape, box in table.items()}
         for name, table in boxes.items()
@@ -184,7 +189,7 @@ def _parse_region(path: AnyPath, box: Any) -> Region:
     """
     offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
     if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
-        raise CheckpointError(f"{path}: damaged: an entry is not a pair of offsets and sizes")
+        raise DamagedCheckpointError(f"{path}: damaged: an entry is not a pair of offsets and sizes")
     return Region(tuple(offsets), tuple(sizes))
 
 

@@ -29,7 +29,7 @@ from portable.converters.containers.untrusted_values import (
     require_mapping,
     require_shape,
 )
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats.dcp.checksums import Region, list_metadata_files, read_shard_checksums
 from portable.converters.limits import MAX_PATH, MAX_TENSOR_NAME
 from portable.converters.tensors.dtypes import FROM_TORCH
@@ -167,22 +167,22 @@ def read_metadata_file(
     stored = require_mapping(fields.get("storage_data"), "storage_data", location)
     items = _parse_item_locations(folder, stored, location, checksums)
     if "planner_data" not in fields:
-        raise CheckpointError(f"{location}: is damaged, or is not DCP metadata (no planner_data)")
+        raise DamagedCheckpointError(f"{location}: is damaged, or is not DCP metadata (no planner_data)")
     key_paths = fields["planner_data"]
     if not isinstance(key_paths, dict) or not key_paths:
         key_paths = None
     if not descriptions.keys() >= items.keys() or (
         key_paths is not None and key_paths.keys() != descriptions.keys()
     ):
-        raise CheckpointError(f"{location}: damaged: the tables contain different keys")
+        raise DamagedCheckpointError(f"{location}: damaged: the tables contain different keys")
     entries: dict[str, Entry] = {}
     # planner_data has the order of the state dict. The other tables have the order in which the ranks wrote.
     for key in descriptions if key_paths is None else key_paths:
         description = descriptions[key]
         if not isinstance(key, str):
-            raise CheckpointError(f"{location}: damaged: a key is not a string")
+            raise DamagedCheckpointError(f"{location}: damaged: a key is not a string")
         if len(key) > MAX_TENSOR_NAME:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: contains a key of {len(key):,} characters, too long for a parameter"
             )
         path = None if key_paths is None else _parse_key_path(key_paths[key], key, location)
@@ -196,7 +196,7 @@ def read_metadata_file(
         elif kind == "BytesStorageMetadata" and list(stored) == [format_chunk_key(None)]:
             entries[key] = ValueEntry(folder, key, path, stored[format_chunk_key(None)])
         else:
-            raise CheckpointError(f"{location}: damaged: the description of {key!r} is invalid")
+            raise DamagedCheckpointError(f"{location}: damaged: the description of {key!r} is invalid")
     return entries
 
 
@@ -217,7 +217,7 @@ def _merge_entries(first: Entry, second: Entry) -> Entry:
     ):
         chunks = tuple({repr(chunk): chunk for chunk in (*first.chunks, *second.chunks)}.values())
         return replace(first, chunks=chunks, items={**second.items, **first.items})
-    raise CheckpointError(f"{first.folder.path}: the ranks' metadata disagree about {first.key!r}")
+    raise DamagedCheckpointError(f"{first.folder.path}: the ranks' metadata disagree about {first.key!r}")
 
 
 def _parse_key_path(path: Any, key: str, location: str) -> KeyPath:
@@ -232,7 +232,7 @@ def _parse_key_path(path: Any, key: str, location: str) -> KeyPath:
     )
     if is_key_path and len(path) <= MAX_PATH and ".".join(map(str, path)) == key:
         return tuple(path)
-    raise CheckpointError(f"{location}: damaged: the path of {key!r} does not match the key")
+    raise DamagedCheckpointError(f"{location}: damaged: the path of {key!r} does not match the key")
 
 
 def _parse_item_locations(
@@ -257,9 +257,9 @@ def _parse_item_locations(
         stored_at = require_attributes(info, "_StorageInfo", location)
         key, name = index_fields.get("fqn"), stored_at.get("relative_path")
         if not isinstance(key, str) or not isinstance(name, str):
-            raise CheckpointError(f"{location}: damaged: a storage entry is invalid")
+            raise DamagedCheckpointError(f"{location}: damaged: a storage entry is invalid")
         if len(key) > MAX_TENSOR_NAME:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: contains a key of {len(key):,} characters, too long for a parameter"
             )
         chunk = format_chunk_key(
@@ -277,12 +277,12 @@ def _parse_item_locations(
             )
         file = folder.get_file(name)
         if offset + length > file.nbytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{file.path}: truncated, {key!r} would end at byte {offset + length}, but the file "
                 f"has {file.nbytes} bytes"
             )
         if chunk in items.setdefault(key, {}):
-            raise CheckpointError(f"{location}: {key!r} is stored twice")
+            raise DamagedCheckpointError(f"{location}: {key!r} is stored twice")
         checksum = checksums.get_item_checksum(name, offset, stored_at.get("checksum")) if checksums else None
         items[key][chunk] = ItemLocation(name, offset, length, checksum)
         spans.setdefault(name, []).append((offset, offset + length, key))
@@ -297,7 +297,9 @@ def _parse_item_locations(
         gap = any(stop < start for (_, stop, _), (start, _, _) in pairwise(file_spans))
         for (first, stop, key), (start, end, other) in pairwise(file_spans):
             if start < stop and (gap or (first, stop) != (start, end)):
-                raise CheckpointError(f"{location}: damaged: {key!r} and {other!r} share bytes of a file")
+                raise DamagedCheckpointError(
+                    f"{location}: damaged: {key!r} and {other!r} share bytes of a file"
+                )
     return items
 
 

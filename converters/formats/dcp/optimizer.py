@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import to_json_value
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.formats.torch_save.optimizer import find_moment_shape
 from portable.converters.names.canonical import KeyRoles, StateDictPath, find_plain_name, is_parameter_index
 from portable.converters.names.index_keys import (
@@ -53,7 +53,7 @@ def build_optimizer_state(
     for parameter, entries in roles.optimizer_state.items():
         name = find_plain_name(parameter, tensors)
         if name in state:
-            raise CheckpointError(f"{location}: two optimizer states have the name {name!r}")
+            raise DamagedCheckpointError(f"{location}: two optimizer states have the name {name!r}")
         read_values = {
             state_name: read_state(key, f"{name}.{state_name}") for state_name, key in entries.items()
         }
@@ -98,7 +98,7 @@ def _build_param_groups(
         for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
             index = int(path[0])
             if index > len(groups):  # the values are sorted by group, so a group without values is missing
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{location}: damaged: param_groups {len(groups)} of the optimizer is missing"
                 )
             while len(groups) <= index:
@@ -109,11 +109,11 @@ def _build_param_groups(
             {".".join(map(str, path)): to_json_value(value) for path, value in values.items()}
         )
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise CheckpointError(f"{location}: the optimizer's param_groups are not a list of groups")
+        raise DamagedCheckpointError(f"{location}: the optimizer's param_groups are not a list of groups")
     for group in groups:
         params = group.get("params", [])
         if not isinstance(params, list):
-            raise CheckpointError(f"{location}: the params of an optimizer group are not a list")
+            raise DamagedCheckpointError(f"{location}: the params of an optimizer group are not a list")
         group["params"] = [find_plain_name(str(param), tensors) for param in params]
     return groups
 

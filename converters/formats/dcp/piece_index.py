@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.formats.dcp.checksums import CHECKSUMS, Region, list_metadata_files
 from portable.converters.formats.dcp.metadata import (
     ItemLocation,
@@ -141,7 +141,9 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
             return -1, 0, 0, -1
         checksum = -1 if item.checksum is None else item.checksum
         if item.checksum is not None and not 0 <= checksum < 1 << 32:
-            raise CheckpointError(f"{entry.folder.path / CHECKSUMS}: damaged: {checksum} is not a CRC32")
+            raise DamagedCheckpointError(
+                f"{entry.folder.path / CHECKSUMS}: damaged: {checksum} is not a CRC32"
+            )
         return files.setdefault(item.file, len(files)), item.offset, item.length, checksum
 
     for key, entry in entries.items():
@@ -152,7 +154,7 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
                 if len(offsets) == len(sizes) == len(entry.shape)
             ]
             if len(rows) < len(entry.chunks):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{entry.folder.path}: damaged: a piece of {key!r} has a wrong number of dimensions"
                 )
             keys.append((key, entry.path, entry.dtype, entry.shape, position, len(rows)))

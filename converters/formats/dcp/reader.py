@@ -18,7 +18,12 @@ from portable.converters.checkpoint import Checkpoint, Scalar
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    OptimizerStateError,
+    prefix_checkpoint_errors,
+)
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.dcp.checksums import CHECKSUMS, has_metadata_name, list_metadata_files
 from portable.converters.formats.dcp.metadata import (
@@ -113,7 +118,7 @@ def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> 
         folder_entries, builder = _open_folder_entries(path, source.rank, source.build_once)
         for key, entry in folder_entries.items():
             if entries.setdefault(key, entry) is not entry:
-                raise CheckpointError(f"{path}: the key {key!r} is stored twice")
+                raise DamagedCheckpointError(f"{path}: the key {key!r} is stored twice")
             builders[key] = builder
 
     def build_tensor(entry: TensorEntry, name: str) -> Tensor:
@@ -260,10 +265,14 @@ def build_piece_boxes(entry: TensorEntry) -> list[Box]:
             boxes.append(Box(offsets, sizes, View(InMemorySource(b""), 0, (0,) * len(sizes))))
             continue
         if item is None:
-            raise CheckpointError(f"{entry.folder.path}: {entry.key!r} at {list(offsets)} is not stored")
+            raise DamagedCheckpointError(
+                f"{entry.folder.path}: {entry.key!r} at {list(offsets)} is not stored"
+            )
         if item.length < prod(sizes) * get_itemsize(entry.dtype):
             open_item_archive(entry, item).load_object()  # raises a better error for a tensor subclass
-            raise CheckpointError(f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short")
+            raise DamagedCheckpointError(
+                f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short"
+            )
         boxes.append(Box(offsets, sizes, partial(_open_piece, entry, item, sizes)))
     return boxes
 
@@ -289,9 +298,9 @@ def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
     archive = open_item_archive(entry, item)
     stored = archive.load_object()
     if not isinstance(stored, StoredTensor):
-        raise CheckpointError(f"{archive.location}: is not a plain tensor")
+        raise DamagedCheckpointError(f"{archive.location}: is not a plain tensor")
     if stored.dtype != entry.dtype or stored.shape != sizes:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{archive.location}: is {stored.dtype} {list(stored.shape)}, but .metadata has {entry.dtype} "
             f"{list(sizes)}"
         )
@@ -307,7 +316,7 @@ def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
     file = entry.folder.get_file(item.file)
     archive = TorchZip(file, item.offset, item.length, description=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
-        raise CheckpointError(f"{archive.location}: is damaged, or from another save ({CHECKSUMS})")
+        raise DamagedCheckpointError(f"{archive.location}: is damaged, or from another save ({CHECKSUMS})")
     return archive
 
 

@@ -16,7 +16,7 @@ from math import prod
 from threading import RLock
 from typing import TYPE_CHECKING
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.formats.dcp.checksums import Region, read_shard_checksums
 from portable.converters.formats.dcp.metadata import TensorEntry, read_metadata_file
 from portable.converters.formats.dcp.piece_index import PieceIndex, open_piece_index
@@ -116,7 +116,9 @@ class ShardTables:
             if not isinstance(entry, TensorEntry) or (entry.dtype, entry.shape) != _get_dtype_and_shape(
                 self.entries[key]
             ):
-                raise CheckpointError(f"{self._folder.path}: the ranks' metadata disagree about {key!r}")
+                raise DamagedCheckpointError(
+                    f"{self._folder.path}: the ranks' metadata disagree about {key!r}"
+                )
             for box in build_boxes(entry):
                 # Use text as the key, because a file could contain numbers whose hashes collide.
                 boxes.setdefault(repr((box.offsets, box.sizes)), box)

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.storage.byte_sources import FileSpan, SourceSlice
 from portable.converters.tensors.casting import round_to_dtype
@@ -117,7 +117,7 @@ def compare_with_module_weights(
         if value is None and complete_name in optional_names:
             continue
         if not isinstance(value, StoredTensor) or value.shape != shape:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: {complete_name!r} is missing or does not have the recorded shape {list(shape)}"
             )
         stored[name] = value
@@ -192,7 +192,7 @@ def _check_buffer_positions(
         return
     for name, tensor in stored.items():
         if tensor.offset - tensors[0].offset != layout.starts[name] - next(iter(layout.starts.values())):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: the position of {name!r} in the flat buffer contradicts param_shapes"
             )
 

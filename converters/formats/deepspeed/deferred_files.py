@@ -14,7 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import DamagedCheckpointError
 from portable.converters.formats.deepspeed.rank_files import (
     ModelFile,
     OptimFile,
@@ -73,7 +73,7 @@ class _DeferredSource:
         tensor = self._load()
         if (tensor.dtype, tensor.shape) != self._type or not tensor.is_contiguous:
             dtype, shape = self._type
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"is {tensor.dtype} {list(tensor.shape)} on one rank, but {dtype} {list(shape)} on "
                 "another rank"
             )
@@ -115,11 +115,11 @@ class _LazyRankFile(Generic[F]):
             try:
                 value = value[key]
             except (LookupError, TypeError):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self._template.location}: the file of another rank does not contain {key!r}"
                 ) from None
         if not isinstance(value, StoredTensor):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self._template.location}: {path[-1]!r} is not a tensor in the file of another rank"
             )
         return value

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats.deepspeed.rank_files import load_rank_file
 
 if TYPE_CHECKING:
@@ -85,11 +85,11 @@ class ExpertFiles:
         for location, number, key, value in iter_layer_tensors(folder, files, _EXPERT_FILE, name_error):
             match = _EXPERT.fullmatch(key)
             if match is None or int(match[2]) != number:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{location}: does not contain the expert parallel weights of the expert in its name"
                 )
             if self.tensors.setdefault(key, value) is not value:
-                raise CheckpointError(f"{location}: {key!r} is also in another file")
+                raise DamagedCheckpointError(f"{location}: {key!r} is also in another file")
 
     def has_only_expert_parameters(self, names: Iterable[str]) -> bool:
         """Return whether the parameters of a group belong to experts.
@@ -99,7 +99,7 @@ class ExpertFiles:
         """
         kinds = {_EXPERT.fullmatch(name) is not None for name in names}
         if len(kinds) > 1:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: damaged: a group contains parameters of experts and others"
             )
         return True in kinds

@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.limits import MAX_COUNT
 from portable.converters.storage.byte_sources import ConcatenatedSources, SourceSlice
 from portable.converters.tensors.dtypes import get_itemsize
@@ -75,7 +75,7 @@ def require_equal_dtypes(pieces: Flat, location: str) -> Flat:
     """
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: the ranks have different element types: {' and '.join(sorted(dtypes))}"
         )
     return pieces
@@ -141,7 +141,7 @@ class Stage3GroupLayout:
         """
         for piece in flat:
             if piece.numel != self.rank_numel:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self.location}: a flat group contains {piece.numel} elements, not {self.rank_numel}"
                 )
         dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
@@ -300,7 +300,7 @@ def check_disjoint_bytes(pieces: Sequence[StoredTensor], location: str) -> None:
         byte_spans.sort()
         for (_, stop), (start, _) in pairwise(byte_spans):
             if start < stop:
-                raise CheckpointError(f"{location}: damaged: two flat groups share bytes")
+                raise DamagedCheckpointError(f"{location}: damaged: two flat groups share bytes")
 
 
 class SwapFiles:
@@ -334,11 +334,13 @@ class SwapFiles:
         state_prefix = f"{state_name}-" if state_name else ""
         name = f"{_SWAPPED}/rank{rank:02d}/{state_prefix}{first_and_last[0]}_{first_and_last[1]}.tensor.swp"
         if None in first_and_last or not (self.folder.path / name).is_file():
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.folder.path / name}: is missing, but contains values that are offloaded to NVMe"
             )
         file = self.folder.get_file(name)
         nbytes = layout.rank_numel * get_itemsize(dtype)
         if not nbytes <= file.nbytes < nbytes + MAX_COUNT:
-            raise CheckpointError(f"{file.path}: has {file.nbytes} bytes, but the sub-group has {nbytes}")
+            raise DamagedCheckpointError(
+                f"{file.path}: has {file.nbytes} bytes, but the sub-group has {nbytes}"
+            )
         return FlatPiece(dtype, layout.rank_numel, file.get_span(0, nbytes, description="the swap file"))

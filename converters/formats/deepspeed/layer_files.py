@@ -20,7 +20,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.checkpoint import OptimizerState
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats.deepspeed.checks import check_equal_copies, has_equal_rounded_sample
 from portable.converters.formats.deepspeed.expert_files import iter_layer_tensors
 from portable.converters.formats.deepspeed.rank_files import NamedWeights
@@ -58,7 +58,7 @@ class LayerFiles:
         name_error = "pipeline parallel checkpoints with tensor parallel ranks are not supported"
         for location, number, key, value in iter_layer_tensors(folder, files, _LAYER_FILE, name_error):
             if self.tensors.setdefault(f"{number}.{key}", value) is not value:
-                raise CheckpointError(f"{location}: the layer is also in another file")
+                raise DamagedCheckpointError(f"{location}: the layer is also in another file")
 
     def build_stage_module(self, model: ModelFile) -> dict[str, Any]:
         """Build the state dict of one pipeline stage from the files of its layers.
@@ -116,7 +116,7 @@ class LayerFiles:
                 first = tensors.setdefault(name, tensor)
                 if first is not tensor:
                     if _TIED.fullmatch(name) is None:
-                        raise CheckpointError(f"{self.location}: {name!r} is in two pipeline stages")
+                        raise DamagedCheckpointError(f"{self.location}: {name!r} is in two pipeline stages")
                     check_equal_copies([first, tensor], f"{self.location}: {name!r}", _UNTIED_CAUSE)
             aliases |= stage.aliases
         buffers = {name for run in runs for name in run.first_model_file.buffers}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats.deepspeed.flat_layout import (
     GroupLayout,
     GroupOnRanks,
@@ -102,11 +102,11 @@ def read_step_count(folder: AnyPath, stage: int, ranks: Sequence[OptimFile], num
             if step is None:
                 continue
             if not isfinite(step):
-                raise CheckpointError(f"{rank.location}: damaged: the optimizer step is {step:g}")
+                raise DamagedCheckpointError(f"{rank.location}: damaged: the optimizer step is {step:g}")
             if first is None:
                 first = int(step)
             if step != first:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{rank.location}: is at optimizer step {step:g}, but another rank or group is at "
                     f"step {first}"
                 )
@@ -137,15 +137,15 @@ def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict
     else:
         state = base.get("state") if isinstance(base, dict) else None
         if not isinstance(state, dict):
-            raise CheckpointError(f"{rank.location}: damaged: the optimizer has no state")
+            raise DamagedCheckpointError(f"{rank.location}: damaged: the optimizer has no state")
         if set(state) - set(range(num_groups)):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{rank.location}: damaged: there is optimizer state for more than {num_groups} "
                 "parameter groups"
             )
         group_states = [state.get(index, {}) for index in range(num_groups)]
     if len(group_states) != num_groups or not all(isinstance(group, dict) for group in group_states):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{rank.location}: damaged: the optimizer state does not match the {num_groups} parameter groups"
         )
     return group_states
@@ -235,7 +235,7 @@ def _read_param_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | 
             return None
         groups = base.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise CheckpointError(f"{rank.location}: damaged: the optimizer has no param_groups")
+            raise DamagedCheckpointError(f"{rank.location}: damaged: the optimizer has no param_groups")
         values = [_to_plain_settings(group, rank.location) for group in groups]
         if rank is not ranks[0]:
             check_equal_records(rank.location, "param_groups", values, saved_groups)
@@ -264,7 +264,9 @@ def build_named_group(group: dict[Any, Any], names: Sequence[Iterable[str]], loc
     """
     indices = group.get("params")
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < len(names) for i in indices):
-        raise CheckpointError(f"{location}: damaged: the parameter groups do not match the flat groups")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: the parameter groups do not match the flat groups"
+        )
     return {
         **_to_plain_settings(group, location),
         "params": [name for index in indices for name in names[index]],

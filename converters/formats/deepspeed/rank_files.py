@@ -26,7 +26,7 @@ from portable.converters.containers.untrusted_values import (
     require_names,
     require_shape,
 )
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats.deepspeed.flat_layout import (
     Fragment,
     Stage3GroupLayout,
@@ -117,14 +117,16 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
         return None
     if len({match["prefix"] for match, _ in optim}) > 1:
         raise CheckpointError(
-            f"{path}: contains optimizer files with and without the prefix bf16_, so they are from two runs"
+            f"{path}: contains optimizer files with and without the prefix bf16_, so they are from two runs; "
+            "remove the files of the other run"
         )
     if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both kinds
         rank_independent = [(match, name) for match, name in model if match["rank"] is None]
         model = rank_independent or model
     if len({match["rank"] is None for match, _ in model}) > 1:
         raise CheckpointError(
-            f"{path}: contains model files of stage 3 and of other stages, so they are from two runs"
+            f"{path}: contains model files of stage 3 and of other stages, so they are from two runs; remove "
+            "the files of the other run"
         )
     has_model_per_rank = any(match["rank"] is not None for match, _ in model)
     return RankFileNames(
@@ -172,7 +174,7 @@ def _group_names_by_rank(path: AnyPath, files: list[tuple[re.Match[str], str]]) 
     for match, name in files:
         rank, ranks = int(match["rank"] or 0), names_by_rank.setdefault(int(match["mp"]), {})
         if rank in ranks:
-            raise CheckpointError(f"{path}: {ranks[rank]} and {name} both belong to rank {rank}")
+            raise DamagedCheckpointError(f"{path}: {ranks[rank]} and {name} both belong to rank {rank}")
         ranks[rank] = name
     return {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(names_by_rank.items())}
 
@@ -247,7 +249,7 @@ class ModelFile:
             dims = {"pp_degree" if self.is_pipeline else "tp_degree": total}
         degrees = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
         if any(type(n) is not int or not 0 < n < MAX_COUNT for n in degrees) or prod(degrees) != total:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: damaged: the tensor and pipeline parallel degrees, "
                 f"{format_untrusted_value(degrees[0])} and {format_untrusted_value(degrees[1])}, do not "
                 f"match {total} ranks"
@@ -373,7 +375,7 @@ class OptimFile:
             or len(group_gaps) != num_parameters
             or any(type(n) is not int or n < 0 for n in group_gaps)
         ):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: damaged: param_alignment_paddings does not match the groups"
             )
         return group_gaps
@@ -386,7 +388,7 @@ class OptimFile:
         """
         paddings = self.state.get("group_paddings")
         if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
-            raise CheckpointError(f"{self.location}: damaged: group_paddings is missing")
+            raise DamagedCheckpointError(f"{self.location}: damaged: group_paddings is missing")
         return int(paddings[group])
 
     def get_rank_independent_records(self) -> dict[str, Any]:
@@ -411,7 +413,7 @@ def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
     if not counts or any(type(count) is not int or count < 1 for count in counts):
-        raise CheckpointError(f"{location}: damaged: partition_count is missing")
+        raise DamagedCheckpointError(f"{location}: damaged: partition_count is missing")
     return counts
 
 
@@ -476,10 +478,14 @@ def combine_with_model_states(
         if owner not in tensors or not tensors[owner].numel:
             continue
         if alias in tensors:
-            raise CheckpointError(f"{model.location}: {alias!r} is tied to {owner!r}, but is also stored")
+            raise DamagedCheckpointError(
+                f"{model.location}: {alias!r} is tied to {owner!r}, but is also stored"
+            )
         stored = model.module.get(alias)
         if stage < 3 and isinstance(stored, StoredTensor) and stored.shape != tensors[owner].shape:
-            raise CheckpointError(f"{model.location}: {alias!r} is tied to {owner!r}, but the shapes differ")
+            raise DamagedCheckpointError(
+                f"{model.location}: {alias!r} is tied to {owner!r}, but the shapes differ"
+            )
         aliases[alias] = owner
     for name, value in module.items():
         if name in tensors or name in aliases or not isinstance(value, StoredTensor):
@@ -491,7 +497,7 @@ def combine_with_model_states(
         tensors[name] = to_lazy_tensor(value, name)
     missing = next((name for name in model.buffers if name not in tensors and name not in aliases), None)
     if missing is not None:
-        raise CheckpointError(f"{model.location}: the buffer {missing!r} is listed, but missing")
+        raise DamagedCheckpointError(f"{model.location}: the buffer {missing!r} is listed, but missing")
     return NamedWeights(tensors, aliases)
 
 
@@ -530,7 +536,7 @@ def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int)
         elif (stored := model.frozen_fragments[name]).shape == shape:
             tensors[name] = to_lazy_tensor(stored, name)
         else:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: has shape {list(stored.shape)}, but the recorded shape is {list(shape)}"
             )
     return tensors
@@ -620,11 +626,11 @@ def require_contiguous(value: Any, location: str, *, any_shape: bool = False) ->
         CheckpointError: If the value is not such a tensor.
     """
     if not isinstance(value, StoredTensor):
-        raise CheckpointError(f"{location}: is not a tensor")
+        raise DamagedCheckpointError(f"{location}: is not a tensor")
     if not value.is_contiguous:
-        raise CheckpointError(f"{location}: the tensor is not contiguous")
+        raise DamagedCheckpointError(f"{location}: the tensor is not contiguous")
     if not any_shape and len(value.shape) != 1:
-        raise CheckpointError(f"{location}: a flat tensor has {len(value.shape)} dimensions")
+        raise DamagedCheckpointError(f"{location}: a flat tensor has {len(value.shape)} dimensions")
     return value
 
 
@@ -638,10 +644,10 @@ def parse_fragment_address(value: Any, location: str) -> Fragment:
     if isinstance(value, PickledInstance) and len(value.args) == 2 and state is None:
         state = {"numel": value.args[0], "start": value.args[1]}
     if not isinstance(state, dict):
-        raise CheckpointError(f"{location}: damaged: param_slice_mappings is invalid")
+        raise DamagedCheckpointError(f"{location}: damaged: param_slice_mappings is invalid")
     start, numel = state.get("start"), state.get("numel")
     if type(start) is not int or type(numel) is not int:
-        raise CheckpointError(f"{location}: damaged: param_slice_mappings is invalid")
+        raise DamagedCheckpointError(f"{location}: damaged: param_slice_mappings is invalid")
     return Fragment(start, numel)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portable.converters.containers.pickle_reader import format_untrusted_value
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.deepspeed.expert_files import ExpertFiles
 from portable.converters.formats.deepspeed.layer_files import LayerFiles, merge_stage_optimizers
@@ -71,7 +71,7 @@ def _find_rank_file_folder(source: CheckpointPath) -> AnyPath | None:
         # Do not choose another tag, because it is another step.
         raise CheckpointError(
             f"{path / LATEST}: refers to {format_untrusted_value(tag)}, which contains no DeepSpeed "
-            "files; choose one with --tag: " + ", ".join(map(format_untrusted_value, tags[:8]))
+            "files; choose a step with --tag: " + ", ".join(map(format_untrusted_value, tags[:8]))
         )
     return folder
 
@@ -131,7 +131,9 @@ def _open_deepspeed_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpo
     assert names is not None
     _check_one_accelerate_model(source.path, path)
     if not names.model.get(0):
-        raise CheckpointError(f"{path}: the model states are missing, and there are only optimizer states")
+        raise DamagedCheckpointError(
+            f"{path}: the model states are missing, and there are only optimizer states"
+        )
     folder = CheckpointFolder(path)
     own_rank = _find_own_rank(source, names)
     model = _read_own_model(folder, names.model[0], own_rank or 0)
@@ -228,14 +230,15 @@ def _read_parallel_degree(path: AnyPath, names: RankFileNames, model: ModelFile)
     for files in (names.model, names.optim) if names.optim else (names.model,):
         missing = next((rank for rank in range(degree) if rank not in files), None)
         if missing is not None:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path}: the files of {kind} parallel rank {missing} of {degree} are missing"
             )
         for rank, rank_files in files.items():
             if rank >= degree:
                 name = next(iter(rank_files.values()))
                 raise CheckpointError(
-                    f"{path / name}: belongs to {kind} parallel rank {rank}, but the run had {degree} ranks"
+                    f"{path / name}: belongs to {kind} parallel rank {rank}, but the run had {degree} "
+                    "ranks; remove the files of other runs"
                 )
     return degree
 

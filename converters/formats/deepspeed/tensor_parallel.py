@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.containers.untrusted_values import get_list_or_empty, get_mapping_or_empty
-from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.formats.deepspeed.checks import check_equal_copies
 from portable.converters.formats.deepspeed.rank_files import NamedWeights, check_equal_records
 from portable.converters.limits import MAX_SETTINGS
@@ -81,7 +81,9 @@ class AutoTpLayout:
         """
         location = f"{self.location}: {name!r}"
         if any(part.dtype != parts[0].dtype for part in parts):
-            raise CheckpointError(f"{location}: the tensor parallel ranks have different element types")
+            raise DamagedCheckpointError(
+                f"{location}: the tensor parallel ranks have different element types"
+            )
         key = f"^{re.escape(name)}$"
         if key in get_mapping_or_empty(self.info.get(_UNSUPPORTED)):
             raise CheckpointError(f"{location}: is sharded in a way that DeepSpeed cannot merge")
@@ -103,7 +105,9 @@ class AutoTpLayout:
         dim = int(key in get_list_or_empty(self.info.get(_ROWS)))
         sizes = [[size for d, size in enumerate(part.shape) if d != dim] for part in parts]
         if any(len(part.shape) <= dim for part in parts) or any(size != sizes[0] for size in sizes):
-            raise CheckpointError(f"{location}: the shapes of the tensor parallel shards are inconsistent")
+            raise DamagedCheckpointError(
+                f"{location}: the shapes of the tensor parallel shards are inconsistent"
+            )
         return concat_tensors(name, parts, dim)
 
     def _merge_by_affine_map(self, name: str, entry: Any, parts: Sequence[Tensor], location: str) -> Tensor:
@@ -113,7 +117,8 @@ class AutoTpLayout:
             CheckpointError: If the map is damaged, contradicts the parts, or scales values.
         """
         damaged_error = CheckpointError(
-            f"{location}: the tensor parallel affine map is damaged, or not supported"
+            f"{location}: the tensor parallel affine map is damaged or not supported; convert a "
+            "checkpoint without it"
         )
         ranks = {
             str(rank): value
@@ -131,7 +136,7 @@ class AutoTpLayout:
             if _require_sizes(rank_map.get("shard_shape"), damaged_error) != part.shape or len(
                 part.shape
             ) != len(shape):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{location}: the shape {list(part.shape)} on tensor parallel rank {rank} contradicts "
                     "the affine map"
                 )
@@ -225,7 +230,7 @@ def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Opt
             if len(tensor_parts) == len(parts):
                 merged: Tensor | Scalar = layout.merge_rank_parts(name, tensor_parts)
             elif tensor_parts:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{layout.location}: {state_name} of {name!r} is a number only on some ranks"
                 )
             else:

@@ -20,7 +20,7 @@ from portable.converters.checkpoint import OptimizerState, Scalar
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.shard_index import check_rank_files_complete
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.deepspeed.checks import sample_rounds_to_weight
 from portable.converters.formats.deepspeed.flat_layout import Stage3GroupLayout, to_flat_piece
@@ -152,7 +152,7 @@ class _UniversalFiles:
         self.stage: int = stage
         names = find_rank_files(folder.path)
         if names is None or not names.model:
-            raise CheckpointError(f"{self.location}: the model states are missing")
+            raise DamagedCheckpointError(f"{self.location}: the model states are missing")
         parallel_files = [
             files
             for names_by_rank in (names.optim, names.model)
@@ -184,7 +184,7 @@ class _UniversalFiles:
             name: shape for group in self.group_shapes for name, shape in group.items()
         }
         if len(self.shapes) != sum(map(len, self.group_shapes)):
-            raise CheckpointError(f"{self.model.location}: a parameter is in two groups")
+            raise DamagedCheckpointError(f"{self.model.location}: a parameter is in two groups")
         self.state_names = self._list_state_names_by_parameter()
         self.rank0_copies = self._locate_rank0_copies() if self.stage == 3 else {}
 
@@ -213,7 +213,7 @@ class _UniversalFiles:
         """
         counts = get_partition_counts(self.common_state, str(self.folder.path / COMMON))
         if counts[0] >= MAX_COUNT or any(count != counts[0] for count in counts):
-            raise CheckpointError(f"{self.folder.path / COMMON}: damaged: partition_count is missing")
+            raise DamagedCheckpointError(f"{self.folder.path / COMMON}: damaged: partition_count is missing")
         return counts[0]
 
     def _list_state_names_by_parameter(self) -> dict[str, list[str]]:
@@ -232,12 +232,12 @@ class _UniversalFiles:
                 if unexpected_files or (path.name not in self.shapes and path.name not in self.model.module):
                     raise CheckpointError(
                         f"{path / unexpected_files[0] if unexpected_files else path}: belongs to no "
-                        "parameter of the model"
+                        "parameter of the model; remove the files of other runs"
                     )
                 files_by_name[path.name] = [name.removesuffix(_SUFFIX) for name in files]
         for name in self.shapes:
             if MASTER not in files_by_name.get(name, ()):
-                raise CheckpointError(f"{root / name / (MASTER + _SUFFIX)}: is missing")
+                raise DamagedCheckpointError(f"{root / name / (MASTER + _SUFFIX)}: is missing")
         return files_by_name
 
     def _locate_rank0_copies(self) -> dict[str, dict[str, _FlatCopy]]:
@@ -267,7 +267,7 @@ class _UniversalFiles:
                 if not isinstance(value, StoredTensor) or value.shape in ((), (0,)):
                     continue
                 if require_contiguous(value, f"{location}: {state_name}").shape != (layout.rank_numel,):
-                    raise CheckpointError(
+                    raise DamagedCheckpointError(
                         f"{location}: damaged: the size of a flat group does not match param_shapes"
                     )
                 for name, shape in shapes.items():
@@ -289,7 +289,7 @@ class _UniversalFiles:
         value = content.get("param") if isinstance(content, dict) else content
         recorded_name = content.get(NAME) if isinstance(content, dict) else None
         if recorded_name is not None and recorded_name != name:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: belongs to the parameter {format_untrusted_value(recorded_name)}"
             )
         allowed_keys = ("param", "cat_dim", NAME)
@@ -300,11 +300,11 @@ class _UniversalFiles:
             )
         stored = require_contiguous(value, location, any_shape=True)
         if stored.shape != (shape if isinstance(content, dict) else (prod(shape),)):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: has shape {list(stored.shape)}, but the model states record {list(shape)}"
             )
         if isinstance(content, dict) == (self.stage == 3):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: damaged: the file does not have the form of ZeRO stage {self.stage}"
             )
         if recorded_name is None or name in self.model.module:
@@ -331,7 +331,7 @@ class _UniversalFiles:
         elif self.stage < 3 and state_name == MASTER:
             weight = self.model.module.get(name)
             if not isinstance(weight, StoredTensor) or weight.shape != self.shapes[name]:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self.model.location}: {name!r} is missing or does not have the recorded shape"
                 )
             pairs = [(stored, sample, weight, sample) for sample in _choose_sample_starts(count)]
@@ -380,7 +380,7 @@ class _UniversalFiles:
         for name, kind in zip(self.shapes, state_names, strict=True):
             if kind and kind != all_state_names:
                 missing_state = sorted(all_state_names - kind)[0]
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self.folder.path / ZERO / name / (missing_state + _SUFFIX)}: is missing"
                 )
             if kind:
@@ -400,7 +400,7 @@ class _UniversalFiles:
         self._check_step_counts(state)
         groups = self.common_state.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise CheckpointError(f"{location}: damaged: param_groups is missing")
+            raise DamagedCheckpointError(f"{location}: damaged: param_groups is missing")
         return OptimizerState(
             state, [build_named_group(group, self.group_shapes, location) for group in groups]
         )
@@ -442,7 +442,7 @@ class _UniversalFiles:
         first = next(iter(steps.values()), 0.0)
         for name, count in steps.items():
             if count != first or (total is not None and count > total - skipped):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self.folder.path / ZERO / name}: is at step {count:g}, but the first parameter is "
                     f"at step {first:g}, and the engine has counted {total} steps"
                 )
@@ -464,7 +464,7 @@ def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
     base = common.get("optimizer_state_dict")
     state = base.get("state") if isinstance(base, dict) else None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{location}: damaged: the optimizer has no state")
+        raise DamagedCheckpointError(f"{location}: damaged: the optimizer has no state")
     return state
 
 
@@ -478,7 +478,7 @@ def _require_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
         return to_lazy_tensor(value, name)
     if isinstance(value, (int, float)):
         return value
-    raise CheckpointError(f"{location}: {name!r} is not a number")
+    raise DamagedCheckpointError(f"{location}: {name!r} is not a number")
 
 
 def _choose_sample_starts(count: int) -> list[int]:

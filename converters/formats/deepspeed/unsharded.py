@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, OptimizerStateError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, OptimizerStateError
 from portable.converters.formats.deepspeed.checks import sample_rounds_to_weight
 from portable.converters.formats.deepspeed.flat_layout import (
     GroupOnRanks,
@@ -73,12 +73,12 @@ def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: 
         CheckpointError: If the file belongs to a ZeRO run, or if its masters do not fit the weights.
     """
     if model.group_shapes is not None:
-        raise CheckpointError(f"{folder.path}: the optimizer states of all ranks are missing")
+        raise DamagedCheckpointError(f"{folder.path}: the optimizer states of all ranks are missing")
     stored = {key: value for key, value in model.module.items() if isinstance(value, StoredTensor)}
     stored = strip_common_prefixes(stored, location=model.location)
     missing = [buffer for buffer in model.buffers if buffer not in model.module]
     if missing:
-        raise CheckpointError(f"{model.location}: the buffer {missing[0]!r} is listed, but missing")
+        raise DamagedCheckpointError(f"{model.location}: the buffer {missing[0]!r} is listed, but missing")
     weights_by_name = {key: to_lazy_tensor(value, key) for key, value in stored.items()}
     aliases = find_tied_aliases(stored, weights_by_name)
     buffers = set(strip_common_prefixes(dict.fromkeys(model.buffers), location=model.location))
@@ -233,7 +233,7 @@ def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], locatio
     if not isinstance(listed, list) or [len(group.get("params", ())) for group in listed] != list(
         map(len, groups)
     ):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: the parameter groups of the optimizer do not match the fp32 masters"
         )
     named_groups = [{**group, "param_names": names} for group, names in zip(listed, groups, strict=True)]

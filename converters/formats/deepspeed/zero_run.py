@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.pickle_reader import format_untrusted_value, to_json_value
 from portable.converters.containers.shard_index import check_rank_files_complete
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats.deepspeed.checks import compare_with_module_weights
 from portable.converters.formats.deepspeed.deferred_files import (
     MASTERS,
@@ -215,7 +215,7 @@ class SavedRun:
         masters = optim_file.state.get(MASTERS)
         for group, shapes in enumerate(self.first_model_file.group_shapes or ()):
             if not isinstance(masters, list) or group >= len(masters):
-                raise CheckpointError(f"{optim_file.location}: damaged: a parameter group is missing")
+                raise DamagedCheckpointError(f"{optim_file.location}: damaged: a parameter group is missing")
             size = prod(
                 require_contiguous(masters[group], f"{optim_file.location}: {MASTERS}").shape
             ) + optim_file.get_slice_padding(group)
@@ -240,11 +240,11 @@ class SavedRun:
         """
         location, shapes = self.optim_files[0].location, self.group_shapes[group]
         if len(self.partition_counts) not in (1, len(self.group_shapes)):
-            raise CheckpointError(f"{location}: damaged: partition_count does not match the groups")
+            raise DamagedCheckpointError(f"{location}: damaged: partition_count does not match the groups")
         count = self.partition_counts[group if len(self.partition_counts) > 1 else 0]
         has_experts = self.expert_files is not None and self.expert_files.has_only_expert_parameters(shapes)
         if not has_experts and count != self.world_size:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: a group is partitioned over {count} of {self.world_size} ranks, but the "
                 "files of expert parallel parameters are missing"
             )
@@ -252,7 +252,7 @@ class SavedRun:
             return [GroupOnRanks(group, tuple(range(self.world_size)), {name: name for name in shapes})]
         assert self.expert_files is not None
         if self.world_size % count:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: damaged: a group is partitioned over {count} of {self.world_size} ranks"
             )
         num_sets = self.world_size // count
@@ -326,7 +326,7 @@ class SavedRun:
             groups = rank.state.get(key)
             if not isinstance(groups, (list, tuple)) or len(groups) != len(self.group_shapes):
                 count = len(groups) if isinstance(groups, (list, tuple)) else 0
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{rank.location}: contains {count} parameter groups, but the model states have "
                     f"{len(self.group_shapes)}"
                 )
@@ -378,7 +378,7 @@ class SavedRun:
             for count, padding in zip(sizes, paddings, strict=True)
         ]
         if len(set(slice_sizes)) != 1:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: damaged: the ranks' slices of group {group} differ in size"
             )
         gaps = self.optim_files[0].get_alignment_gaps(group, len(self.group_shapes[group]))
@@ -389,7 +389,7 @@ class SavedRun:
             if self.bf16_optimizer:  # BF16_Optimizer records all padding on the last rank
                 expected = total if index == len(ranks) - 1 else 0
             if padding != expected:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{rank.location}: has a padding of {padding} in group {group}, not {expected}"
                 )
         self._check_slice_mappings(share, layout)
@@ -412,7 +412,7 @@ class SavedRun:
                 continue
             table = mappings[group] if isinstance(mappings, list) and group < len(mappings) else None
             if not isinstance(table, dict):
-                raise CheckpointError(f"{rank.location}: damaged: param_slice_mappings lacks a group")
+                raise DamagedCheckpointError(f"{rank.location}: damaged: param_slice_mappings lacks a group")
             recorded = {name: parse_fragment_address(value, rank.location) for name, value in table.items()}
             expected = layout.compute_fragments(number)
             if recorded != expected:
@@ -420,7 +420,7 @@ class SavedRun:
                     (name for name in {**expected, **recorded} if recorded.get(name) != expected.get(name)),
                     "",
                 )
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{rank.location}: damaged: param_slice_mappings contradicts param_shapes about "
                     f"{name!r} on rank {number} of {layout.world_size}"
                 )
@@ -436,7 +436,7 @@ class SavedRun:
             for name, tensor in layout.split_into_parameters(flat_).items():
                 name = share.complete_names[name]
                 if name in masters:
-                    raise CheckpointError(
+                    raise DamagedCheckpointError(
                         f"{self.first_model_file.location}: {name!r} is in two parameter groups"
                     )
                 masters[name] = tensor
@@ -503,7 +503,7 @@ class SavedRun:
         if steps is None or total is None or compared:
             return
         if steps != total - skipped:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.first_model_file.location}: is at step {total - skipped}, but the optimizer "
                 f"states are at step {steps}"
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.containers.pickle_reader import is_safe_index, to_json_value
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, OptimizerStateError
+from portable.converters.errors import DamagedCheckpointError, OptimizerStateError
 from portable.converters.formats.torch_save.optimizer import is_optimizer_state_dict, to_lazy_tensor
 from portable.converters.limits import MAX_FLAT_WORK
 from portable.converters.names.index_keys import flatten_group_keys, match_groups_to_parameters
@@ -61,7 +61,7 @@ class RankCopies:
             CheckpointError: If the value is not an unsharded tensor.
         """
         if not isinstance(value, StoredTensor):
-            raise CheckpointError(f"{self.location}: is sharded only on some ranks")
+            raise DamagedCheckpointError(f"{self.location}: is sharded only on some ranks")
         self.copies[rank] = value
 
     def to_tensor(self) -> Tensor:
@@ -74,8 +74,10 @@ class RankCopies:
         first = tensors[0]
         for rank, other in zip(self.copies, tensors, strict=True):
             if other is not first and not are_tensors_equal(first, other):
-                raise CheckpointError(
-                    f"{self.location}: is not sharded, but the value on rank {rank} differs"
+                raise DamagedCheckpointError(
+                    f"{self.location}: is replicated, but the values of rank {next(iter(self.copies))} "
+                    "and rank "
+                    f"{rank} differ; the checkpoint is damaged"
                 )
         return first
 
@@ -119,7 +121,7 @@ def build_flat_optimizer(
     """
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        raise CheckpointError(f"{location}: damaged: the parameter groups list no parameters")
+        raise DamagedCheckpointError(f"{location}: damaged: the parameter groups list no parameters")
     keys = flatten_group_keys(
         [group["params"] for group in groups if all(map(is_safe_index, group["params"]))], state, location
     )
@@ -162,7 +164,7 @@ def build_flat_optimizer(
                 shape = tensors[name].shape
                 tensor = Tensor.from_source(f"{name}.{state_name}", dtype, shape, joined, offset)
                 if offset + tensor.nbytes > joined.nbytes:
-                    raise CheckpointError(
+                    raise DamagedCheckpointError(
                         f"{location}: {state_name} of {name!r} is shorter than the parameter"
                     )
                 state_by_name.setdefault(name, {})[str(state_name)] = tensor
@@ -199,7 +201,7 @@ def _compute_run_lengths(values: Any, world_size: int, location: str) -> list[in
             ]
             kinds = {stored.dtype for stored in value.copies.values()}
             if len(kinds) != 1 or (lengths is not None and counts != lengths):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{location}: the ranks disagree about the type or length of {state_name}"
                 )
             lengths = counts

@@ -19,7 +19,12 @@ from portable.converters.config_and_tokenizer_files import find_companions
 from portable.converters.containers.pickle_reader import format_untrusted_value, to_json_value
 from portable.converters.containers.shard_index import check_rank_files_complete
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    OptimizerStateError,
+    prefix_checkpoint_errors,
+)
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.fsdp_ranks.flat import RankCopies, build_flat_optimizer, is_flat_optimizer
 from portable.converters.formats.fsdp_ranks.sharded import ShardedRecord, load_rank_file, locate_rank_parts
@@ -124,7 +129,7 @@ class RankParts:
                 rank.
         """
         if not isinstance(value, ShardedRecord) or (value.dtype, value.shape) != (self.dtype, self.shape):
-            raise CheckpointError(f"{self.location}: the type or the shape differs between the ranks")
+            raise DamagedCheckpointError(f"{self.location}: the type or the shape differs between the ranks")
         for offsets, stored in locate_rank_parts(value, rank, self.location):
             if prod(stored.shape):
                 self.num_parts += 1
@@ -166,13 +171,16 @@ class _FsdpRankFiles:
                 self.names_by_kind.setdefault(match["kind"], {})[int(match["rank"])] = name
         if len(names_by_world_size) > 1:
             first, other = sorted(names_by_world_size.values())[:2]
-            raise CheckpointError(f"{self.location}: contains files of two runs: {first} and {other}")
+            raise CheckpointError(
+                f"{self.location}: contains files of two runs: {first} and {other}; remove the files of the "
+                "other run"
+            )
         (self.world_size,) = names_by_world_size
         for kind, ranks in self.names_by_kind.items():
             if kind != "extra_state":  # extra states are optional
                 check_rank_files_complete(folder.path, ranks, self.world_size, kind)
         if "model" not in self.names_by_kind:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: the model files are missing, and there are only optimizer files"
             )
 
@@ -291,10 +299,10 @@ def _merge_rank_into(
                 previous = RankParts(value, about) if isinstance(value, ShardedRecord) else RankCopies(about)
                 merged[key] = previous
             if not isinstance(previous, (RankParts, RankCopies)):
-                raise CheckpointError(f"{location}: {name} is a tensor only on some ranks")
+                raise DamagedCheckpointError(f"{location}: {name} is a tensor only on some ranks")
             previous.add_rank(value, rank)
         elif isinstance(value, dict) or isinstance(previous, (dict, RankParts, RankCopies)):
-            raise CheckpointError(f"{location}: the type of {name} differs between the ranks")
+            raise DamagedCheckpointError(f"{location}: the type of {name} differs between the ranks")
         elif key not in merged:
             merged[key] = value
         elif to_json_value(previous) != to_json_value(value):

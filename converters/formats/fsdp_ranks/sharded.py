@@ -21,7 +21,7 @@ from portable.converters.containers.pickle_reader import (
 )
 from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from portable.converters.containers.untrusted_values import get_attributes_or_empty
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats.torch_save.optimizer import TensorLeaf, to_lazy_tensor
 from portable.converters.limits import MAX_COUNT
 from portable.converters.tensors.dtypes import FROM_TORCH
@@ -147,19 +147,19 @@ def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[Pl
         get_attributes_or_empty(spec).get("mesh"),
     )
     if not isinstance(local, StoredTensor) or not isinstance(placements, (tuple, list)):
-        raise CheckpointError(f"{location}: damaged: a DTensor has no local tensor or no placements")
+        raise DamagedCheckpointError(f"{location}: damaged: a DTensor has no local tensor or no placements")
     writer = get_attributes_or_empty(mesh).get("_rank")
     if type(writer) is int and writer != rank:
-        raise CheckpointError(f"{location}: was written by rank {writer}, not {rank}")
+        raise DamagedCheckpointError(f"{location}: was written by rank {writer}, not {rank}")
     position = _parse_mesh_position(mesh, rank, location)
     if len(placements) != len(position.sizes):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: damaged: a DTensor has {len(placements)} placements on a mesh of "
             f"{len(position.sizes)} dimensions"
         )
     extent = _compute_local_extent(value.shape, position, placements, location)
     if local.shape != extent.sizes or local.dtype != value.dtype:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: rank {rank} contains {local.dtype} {list(local.shape)}, but the placements "
             f"require {value.dtype} {list(extent.sizes)}"
         )
@@ -200,7 +200,8 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
     mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before and since torch 2.10
     if not isinstance(mesh_tensor, StoredTensor) or not 0 < prod(mesh_tensor.shape) <= MAX_COUNT:
         raise CheckpointError(
-            f"{location}: is damaged, or was written by a newer torch: a DTensor has no mesh of ranks"
+            f"{location}: is damaged, or was written by a newer torch: a DTensor has no mesh of ranks; "
+            "copy the checkpoint again, or update portable-train"
         )
     ranks = to_lazy_tensor(mesh_tensor, f"{location}: mesh").read()
     position = (ranks == rank).nonzero()
@@ -209,14 +210,16 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
         or len({*ranks.reshape(-1).tolist()}) != ranks.size
         or position[0].size != 1
     ):
-        raise CheckpointError(f"{location}: rank {rank} does not appear exactly once in the mesh of a tensor")
+        raise DamagedCheckpointError(
+            f"{location}: rank {rank} does not appear exactly once in the mesh of a tensor"
+        )
     if "mesh" in fields:
         return _MeshPosition(ranks.shape, tuple(int(axis[0]) for axis in position))
     cuts = _parse_mesh_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
     if cuts is None:
         raise CheckpointError(
             f"{location}: is damaged, or was written by a newer torch: the layout of a tensor's mesh is "
-            "not supported"
+            "not supported; copy the checkpoint again, or update portable-train"
         )
     coordinates = []
     for dimension in cuts:
@@ -346,7 +349,9 @@ def compute_rank_extent(
         CheckpointError: If the rank is not in the mesh, or if a placement is not supported.
     """
     if rank not in mesh_ranks or len(placements) != len(mesh_sizes):
-        raise CheckpointError(f"{location}: damaged: the mesh does not match the placements or rank {rank}")
+        raise DamagedCheckpointError(
+            f"{location}: damaged: the mesh does not match the placements or rank {rank}"
+        )
     position = mesh_ranks.index(rank)
     coordinates = []
     for size in reversed(mesh_sizes):
@@ -371,10 +376,12 @@ def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> lis
     """
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
-        raise CheckpointError(f"{location}: damaged: a ShardedTensor has no shards")
+        raise DamagedCheckpointError(f"{location}: damaged: a ShardedTensor has no shards")
     group = get_attributes_or_empty(state[2])
     if group.get("global_rank") != rank:
-        raise CheckpointError(f"{location}: was written by rank {group.get('global_rank')}, not {rank}")
+        raise DamagedCheckpointError(
+            f"{location}: was written by rank {group.get('global_rank')}, not {rank}"
+        )
     parts: list[PlacedPart] = []
     for part in state[0]:
         stored, metadata = (
@@ -383,9 +390,9 @@ def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> lis
         )
         offsets, sizes = metadata.get("shard_offsets"), metadata.get("shard_sizes")
         if not isinstance(stored, StoredTensor) or not is_shape(offsets) or not is_shape(sizes):
-            raise CheckpointError(f"{location}: damaged: a shard has no offsets")
+            raise DamagedCheckpointError(f"{location}: damaged: a shard has no offsets")
         if stored.shape != tuple(sizes) or stored.dtype != value.dtype or len(offsets) != len(value.shape):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: a shard is {stored.dtype} {list(stored.shape)}, but the recorded type is "
                 f"{value.dtype} {list(sizes)}"
             )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.pickle_reader import PickledInstance, format_untrusted_value
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.formats.megatron.settings import check_megatron_args
 from portable.converters.limits import MAX_LAYERS
 from portable.converters.storage.safe_open import read_json_object_or_empty
@@ -142,7 +142,7 @@ def read_model_shape(args: Any, config: AnyPath | None, location: str) -> Megatr
     groups = read_number("num_query_groups", heads) if args.get("group_query_attention") is True else heads
     head = read_number("kv_channels", read_number("hidden_size") // heads)
     if heads % groups:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: damaged: {heads} heads cannot be divided into {groups} query groups"
         )
     vocab_size = args.get("vocab_size")
@@ -219,7 +219,7 @@ def convert_to_transformers(
         layers.add(int(match[1]))
     missing_layer = next((i for i in range(shape.num_layers) if i not in layers), None)
     if missing_layer is not None:
-        raise CheckpointError(f"{location}: the tensors of layer {missing_layer} are missing")
+        raise DamagedCheckpointError(f"{location}: the tensors of layer {missing_layer} are missing")
     return weights
 
 

@@ -17,7 +17,12 @@ from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions
 from portable.converters.containers.pickle_reader import format_untrusted_value, is_safe_index
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    OptimizerStateError,
+    prefix_checkpoint_errors,
+)
 from portable.converters.formats.megatron import FILE, RANK, list_rank_folders
 from portable.converters.formats.megatron.names import (
     MegatronShape,
@@ -96,7 +101,7 @@ class MegatronRankFiles:
                 raise CheckpointError(f"{folder.path / name}: expert parallel checkpoints are not supported")
             position = RankPosition(int(match["pp"] or 0), int(match["tp"]))
             if position in folder_names:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self.location}: {folder_names[position]} and {name} belong to the same rank"
                 )
             folder_names[position] = name
@@ -107,7 +112,7 @@ class MegatronRankFiles:
         self.pp_size = self._get_parallel_size(args, "pipeline_model_parallel_size")
         for position in (RankPosition(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)):
             if position not in folder_names:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self.location}: the file of tensor rank {position.tp}, pipeline rank {position.pp} is "
                     "missing"
                 )
@@ -154,7 +159,7 @@ class MegatronRankFiles:
             self.tp_size * self._get_parallel_size(args, "context_parallel_size"),
         )
         if rank not in (tp + pp * ranks_per_stage, tp + pp * stage_stride):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.folder.path / self.folder_names[position]}: was written by rank {rank}, but is in "
                 "the folder of another rank"
             )
@@ -178,7 +183,7 @@ class MegatronRankFiles:
         """
         name = self.folder_names.get(position)
         if name is None:
-            raise CheckpointError(f"{self.location}: the file of the first rank is missing")
+            raise DamagedCheckpointError(f"{self.location}: the file of the first rank is missing")
         content = TorchZip(self.folder.get_file(f"{name}/{FILE}")).load_object(STANDINS, PREFIXES)
         if not isinstance(content, dict):
             raise CheckpointError(f"{self.folder.path / name}: is not a Megatron-LM checkpoint")
@@ -244,7 +249,9 @@ class MegatronRankFiles:
         ]
         chunks = len(stages[0][0])
         if any(len(rank) != chunks for stage in stages for rank in stage):
-            raise CheckpointError(f"{self.location}: the number of model chunks differs between the ranks")
+            raise DamagedCheckpointError(
+                f"{self.location}: the number of model chunks differs between the ranks"
+            )
         merged: dict[str, Tensor] = {}
         layer = 0
         for chunk in range(chunks):
@@ -253,7 +260,7 @@ class MegatronRankFiles:
                 numbers = [int(match[1]) for key in ranks[0] if (match := _IN_LAYER.fullmatch(key))]
                 for key in ranks[0]:
                     if any(key not in rank or len(rank) != len(ranks[0]) for rank in ranks):
-                        raise CheckpointError(
+                        raise DamagedCheckpointError(
                             f"{self.location}: the tensor parallel ranks of a stage contain different tensors"
                         )
                     match = _IN_LAYER.fullmatch(key)
@@ -263,7 +270,7 @@ class MegatronRankFiles:
                         # Skip the last stage's copy of the tied embedding.
                         if match is None and name.startswith("embedding.word_embeddings"):
                             continue
-                        raise CheckpointError(f"{self.location}: {name} is in two pipeline stages")
+                        raise DamagedCheckpointError(f"{self.location}: {name} is in two pipeline stages")
                     merged[name] = tensor
                 layer += max(numbers, default=-1) + 1
         return merged
@@ -292,7 +299,7 @@ class MegatronRankFiles:
             len({tensor.dtype for tensor in tensors}) > 1
             or len({len(tensor.shape) for tensor in tensors}) > 1
         ):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: the type of {key} differs between the tensor parallel ranks"
             )
         if len(tensors) == 1:
@@ -300,13 +307,13 @@ class MegatronRankFiles:
         if dim is None or kind not in ("weight", "bias") or (kind == "bias" and not bias):
             first = tensors[0]
             if not all(are_tensors_equal(first, other) for other in tensors[1:]):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{self.location}: {key} differs between the tensor parallel ranks, but must be "
                     "equal on all of them"
                 )
             return first
         if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: the shape of {key} differs between the tensor parallel ranks"
             )
         if module == "mlp.linear_fc1" and shape.is_gated:  # each rank has gate rows, then up rows
@@ -349,7 +356,7 @@ def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]
         prefix, value = pending.pop()
         if isinstance(value, dict):
             if len(prefix) > 4096 or not all(type(key) is str or is_safe_index(key) for key in value):
-                raise CheckpointError(f"{location}: damaged: the keys of the model are not strings")
+                raise DamagedCheckpointError(f"{location}: damaged: the keys of the model are not strings")
             pending += [
                 (f"{prefix}.{key}" if prefix else str(key), item) for key, item in reversed(value.items())
             ]
@@ -359,7 +366,9 @@ def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]
                 name = old.sub(new, name)
             name = to_local_module_key(name)
             if name in tensors:
-                raise CheckpointError(f"{location}: two tensors have the name {format_untrusted_value(name)}")
+                raise DamagedCheckpointError(
+                    f"{location}: two tensors have the name {format_untrusted_value(name)}"
+                )
             tensors[name] = value
     if not tensors:
         raise CheckpointError(f"{location}: contains no model tensors")

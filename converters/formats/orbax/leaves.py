@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from portable.converters.containers.ocdbt import MANIFEST, read_ocdbt_values
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.zarr import V2_HEADER_NAME, V3_HEADER_NAME
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
 from portable.converters.storage.byte_sources import read_json_object
 from portable.converters.storage.safe_open import header_contains
@@ -83,10 +83,10 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
         content.get(name) for name in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
     )
     if any(type(flag) not in (bool, type(None)) for flag in (ocdbt, zarr3, complete)):
-        raise CheckpointError(f"{location}: damaged: there is no record of how the arrays are stored")
+        raise DamagedCheckpointError(f"{location}: damaged: there is no record of how the arrays are stored")
     tree = content.get("tree_metadata")
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{location}: damaged: there is no tree")
+        raise DamagedCheckpointError(f"{location}: damaged: there is no tree")
     stored: dict[Path, str] = {}
     scalars, names = set(), set()
     for entry in tree.values():
@@ -95,12 +95,12 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
             value = entry["value_metadata"]
             kind, is_skipped = value["value_type"], value["skip_deserialize"]
         except (LookupError, TypeError):
-            raise CheckpointError(f"{location}: damaged: a leaf has no path or type") from None
+            raise DamagedCheckpointError(f"{location}: damaged: a leaf has no path or type") from None
         if is_skipped is True or kind in ("string", "None"):
             continue
         name = stored[path] = ".".join(path)
         if not name or name in names or len(name) > MAX_TENSOR_NAME:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: damaged: the leaf name {format_untrusted_value(name)} is empty, "
                 "duplicate or too long"
             )
@@ -116,7 +116,7 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
         keys = {key.removesuffix(f"/{header}") for key in database if key.endswith(f"/{header}")}
         extra = min(keys - names, default=None)
         if extra is not None:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{folder.path}: damaged: {format_untrusted_value(extra)} is not listed in {METADATA}"
             )
     # If `complete` is missing or False, chunks of zeros are not stored, as in older versions of Orbax.

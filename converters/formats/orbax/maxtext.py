@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.pickle_reader import format_untrusted_value
-from portable.converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.limits import MAX_COUNT
 from portable.converters.names.canonical import strip_common_prefixes
@@ -452,6 +452,6 @@ class _MaxTextModel:
                 "config.json to keep MaxText's names"
             )
         if missing_name is not None or len(names) != len(actual_names):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: damaged: {missing_name or 'a tensor'} is missing or duplicate"
             )

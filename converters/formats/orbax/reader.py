@@ -20,7 +20,7 @@ from portable.converters.containers.ocdbt import MANIFEST
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.zarr import V3_HEADER_NAME, ChunkBudget, build_zarr_tensor
 from portable.converters.errors import (
-    CheckpointError,
+    DamagedCheckpointError,
     OptimizerStateError,
     prefix_checkpoint_errors,
     to_printable,
@@ -174,7 +174,9 @@ class _OrbaxTree:
         leaves, name = self.metadata, ".".join(path)
         raw = self._open_stored_bytes(f"{stored_name}/{leaves.header_name}")
         if raw.nbytes > MAX_ARRAY_HEADER:
-            raise CheckpointError(f"{self.location}: {name}: damaged: the header has {raw.nbytes:,} bytes")
+            raise DamagedCheckpointError(
+                f"{self.location}: {name}: damaged: the header has {raw.nbytes:,} bytes"
+            )
         content = bytearray(raw.nbytes)
         raw.read_into(memoryview(content), 0, set())
         absent_chunks: list[str] = []
@@ -213,7 +215,7 @@ class _OrbaxTree:
             file = self.folder.get_file(key)
             return file.get_span(0, file.nbytes)
         if key not in database:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.location}: damaged: {format_untrusted_value(key)} is missing from the database"
             )
         return database[key]

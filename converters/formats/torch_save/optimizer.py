@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import is_safe_index, to_json_value
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, OptimizerStateError
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_GROUP_TENSOR
 from portable.converters.names.canonical import find_plain_name
 from portable.converters.names.index_keys import (
@@ -79,7 +79,7 @@ def build_named_optimizer(
     state = {key: _parse_parameter_state(value, str(key), location) for key, value in saved["state"].items()}
     names = _map_keys_to_names(groups, keys, state, tensors, parameter_names, location)
     if len(set(names.values())) != len(names):
-        raise CheckpointError(f"{location}: two optimizer states belong to one parameter")
+        raise DamagedCheckpointError(f"{location}: two optimizer states belong to one parameter")
     state_by_name: dict[str, Mapping[str, Tensor | Scalar]] = {}
     # Use the order of the groups, because the state has the order of the first updates.
     for key in (key for group in keys for key in group):
@@ -128,10 +128,10 @@ def parse_param_groups(saved: Any, location: str) -> ParsedGroups:
     groups: list[dict[Any, Any]] = saved["param_groups"]
     keys = [group.get("params") for group in groups]
     if not all(isinstance(group, (list, tuple)) for group in keys):
-        raise CheckpointError(f"{location}: damaged: the params of an optimizer group are not a list")
+        raise DamagedCheckpointError(f"{location}: damaged: the params of an optimizer group are not a list")
     parameter_keys = [list(group or ()) for group in keys]
     if not all(type(key) is str or is_safe_index(key) for group in parameter_keys for key in group):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: damaged: the params of the optimizer groups are not names or numbers"
         )
     flatten_group_keys(parameter_keys, saved["state"], location)
@@ -159,7 +159,7 @@ def _map_keys_to_names(
     if all(type(key) is str for key in flat):
         return {key: _require_plain_name(key, tensors, location) for key in flat}
     if not all(type(key) is int for key in flat):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: damaged: the params of the optimizer groups are partly names and partly numbers"
         )
     recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
@@ -200,7 +200,7 @@ def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, Te
         CheckpointError: If another value is neither a tensor nor a number.
     """
     if not isinstance(values, dict):
-        raise CheckpointError(f"{location}: damaged: the state of {key!r} is not a table")
+        raise DamagedCheckpointError(f"{location}: damaged: the state of {key!r} is not a table")
     state: dict[str, TensorLeaf | Scalar] = {}
     for state_name, value in values.items():
         if isinstance(value, (StoredTensor, Tensor, int, float)):
@@ -255,7 +255,7 @@ def _check_state_shapes(
     for state_name in _PARAMETER_SHAPED_STATES:
         value = values.get(state_name)
         if isinstance(value, TensorLeaf) and value.shape != tensors[name].shape:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: {state_name} of {name!r} has shape {list(value.shape)}, but the parameter "
                 f"has {list(tensors[name].shape)}"
             )

@@ -24,7 +24,12 @@ from portable.converters.config_and_tokenizer_files import (
 from portable.converters.containers.pickle_reader import PickledInstance, format_untrusted_value
 from portable.converters.containers.shard_index import read_indexed_shards
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
+from portable.converters.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    OptimizerStateError,
+    prefix_checkpoint_errors,
+)
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.torch_save.optimizer import (
     TensorLeaf,
@@ -305,7 +310,7 @@ def split_state_dict(saved: Any, location: str) -> StateDictParts:
         if container is None or path[:-1] == container:
             name = ".".join(map(str, path if container is None else path[-1:]))
             if name in model:
-                raise CheckpointError(f"{location}: two tensors have the name {name!r}")
+                raise DamagedCheckpointError(f"{location}: two tensors have the name {name!r}")
             model[name] = stored
     if not model:
         raise CheckpointError(f"{location}: contains no tensors")

@@ -21,7 +21,7 @@ from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from portable.converters.containers.shard_index import check_rank_files_complete
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.torch_save.optimizer import to_lazy_tensor
 from portable.converters.formats.xla_fsdp.optimizer import build_xla_optimizer
@@ -170,10 +170,10 @@ def _load_rank_file(folder: CheckpointFolder, name: str) -> XlaRankFile:
         raise CheckpointError(f"{archive.location}: is not a rank file of XLA FSDP (no {_METADATA})")
     rank, world = metadata.get("rank"), metadata.get("world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
-        raise CheckpointError(f"{archive.location}: damaged: {_METADATA} has no rank and world size")
+        raise DamagedCheckpointError(f"{archive.location}: damaged: {_METADATA} has no rank and world size")
     match = _match_rank_file_name(name)
     if match and (int(match["rank"][:9]), int(match["world"][:9])) != (rank, world):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{archive.location}: contains rank {rank} of {world}, which contradicts its name"
         )
     return XlaRankFile(archive.location, content, metadata, rank, world)
@@ -203,7 +203,7 @@ def _sort_by_rank(files: list[XlaRankFile], kind: str, root: AnyPath) -> list[Xl
                 )
             other = files_by_rank.setdefault(file.rank, file)
             if other is not file:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{file.location}: contains rank {file.rank} of {file.world_size}, like {other.location}"
                 )
     if files_by_rank:
@@ -243,7 +243,7 @@ def _open_xla_fsdp_checkpoint(source: CheckpointPath, folder: CheckpointFolder) 
     first = list(_require_model_table(models[0]))
     for file in models[1:]:
         if list(_require_model_table(file)) != first:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{file.location}: does not contain the same parameters as {models[0].location}"
             )
     for key, value in _require_model_table(models[0]).items():
@@ -284,7 +284,7 @@ def _require_model_table(file: XlaRankFile) -> dict[Any, Any]:
     """
     model = file.content["model"]
     if not isinstance(model, dict):
-        raise CheckpointError(f"{file.location}: damaged: the model is not a dict of tensors")
+        raise DamagedCheckpointError(f"{file.location}: damaged: the model is not a dict of tensors")
     return model
 
 

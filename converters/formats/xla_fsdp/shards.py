@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.containers.untrusted_values import require_mapping, require_shape
-from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.errors import CheckpointError, DamagedCheckpointError, prefix_checkpoint_errors
 from portable.converters.names.canonical import remove_wrapper_parts
 from portable.converters.storage.byte_sources import ConcatenatedSources, SourceSlice
 from portable.converters.tensors.dtypes import get_itemsize
@@ -89,7 +89,7 @@ def parse_layouts(
         name, shape = _parse_shard_name(info, suffix, location)
         for other, metadata in others:
             if _get_shard_info(metadata, head, suffix, other) != info:
-                raise CheckpointError(f"{other}: describes {key!r} differently from {location}")
+                raise DamagedCheckpointError(f"{other}: describes {key!r} differently from {location}")
         full_name = f"{head}.{name}" if head else name
         if _FLAT in name:
             entry = _parse_flatten_info(first, full_name, location)
@@ -97,7 +97,9 @@ def parse_layouts(
             flat_names.add(full_name)
             for other, metadata in others:
                 if _parse_flatten_info(metadata, full_name, other) != entry:
-                    raise CheckpointError(f"{other}: describes {full_name!r} differently from {location}")
+                    raise DamagedCheckpointError(
+                        f"{other}: describes {full_name!r} differently from {location}"
+                    )
         else:
             layouts[key] = XlaFsdpLayout(shape, (FlatParameter(full_name, 0, shape),))
     if not layouts:
@@ -108,7 +110,7 @@ def parse_layouts(
         if count != len(layouts) or len(_get_metadata_table(metadata, "flatten_info", other)) != len(
             flat_names
         ):
-            raise CheckpointError(f"{other}: shard_metadata and the model have different parameters")
+            raise DamagedCheckpointError(f"{other}: shard_metadata and the model have different parameters")
     return layouts
 
 
@@ -136,7 +138,7 @@ def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -
     tables = _get_metadata_table(metadata, "shard_info", location)
     info = require_mapping(tables.get(head, {}), "an entry of shard_info", location).get(suffix)
     if not isinstance(info, dict):
-        raise CheckpointError(f"{location}: shard_metadata does not describe {head + '.' + suffix!r}")
+        raise DamagedCheckpointError(f"{location}: shard_metadata does not describe {head + '.' + suffix!r}")
     return info
 
 
@@ -163,7 +165,7 @@ def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _Orig
         require_shape(info.get("_orig_size"), "_orig_size of shard_metadata", location),
     )
     if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: damaged: shard_metadata has the name {format_untrusted_value(name)} for {suffix!r}"
         )
     return _OriginalParameter(name.lstrip("."), shape)
@@ -185,14 +187,14 @@ def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _Flatte
     """
     entry = _get_metadata_table(metadata, "flatten_info", location).get(name.replace("_fpw_module.", ""))
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
-        raise CheckpointError(f"{location}: shard_metadata does not describe {name!r}")
+        raise DamagedCheckpointError(f"{location}: shard_metadata does not describe {name!r}")
     names, shapes, numels = entry
     if not all(isinstance(part, (list, tuple)) for part in entry) or not (
         len(names) == len(shapes) == len(numels) > 0
     ):
-        raise CheckpointError(f"{location}: damaged: shard_metadata of {name!r} is invalid")
+        raise DamagedCheckpointError(f"{location}: damaged: shard_metadata of {name!r} is invalid")
     if not all(isinstance(item, str) for item in names) or not all(type(item) is int for item in numels):
-        raise CheckpointError(f"{location}: damaged: shard_metadata of {name!r} is invalid")
+        raise DamagedCheckpointError(f"{location}: damaged: shard_metadata of {name!r} is invalid")
     return _FlattenInfo(
         list(names),
         [require_shape(shape, f"the shape of {name!r}", location) for shape in shapes],
@@ -219,14 +221,14 @@ def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, locati
     start = 0
     for name, parameter_shape, numel in zip(names, shapes, numels, strict=True):
         if prod(parameter_shape) != numel:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{location}: damaged: {name!r} has shape {list(parameter_shape)}, but is recorded "
                 f"with {numel} elements"
             )
         parameters.append(FlatParameter(f"{head}.{name}", start, parameter_shape))
         start += numel
     if shape != (start,):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{location}: {full_name!r} has shape {list(shape)}, but its parameters have {start} elements"
         )
     return XlaFsdpLayout(shape, tuple(parameters))
@@ -255,9 +257,9 @@ def join_shards(
     checked_shards: list[StoredTensor] = []
     for file, value in shards:
         if not isinstance(value, StoredTensor) or not isinstance(first, StoredTensor):
-            raise CheckpointError(f"{file}: damaged: {key!r} is not a tensor")
+            raise DamagedCheckpointError(f"{file}: damaged: {key!r} is not a tensor")
         if (value.dtype, value.shape) != (first.dtype, first.shape):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{file}: {key!r} is {value.dtype} {list(value.shape)}, but {first.dtype} "
                 f"{list(first.shape)} on rank 0"
             )
@@ -278,11 +280,11 @@ def _join_flat_shards(
     """
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{key!r} has {length} elements per rank, which does not match {numel} elements on {world} ranks"
         )
     if length > 1 and any(shard.strides != (1,) for shard in stored):
-        raise CheckpointError(f"{key!r} is not contiguous")
+        raise DamagedCheckpointError(f"{key!r} is not contiguous")
     dtype, width = stored[0].dtype, get_itemsize(stored[0].dtype)
     joined = ConcatenatedSources(
         [
@@ -309,7 +311,7 @@ def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key:
         or tuple(rest) != layout.shape[1:]
         or rows != -(-layout.shape[0] // len(stored))
     ):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{key!r} has the shape {list(stored[0].shape)} per rank, which does not match "
             f"{list(layout.shape)} sharded along dim 0 on {len(stored)} ranks"
         )

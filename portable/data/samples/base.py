@@ -221,8 +221,14 @@ class Samples(ABC):
             Arrays ``[len(indices), ...]``, keyed by column.
         """
 
-    def read_image_files(self, index: int) -> list[ImageFile]:
-        """Read the image files of a sample, in the order of its tokens. Empty without images."""
+    def read_image_files(self, index: int, num_inputs: int | None = None) -> list[ImageFile]:
+        """Read the image files of a sample, in the order of its tokens. Empty without images.
+
+        Args:
+            index: Index of the sample.
+            num_inputs: Number of inputs at the start of the sample whose images are read. None means all
+                inputs.
+        """
         return []
 
     def build_arrays_with_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
@@ -395,7 +401,10 @@ class CacheSamples(Samples):
         return list(map(PromptImage, self.token_cache.list_images(number), files))
 
     def list_document_numbers(self, index: int) -> range:
-        """Return a range with the only document of a sample."""
+        """Return a range with one document number, because each sample of this class is one document.
+
+        Several subclasses have samples of several documents, and override this method.
+        """
         return self.sample_range.get_document_range(index)
 
     def _find_block_documents(self, index: int) -> range:
@@ -436,12 +445,10 @@ class PackedCausalSamples(CacheSamples):
         return self._find_block_documents(index)
 
 
-@dataclass(eq=False)
-class PaddedCausalSamples(CacheSamples):
-    """Dataset of single documents, truncated and padded on the right, for causal language modeling.
+class DocumentSamples(CacheSamples):
+    """Base class of datasets whose samples consist of documents that are truncated separately.
 
     Attributes:
-        pad_token: Id of the padding token.
         truncation: Value of ``data.truncation``, which selects the part of a long document to remove.
         keep_last_input: Whether the inputs include the last token of a document, although it does not have a
             label. A document then keeps at most ``seq_len`` tokens. Otherwise, it keeps one more token, which
@@ -449,6 +456,58 @@ class PaddedCausalSamples(CacheSamples):
         keep_last_input_if_room: Whether the inputs include the last token of a document that has at most
             ``seq_len`` tokens. In contrast to ``keep_last_input``, a longer document still has ``seq_len``
             labels.
+    """
+
+    truncation: Truncation
+    keep_last_input = False
+    keep_last_input_if_room = False
+
+    @property
+    def _kept_slice(self) -> slice:
+        """Slice of the tokens of a document that remain: the inputs, and a token that is only a label."""
+        return get_kept_slice(self.truncation, self.seq_len + (not self.keep_last_input))
+
+    def _read_kept_tokens(self, number: int) -> npt.NDArray[Any]:
+        """Read the tokens of a document that remain after truncation."""
+        return self.token_cache.read_document("text", number)[self._kept_slice]
+
+    def _count_inputs(self, number: int, tokens: npt.NDArray[Any]) -> int:
+        """Count the inputs of a document, without cutting an image.
+
+        Args:
+            number: Number of the document.
+            tokens: Tokens of the document that remain after truncation.
+        """
+        has_last_token = self.keep_last_input or self.keep_last_input_if_room
+        count = min(len(tokens), self.seq_len) if has_last_token else max(0, len(tokens) - 1)
+        return find_image_cut(self.token_cache, number, count)
+
+    def _read_trained_mask(self, number: int, num_inputs: int) -> npt.NDArray[np.bool_] | None:
+        """Read whether the labels of the inputs of a document contribute to the loss.
+
+        Returns:
+            Bool ``[labels]``. None if all labels contribute.
+        """
+        trained = self.token_cache.read_trained_mask("text", number)
+        return None if trained is None else trained[self._kept_slice][1 : num_inputs + 1]
+
+    def read_image_files(self, index: int, num_inputs: int | None = None) -> list[ImageFile]:
+        """Read the image files of the documents of a sample. See :meth:`Samples.read_image_files`."""
+        files: list[ImageFile] = []
+        remaining = self.seq_len if num_inputs is None else num_inputs
+        for number in self.list_document_numbers(index):
+            count = min(remaining, self._count_inputs(number, self._read_kept_tokens(number)))
+            files += self.token_cache.read_image_files(number, count)
+            remaining -= count
+        return files
+
+
+@dataclass(eq=False)
+class PaddedCausalSamples(DocumentSamples):
+    """Dataset of single documents, truncated and padded on the right, for causal language modeling.
+
+    Attributes:
+        pad_token: Id of the padding token.
     """
 
     pad_token: int
@@ -466,32 +525,24 @@ class PaddedCausalSamples(CacheSamples):
         Args:
             numbers: Numbers of the documents in the token cache.
         """
-        kept_slices = [get_kept_slice(self.truncation, self._count_kept_tokens(number)) for number in numbers]
-        documents = [
-            self.token_cache.read_document("text", number)[kept_slice]
-            for number, kept_slice in zip(numbers, kept_slices, strict=True)
+        documents = [self._read_kept_tokens(number) for number in numbers]
+        counts = [
+            self._count_inputs(number, tokens) for number, tokens in zip(numbers, documents, strict=True)
         ]
-        has_last_token = self.keep_last_input or self.keep_last_input_if_room
-        input_tokens = [tokens[: self.seq_len] if has_last_token else tokens[:-1] for tokens in documents]
-        inputs, mask = pad_rows(input_tokens, self.seq_len, self.pad_token)
-        labels, _ = pad_rows([tokens[1:] for tokens in documents], self.seq_len, IGNORED_LABEL)
-        for row, number, kept_slice in zip(labels, numbers, kept_slices, strict=True):
-            if (trained := self.token_cache.read_trained_mask("text", number)) is not None:
-                targets = trained[kept_slice][1:]
-                row[: len(targets)][~targets] = IGNORED_LABEL
+        inputs, mask = pad_rows(
+            [tokens[:count] for tokens, count in zip(documents, counts, strict=True)],
+            self.seq_len,
+            self.pad_token,
+        )
+        labels, _ = pad_rows(
+            [tokens[1 : count + 1] for tokens, count in zip(documents, counts, strict=True)],
+            self.seq_len,
+            IGNORED_LABEL,
+        )
+        for row, number, count in zip(labels, numbers, counts, strict=True):
+            if (trained := self._read_trained_mask(number, count)) is not None:
+                row[: len(trained)][~trained] = IGNORED_LABEL
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
-
-    def _count_kept_tokens(self, number: int) -> int:
-        """Count the tokens that a document may keep, without cutting an image."""
-        return find_image_cut(self.token_cache, number, self.seq_len + (not self.keep_last_input))
-
-    def read_image_files(self, index: int) -> list[ImageFile]:
-        """Read the image files of the documents of a sample."""
-        return [
-            file
-            for number in self.list_document_numbers(index)
-            for file in self.token_cache.read_image_files(number, self._count_kept_tokens(number))
-        ]
 
     def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
         """Count the tokens of images in each sample. See :meth:`Samples.count_image_tokens`."""

@@ -218,9 +218,8 @@ def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
 
 _EXPECTED_LABELS = {
     SINGLE_LABEL: "one class per text (an integer or a string)",
-    MULTI_LABEL: "a list of classes per text (integers or strings), or of a number with a fraction for each "
-    "class",
-    REGRESSION: "a number per text, or a list of numbers with a fraction",
+    MULTI_LABEL: "a list of classes per text (integers or strings), or a list with one float per class",
+    REGRESSION: "a float per text, or a list of floats",
 }
 _KIND_DESCRIPTIONS = {
     "classes": "one class per text",
@@ -295,7 +294,7 @@ def map_labels_to_class_ids(
     """
     problem: ProblemType = MULTI_LABEL if is_multi_label else SINGLE_LABEL
     if is_multi_label and not labels:
-        raise UserError("data.label_field: no record has a class; use data with labels")
+        raise UserError("data.label_field: no record has a label; use labeled data")
     if len(labels) < 2 and not is_multi_label:
         raise UserError("data.label_field: all records have the same label; use data with several classes")
     if declared_names is not None:

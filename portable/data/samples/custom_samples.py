@@ -103,7 +103,7 @@ class CustomSamples(Samples):
             )
             shown = "missing" if wrong not in layout else "{1} {0}".format(*layout[wrong])
             first = (
-                "not there"
+                "missing"
                 if wrong not in self._expected_layout
                 else "{1} {0}".format(*self._expected_layout[wrong])
             )

@@ -297,10 +297,10 @@ class MixtureSamples(Samples):
                 out[column][region] = values
         return out
 
-    def read_image_files(self, index: int) -> list[ImageFile]:
-        """Read the image files of a sample from its source."""
+    def read_image_files(self, index: int, num_inputs: int | None = None) -> list[ImageFile]:
+        """Read the image files of a sample from its source. See :meth:`Samples.read_image_files`."""
         source, sample_index = self.locate_in_source(index)
-        return self.source_samples[source].read_image_files(sample_index)
+        return self.source_samples[source].read_image_files(sample_index, num_inputs)
 
     def count_image_tokens(self) -> npt.NDArray[np.int64] | None:
         """Count the tokens of images in each sample. None if no source can have images."""

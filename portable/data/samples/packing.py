@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portable.batch import IGNORED_LABEL
-from portable.data.samples.base import Arrays, CacheSamples, SampleRange
-from portable.data.samples.truncation import Truncation, find_image_cut, get_kept_slice
+from portable.data.samples.base import Arrays, DocumentSamples, SampleRange
 from portable.data.sources.documents import compute_text_digest
 from portable.data.tokens.cache import CACHE_FORMAT, TokenCache, TokenCacheWriter
 from portable.errors import UserError
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from portable.data.images import ImageFile
     from portable.data.samples.order import EpochIndex
+    from portable.data.samples.truncation import Truncation
 
 Integers = npt.NDArray[np.int64]
 """Array of int64."""
@@ -71,7 +70,7 @@ class PackedBins(NamedTuple):
 
 
 @dataclass(eq=False)
-class PackedDocumentSamples(CacheSamples):
+class PackedDocumentSamples(DocumentSamples):
     """Dataset of samples with several complete documents, followed by padding, for causal language modeling.
 
     A document of *n* tokens occupies *n* - 1 positions, at most ``seq_len``. Every token except the last one
@@ -111,13 +110,13 @@ class PackedDocumentSamples(CacheSamples):
         for row, (_, index) in enumerate(indices):
             start = 0
             for count, number in enumerate(self.list_document_numbers(index)):
-                kept_slice = get_kept_slice(self.truncation, self._count_kept_tokens(number))
-                tokens = self.token_cache.read_document("text", number)[kept_slice]
-                size = min(len(tokens), self.seq_len) if self.keep_last_input_if_room else len(tokens) - 1
-                end, end_of_labels = start + size, start + len(tokens) - 1
-                inputs[row, start:end], labels[row, start:end_of_labels] = tokens[:size], tokens[1:]
-                if (trained := self.token_cache.read_trained_mask("text", number)) is not None:
-                    labels[row, start:end_of_labels][~trained[kept_slice][1:]] = IGNORED_LABEL
+                tokens = self._read_kept_tokens(number)
+                size = self._count_inputs(number, tokens)
+                targets = tokens[1 : size + 1]
+                end, end_of_labels = start + size, start + len(targets)
+                inputs[row, start:end], labels[row, start:end_of_labels] = tokens[:size], targets
+                if (trained := self._read_trained_mask(number, size)) is not None:
+                    labels[row, start:end_of_labels][~trained] = IGNORED_LABEL
                 positions[row, start:end] = np.arange(end - start)
                 lengths[row, count] = end - start
                 start = end
@@ -129,18 +128,6 @@ class PackedDocumentSamples(CacheSamples):
             "position_ids": positions,
             "document_lengths": lengths,
         }
-
-    def _count_kept_tokens(self, number: int) -> int:
-        """Count the tokens that a document may keep, without cutting an image."""
-        return find_image_cut(self.token_cache, number, self.seq_len + 1)
-
-    def read_image_files(self, index: int) -> list[ImageFile]:
-        """Read the image files of the documents of a sample."""
-        return [
-            file
-            for number in self.list_document_numbers(index)
-            for file in self.token_cache.read_image_files(number, self._count_kept_tokens(number))
-        ]
 
     def count_image_tokens(self) -> Integers | None:
         """Count the tokens of images in each sample. See :meth:`Samples.count_image_tokens`."""

@@ -92,23 +92,23 @@ def get_kept_slice(mode: Truncation, max_tokens: int) -> slice:
     return slice(-max_tokens, None) if mode == "start" else slice(max_tokens)
 
 
-def find_image_cut(tokens: TokenCache, number: int, max_tokens: int) -> int:
-    """Return the number of tokens of a document that remain if its end is cut, but no image is cut.
+def find_image_cut(tokens: TokenCache, number: int, num_inputs: int) -> int:
+    """Return the number of inputs of a document that remain if its end is cut, but no image is cut.
 
     An image that does not fit is removed completely, with all tokens after it.
 
     Args:
         tokens: Token cache of the documents.
         number: Number of the document.
-        max_tokens: Largest number of tokens that may remain.
+        num_inputs: Largest number of inputs that may remain. The token after them is only a label.
     """
     return next(
         (
             image.first_token
             for image in tokens.list_images(number)
-            if image.first_token < max_tokens < image.first_token + image.num_tokens
+            if image.first_token < num_inputs < image.first_token + image.num_tokens
         ),
-        max_tokens,
+        num_inputs,
     )
 
 
@@ -134,10 +134,11 @@ def compute_truncation_stats(
         lengths = np.diff(offsets)
         is_longer = lengths > longest
         if mode == "error" and is_longer.any():
+            modes = "end or drop" if tokens.has_images else "end, start or drop"
             raise UserError(
                 f"data.truncation: {int(is_longer.sum()):,} samples are longer than data.seq_len {seq_len}, "
                 f"the longest has {int(lengths.max()):,} tokens; raise data.seq_len, or set data.truncation "
-                "to end, start or drop"
+                f"to {modes}"
             )
         is_left_out = is_longer if mode == "drop" else np.zeros(len(lengths), dtype=bool)
         too_long += int(is_left_out.sum())
@@ -145,7 +146,8 @@ def compute_truncation_stats(
         if tokens.trained_bits is not None:
             if tokens.has_images:
                 for index in np.flatnonzero(is_longer).tolist():
-                    kept_lengths[index] = find_image_cut(tokens, start + index, longest)
+                    num_inputs = find_image_cut(tokens, start + index, seq_len)
+                    kept_lengths[index] = longest if num_inputs == seq_len else num_inputs
             first = offsets[1:] - kept_lengths if mode == "start" else offsets[:-1]
             # The first token of a sample is not a label.
             answered = _mark_ranges_with_trained_tokens(tokens, first + 1, first + kept_lengths)
@@ -201,7 +203,8 @@ def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token:
     for number in range(tokens.num_documents) if stats.mode == "end" and stats.cut else ():
         labels, trained = tokens.read_document("text", number), tokens.read_trained_mask("text", number)
         counted = labels if trained is None else np.where(trained, labels, -1)
-        if (counted[1 : stats.longest] == end_token).any():
+        kept = find_image_cut(tokens, number, stats.longest - 1) + 1
+        if (counted[1:kept] == end_token).any():
             return True
     return not stats.cut or stats.mode != "end"
 

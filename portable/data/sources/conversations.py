@@ -32,6 +32,7 @@ from portable.data.sources.documents import (
     replace_surrogates,
 )
 from portable.errors import UserError, to_one_line
+from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,10 +85,14 @@ _IMAGE_FIELDS = ("images", "image")
 """Fields of a record with the images of its messages."""
 _OTHER_MEDIA_FIELDS = ("video", "videos", "audio", "audios")
 """Fields of a record with media that are not supported."""
+_IMAGE_FIELD_PATTERN = re.compile(r"image|img|picture|photo", re.IGNORECASE)
+"""Pattern of names of fields that probably contain images, used in error messages."""
 _IMAGE_MARK = "<image>"
 """Text that marks the place of an image in a message, in the formats of LLaVA and ms-swift."""
 _IMAGE_PART_TYPES = ("image", "image_url", "input_image")
 """Types of the parts of a message that contain an image."""
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+"""Modes of images of Pillow that a PNG file can store."""
 _IMAGE_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _QUESTION_FIELDS = (
     "question",
@@ -176,7 +181,7 @@ def detect_record_format(row: Mapping[str, Any], text_field: str, location: str)
     if formats:
         raise UserError(
             f"data.format: {location}: the fields {names} fit both {' and '.join(formats)}; set data.format "
-            "to one"
+            "to one of them"
         )
     if text_field == "text":
         _refuse_renamed_fields(row, location)
@@ -213,10 +218,15 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
     elif question is not None and answer is not None:
         description = f"{question!r} and {answer!r} look like a question and its answer"
         context = f", input: {context_field}" if context_field not in (None, question, answer) else ""
-        remedy = (
-            f"{{instruction: {question}{context}, output: {answer}}} for the chat template, or to "
-            f"{{prompt: {question}, completion: {answer}}} for plain text"
-        )
+        image_field = _find_image_field(row)
+        if image_field is None:
+            remedy = (
+                f"{{instruction: {question}{context}, output: {answer}}} for the chat template, or to "
+                f"{{prompt: {question}, completion: {answer}}} for plain text"
+            )
+        else:  # plain text cannot have images
+            images = "" if image_field in _IMAGE_FIELDS else f", images: {image_field}"
+            remedy = f"{{instruction: {question}{context}, output: {answer}{images}}}"
     elif strings is not None:
         raise UserError(
             f"data.source: {location}: {to_one_line(strings)} is a list of strings, not the turns of a "
@@ -237,6 +247,17 @@ def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
         f"data.columns: {location}: {description}, which no format of data.format names so (the fields are "
         f"{format_name_list(map(str, row))}); set data.columns to {remedy}"
     )
+
+
+def _find_image_field(row: Mapping[str, Any]) -> str | None:
+    """Find the field of a record that probably contains its images, used in error messages.
+
+    Returns:
+        Name of a field that has a value. None if there is no such field.
+    """
+    names = [str(name) for name, value in row.items() if not is_empty(value)]
+    known = (name for name in _IMAGE_FIELDS if name in names)
+    return next(known, next(filter(_IMAGE_FIELD_PATTERN.search, names), None))
 
 
 def _is_list_of_strings(value: Any) -> bool:
@@ -412,7 +433,14 @@ def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Co
             "label to train on the completion",
         )
     if isinstance(prompt, str) and isinstance(completion, str):
-        for key in (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs", *_IMAGE_FIELDS):
+        for key in _IMAGE_FIELDS:
+            if not is_empty(row.get(key)):
+                raise _build_record_error(
+                    location,
+                    f"{key} cannot be used with a prompt of plain text; make prompt and completion lists of "
+                    "messages, or rename them to instruction and output with data.columns",
+                )
+        for key in (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs"):
             if not is_empty(row.get(key)):
                 raise _build_record_error(
                     location,
@@ -584,8 +612,11 @@ def _collect_images(
         UserError: If the numbers of images and of their places differ, or an answer has an image.
     """
     from_field = _parse_image_fields(row, location)
-    if from_field and not count_images(messages):
-        messages = _insert_image_parts(messages, len(from_field), location)
+    if not count_images(messages):
+        if from_field:
+            messages = _insert_image_parts(messages, len(from_field), location)
+        else:
+            _check_no_image_marks(messages, row, location)
     remaining, images = list(from_field), list[ImageReference]()
     num_places = sum(
         part["type"] == "image" and "image" not in part
@@ -594,18 +625,17 @@ def _collect_images(
         for part in message["content"]
     )
     if num_places != len(from_field):
+        images_text = f"the record has {format_count(len(from_field), 'image')} in images"
         raise _build_record_error(
             location,
-            f"{num_places} image parts without an image, but images has {len(from_field)}; give one image "
-            "for each such part",
+            f"its messages have {format_count(num_places, 'image part')} without a path or URL, but "
+            f"{images_text}; give one image for each such part",
         )
     converted = []
     for index, message in enumerate(messages):
         if count_images([message]):
             if message["role"] == "assistant":
-                raise _build_record_error(
-                    location, f"message {index + 1}, an answer, has an image; only text can be an answer"
-                )
+                raise _build_image_answer_error(location, index)
             parts = []
             for part in message["content"]:
                 if part["type"] == "image":
@@ -621,13 +651,46 @@ def _parse_image_fields(row: Mapping[str, Any], location: str) -> list[ImageRefe
     """Return the references in the fields ``images`` and ``image`` of a record. Empty if there are none."""
     fields = {key: row[key] for key in _IMAGE_FIELDS if not is_empty(row.get(key))}
     if len(fields) > 1:
-        raise _build_record_error(location, f"fields {' and '.join(fields)}; remove one")
+        raise _build_record_error(
+            location, f"has the fields {' and '.join(fields)}; remove one of the fields"
+        )
     for key, value in fields.items():
         if isinstance(value, str) and value.lstrip().startswith("["):
             value = _parse_json(value, key, location)
         values = value if isinstance(value, list | tuple) else [value]
         return [_parse_image_reference(item, key, location) for item in values]
     return []
+
+
+def _check_no_image_marks(messages: list[Message], row: Mapping[str, Any], location: str) -> None:
+    """Check that no message of a record without images contains ``<image>``, which would remain text.
+
+    ``<image>`` may be text if the record has no field that could contain images.
+
+    Raises:
+        UserError: If a message contains ``<image>``, and its images are missing or in a field of another
+            name.
+    """
+    if not any(_IMAGE_MARK in get_message_text(message) for message in messages):
+        return
+    if (field := _find_image_field(row)) is not None:
+        raise RecordError(
+            f"data.columns: {location}: {_IMAGE_MARK} in its messages, but its images are in the field "
+            f"{field}; set data.columns to {{images: {field}}}, or remove {_IMAGE_MARK}"
+        )
+    if any(key in row for key in _IMAGE_FIELDS):
+        raise _build_record_error(
+            location,
+            f"{_IMAGE_MARK} in its messages, but no image in images; add the image, or remove {_IMAGE_MARK}",
+        )
+
+
+def _build_image_answer_error(location: str, index: int) -> UserError:
+    """Build the error for message ``index``, an answer with an image."""
+    return _build_record_error(
+        location,
+        f"message {index + 1}, an answer, has an image; remove the image, because only text can be an answer",
+    )
 
 
 def _insert_image_parts(messages: list[Message], num_images: int, location: str) -> list[Message]:
@@ -637,17 +700,21 @@ def _insert_image_parts(messages: list[Message], num_images: int, location: str)
         text.count(_IMAGE_MARK) if message["role"] != "assistant" else 0
         for message, text in zip(messages, texts, strict=True)
     ]
+    if sum(marks) != num_images:
+        for index, (text, count) in enumerate(zip(texts, marks, strict=True)):
+            if not count and _IMAGE_MARK in text:
+                raise _build_image_answer_error(location, index)
     if not any(marks):
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
-            raise _build_record_error(location, "images, but no message of a user; add one")
+            raise _build_record_error(location, "has images, but no message of a user; add a message")
         parts = [{"type": "image"}] * num_images + [{"type": "text", "text": texts[first]}]
         return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
     if sum(marks) != num_images:
         raise _build_record_error(
             location,
-            f"{sum(marks)} times {_IMAGE_MARK} in its messages, but {num_images} images; write "
-            f"{_IMAGE_MARK} once for each image",
+            f"its messages have {_IMAGE_MARK} {format_count(sum(marks), 'time')}, but the record has "
+            f"{format_count(num_images, 'image')}; write {_IMAGE_MARK} once for each image",
         )
     return [
         {**message, "content": _split_at_image_marks(text)} if count else message
@@ -694,12 +761,20 @@ def _parse_image_reference(value: Any, name: str, location: str) -> ImageReferen
             value = value[len("file://") :]
         return ImageReference(path=value)
     if callable(getattr(value, "save", None)):  # an image of Pillow, as custom code yields
-        buffer = io.BytesIO()
-        value.save(buffer, format="PNG")
-        return ImageReference(data=buffer.getvalue())
+        return ImageReference(data=_encode_png(value))
     raise _build_record_error(
         location, f"{name} is {describe_type(value)}, not an image; give a path, a URL or the bytes of a file"
     )
+
+
+def _encode_png(image: Any) -> bytes:
+    """Encode an image of Pillow as a PNG file, rotated as its EXIF data says."""
+    from PIL import ImageOps
+
+    rotated = ImageOps.exif_transpose(image)
+    buffer = io.BytesIO()
+    (rotated if rotated.mode in _PNG_MODES else rotated.convert("RGB")).save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def _decode_base64(value: Mapping[str, Any], key: str) -> Any:
@@ -714,7 +789,9 @@ def _parse_base64(text: str, name: str, location: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise _build_record_error(location, f"{name} is not base64 ({to_one_line(error)})") from error
+        raise _build_record_error(
+            location, f"{name} is not an image in base64 ({to_one_line(error)}); correct or remove it"
+        ) from error
 
 
 def _is_unread_training_key(key: Any) -> bool:
@@ -738,15 +815,17 @@ def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], loc
     prompts = {key: row[key] for key in _SYSTEM_FIELDS if not is_empty(row.get(key))}
     for key, value in prompts.items():
         if not isinstance(value, str):
-            raise _build_record_error(location, f"{key} is {describe_type(value)}; make it a string")
+            raise _build_record_error(location, f"{key} is {describe_type(value)}; convert {key} to a string")
     if messages[0]["role"] in SYSTEM_ROLES:
         for key, value in prompts.items():
             if value.strip() != get_message_text(messages[0]).strip():
-                description = f"a field {key} and a message from {messages[0]['role']}"
-                raise _build_record_error(location, f"{description}; remove one")
+                description = f"the field {key} and the message from {messages[0]['role']}"
+                raise _build_record_error(location, f"{description} differ; remove one of the prompts")
         return None
     if len({value.strip() for value in prompts.values()}) > 1:
-        raise _build_record_error(location, f"fields {' and '.join(prompts)} that differ; remove one")
+        raise _build_record_error(
+            location, f"the fields {' and '.join(prompts)} differ; remove one of the fields"
+        )
     return next(iter(prompts.values()), None)
 
 
@@ -775,7 +854,9 @@ def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
             for function in tools["functions"]
         ]
         if tools.get("tools", tools["functions"]) != tools["functions"]:
-            raise _build_record_error(location, "fields tools and functions that differ; remove one")
+            raise _build_record_error(
+                location, "the fields tools and functions differ; remove one of the fields"
+            )
     return next(iter(tools.values()), None)
 
 
@@ -853,19 +934,20 @@ def _normalize_message(message: Any, location: str, index: int) -> Message:
     if "function_call" in converted:
         if "tool_calls" in converted:
             raise _build_record_error(
-                location, f"message {index + 1} has function_call and tool_calls; remove one"
+                location, f"message {index + 1} has function_call and tool_calls; remove one of the keys"
             )
         converted["tool_calls"] = converted.pop("function_call")
     if isinstance(content, list | tuple):
         content = converted["content"] = _normalize_parts(content, location, index)
     if not isinstance(content, str | list) and (content is not None or "tool_calls" not in converted):
         raise _build_record_error(
-            location, f"message {index + 1}: content is {describe_type(content)}; make it a string"
+            location, f"message {index + 1}: content is {describe_type(content)}; convert content to a string"
         )
     for key in _REASONING_KEYS:
         if not isinstance(converted.get(key, ""), str):
             raise _build_record_error(
-                location, f"message {index + 1}: {key} is {describe_type(converted[key])}; make it a string"
+                location,
+                f"message {index + 1}: {key} is {describe_type(converted[key])}; convert {key} to a string",
             )
     if "tool_calls" in converted:
         converted["tool_calls"] = _normalize_tool_calls(converted["tool_calls"], location, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import glob
 import io
@@ -125,6 +126,62 @@ def _read_next_valid_row(rows: Iterator[Any], name: str, bad_records: BadRecords
     for line in (line for warning in caught for line in str(warning.message).splitlines() if "line" in line):
         bad_records.skip_record(UserError(f"data.source: {name}: {line.removeprefix('Skipping ')}"))
     return row
+
+
+def iter_dataset_rows(dataset: Any) -> Iterator[Any]:
+    """Yield the rows of a dataset of the ``datasets`` library, with the files of images instead of images.
+
+    The files are mappings with ``bytes`` and ``path``. Only images that are not stored in the dataset are
+    decoded.
+
+    Args:
+        dataset: A ``Dataset`` of the library.
+    """
+    datasets = import_datasets("images")
+    features = dataset.features or {}
+    if not _has_images(features, datasets.Image):
+        yield from dataset
+        return
+    raw_features = datasets.Features(
+        {name: _disable_image_decoding(feature, datasets.Image) for name, feature in features.items()}
+    )
+
+    def decode_paths(value: Any) -> Any:
+        if isinstance(value, list):
+            return [decode_paths(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if value.keys() == {"bytes", "path"} and value["bytes"] is None and value["path"] is not None:
+            return datasets.Image().decode_example(value)
+        return {key: decode_paths(item) for key, item in value.items()}
+
+    for row in dataset.to_iterable_dataset().cast(raw_features):
+        yield decode_paths(row)
+
+
+def _has_images(feature: Any, image_class: type) -> bool:
+    """Return whether a feature of a dataset is or contains images."""
+    if isinstance(feature, dict):
+        return any(_has_images(inner, image_class) for inner in feature.values())
+    if isinstance(feature, list):
+        return any(_has_images(inner, image_class) for inner in feature)
+    return isinstance(feature, image_class) or (
+        hasattr(feature, "feature") and _has_images(feature.feature, image_class)
+    )
+
+
+def _disable_image_decoding(feature: Any, image_class: type) -> Any:
+    """Return a copy of a feature whose images are not decoded."""
+    if isinstance(feature, dict):
+        return {name: _disable_image_decoding(inner, image_class) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_disable_image_decoding(inner, image_class) for inner in feature]
+    changed = copy.copy(feature)
+    if isinstance(feature, image_class):
+        changed.decode = False
+    elif hasattr(feature, "feature"):
+        changed.feature = _disable_image_decoding(feature.feature, image_class)
+    return changed
 
 
 def build_dataset_load_error(names: Iterable[str | None], error: BaseException) -> UserError:

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from portable.data.sources.datasets_library import build_dataset_load_error, import_datasets
+from portable.data.sources.datasets_library import (
+    build_dataset_load_error,
+    import_datasets,
+    iter_dataset_rows,
+)
 from portable.data.sources.documents import compute_text_digest
 from portable.data.sources.files import RecordFiles
 from portable.data.sources.hub_files import check_hub_card, list_hub_split_files
@@ -79,7 +83,7 @@ class HubDataset(DataSource):
         return None if names is None else tuple(map(str, names))
 
     def _read_rows(self) -> Iterator[LocatedRow]:
-        for number, row in enumerate(self._load_dataset(), start=1):
+        for number, row in enumerate(iter_dataset_rows(self._load_dataset()), start=1):
             yield LocatedRow(f"{self.name}: row {number}", drop_nested_nulls(row))
 
     @cached_property

@@ -237,7 +237,7 @@ class PretokenizedShard(TokenSource):
         """
         if job_digest != self.job_digest:
             raise UserError(
-                f"data.tokenizer: {self.name} was made with another tokenizer, chat template or "
+                f"data.tokenizer: {self.name} was created with a different tokenizer, chat template or "
                 "data.train_on; use the settings with which portable-data was run"
             )
         if not self._documents:

@@ -176,8 +176,9 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     column = next((candidate for candidate in _TOKEN_COLUMNS if candidate in names), None)
     if shard["format"] != "mds" or column is None:
         raise UserError(
-            f"data.source: {name} has the columns {format_name_list(names)} in {shard['format']}, not "
-            f"{_TOKEN_COLUMNS[0]} or {_TOKEN_COLUMNS[1]} in mds; write the text as .jsonl or .parquet"
+            f"data.source: {name}: expected an MDS shard with a column {_TOKEN_COLUMNS[0]} or "
+            f"{_TOKEN_COLUMNS[1]}, but found the columns {format_name_list(names)} in format "
+            f"{shard['format']}; convert it to .jsonl or .parquet"
         )
     column_index = names.index(column)
     encoding, _, rest = str(shard["column_encodings"][column_index]).partition(":")
@@ -340,7 +341,7 @@ def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[
     count = int(np.frombuffer(data, "<u4", 1)[0])
     offsets = np.frombuffer(data, "<u4", count + 1, offset=4).astype(np.int64)
     if (np.diff(offsets) < 0).any() or offsets[-1] > len(data):
-        raise ValueError("the offsets are wrong")
+        raise ValueError("the sample offsets are not increasing, or exceed the file size")
     sizes = piece.get("sizes")
     if sizes is None:
         return [np.frombuffer(data[start:stop], piece["dtype"]) for start, stop in pairwise(offsets)]

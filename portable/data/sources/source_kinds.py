@@ -294,7 +294,7 @@ def _detect_source_format(settings: SourceSettings, *, downloads: bool) -> str:
 
 
 def resolve_images(config: RunConfig, *, downloads: bool) -> RunConfig:
-    """Replace ``data.images: null`` by whether the first record of a source has images.
+    """Set ``data.images`` if it is null and the first record of a source has images.
 
     Args:
         config: Config of the run, with the format of its records.
@@ -302,9 +302,9 @@ def resolve_images(config: RunConfig, *, downloads: bool) -> RunConfig:
     """
     if config.data.images is not None or config.data.format not in CONVERSATION_FORMATS:
         return config
-    return config.replaced(
-        {"data.images": _detect_images(config.data, config.model.task, downloads=downloads)}
-    )
+    if not _detect_images(config.data, config.model.task, downloads=downloads):
+        return config
+    return config.replaced({"data.images": True})
 
 
 def _detect_images(data: DataConfig, task: str, *, downloads: bool) -> bool:

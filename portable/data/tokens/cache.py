@@ -12,6 +12,7 @@ A cache is a folder with these files:
 - ``columns.bin`` for the additional columns of ``data.columns``: float64 ``[documents, columns]``.
 - ``images.bin`` for conversations with images: the image files, each one once. ``image_rows.bin`` has a row
   of :data:`IMAGE_FIELDS` for each image of each document, and ``images.idx`` the first row of each document.
+  ``image_files.jsonl`` has a line with the state of each local image file, so that changes are detected.
 - ``blocks.crc``: a CRC-32 of each block of 64 KiB of these files.
 - ``meta.json``: sizes, names and fingerprint, with a digest of these entries.
 
@@ -41,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from portable.data.images import ImageFile, ImageSize
+from portable.data.images import ImageFile, ImageFileState, ImageSize, find_changed_image_file
 from portable.data.sources.records import CsvCell
 from portable.errors import RunError, UserError, to_one_line
 
@@ -60,6 +61,7 @@ MAX_FULLY_CHECKED_BYTES = 64 << 20
 _BLOCKS_FILE = "blocks.crc"
 _META_FILE = "meta.json"
 _PROGRESS_FILE = "progress.json"
+_VERIFIED_FILE = "image_files.verified"
 _MAX_CHECKED_SUMS_BYTES = 1 << 20
 """Maximum size of ``blocks.crc`` in bytes that is checked on opening: the checksums of 16 GiB."""
 _READ_BYTES = 1 << 22
@@ -70,6 +72,7 @@ _CRC = np.dtype("<u4")
 LABELS, LABEL_ENDS, VALUES = "labels.bin", "labels.idx", "values.bin"
 TRAINED, COLUMNS = "trained.bin", "columns.bin"
 IMAGES, IMAGE_ROWS, IMAGE_ENDS = "images.bin", "image_rows.bin", "images.idx"
+IMAGE_FILES = "image_files.jsonl"
 IMAGE_FIELDS = ("start", "num_bytes", "width", "height", "first_token", "num_tokens", "digest", "digest_end")
 """Fields of an image in ``image_rows.bin``, int64 each.
 
@@ -85,6 +88,7 @@ _FILE_DTYPES: dict[str, np.dtype[Any]] = {
     IMAGES: np.dtype("u1"),
     IMAGE_ROWS: np.dtype("<i8"),
     IMAGE_ENDS: _OFFSET,
+    IMAGE_FILES: np.dtype("u1"),
 }
 LabelKind = Literal["classes", "sets", "values"]
 """Kind of labels: one class per document, any number of classes, or a fixed number of numeric values."""
@@ -355,6 +359,15 @@ class TokenCacheWriter:
         if self._images is not None:
             self._images.add_images(images)
 
+    def add_image_files(self, states: Sequence[ImageFileState]) -> None:
+        """Add the states of local image files. Does nothing if documents have no images.
+
+        Args:
+            states: States of the files. A file that was added before is ignored.
+        """
+        if self._images is not None:
+            self._images.add_files(states)
+
     def write_metadata(self, **extra: Any) -> None:
         """Finish the files, renumber the classes in sorted order, and write ``meta.json``.
 
@@ -389,7 +402,10 @@ class TokenCacheWriter:
             "label_names": names,
             "files": files,
             "blocks": hashlib.blake2b(blocks, digest_size=16).hexdigest(),
-            "fingerprint": _compute_json_digest([self._dtype, names, files]),
+            # Independent of the machine, so without the modification times of image files.
+            "fingerprint": _compute_json_digest(
+                [self._dtype, names, {name: file for name, file in files.items() if name != IMAGE_FILES}]
+            ),
             **extra,
         }
         meta["digest"] = _compute_json_digest(meta)
@@ -417,12 +433,23 @@ class _ImageWriter:
         open_file(IMAGES, _FILE_DTYPES[IMAGES])
         open_file(IMAGE_ROWS, _FILE_DTYPES[IMAGE_ROWS])
         open_file(IMAGE_ENDS, _OFFSET, first=[0])
+        open_file(IMAGE_FILES, _FILE_DTYPES[IMAGE_FILES])
         self._streams = streams
+        self._file_paths = {state.path for state in _parse_image_files((folder / IMAGE_FILES).read_bytes())}
         rows = np.fromfile(folder / IMAGE_ROWS, dtype=_FILE_DTYPES[IMAGE_ROWS])
         rows = rows.reshape(-1, len(IMAGE_FIELDS))
         self.num_images = len(rows)
         self._start_by_digest = {row[-2:].tobytes(): int(row[0]) for row in rows}
         self._num_bytes = int((rows[:, 0] + rows[:, 1]).max()) if len(rows) else 0
+
+    def add_files(self, states: Sequence[ImageFileState]) -> None:
+        """Add the states of local image files, except those that were added before."""
+        lines = []
+        for state in states:
+            if state.path not in self._file_paths:
+                self._file_paths.add(state.path)
+                lines.append(json.dumps(state) + "\n")
+        self._streams[IMAGE_FILES].write(np.frombuffer("".join(lines).encode(), dtype=np.uint8))
 
     def add_images(self, images: Sequence[Sequence[PlacedImage]]) -> None:
         """Add the images of each document."""
@@ -437,6 +464,11 @@ class _ImageWriter:
                 self._streams[IMAGE_ROWS].write([start, len(image.data), *image.size, *tokens, *digest])
             self.num_images += len(document_images)
             self._streams[IMAGE_ENDS].write([self.num_images])
+
+
+def _parse_image_files(content: bytes) -> list[ImageFileState]:
+    """Parse the content of ``image_files.jsonl``."""
+    return [ImageFileState(*json.loads(line)) for line in content.splitlines()]
 
 
 class OpenedWriter(NamedTuple):
@@ -1014,6 +1046,28 @@ class TokenCache:
             num_tokens = np.where(first_tokens + num_tokens <= max_tokens, num_tokens, 0)
         np.add.at(counts, np.repeat(np.arange(self.num_documents), np.diff(ends)), num_tokens)
         return counts
+
+    def find_changed_image_file(self, root: Path | None) -> str | None:
+        """Find a local image file that has changed since the cache was written.
+
+        If only sizes or times have changed, because the files were copied, their current values are stored,
+        so that the contents are not compared again.
+
+        Args:
+            root: Folder of the images.
+
+        Returns:
+            Path of the file in its record. None if no file has changed.
+        """
+        states = _parse_image_files(self.arrays[IMAGE_FILES][:].tobytes())
+        verified_file, verified_digest = self.folder / _VERIFIED_FILE, ""
+        with suppress(OSError, ValueError):
+            verified_digest = verified_file.read_text("utf-8")
+        comparison = find_changed_image_file(root, states, verified_digest)
+        if comparison.verified_digest:
+            with suppress(OSError):  # the cache may be read-only
+                verified_file.write_text(comparison.verified_digest, "utf-8")
+        return comparison.changed_path
 
     def list_images(self, number: int) -> list[CachedImage]:
         """List the images of a document, in the order of its tokens, without reading their files."""

@@ -50,7 +50,7 @@ from portable.errors import UserError, to_one_line
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from portable.data.images import ImageReader, ImageSize, LoadedImage
+    from portable.data.images import ImageFileState, ImageReader, ImageSize, LoadedImage
     from portable.data.sources.documents import Conversation, Document
     from portable.data.tokens.image_processing import ImageProcessor
     from portable.data.tokens.special_tokens import Frame
@@ -86,6 +86,7 @@ class EncodedConversations:
         tokens: Tokens of each sample, int64 ``[tokens]``.
         trained_masks: Loss mask of each sample, bool ``[tokens]``.
         images: Images of each sample.
+        image_files: States of the local image files of all documents, including files that cannot be read.
         num_stopping: Number of samples whose loss mask includes the token that ends the last answer.
         end_token_counts: Number of samples whose last answer ends with a token, keyed by token ID.
         unstopped_example: Example of a sample whose loss mask does not include the token that ends the last
@@ -109,6 +110,7 @@ class EncodedConversations:
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
     trained_masks: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     images: list[list[PlacedImage]] = field(default_factory=list)
+    image_files: list[ImageFileState] = field(default_factory=list)
     num_stopping: int = 0
     end_token_counts: Counter[int] = field(default_factory=Counter)
     unstopped_example: str = ""
@@ -252,13 +254,13 @@ class ConversationEncoder:
             TEMPLATE_DATE,
         ]
         if self._image_reader is not None and self._image_processor is not None:
-            content += [self._image_processor.cache_key, self._image_reader.max_pixels]
+            content += [self._image_processor.cache_key, self._image_reader.cache_key]
         return json.dumps(content, sort_keys=True, default=str)
 
     @property
-    def reads_images(self) -> bool:
-        """Whether records may have images."""
-        return self._image_reader is not None
+    def image_reader(self) -> ImageReader | None:
+        """Reader of the images of records. None if the records may not have images."""
+        return self._image_reader
 
     @property
     def missing_tokens(self) -> list[str]:
@@ -288,12 +290,13 @@ class ConversationEncoder:
         drafts: list[list[RenderedConversation] | RecordError] = limited_calls.call_within_limits(
             partial(self._renderer.render_documents, collect=collect), [*map(_remove_images, documents)]
         )
+        encoded = EncodedConversations()
         images: list[list[LoadedImage]] = []
         for index, document in enumerate(documents):
             images.append([])
             try:
                 if not isinstance(document_drafts := drafts[index], RecordError):
-                    images[index] = self._load_images(document)
+                    images[index] = self._load_images(document, encoded.image_files)
                     drafts[index] = self._expand_images(document_drafts, images[index])
             except RecordError as error:
                 if not collect:
@@ -305,7 +308,6 @@ class ConversationEncoder:
         encodings = iter(
             self._encode_texts([draft.text for document_drafts in rendered for draft in document_drafts])
         )
-        encoded = EncodedConversations()
         size = 2 if self._pairs else 1
         for first in range(0, len(documents), size):
             samples: list[_MaskedDrafts] = []
@@ -385,8 +387,16 @@ class ConversationEncoder:
         encoded.counts.update(apart=1, turns=len(drafts))
         return _MaskedDrafts(drafts, encodings, masks, images)
 
-    def _load_images(self, document: Document) -> list[LoadedImage]:
-        """Read the images of a document. Raises RecordError if one cannot be read."""
+    def _load_images(self, document: Document, states: list[ImageFileState]) -> list[LoadedImage]:
+        """Read the images of a document.
+
+        Args:
+            document: The document.
+            states: List to which the states of local image files are added.
+
+        Raises:
+            RecordError: If an image cannot be read.
+        """
         conversation = document.conversation
         if conversation is None or not conversation.images:
             return []
@@ -396,7 +406,7 @@ class ConversationEncoder:
                 "is false; set data.images: true, with a model for images, or remove the images"
             )
         return [
-            self._image_reader.load_image(reference, conversation.location)
+            self._image_reader.load_image(reference, conversation.location, states)
             for reference in conversation.images
         ]
 
@@ -488,7 +498,7 @@ class ConversationEncoder:
             token = bounded_tokenizer.decode(self._tokenizer, [encoding.ids[int(stray.argmax())]])
             raise build_template_error(
                 draft.conversation,
-                f"a message contains {token!r}, a token of images; remove it from the text",
+                f"a message contains {token!r}, the image placeholder token; remove this token from the text",
             )
         return ranges
 

@@ -203,9 +203,12 @@ def load_image_processor(
         return ImageProcessor(processor)
     except UserError:
         raise
-    except Exception as error:  # damaged files and missing packages raise many classes
+    except Exception as error:  # damaged files raise many classes
         reason = to_one_line(error)[:200] or type(error).__name__
+        remedy = f"check the files {' and '.join(PROCESSOR_FILES[:2])} of the model"
+        if isinstance(error, ImportError):
+            remedy = "install the packages for images: pip install 'portable-trainer[images]'"
         raise UserError(
-            f"model.name_or_path: cannot load the image processor of {name_or_path!r} ({reason}); install "
-            "the packages for images: pip install 'portable-trainer[images]', or use another model"
+            f"model.name_or_path: cannot load the image processor of {name_or_path!r} ({reason}); {remedy}, "
+            "or use another model"
         ) from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from portable.data.sources.documents import count_images
 from portable.data.tokens.rendering import AnswerContext, build_template_error
+from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,10 +34,13 @@ def expand_placeholders(
     num_images = 0 if conversation is None else count_images(conversation.messages)
     starts = _find_all(draft.text, placeholder)
     if conversation is not None and len(starts) != num_images:
+        counts = (
+            f"{format_count(len(starts), 'time')}, but the record has {format_count(num_images, 'image')}"
+        )
         raise build_template_error(
             conversation,
-            f"the text has {len(starts)} times {placeholder!r}, the placeholder of an image, but the record "
-            f"has {num_images} images; use the template of the model, and remove the placeholder from texts",
+            f"{placeholder!r}, the placeholder of an image, is in the text {counts}; use the template of the "
+            "model, and remove the placeholder from texts",
         )
     if not starts:
         return draft

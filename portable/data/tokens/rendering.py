@@ -636,7 +636,7 @@ def _compile_template(text: str) -> Any:
         raise
     except Exception as error:
         raise UserError(
-            f"data.chat_template: not a valid template ({to_one_line(error)}); correct it"
+            f"data.chat_template: not a valid template ({to_one_line(error)}); correct the template"
         ) from error
 
 
@@ -655,7 +655,8 @@ def _validate_length(conversation: Conversation, text: str) -> str:
         num_characters := _count_characters(conversation)
     ):
         raise build_template_error(
-            conversation, f"the template writes {len(text):,} characters of {num_characters:,}; use another"
+            conversation,
+            f"the template writes {len(text):,} characters of {num_characters:,}; use another template",
         )
     return replace_surrogates(text)
 
@@ -724,8 +725,9 @@ def build_answer_not_found_error(conversation: Conversation, index: int) -> Answ
         remedy = f"use another template, or leave {role} out of data.roles_to_train"
     elif not index:
         reason = (
-            "the assistant speaks first, and the template does not write there the text that precedes other "
-            "answers"
+            "the assistant speaks first, and the template does not write the text that precedes other "
+            "answers "
+            "before the first answer"
         )
         remedy += ", or let a user speak first"
     return AnswerNotFoundError(f"data.chat_template: {conversation.location}: {reason}; {remedy}")

@@ -36,6 +36,7 @@ from portable.data.tokens.tokenizer import (
 )
 from portable.errors import UserError, to_one_line
 from portable.formatting import format_bytes
+from portable.node_folder import compute_once_per_node
 from portable.temporary_folder import open_or_build_cache_folder
 from portable.terminal import print_status
 
@@ -169,9 +170,50 @@ class TokenizeJob:
         Raises:
             UserError: If the source cannot be read or has no text, or the cache is not writable.
         """
-        write = partial(self._write_cache, source, progress=progress)
+        defect, is_written = "is damaged", False
+
+        def open_unchanged(folder: Path) -> TokenCache | None:
+            nonlocal defect
+            cache = TokenCache.open_if_intact(folder)
+            if cache is None or is_written or (path := self._find_changed_image(cache)) is None:
+                return cache
+            defect = f"the image {path!r} has changed"
+            return None
+
+        def write(folder: Path) -> None:
+            nonlocal is_written
+            self._write_cache(source, folder, progress=progress)
+            is_written = True
+
         return open_or_build_cache_folder(
-            self.get_cache_folder(source), TokenCache.open_if_intact, write, resumes=True
+            self.get_cache_folder(source),
+            open_unchanged,
+            write,
+            resumes=True,
+            describe_defect=lambda: defect,
+        )
+
+    def open_cached(self, source: DataSource) -> TokenCache | None:
+        """Open the token cache of a source.
+
+        Returns:
+            The cache. None if it does not exist, is damaged, or has images whose files have changed.
+        """
+        cache = TokenCache.open_if_intact(self.get_cache_folder(source))
+        return None if cache is None or self._find_changed_image(cache) is not None else cache
+
+    def _find_changed_image(self, cache: TokenCache) -> str | None:
+        """Find an image file of the source that has changed since the cache was written.
+
+        Returns:
+            Path of the file. None if no file has changed.
+        """
+        reader = None if self.conversation_encoder is None else self.conversation_encoder.image_reader
+        if reader is None or not cache.has_images:
+            return None
+        return compute_once_per_node(
+            f"images of {cache.folder} {cache.meta['digest']}",
+            partial(cache.find_changed_image_file, reader.root),
         )
 
     def _write_cache(self, source: DataSource, folder: Path, progress: bool) -> None:
@@ -193,7 +235,8 @@ class TokenizeJob:
             self.vocabulary.size,
             labels=fields.label is not None,
             masked=self.conversation_encoder is not None,
-            images=self.conversation_encoder is not None and self.conversation_encoder.reads_images,
+            images=self.conversation_encoder is not None
+            and self.conversation_encoder.image_reader is not None,
             columns=fields.columns,
         )
         self._report_start(source, writer)
@@ -379,6 +422,7 @@ def _write_conversations(
     for encoded in map_in_order(
         encode, batches, num_processes=_count_processes(), num_local_items=_LOCAL_CHAT_BATCHES
     ):
+        writer.add_image_files(encoded.image_files)
         try:
             for error in encoded.refused_records:
                 (collected if bad is None else bad).skip_record(error)
