@@ -29,7 +29,7 @@ TEMPLATE = """\
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per byte, the tokens of ChatML, and the tokens of Qwen3-VL's images."""
+    """Build a tokenizer with one token per byte, the tokens of ChatML, and tokens of Qwen3-VL's images."""
     names = ["<pad>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
