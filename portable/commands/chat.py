@@ -21,6 +21,7 @@ from portable.converters.commands import (
 from portable.converters.console import escape_control_characters, print_error, print_line
 from portable.converters.errors import to_printable
 from portable.errors import RunError, UserError, to_one_line
+from portable.formatting import format_count
 from portable.paths import FINAL_FOLDER, read_json_file
 from portable.terminal import print_status, show_loading_message
 
@@ -153,8 +154,9 @@ class ChatModel:
         if len(pieces) != len(images) + 1:
             raise UserError(
                 f"{_IMAGE_COMMAND}: the rendered conversation has {len(pieces) - 1} times "
-                f"{self.image_processor.placeholder!r}, the placeholder of an image, but {len(images)} "
-                "images; start a new conversation with /reset, and leave the placeholder out of messages"
+                f"{self.image_processor.placeholder!r}, the placeholder of an image, but "
+                f"{format_count(len(images), 'image')}; start a new conversation with /reset, and leave the "
+                "placeholder out of messages"
             )
         try:
             replacements = [self.image_processor.compute_replacement(image.size) for image in images]

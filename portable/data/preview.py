@@ -14,6 +14,7 @@ from portable.data.images import build_thumbnail
 from portable.data.samples.base import select_sequence_of_samples
 from portable.data.samples.order import EpochIndex
 from portable.data.tokens.bounded_tokenizer import decode
+from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -260,7 +261,8 @@ def _iter_sample_previews(data: RunData, seed: int, with_thumbnails: bool) -> It
 
 def format_image(image: CachedImage) -> str:
     """Format an image of a document as text, such as ``[image 448x336, 192 tokens]``."""
-    return f"[image {image.size.width}x{image.size.height}, {image.num_tokens:,} tokens]"
+    size = f"{image.size.width}x{image.size.height}"
+    return f"[image {size}, {format_count(image.num_tokens, 'token')}]"
 
 
 def _list_image_pieces(

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 import portable.converters.cli
 from portable.commands.chat import ChatModel, find_exported_model, main
+from portable.converters.console import escape_control_characters
 from portable.run.rank import run_rank
+from tests.image_models import RED, make_image, write_image_model
 from tests.runs import configured, write_conversations, write_pretrained
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
@@ -120,3 +127,68 @@ def test_chat_errors_suggest_fix(trained: Path, tmp_path: Path, capsys: pytest.C
     assert "safetensors" in read_error(str(tmp_path / "pickle"))
     (tmp_path / "pickle" / "config.json").write_text("[]")
     assert read_error(str(tmp_path / "pickle")).startswith("error: RUN: cannot load")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])
+def test_chat_answer_about_images_equals_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchvision")
+    from PIL import Image
+
+    folder = write_image_model(tmp_path / family, family)
+    question = {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Why?"}],
+    }
+    paths = [tmp_path / "a.png", tmp_path / "b.png"]
+    for path, size in zip(paths, [(16, 16), (40, 24)], strict=True):
+        path.write_bytes(make_image(RED, size))
+    processor = AutoProcessor.from_pretrained(folder)
+    text = processor.apply_chat_template([question], add_generation_prompt=True)
+    inputs = processor(text=[text], images=[[*map(Image.open, paths)]], return_tensors="pt")
+    inputs = {name: values for name, values in inputs.items() if name != "row_to_image"}
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/image {paths[0]}\n/image {paths[1]}\nWhy?\n"))
+    assert main([str(folder), "--max-tokens", "6", "--temperature", "0"]) == 0
+    continuation = expected[0, inputs["input_ids"].shape[1] :]
+    answer = processor.tokenizer.decode(continuation, skip_special_tokens=True)
+    assert capsys.readouterr().out == escape_control_characters(answer) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "error"),
+    [
+        ("/image nothing.png\nWhy?", "/image: cannot read 'nothing.png' (no such file)"),
+        ("/image /dev/zero", "/image: cannot read '/dev/zero' (no such file)"),
+        ("/image text.png", "/image: cannot read 'text.png' (not a JPEG, "),
+        ("/image a.png\n<image> or <image>?", "3 times '<image>', the placeholder of an image, but 1 image;"),
+    ],
+)
+def test_chat_rejects_bad_images(
+    typed: str,
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("torchvision")
+    monkeypatch.chdir(tmp_path)
+    folder = write_image_model(tmp_path / "smolvlm", "smolvlm")
+    Path("a.png").write_bytes(make_image(RED))
+    Path("text.png").write_text("no image")
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    capsys.readouterr()
+    assert main([str(folder)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(lines) == 1 and error in lines[0]
+
+
+def test_chat_rejects_images_for_text_models(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/image a.png\n"))
+    assert main([str(trained / "whole")]) == 2
+    assert "has no image processor" in capsys.readouterr().err

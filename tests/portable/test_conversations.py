@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import pickle
 import re
@@ -17,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import transformers
 import yaml
+from PIL import Image
 
 from portable.batch import IGNORED_LABEL
 from portable.cli import main
@@ -31,6 +34,7 @@ from portable.data.tokens.parallel_map import map_in_order
 from portable.errors import MultipleMistakesError, RunError, UserError
 from portable.run.rank import run_rank
 from tests.converters.compare import tree
+from tests.image_models import write_image_model, write_squares
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
 from tests.portable.data_support import Settings, kill_build, replace, write_jsonl
 from tests.portable.parallel_work import work
@@ -537,3 +541,35 @@ def test_show_data_marks_trained_text(
     assert "[[It is 5.<|eot_id|>]]<|start_header_id|>user" in shown
     assert "[[\\x1b[2J<|eot_id|>]]" in shown and "\x1b" not in shown
     assert "Be brief.<|eot_id|>" in shown
+
+
+@pytest.mark.parametrize(("family", "packing"), [("smolvlm", "false"), ("qwen2_5_vl", "documents")])
+def test_show_data_and_report_show_images(
+    family: str, packing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes and numbers of tokens of images are shown, instead of hundreds of placeholders."""
+    pytest.importorskip("torchvision")
+    model = write_image_model(tmp_path / family, family)
+    chats = write_squares(tmp_path / "squares", 8, sizes=((16, 16), (40, 24)))
+    more = {"model__config": None, "model__name_or_path": str(model), "data__packing": packing}
+    given = tiny(tmp_path / "run", chats, data__seq_len=128, data__eval_fraction=0, **more)
+    assert main([*flags(given), "--show-data", "8"]) == 0
+    shown = capsys.readouterr().out
+    sizes = re.findall(r"\[image (\d+x\d+), (\d+) tokens\]", shown)
+    assert {size for size, _ in sizes} == {"16x16", "40x24"} and len(sizes) == 7
+    (facts,) = re.findall(r"  images  +(.*)", shown)
+    mean = sum(int(tokens) for _, tokens in sizes) / 7
+    assert facts == f"7, {mean:.1f} tokens an image"
+    assert "<image>" not in shown and "<|image_pad|>" not in shown and "[[red" in shown
+    assert run_rank("cpu", load_config(None, given)) == 0
+    assert re.search(
+        rf"  images +7 images in 6 conversations, {mean:.1f} tokens an image", capsys.readouterr().err
+    )
+    page = (tmp_path / "run" / "report.html").read_text()
+    preview = json.loads((tmp_path / "run" / "data_samples.json").read_text())
+    pieces = [piece for sample in preview["samples"] for piece in sample["pieces"]]
+    urls = [url for _, _, url in pieces if url]
+    assert urls and "img-src data:" in page and all(url in page for url in urls)
+    for url in urls:
+        picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+        assert picture.format == "JPEG" and max(picture.size) <= 96

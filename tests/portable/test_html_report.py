@@ -239,3 +239,24 @@ def test_run_does_not_write_through_link(
     else:
         assert not (folder / name).is_symlink()
     assert not any(mine.iterdir()) if name == "tensorboard" else mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("data:image/jpeg;base64,/9j/4AAQ", True),
+        ("https://example.org/tracker.png", False),
+        ("data:image/svg+xml;base64,PHN2Zz4=", False),
+        (f"data:image/jpeg;base64,{'A' * 50_000}", False),
+    ],
+)
+def test_report_shows_only_small_thumbnails(url: str, shown: bool, tmp_path: Path) -> None:
+    folder = invented(tmp_path / "run", [{"step": 1, "loss": 2.0}])
+    pieces = [["ask", False], ["[image 2x2, 4 tokens]", False, url], ["yes", True, ""]]
+    sample = {"position": 0, "tokens": 9, "trained": 1, "pieces": pieces}
+    preview = {"facts": {}, "lengths": [], "samples": [sample]}
+    (folder / "data_samples.json").write_text(json.dumps(preview))
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    (run,) = data_of(tmp_path / "page.html")["runs"]
+    expected = [["ask", False, ""], ["[image 2x2, 4 tokens]", False, url if shown else ""], ["yes", True, ""]]
+    assert run["data"]["samples"][0]["pieces"] == expected

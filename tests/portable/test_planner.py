@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from portable.cli import main as train
 from portable.config import load_config
 from portable.model.build import build_model_on_meta, load_model_config
 from portable.model.flops import compute_flops_per_token
@@ -19,6 +20,7 @@ from portable.planner.cli import main
 from portable.planner.memory_model import PLACEHOLDER_DISK_PATH, StrategySetting
 from portable.planner.plan import Planner
 from portable.planner.run_time import EstimateRange, compute_hours
+from tests.image_models import write_image_model, write_squares
 from tests.promises import record
 from tests.runs import SENTENCE
 
@@ -318,3 +320,33 @@ def test_plan_with_budget_sorts_machines_by_cost(plan: Plan) -> None:
     few = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70", "--budget", "0.1", told=True)
     first, second = few.splitlines()
     assert "1 x h100" in first + second and "more than 0.1" in second
+
+
+def test_plan_counts_image_tower(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan measures the largest images of the data, or without data, the largest image of a sample."""
+    pytest.importorskip("torchvision")
+    monkeypatch.chdir(tmp_path)
+    write_image_model(tmp_path / "model", "qwen2_5_vl")
+    squares = write_squares(tmp_path / "squares", 8, sizes=((64, 64), (16, 16)))
+    words = ["--model.config", "null", "--model.name_or_path", "model", "--device", "h100"]
+    words += ["--data.cache_dir", str(tmp_path / "cache"), "--data.packing", "false"]
+
+    capsys.readouterr()
+
+    def activations(source: str, *more: str) -> int:
+        size = plan(*words, "--data.source", source, *more)["best"]["device_bytes"]["activations"]
+        assert isinstance(size, int)
+        return size
+
+    text = activations("missing.jsonl")
+    alone = activations("missing.jsonl", "--data.images", "true")
+    small = activations("missing.jsonl", "--data.images", "true", "--data.image_max_pixels", "256")
+    assert text < small < alone
+    assert activations(str(squares)) == alone
+    data = ["--data.source", str(squares), "--data.seq_len", "64", "--data.packing", "false"]
+    words_of_run = [*words[2:4], *words[6:8], *data, "--output_dir", "run", "--backend", "cpu"]
+    assert train([*words_of_run, "--show-data", "1"]) == 0  # which tokenizes the data
+    capsys.readouterr()
+    assert activations(str(squares)) > alone  # a conversation has two images
