@@ -211,7 +211,7 @@ def test_skipping_remedy_is_given_if_bad_records_are_not_skipped(
     texts = pa.array([b"good", b"\xff", b"also good"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": texts}), path.with_suffix(".parquet"))
     parquet_settings = replace(settings, source=str(path.with_suffix(".parquet")))
-    with pytest.raises(UserError, match=f"not UTF-8; correct or remove it, {remedy}"):
+    with pytest.raises(UserError, match=f"not UTF-8; correct or remove the row, {remedy}"):
         build_data(parquet_settings)
     build_data(replace(parquet_settings, on_bad_record="skip"))
     warned = capsys.readouterr().err
