@@ -215,7 +215,7 @@ def test_skipping_remedy_is_given_if_bad_records_are_not_skipped(
         build_data(parquet_settings)
     build_data(replace(parquet_settings, on_bad_record="skip"))
     warned = capsys.readouterr().err
-    assert "not UTF-8; correct or remove it\n" in warned and remedy not in warned
+    assert "not UTF-8; correct or remove the row\n" in warned and remedy not in warned
 
 
 def test_first_record_that_cannot_be_read_is_skipped(
