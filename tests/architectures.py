@@ -478,8 +478,8 @@ If the model is not supported, the command prints an error with the reason. To l
 compares it with transformers {version}. It has compared {looked_at} of {known} pairs of a model type and a
 task. The task is the value of [`model.task`](train.md#classifiers-and-encoder-decoders). The additional
 task "composite" is a checkpoint whose class also takes images or audio. It is trained as a causal language
-model on text only (see [multimodal models](train.md#multimodal-models)), because images and audio are not
-supported as training data.
+model on text (see [multimodal models](train.md#multimodal-models)). [Images](images.md) are tested
+separately.
 
 | check | comparison | pairs with a result |
 | --- | --- | --- |
