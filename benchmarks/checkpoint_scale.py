@@ -277,7 +277,7 @@ def train_with_saves(
     """Train a small model, save in the background, and compare the steps during saves with the other steps.
 
     Args:
-        place: How the state is written. See :func:`choose_saver`.
+        place: Place where the state is written. See :func:`choose_saver`.
         tensors: Number of tensors of the state.
         megabytes: Size of the state in MiB.
         device: Device of the model and the state.

@@ -148,7 +148,7 @@ _VISION: dict[str, dict[str, Any]] = {
 
 
 def build_image_config(model_type: str, tokenizer: Any) -> Any:
-    """Return the config of a tiny model whose image tokens are those of a tokenizer."""
+    """Return the config of a tiny model with the image tokens of a tokenizer."""
     tokens = {
         "image_token_id": ("<|image_pad|>", "<image>"),
         "image_token_index": ("<image_soft_token>", "[IMG]"),

@@ -115,10 +115,15 @@ def test_expert_parallel_losses_equal_one_rank(
     family: str, layout: str, router: dict[str, Any], beside: Beside
 ) -> None:
     size, settings = LAYOUTS[layout]
-    given = {**PACKED, **mixture(family, **router)} | ({"train__micro_batch_size": 1} if router else {})
-    found, expected = beside.ranks(size, {**EXPERTS, **given, **settings}), beside.one(given)
-    assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
-    record(found, expected, TOLERANCE)
+    given_settings = {**PACKED, **mixture(family, **router)} | (
+        {"train__micro_batch_size": 1} if router else {}
+    )
+    actual, expected = (
+        beside.ranks(size, {**EXPERTS, **given_settings, **settings}),
+        beside.one(given_settings),
+    )
+    assert actual == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+    record(actual, expected, TOLERANCE)
 
 
 COMPOSED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -148,15 +153,15 @@ def test_expert_parallelism_composes(case: str, beside: Beside) -> None:
     layout, family, own = COMPOSED[case]
     size, settings = LAYOUTS[layout]
     model = mixture(*family.split(", "), num_key_value_heads=4)
-    given = {**PACKED, "train__steps": 3, **model, **own}
-    alone = {key: value for key, value in given.items() if not key.startswith(LAYOUT_KEYS)}
-    found, expected = beside.ranks(size, {**EXPERTS, **given, **settings}), beside.one(alone)
-    assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+    given_settings = {**PACKED, "train__steps": 3, **model, **own}
+    alone = {key: value for key, value in given_settings.items() if not key.startswith(LAYOUT_KEYS)}
+    actual, expected = beside.ranks(size, {**EXPERTS, **given_settings, **settings}), beside.one(alone)
+    assert actual == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
 MOVES_AT, ENDS_AT = 6, 12
 ENDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {"strategy": "no_shard"}),
+    "single": (1, {"strategy": "no_shard"}),
     "DDP": (2, {"strategy": "no_shard"}),
     "FSDP2": (3, {"strategy": "full_shard"}),
     "zero2": (2, {"strategy": "zero2"}),
@@ -165,15 +170,15 @@ ENDS: dict[str, tuple[int, dict[str, Any]]] = {
     "3 x 2": (6, EXPERTS),
 }
 MOVES: list[tuple[str, str, str]] = [
-    ("2", "one", "mixtral"),
+    ("2", "single", "mixtral"),
     ("2", "4", "mixtral"),
     ("2 x 2", "zero2", "mixtral"),
-    ("one", "2", "mixtral"),
+    ("single", "2", "mixtral"),
     ("HSDP", "FSDP2", "gpt_oss"),
     ("zero3", "2 x 2", "deepseek_v3"),
     ("3 x 2", "DDP", "qwen3_moe"),
-    ("one", "3 x 2", "glm4_moe"),
-    ("2 x 2", "one", "mixtral, few"),
+    ("single", "3 x 2", "glm4_moe"),
+    ("2 x 2", "single", "mixtral, few"),
     ("DDP", "2 x 2", "gpt_oss, few"),
 ]
 
@@ -187,7 +192,7 @@ class Moves:
     def run(self, end: str, family: str, folder: Path, stop_after: int) -> dict[int, float]:
         """Begin or continue a run on an engine of :data:`ENDS`. Returns the loss of each step so far."""
         size, settings = ENDS[end]
-        given = {
+        given_settings = {
             **PACKED,
             "data__seq_len": 64,
             "data__eval_fraction": 0,
@@ -198,7 +203,7 @@ class Moves:
             **mixture(*family.split(", ")),
             **settings,
         }
-        assert self._engines.run(settings["strategy"], size, leg, folder, self._source, given) == 0
+        assert self._engines.run(settings["strategy"], size, leg, folder, self._source, given_settings) == 0
         return losses(folder)
 
     @functools.cache  # noqa: B019 (a fixture of the module)
@@ -211,7 +216,7 @@ class Moves:
     @functools.cache  # noqa: B019
     def losses_of_one(self, family: str) -> dict[int, float]:
         """Return the losses of an uninterrupted run on one rank."""
-        return self.run("one", family, self._folder("alone") / "run", ENDS_AT)
+        return self.run("single", family, self._folder("alone") / "run", ENDS_AT)
 
 
 @pytest.fixture(scope="module")
@@ -222,10 +227,10 @@ def moves(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPa
 @pytest.mark.parametrize(("start", "end", "family"), MOVES)
 def test_expert_parallel_run_moves(start: str, end: str, family: str, moves: Moves, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(moves.begin(start, family), tmp_path / "run"))
-    found, expected = moves.run(end, family, folder, ENDS_AT), moves.losses_of_one(family)
-    assert list(found) == list(expected) == list(range(1, ENDS_AT + 1))
-    assert found == pytest.approx(expected, rel=TOLERANCE)
-    record(list(found.values()), list(expected.values()), TOLERANCE)
+    actual, expected = moves.run(end, family, folder, ENDS_AT), moves.losses_of_one(family)
+    assert list(actual) == list(expected) == list(range(1, ENDS_AT + 1))
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
+    record(list(actual.values()), list(expected.values()), TOLERANCE)
 
 
 def test_expert_parallel_run_resumes_bit_for_bit(moves: Moves, tmp_path: Path) -> None:
@@ -239,13 +244,13 @@ def test_expert_parallel_checkpoint_and_final_model_equal_one_rank(
     family: str, beside: Beside, tmp_path: Path
 ) -> None:
     """The converter opens the checkpoint, and transformers loads the final model, by published names."""
-    given = {**PACKED, **mixture(family), "train__steps": 2}
-    beside.ranks(1, {"strategy": "no_shard", **given}, tmp_path / "one")
-    beside.ranks(4, {**EXPERTS, **given}, tmp_path / "experts")
-    one, found = (tmp_path / run / "checkpoints" / "step-000002" for run in ("one", "experts"))
-    assert_same_view(view(found), view(one), 1e-3)
-    assert convert([str(found), str(tmp_path / "converted"), "--optimizer", "--verify"]) == 0
-    folders = (tmp_path / "one" / "final", tmp_path / "experts" / "final", tmp_path / "converted")
+    given_settings = {**PACKED, **mixture(family), "train__steps": 2}
+    beside.ranks(1, {"strategy": "no_shard", **given_settings}, tmp_path / "single")
+    beside.ranks(4, {**EXPERTS, **given_settings}, tmp_path / "experts")
+    single, actual = (tmp_path / run / "checkpoints" / "step-000002" for run in ("single", "experts"))
+    assert_same_view(view(actual), view(single), 1e-3)
+    assert convert([str(actual), str(tmp_path / "converted"), "--optimizer", "--verify"]) == 0
+    folders = (tmp_path / "single" / "final", tmp_path / "experts" / "final", tmp_path / "converted")
     names = [set(load_file(folder / "model.safetensors")) for folder in folders]
     assert names[0] == names[1] == names[2]
     tokens = torch.arange(24)[None]
@@ -267,8 +272,8 @@ def begin_and_list_experts(config: RunConfig) -> list[tuple[set[int], set[int]]]
     read = StoredTensor.read
 
     def read_and_record(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
-        if found := re.search(r"experts\.(\d+)\.", tensor.name):
-            experts.add(int(found[1]))
+        if actual := re.search(r"experts\.(\d+)\.", tensor.name):
+            experts.add(int(actual[1]))
         return read(tensor, *arguments, **keywords)
 
     patched: Any = StoredTensor
@@ -287,9 +292,13 @@ def begin_and_list_experts(config: RunConfig) -> list[tuple[set[int], set[int]]]
 def test_pretrained_experts_are_read_by_the_ranks_that_have_them(
     beside: Beside, ranks: RankPool, conversations: Path, tmp_path: Path
 ) -> None:
-    beside.ranks(1, {"strategy": "no_shard", **mixture("mixtral"), "train__steps": 1}, tmp_path / "one")
-    given = {**EXPERTS, "model__config": {}, "model__name_or_path": str(tmp_path / "one" / "final")}
-    config = configured(tmp_path / "experts", conversations, **given, train__global_batch_size=4)
+    beside.ranks(1, {"strategy": "no_shard", **mixture("mixtral"), "train__steps": 1}, tmp_path / "single")
+    given_settings = {
+        **EXPERTS,
+        "model__config": {},
+        "model__name_or_path": str(tmp_path / "single" / "final"),
+    }
+    config = configured(tmp_path / "experts", conversations, **given_settings, train__global_batch_size=4)
     parts = ranks.run(4, begin_and_list_experts, config)
     assert parts == [({first, first + 1}, {2}) for first in (0, 4, 2, 6)]
 
@@ -311,13 +320,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_expert_parallelism_rejects_unsupported_settings(case: str, corpus: Path, tmp_path: Path) -> None:
-    settings, told = REFUSED[case]
-    with pytest.raises(UserError, match=f"{told} does not work with expert-parallel ranks"):
+    settings, message = REFUSED[case]
+    with pytest.raises(UserError, match=f"{message} does not work with expert-parallel ranks"):
         configured(tmp_path, corpus, **{**EXPERTS, **settings})
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given_settings", "message"),
     [
         ({"model__config": TINY_MODEL}, "LlamaForCausalLM has no experts in stacked tensors"),
         (mixture("mixtral", num_local_experts=3), "the 3 experts of MixtralForCausalLM cannot be divided"),
@@ -325,10 +334,10 @@ def test_expert_parallelism_rejects_unsupported_settings(case: str, corpus: Path
     ],
 )
 def test_expert_parallelism_rejects_unsupported_models(
-    given: dict[str, Any], told: str, corpus: Path, tmp_path: Path
+    given_settings: dict[str, Any], message: str, corpus: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=f"^expert_parallel_size: .*{told}"):
-        inspect_run(configured(tmp_path, corpus, **EXPERTS, **given))
+    with pytest.raises(UserError, match=f"^expert_parallel_size: .*{message}"):
+        inspect_run(configured(tmp_path, corpus, **EXPERTS, **given_settings))
 
 
 def test_expert_parallel_ranks_divide_a_copy_of_the_parameters() -> None:
@@ -377,7 +386,7 @@ def test_planned_bytes_of_exchange_match_a_step(
         train__micro_batch_size=4,
         memory__activation_checkpointing=recompute,
     )
-    found = ranks.run(2, count_exchanged_bytes, config)
+    actual = ranks.run(2, count_exchanged_bytes, config)
     model = build_training_model(load_model_config(config.model), config)
 
     def plan(size: int) -> float:
@@ -387,7 +396,7 @@ def test_planned_bytes_of_exchange_match_a_step(
 
     stacks = [p for module in find_expert_modules(model).values() for p in module.parameters()]
     gathers = 4 * sum(stack.numel() for stack in stacks) * 3 / 2  # two gathers, and a reduction
-    assert found == pytest.approx(plan(2) - (plan(1) - gathers), rel=0.15)
+    assert actual == pytest.approx(plan(2) - (plan(1) - gathers), rel=0.15)
 
 
 def beside_one_rank(types: list[str]) -> dict[str, str]:
@@ -443,8 +452,8 @@ COMPARED = _COMPARED.split()
     ids=["some", "all"],
 )
 def test_expert_parallel_types_equal_one_rank(types: list[str], ranks: RankPool) -> None:
-    found = ranks.run(2, beside_one_rank, types, timeout=900)
-    assert {name: why for name, why in found.items() if why} == {}
+    actual = ranks.run(2, beside_one_rank, types, timeout=900)
+    assert {name: why for name, why in actual.items() if why} == {}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "llama4_text", "jetmoe"])

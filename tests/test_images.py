@@ -123,7 +123,7 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(model: Path, source: Path | str | tuple[str, ...], cache_folder: Path, **settings: Any) -> RunData:
     """Build the data of a run on images."""
-    given = {
+    given_settings = {
         "source": source if isinstance(source, tuple) else str(source),
         "images": True,
         "vocab_size": None,
@@ -132,7 +132,7 @@ def build(model: Path, source: Path | str | tuple[str, ...], cache_folder: Path,
         "eval_fraction": 0.0,
         "cache_dir": cache_folder,
     }
-    return build_data(Settings(**{**given, **settings}), model_tokenizer=str(model))
+    return build_data(Settings(**{**given_settings, **settings}), model_tokenizer=str(model))
 
 
 def read_cache(data: RunData) -> TokenCache:
@@ -222,10 +222,10 @@ def test_tokens_and_labels_match_processor_and_trl(
         assert expected.pop("input_ids")[0].tolist() == ids.tolist()
         assert expected.pop("attention_mask").all()
         for name, values in expected.items():
-            found = batch[name]
+            actual = batch[name]
             if name.endswith("token_type_ids"):  # the last token is only a label
-                values, found = values[:, :-1], found[:, : len(ids) - 1]
-            np.testing.assert_array_equal(values, found, name)
+                values, actual = values[:, :-1], actual[:, : len(ids) - 1]
+            np.testing.assert_array_equal(values, actual, name)
         blank = {name for name in batch if name.startswith("blank_")}
         assert bool(blank) == (not images)
         assert batch.keys() - {"input_ids", "attention_mask", "labels"} - blank <= {
@@ -273,7 +273,7 @@ def test_separate_answers_have_images_of_their_turns(template: str, pictures: Pa
 
 def image_run(folder: Path, source: Path, data: Path, **settings: Any) -> RunConfig:
     """Return the config of a short run that trains all parameters on images."""
-    given = {
+    given_settings = {
         "model__config": None,
         "model__name_or_path": str(source),
         "data__seq_len": 160,
@@ -288,7 +288,7 @@ def image_run(folder: Path, source: Path, data: Path, **settings: Any) -> RunCon
         "checkpoint__export": False,
         "log__sample_tokens": 0,
     }
-    return configured(folder, data, **{**given, **settings})
+    return configured(folder, data, **{**given_settings, **settings})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -344,7 +344,7 @@ RANK_CASES = [
 
 @pytest.fixture(scope="module")
 def one_sided(squares: Path) -> Path:
-    """Write two records, of which one has images. With one record per rank, one rank has no images."""
+    """Write two records. Only one has images. With one record per rank, one rank has no images."""
     records = squares.read_text("utf-8").splitlines()
     source = squares.with_name("one_sided.jsonl")
     source.write_text(f"{records[4]}\n{records[3]}\n", "utf-8")
@@ -364,13 +364,13 @@ def numbers_of_one_rank(
 
 
 def rank_run(folder: Path, source: Path, data: Path, eval_data: Path, **settings: Any) -> RunConfig:
-    given = {
+    given_settings = {
         "strategy": "no_shard",
         "data__eval": {"source": str(eval_data)},
         "train__global_batch_size": 2,
         "train__micro_batch_size": 1,
     }
-    return image_run(folder, source, data, **{**given, **settings})
+    return image_run(folder, source, data, **{**given_settings, **settings})
 
 
 @pytest.mark.parametrize(("name", "family"), RANK_CASES)
@@ -388,8 +388,8 @@ def test_ranks_without_images_train_like_one_rank(
     if name == "hybrid_shard":  # two groups of two ranks
         settings, size = {**settings, "train__global_batch_size": 4}, 4
     config = rank_run(tmp_path, model(family), one_sided, squares, **settings)
-    found = numbers_of(engines, size, config)
-    assert found == pytest.approx(numbers_of_one_rank(family), rel=1e-6)
+    actual = numbers_of(engines, size, config)
+    assert actual == pytest.approx(numbers_of_one_rank(family), rel=1e-6)
 
 
 # -- interruptions ------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ class KilledAtStep3:
 
 
 def resumable_run(folder: Path, model: Path, squares: Path, **settings: Any) -> RunConfig:
-    given = {
+    given_settings = {
         "strategy": "full_shard",
         "train__steps": 4,
         "checkpoint__every_steps": 2,
@@ -415,7 +415,7 @@ def resumable_run(folder: Path, model: Path, squares: Path, **settings: Any) -> 
         "train__callbacks": ["tests.test_images:KilledAtStep3"],
         "train__dropout": True,
     }
-    return image_run(folder, model, squares, **{**given, **settings})
+    return image_run(folder, model, squares, **{**given_settings, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -617,7 +617,7 @@ def test_unusable_settings_are_one_error_line(
     record, settings, kind, message = ROWS["refused"][case]
     model, source = MODELS[kind](qwen, text_model, tmp_path / "model"), tmp_path / "records.jsonl"
     write_jsonl(source, [REFUSED_RECORDS[record]])
-    given = {
+    given_settings = {
         "backend": "cpu",
         "output_dir": str(tmp_path / "run"),
         "model.name_or_path": str(model),
@@ -628,7 +628,7 @@ def test_unusable_settings_are_one_error_line(
         "data.eval_fraction": 0,
         "train.global_batch_size": 1,
     }
-    assert main(flags({**given, **settings})) == 2
+    assert main(flags({**given_settings, **settings})) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert errors[0].startswith(f"error: {message.format(model=model, source=source)}")
@@ -742,7 +742,7 @@ def test_images_are_decoded_like_transformers(tmp_path: Path) -> None:
     ("family", "packing"), [("qwen2_5_vl", False), ("mistral3", "documents"), ("smolvlm", False)]
 )
 def test_truncation_never_cuts_an_image(family: str, packing: Any, pictures: Path, tmp_path: Path) -> None:
-    """The images of a sample are those whose tokens are all in it."""
+    """A sample has an image if all tokens of the image are in the sample."""
     processor = write_processor(tmp_path / "model", family, None)
     talk = [user(image("a.png"), image("b.png"), text("?")), answer("1"), user(image("c.png")), answer("2")]
     short = [user(text("1")), answer("1")]
@@ -752,7 +752,9 @@ def test_truncation_never_cuts_an_image(family: str, packing: Any, pictures: Pat
     tokens = read_cache(build(tmp_path / "model", source, tmp_path, **settings))
     placed, ids = tokens.list_images(0), tokens.read_document("text", 0).astype(np.int64)
     least = len(tokens.read_document("text", 1))
-    edges = {edge for one in placed for edge in (one.first_token, one.first_token + one.num_tokens)}
+    edges = {
+        edge for single in placed for edge in (single.first_token, single.first_token + single.num_tokens)
+    }
     for seq_len in sorted({edge + shift for edge in edges for shift in (-1, 0, 1)} | {len(ids)}):
         if seq_len < least:
             continue
@@ -765,7 +767,11 @@ def test_truncation_never_cuts_an_image(family: str, packing: Any, pictures: Pat
         assert trained is not None
         limit = min(seq_len, len(ids) - 1)
         count = next(
-            (one.first_token for one in placed if one.first_token < limit < one.first_token + one.num_tokens),
+            (
+                single.first_token
+                for single in placed
+                if single.first_token < limit < single.first_token + single.num_tokens
+            ),
             limit,
         )
         start = 0
@@ -776,9 +782,9 @@ def test_truncation_never_cuts_an_image(family: str, packing: Any, pictures: Pat
         assert batch["labels"][0, start : start + count].tolist() == targets.tolist()
         if len(data.train) == 2:
             assert (batch["labels"][0, count:] == IGNORED_LABEL).all()
-        if kept := sum(one.first_token < count for one in placed):
-            text_of_images = processor.image_token * kept
-            expected = processor(text=[text_of_images], images=[images[:kept]], return_tensors="np")
+        if num_kept := sum(single.first_token < count for single in placed):
+            text_of_images = processor.image_token * num_kept
+            expected = processor(text=[text_of_images], images=[images[:num_kept]], return_tensors="np")
             np.testing.assert_array_equal(batch["pixel_values"], expected["pixel_values"])
         else:
             assert "pixel_values" not in batch and "blank_pixel_values" in batch
@@ -870,9 +876,9 @@ def test_formats_have_the_same_tokens_and_images(pictures: Path, qwen: Path, tmp
     expected = None
     for name, record in list_formats(pictures).items():
         source = write_jsonl(tmp_path / f"{name}.jsonl", [record])
-        found = read_only_document(build(qwen, source, tmp_path, image_root=str(pictures)))
-        expected = expected or found
-        assert found == expected, name
+        actual = read_only_document(build(qwen, source, tmp_path, image_root=str(pictures)))
+        expected = expected or actual
+        assert actual == expected, name
     assert expected is not None and expected[2] == [(pictures / name).read_bytes() for name in TWO]
 
 
@@ -924,8 +930,8 @@ def test_tables_have_the_same_tokens_and_images(pictures: Path, qwen: Path, tmp_
     first = write_jsonl(tmp_path / "first.jsonl", [ask_two(image)])
     expected = read_only_document(build(qwen, first, tmp_path, image_root=str(pictures)))
     for name, settings in sources.items():
-        found = read_only_document(build(qwen, tmp_path / name, tmp_path / "cache", **settings))
-        assert found == expected, name
+        actual = read_only_document(build(qwen, tmp_path / name, tmp_path / "cache", **settings))
+        assert actual == expected, name
 
 
 def test_saved_dataset_keeps_files_that_png_cannot_store(qwen: Path, tmp_path: Path) -> None:
@@ -943,8 +949,8 @@ def test_saved_dataset_keeps_files_that_png_cannot_store(qwen: Path, tmp_path: P
         row = {"image": [picture], "instruction": ["What?"], "output": ["Noise"]}
         dataset = datasets.Dataset.from_dict(row, features=features)
         dataset.save_to_disk(tmp_path / name)
-        (found,) = read_only_document(build(qwen, tmp_path / name, tmp_path / "cache"))[2]
-        assert found == file
+        (actual,) = read_only_document(build(qwen, tmp_path / name, tmp_path / "cache"))[2]
+        assert actual == file
 
 
 def make_pictures() -> list[dict[str, Any]]:
@@ -956,8 +962,8 @@ def make_pictures() -> list[dict[str, Any]]:
 def test_code_may_yield_images_of_pillow(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_pictures, "fingerprint", "1", raising=False)
     data = build(qwen, "tests.test_images:Pictures", tmp_path)
-    found = read_only_document(data)[2]
-    for name, file in zip(("CMYK", "turned JPEG"), found, strict=True):
+    actual = read_only_document(data)[2]
+    for name, file in zip(("CMYK", "turned JPEG"), actual, strict=True):
         expected = np.asarray(decode_image(list_files()[name]))
         np.testing.assert_array_equal(np.asarray(decode_image(file)), expected)
 
@@ -974,9 +980,9 @@ class Pictures:
 def test_images_of_several_folders_need_a_root(pictures: Path, qwen: Path, tmp_path: Path) -> None:
     """Two folders may have different images of the same name."""
     sources = []
-    for name in ("one", "two"):
+    for name in ("single", "two"):
         (tmp_path / name).mkdir()
-        shutil.copy(pictures / ("a.png" if name == "one" else "b.png"), tmp_path / name / "a.png")
+        shutil.copy(pictures / ("a.png" if name == "single" else "b.png"), tmp_path / name / "a.png")
         record = ask(image("a.png"), reply=name)
         sources.append(str(write_jsonl(tmp_path / name / "records.jsonl", [record])))
     with pytest.raises(
@@ -1097,7 +1103,9 @@ def test_added_image_ends_skipping_of_its_record(own_pictures: Path, qwen: Path,
 def test_image_settings_have_separate_caches(own_pictures: Path, qwen: Path, tmp_path: Path) -> None:
     source = write_jsonl(own_pictures / "talks.jsonl", [ask(image("e.png"))])
     settings: list[dict[str, Any]] = [{}, {"image_max_pixels": 256}, {"image_root": str(own_pictures)}]
-    folders = [read_cache(build(qwen, source, tmp_path, **given)).folder for given in settings]
+    folders = [
+        read_cache(build(qwen, source, tmp_path, **given_settings)).folder for given_settings in settings
+    ]
     assert len(set(folders)) == len(settings)
     (placed,) = TokenCache.open(folders[1]).list_images(0)
     assert placed.size.width * placed.size.height <= 256
@@ -1152,8 +1160,8 @@ def test_killed_tokenizing_resumes_to_same_cache(
     resumed = build(qwen, source, tmp_path / "killed")
     assert resumed.fingerprint == expected.fingerprint
     for name in ("images.bin", "image_rows.bin", "images.idx", "image_files.jsonl", "text.bin"):
-        found, wanted = ((read_cache(data).folder / name).read_bytes() for data in (resumed, expected))
-        assert found == wanted, name
+        actual, wanted = ((read_cache(data).folder / name).read_bytes() for data in (resumed, expected))
+        assert actual == wanted, name
 
 
 # -- mixtures, samples and adapters -------------------------------------------------------------------------
@@ -1176,11 +1184,11 @@ def test_mixture_of_texts_and_images_trains_like_one_source(
     mixed = {"data__source": None, "data__sources": sources, "data__images": True}
     settings = {"strategy": "no_shard", "train__steps": 1, "train__micro_batch_size": 8}
     settings |= {"train__global_batch_size": len(lines), "train__learning_rate": 1e-9}
-    found, expected = (
+    actual, expected = (
         numbers_of(engines, 1, image_run(tmp_path / name, qwen, squares, **settings, **more))
-        for name, more in (("mixed", mixed), ("one", {}))
+        for name, more in (("mixed", mixed), ("single", {}))
     )
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert actual == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["full_shard", "zero3"])
@@ -1206,9 +1214,9 @@ def test_sample_text_continues_the_image(
         checkpoint__export=True,
         log__sample_tokens=6,
     )
-    found = engines.run(engine, 2, printed_sample, config)
-    assert "--- prompt" in found, found
-    prompt, continued = found.partition("--- prompt\n")[2].split("\n--- the model continues\n")
+    actual = engines.run(engine, 2, printed_sample, config)
+    assert "--- prompt" in actual, actual
+    prompt, continued = actual.partition("--- prompt\n")[2].split("\n--- the model continues\n")
     assert prompt.count("[image ") == 2 and "Which color?" in prompt
     final = tmp_path / "run" / "final"
     processor = AutoProcessor.from_pretrained(final)
@@ -1223,7 +1231,7 @@ def test_sample_text_continues_the_image(
 
 
 def printed_sample(config: RunConfig) -> str:
-    """Run completely on one rank. Returns what it prints."""
+    """Run completely on one rank. Returns the printed text."""
     captured = io.StringIO()
     with redirect_stderr(captured):
         assert launched(config) == 0
@@ -1256,7 +1264,7 @@ def colors(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pat
 
 
 def name_colors(folder: Path) -> list[str]:
-    """Return what a model says about two red squares and two blue ones, by transformers alone."""
+    """Return the answers of a model about two red and two blue squares, generated by transformers."""
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     question = [{"role": "user", "content": [{"type": "image"}, text("Color?")]}]
@@ -1272,7 +1280,7 @@ def name_colors(folder: Path) -> list[str]:
 
 
 def color_run(folder: Path, source: Path, data: Path, **settings: Any) -> RunConfig:
-    given = {
+    given_settings = {
         "data__seq_len": 48,
         "train__global_batch_size": 8,
         "train__micro_batch_size": 4,
@@ -1281,7 +1289,7 @@ def color_run(folder: Path, source: Path, data: Path, **settings: Any) -> RunCon
         "checkpoint__every_steps": 20,
         "checkpoint__export": True,
     }
-    return image_run(folder, source, data, **{**given, **settings})
+    return image_run(folder, source, data, **{**given_settings, **settings})
 
 
 @pytest.fixture(scope="module")

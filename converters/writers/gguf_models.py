@@ -356,7 +356,7 @@ class _ConfigTable:
             type(number) not in ((int,) if is_count else (int, float))
             or not 0 < number < _MAX_NUMBERS[is_count]
         ):
-            self.raise_unsupported(names[0], f"it must be {'a count' if is_count else 'a positive number'}")
+            self.raise_unsupported(names[0], f"{'a count' if is_count else 'a positive number'} is required")
         return number
 
     def take_allowed_setting(self, name: str, *allowed: Any) -> Any:
@@ -419,7 +419,8 @@ class _ConfigTable:
         for name in sorted(self._untaken_names):
             if name not in ignored and not is_unset(self.values.get(name)):
                 self.raise_unsupported(
-                    name, "--to gguf does not support this key; remove it if it does not change the logits"
+                    name,
+                    "--to gguf does not support this key; remove the key if it does not change the logits",
                 )
 
 
@@ -559,7 +560,9 @@ def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings:
         rope_by_layer_type, rope = rope, rope.take_nested_table("full_attention", defaults=absent)
         rope_by_layer_type.check_all_settings_taken()
     if original_length not in (None, rope.values.get(original_length_key, original_length)):
-        table.raise_unsupported(original_length_key, f"it differs from {_format_short_json(rope.values)}")
+        table.raise_unsupported(
+            original_length_key, f"the rope settings are {_format_short_json(rope.values)}"
+        )
     rope_type = rope.take_setting("rope_type", "type") or "default"
     if rope_type not in model_type.rope_scalings:
         rope.raise_unsupported(
@@ -608,7 +611,7 @@ def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, old = map(rope.take_positive_number, names)
     if not low < high:
-        rope.raise_unsupported("high_freq_factor", "it must be above low_freq_factor")
+        rope.raise_unsupported("high_freq_factor", "a value above low_freq_factor is required")
     rotations = [old / (2 * pi * base ** (i / rotated_size)) for i in range(0, int(rotated_size), 2)]
     smooth_factors = [min(max((each - low) / (high - low), 0), 1) for each in rotations]
     return [1 / ((1 - each) / factor + each) for each in smooth_factors]

@@ -63,10 +63,10 @@ class Activations:
     def add_tower(self, tower: TowerMemory, num_samples: int) -> Activations:
         """Return the peaks of a pass that begins with the images of ``num_samples`` samples."""
         before, layers = self.before_layers, self.in_layers
-        peak, kept = num_samples * tower.peak_bytes, num_samples * tower.kept_bytes
+        peak, kept_bytes = num_samples * tower.peak_bytes, num_samples * tower.kept_bytes
         return Activations(
-            Peak(max(before.work_bytes + kept, peak), before.copy_bytes),
-            Peak(layers.work_bytes + kept, layers.copy_bytes),
+            Peak(max(before.work_bytes + kept_bytes, peak), before.copy_bytes),
+            Peak(layers.work_bytes + kept_bytes, layers.copy_bytes),
             self.failure or tower.failure,
         )
 

@@ -552,8 +552,8 @@ def test_show_data_and_report_show_images(
     model = write_image_model(tmp_path / family, family)
     chats = write_squares(tmp_path / "squares", 8, sizes=((16, 16), (40, 24)))
     more = {"model__config": None, "model__name_or_path": str(model), "data__packing": packing}
-    given = tiny(tmp_path / "run", chats, data__seq_len=128, data__eval_fraction=0, **more)
-    assert main([*flags(given), "--show-data", "8"]) == 0
+    config = tiny(tmp_path / "run", chats, data__seq_len=128, data__eval_fraction=0, **more)
+    assert main([*flags(config), "--show-data", "8"]) == 0
     shown = capsys.readouterr().out
     sizes = re.findall(r"\[image (\d+x\d+), (\d+) tokens\]", shown)
     assert {size for size, _ in sizes} == {"16x16", "40x24"} and len(sizes) == 7
@@ -561,7 +561,7 @@ def test_show_data_and_report_show_images(
     mean = sum(int(tokens) for _, tokens in sizes) / 7
     assert facts == f"7, {mean:.1f} tokens an image"
     assert "<image>" not in shown and "<|image_pad|>" not in shown and "[[red" in shown
-    assert run_rank("cpu", load_config(None, given)) == 0
+    assert run_rank("cpu", load_config(None, config)) == 0
     assert re.search(
         rf"  images +7 images in 6 conversations, {mean:.1f} tokens an image", capsys.readouterr().err
     )

@@ -457,7 +457,7 @@ def _fill_named_value(target: _PjrtNamedValue, name: str, value: OptionValue, bu
     """Fill a ``PJRT_NamedValue`` in place.
 
     The struct contains pointers. The memory that they point to is appended to ``buffers``, which must exist
-    as long as the struct is used.
+    while the struct is used.
     """
     buffer = ctypes.create_string_buffer(name.encode())
     target.struct_size = ctypes.sizeof(_PjrtNamedValue)

@@ -43,7 +43,7 @@ def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetti
 
 
 def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
-    """Return no units, because the compiler decides what is gathered at a time.
+    """Return no units, because the compiler chooses the parameters to gather.
 
     See :class:`portable.planner.memory_model.FootprintModule`.
     """

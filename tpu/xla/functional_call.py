@@ -1,4 +1,4 @@
-"""Calls of functions that read the parameters of a module, with other tensors in place of the parameters."""
+"""Calls of functions that read the parameters of a module, with other tensors instead of the parameters."""
 
 from __future__ import annotations
 

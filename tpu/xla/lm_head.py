@@ -1,7 +1,7 @@
 """LM head under SPMD: the product that computes the logits, and the gradient of its weight.
 
 The weight of the head is gathered, because with a shard of the weight a device would need the activations of
-all tokens. Each device multiplies the gradients of its own logits. The gradient of the weight is the sum of
+all tokens. Each device multiplies the gradients of its logits. The gradient of the weight is the sum of
 these products over all devices, and each device keeps its shard of the sum. The compiler overlaps the product
 with this reduction only if no operation is between the product and its sharding annotation.
 """

@@ -33,7 +33,7 @@ _DEVICE = "xla:0"
 _TRACING_SEED = 12345
 """Seed while a body is recorded. It is not 0 or 1, because these would become constants of the graph.
 
-When the loop runs, each iteration gets a seed of its own.
+When the loop runs, each iteration gets a different seed.
 """
 _recorded_seeds: list[list[torch.Tensor]] = []
 """Seeds of the random numbers of each body that is being recorded. The innermost body is last."""

@@ -203,8 +203,8 @@ def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token:
     for number in range(tokens.num_documents) if stats.mode == "end" and stats.cut else ():
         labels, trained = tokens.read_document("text", number), tokens.read_trained_mask("text", number)
         counted = labels if trained is None else np.where(trained, labels, -1)
-        kept = find_image_cut(tokens, number, stats.longest - 1) + 1
-        if (counted[1:kept] == end_token).any():
+        num_kept = find_image_cut(tokens, number, stats.longest - 1) + 1
+        if (counted[1:num_kept] == end_token).any():
             return True
     return not stats.cut or stats.mode != "end"
 

@@ -256,8 +256,8 @@ def _find_image_field(row: Mapping[str, Any]) -> str | None:
         Name of a field that has a value. None if there is no such field.
     """
     names = [str(name) for name, value in row.items() if not is_empty(value)]
-    known = (name for name in _IMAGE_FIELDS if name in names)
-    return next(known, next(filter(_IMAGE_FIELD_PATTERN.search, names), None))
+    present_names = (name for name in _IMAGE_FIELDS if name in names)
+    return next(present_names, next(filter(_IMAGE_FIELD_PATTERN.search, names), None))
 
 
 def _is_list_of_strings(value: Any) -> bool:
