@@ -232,7 +232,9 @@ def test_external_checkpoint_position_and_settings_may_be_set(
     told = {"checkpoint__resume_step": 0, "checkpoint__resume_samples": 7, "train__stop_after": 1}
     assert main(command(trainer, corpus, tmp_path / "run", train__weight_decay=0.3, **told)) == 0
     said = capsys.readouterr().err
-    assert "resuming at step 0" in said and "train.weight_decay: 0.1 there, 0.3 here" in said
+    assert (
+        "resuming at step 0" in said and "train.weight_decay: 0.1 in the checkpoint, 0.3 in this run" in said
+    )
     state = json.loads((tmp_path / "run/checkpoints/step-000001/trainer_state.json").read_text())
     assert (state["step"], state["samples"]) == (1, 7 + BATCH)
     stored = open_checkpoint(tmp_path / "run").optimizer
