@@ -1238,6 +1238,27 @@ def printed_sample(config: RunConfig) -> str:
     return captured.getvalue()
 
 
+# -- sizes of images ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, "documents"])
+def test_memory_trial_has_the_largest_images(packing: Any, qwen: Path, squares: Path, tmp_path: Path) -> None:
+    """The tokens of images in each sample are counted without building it."""
+    data = build(qwen, squares, tmp_path, packing=packing, seq_len=96)
+    counted, token = data.train.count_image_tokens(), AutoProcessor.from_pretrained(qwen).image_token_id
+    assert counted is not None
+    batches = [data.train.build_batch([EpochIndex(0, index)]) for index in range(len(data.train))]
+    assert counted.tolist() == [int((batch["input_ids"] == token).sum()) for batch in batches]
+    trial = data.train.list_trial_samples(3)
+    assert len(trial) == 3 and len(set(trial)) == 1
+    patches = [len(batch.get("pixel_values", ())) for batch in batches]
+    assert patches[trial[0].sample_index] == max(patches)
+    sizes = data.sizes.images
+    assert sizes is not None and sizes.images == 15 and sizes.documents == 12
+    assert sizes.largest_tokens == max(data.first_tokens.count_image_tokens(96))
+    assert len(sizes.largest) == 2
+
+
 # -- learning to name colors --------------------------------------------------------------------------------
 
 

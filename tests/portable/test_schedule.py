@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, get_scheduler
 
+from portable.adapters.adapter import build_training_model
 from portable.batch_plan import compute_batch_plan, compute_total_steps
 from portable.checks import check_config
 from portable.config import RunConfig, load_config
@@ -31,6 +33,7 @@ from portable.optim.schedule import (
     WarmupStableDecay,
     build_schedule,
 )
+from tests.composite import build_composite_config
 from tests.runs import TINY_MODEL, checked
 from tests.tiny_models import tiny_config
 
@@ -271,3 +274,18 @@ def test_flops_per_token_match_torch_counter(given: dict[str, Any]) -> None:
     assert compute_flops_per_token(model, config, 64) == pytest.approx(
         counter.get_total_flops() / 64, rel=0.02
     )
+
+
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_flops_per_token_leave_out_image_tower(adapter: str | None, tmp_path: Path) -> None:
+    """The work of an image tower depends on the images, and not on the tokens."""
+    flops = []
+    for depth in (1, 3):
+        config = build_composite_config("qwen3_vl")
+        config.vision_config.depth = depth
+        config.save_pretrained(tmp_path)
+        run = load_config(None, {"adapter.type": adapter, "model.name_or_path": str(tmp_path)})
+        model = build_training_model(models.load_model_config(run.model), run)
+        assert sum("visual.blocks" in name for name, _ in model.named_modules()) > depth
+        flops.append(compute_flops_per_token(model, model.config, 64))
+    assert flops[0] == flops[1]
